@@ -1,0 +1,153 @@
+"""
+Alignment: the edit script from one prompt to another, by token equality alone.
+
+The one place that talks to rapidfuzz. Common prefix and suffix go first, then the middles are
+aligned; middles too large for a quadratic method are aligned along their common k-grams.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+from rapidfuzz.distance import Indel
+
+from delta_tree.runs import common_runs, first_difference
+from delta_tree.script import EditScript, Match
+from delta_tree.spans import TokenIds
+
+__all__ = [
+    "align",
+    "common_prefix_length",
+    "common_runs",
+    "common_suffix_length",
+    "heaviest_chain",
+    "in_order_matches",
+]
+
+# Above this many pairs of tokens rapidfuzz takes longer than the answer is worth on the critical
+# path (8,192 x 8,192: about 20 ms, four times that for twice the length).
+_MAX_PAIRS = 2**26
+
+
+def align(source: TokenIds, target: TokenIds, *, min_run: int) -> EditScript:
+    """
+    A short script from `source` to `target` in which nothing is moved, only kept in order.
+
+    A keep shorter than `min_run` is part of the replace around it, except the common prefix: that
+    is exact reuse, and worth having at any length.
+    Shapes:  (S,) and (T,) int32
+    """
+    return EditScript.from_keeps(
+        len(source), target, in_order_matches(source, target, min_run=min_run)
+    )
+
+
+def in_order_matches(source: TokenIds, target: TokenIds, *, min_run: int) -> list[Match]:
+    """The keeps of `align`: ascending in both prompts, touching ones joined."""
+    if min_run < 1:
+        raise ValueError(f"min_run must be at least 1, got {min_run}")
+    prefix = common_prefix_length(source, target)
+    suffix = common_suffix_length(source[prefix:], target[prefix:])
+    middle_source = source[prefix : len(source) - suffix]
+    middle_target = target[prefix : len(target) - suffix]
+    middle = [
+        Match(match.source + prefix, match.target + prefix, match.length)
+        for match in _middle_matches(middle_source, middle_target, min_run=min_run)
+    ]
+    ends = Match(len(source) - suffix, len(target) - suffix, suffix)
+    found = [Match(0, 0, prefix), *middle, ends]
+    kept = [m for m in found if m.length >= min_run or (m.length and m.source == m.target == 0)]
+    return _widened(kept, source, target)
+
+
+def common_prefix_length(a: TokenIds, b: TokenIds) -> int:
+    """Number of leading tokens the two share."""
+    return first_difference(a, b)
+
+
+def common_suffix_length(a: TokenIds, b: TokenIds) -> int:
+    """Number of trailing tokens the two share."""
+    return first_difference(a[::-1], b[::-1])
+
+
+def heaviest_chain(runs: list[Match]) -> list[Match]:
+    """The runs that keep the most tokens while ascending in both prompts, in O(R log R)."""
+    # A frontier of chains: ends in the source ascending, weights ascending with them. A chain
+    # that ends later and weighs no more is of no use to any later run.
+    ends: list[int] = []
+    weights: list[int] = []
+    last_of: list[int] = []
+    previous: list[int] = []
+    for index, run in enumerate(runs):
+        place = bisect_right(ends, run.source)
+        weight = run.length + (weights[place - 1] if place else 0)
+        previous.append(last_of[place - 1] if place else -1)
+        end = run.source + run.length
+        place = bisect_left(ends, end)
+        if place and weights[place - 1] >= weight:
+            continue
+        stop = place
+        while stop < len(ends) and weights[stop] <= weight:
+            stop += 1
+        if stop == place and place < len(ends) and ends[place] == end:
+            continue
+        ends[place:stop], weights[place:stop] = [end], [weight]
+        last_of[place:stop] = [index]
+    chain: list[Match] = []
+    index = last_of[-1] if last_of else -1
+    while index >= 0:
+        chain.append(runs[index])
+        index = previous[index]
+    return chain[::-1]
+
+
+def _middle_matches(source: TokenIds, target: TokenIds, *, min_run: int) -> list[Match]:
+    if min(len(source), len(target)) < min_run:
+        return []
+    if len(source) * len(target) > _MAX_PAIRS:
+        return heaviest_chain(common_runs(source, target, min_run=min_run))
+    blocks = Indel.opcodes(source.tolist(), target.tolist()).as_matching_blocks()
+    return [Match(block.a, block.b, block.size) for block in blocks if block.size >= min_run]
+
+
+def _join(matches: Iterable[Match]) -> list[Match]:
+    """Matches that follow one another without a gap in either prompt become one."""
+    joined: list[Match] = []
+    for match in matches:
+        if not match.length:
+            continue
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.source + last.length == match.source
+            and last.target + last.length == match.target
+        ):
+            joined[-1] = Match(last.source, last.target, last.length + match.length)
+        else:
+            joined.append(match)
+    return joined
+
+
+def _widened(matches: list[Match], source: TokenIds, target: TokenIds) -> list[Match]:
+    """
+    Let each match grow into the gaps beside it.
+
+    Among alignments of equal length rapidfuzz may give the edge of a run to a lone match far from
+    it; that match has been dropped, and the edge belongs to the run again.
+    """
+    wide: list[Match] = []
+    ends = [*matches, Match(len(source), len(target), 0)][1:]
+    at_source = at_target = 0
+    for match, following in zip(matches, ends, strict=True):
+        s, t, length = match.source, match.target, match.length
+        while s > at_source and t > at_target and source[s - 1] == target[t - 1]:
+            s, t, length = s - 1, t - 1, length + 1
+        stop_source, stop_target = s + length, t + length
+        while (
+            stop_source < following.source
+            and stop_target < following.target
+            and source[stop_source] == target[stop_target]
+        ):
+            stop_source, stop_target, length = stop_source + 1, stop_target + 1, length + 1
+        wide.append(Match(s, t, length))
+        at_source, at_target = stop_source, stop_target
+    return _join(wide)

@@ -1,0 +1,206 @@
+"""
+The cheapest known way to a new prompt: which stored KV goes where, from one or several donors.
+
+First the longest exact prefix, then the donor that an in-order alignment gets most from, then the
+uncovered stretches, the longest run first, from all donors and from other places of the same ones.
+A token that differs is never copied. Pure and deterministic: nothing is loaded, nothing stored.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from delta_tree.composition import (
+    Composition,
+    Copy,
+    DonorOutcome,
+    DonorReport,
+    merge_copies,
+)
+from delta_tree.donors import Donor, Offer
+from delta_tree.node import Node, Segment, SegmentId
+from delta_tree.runs import Hashes, Sieve, kgram_hashes
+from delta_tree.script import Match
+from delta_tree.spans import Span, TokenIds, gaps
+
+# Alignment is the dearest step; a fourth-best guess has never been seen to win in the end.
+_MAX_ALIGNED = 3
+# Each round lays at least one run; two are the rule, and hostile prompts must not buy many.
+_MAX_ROUNDS = 8
+
+
+def compose(
+    target: TokenIds,
+    candidates: Sequence[Node],
+    segment_of: Callable[[SegmentId], Segment],
+    *,
+    min_run: int,
+    max_donors: int,
+    max_generation: int,
+    allow_approximate: bool,
+) -> Composition:
+    """
+    Lay out what is stored of `target`, and say what must be computed.
+
+    `max_donors` limits the donors of approximate copies; the exact prefix costs no fidelity and
+    may come from one more. `segment_of` may raise UnknownSegmentError: that donor is left out.
+    Between donors that are equal in all else, the first in the order given wins.
+    Shapes:  target (T,) int32
+    """
+    if min_run < 1:
+        raise ValueError(f"min_run must be at least 1, got {min_run}")
+    donors = [
+        Donor(node, place, segment_of, min_run=min_run, max_generation=max_generation)
+        for place, node in enumerate(candidates)
+    ]
+    if not allow_approximate:
+        for donor in donors:
+            donor.forbid_approximate()
+    layout = _Layout(target, min_run=min_run)
+    layout.lay_exact_prefix(donors)
+    if allow_approximate:
+        sharing = layout.sharing(donors)
+        layout.lay_best_donor(sharing, max_donors=max_donors)
+        layout.fill(sharing, max_donors=max_donors)
+    return layout.result(donors)
+
+
+class _Layout:
+    """The new prompt while it is being covered."""
+
+    def __init__(self, target: TokenIds, *, min_run: int) -> None:
+        self._target = target
+        self._min_run = min_run
+        self._exact_length = 0
+        self._copies: list[Copy] = []
+        self._is_open = np.ones(len(target), dtype=np.bool_)
+        self._mixed: set[int] = set()  # places of the donors of approximate copies
+        self._hashes: Hashes | None = None
+
+    def lay_exact_prefix(self, donors: Sequence[Donor]) -> None:
+        """Take the longest exact prefix, from the first candidate that has it."""
+        lengths = [donor.exact_prefix(self._target) for donor in donors]
+        self._exact_length = max(lengths, default=0)
+        if self._exact_length:
+            donor = donors[lengths.index(self._exact_length)]
+            self._lay(donor, Match(0, 0, self._exact_length))
+
+    def sharing(self, donors: Sequence[Donor]) -> list[Donor]:
+        """The donors with any usable run of the prompt in them, be it in the exact prefix."""
+        hashes = self._all_hashes()
+        sieve, known = Sieve(hashes), frozenset(hashes.tolist())
+        found = [donor for donor in donors if donor.usable and donor.shares(sieve, known)]
+        for donor in found:
+            if donor.outcome is not DonorOutcome.USED:
+                donor.outcome = DonorOutcome.NOTHING_LEFT
+        return found
+
+    def lay_best_donor(self, donors: Sequence[Donor], *, max_donors: int) -> None:
+        """Lay the runs of the donor that covers most when nothing is moved out of order."""
+        rest = Span(self._exact_length, len(self._target))
+        if len(rest) < self._min_run or max_donors < 1:
+            return
+        sieve, hashes = self._sieve([rest]), self._all_hashes()
+        bounds = {donor.place: donor.most_in_order(sieve) for donor in donors}
+        in_place = {
+            donor.place: donor.num_in_place(self._target, rest.start) for donor in donors
+        }
+        hopeful = sorted(
+            (donor for donor in donors if bounds[donor.place]),
+            key=lambda donor: (-bounds[donor.place], -in_place[donor.place], donor.place),
+        )
+        best: tuple[int, Donor, list[Match]] | None = None
+        for donor in hopeful[:_MAX_ALIGNED]:
+            if best is not None and best[0] >= bounds[donor.place]:
+                break
+            runs = donor.in_order(self._target, rest, sieve, hashes)
+            num_covered = sum(run.length for run in runs)
+            if num_covered > (best[0] if best else 0):
+                best = (num_covered, donor, runs)
+        if best is not None:
+            _, donor, runs = best
+            for run in runs:
+                self._lay(donor, run)
+            self._mixed.add(donor.place)
+
+    def fill(self, donors: Sequence[Donor], *, max_donors: int) -> None:
+        """Fill open stretches until no donor that may be used has a run for any of them."""
+        asked = list(donors)
+        for _ in range(_MAX_ROUNDS):
+            open_spans = self._open_spans()
+            if not open_spans or not asked:
+                return
+            sieve, hashes = self._sieve(open_spans), self._all_hashes()
+            offers: list[Offer] = []
+            giving: list[Donor] = []
+            for donor in asked:
+                given = donor.offers(self._target, open_spans, sieve, hashes)
+                offers += given
+                # Open stretches only shrink: who has nothing now will have nothing later.
+                if given:
+                    giving.append(donor)
+            for offer in sorted(offers, key=lambda offer: offer.rank):
+                if self._admits(offer.donor, max_donors):
+                    self._accept(offer)
+            asked = [donor for donor in giving if self._admits(donor, max_donors)]
+
+    def result(self, donors: Sequence[Donor]) -> Composition:
+        """What has been laid so far, and what became of each candidate."""
+        copies = merge_copies(self._copies, exact_length=self._exact_length)
+        return Composition(
+            num_tokens=len(self._target),
+            exact_length=self._exact_length,
+            copies=copies,
+            gaps=gaps((copy.target for copy in copies), len(self._target)),
+            reports=tuple(
+                DonorReport(donor.node.node_id, donor.num_used, donor.outcome) for donor in donors
+            ),
+        )
+
+    def _admits(self, donor: Donor, max_donors: int) -> bool:
+        if donor.place in self._mixed or len(self._mixed) < max_donors:
+            return True
+        if not donor.num_used:
+            donor.outcome = DonorOutcome.MAX_DONORS
+        return False
+
+    def _accept(self, offer: Offer) -> None:
+        """Lay those parts of the offered run that are still open and long enough."""
+        run = offer.run
+        for part in self._open_parts(Span(run.target, run.target + run.length)):
+            source = run.source + part.start - run.target
+            self._lay(offer.donor, Match(source, part.start, len(part)))
+            self._mixed.add(offer.donor.place)
+
+    def _lay(self, donor: Donor, run: Match) -> None:
+        self._copies.extend(donor.copies(run, self._target))
+        self._is_open[run.target : run.target + run.length] = False
+        donor.num_used += run.length
+        donor.outcome = DonorOutcome.USED
+
+    def _open_spans(self) -> list[Span]:
+        return self._open_parts(Span(0, len(self._target)))
+
+    def _open_parts(self, span: Span) -> list[Span]:
+        """The open stretches within `span` that are long enough for a run, in order."""
+        is_open = self._is_open[span.start : span.end]
+        if is_open.all():
+            return [span] if len(span) >= self._min_run else []
+        framed = np.concatenate(([False], is_open, [False]))
+        edges = (np.flatnonzero(framed[1:] != framed[:-1]) + span.start).tolist()
+        return [
+            Span(start, end)
+            for start, end in zip(edges[::2], edges[1::2], strict=True)
+            if end - start >= self._min_run
+        ]
+
+    def _sieve(self, spans: Sequence[Span]) -> Sieve:
+        """The k-grams that lie within one of the spans."""
+        hashes = self._all_hashes()
+        inside = [hashes[span.start : span.end - self._min_run + 1] for span in spans]
+        return Sieve(np.concatenate(inside))
+
+    def _all_hashes(self) -> Hashes:
+        if self._hashes is None:
+            self._hashes = kgram_hashes(self._target, self._min_run)
+        return self._hashes

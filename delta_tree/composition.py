@@ -1,0 +1,134 @@
+"""
+A composition: from where each position of a new prompt gets its KV, as far as it is stored.
+
+Values only; how a good one is found is compose.py's business.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from delta_tree.node import NodeId, SegmentId
+from delta_tree.spans import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`length` tokens of a segment, from `offset` on, laid at `target_start` of the new prompt."""
+
+    donor: NodeId
+    segment_id: SegmentId
+    offset: int
+    length: int
+    target_start: int
+    source_position: int  # where the first of these tokens stood when its KV was computed
+
+    @property
+    def target(self) -> Span:
+        """The positions of the new prompt that are filled."""
+        return Span(self.target_start, self.target_start + self.length)
+
+    @property
+    def shift(self) -> int:
+        """By how many positions the keys must be rotated."""
+        return self.target_start - self.source_position
+
+    def continues(self, previous: "Copy") -> bool:
+        """Whether this copy and `previous` are one stretch of one segment, moved together."""
+        return (
+            self.segment_id == previous.segment_id
+            and self.offset == previous.offset + previous.length
+            and self.target_start == previous.target_start + previous.length
+        )
+
+
+class DonorOutcome(Enum):
+    """What became of a candidate."""
+
+    USED = "used"
+    NOTHING_LEFT = "nothing_left"  # what it shares was covered by others
+    BELOW_MIN_RUN = "below_min_run"  # no usable common run is long enough
+    MAX_DONORS = "max_donors"  # it had something to give, but enough donors were in use
+    GENERATION = "generation"  # all its KV is of a too high generation
+    EXACT_ONLY = "exact_only"  # approximate copies were not allowed
+    MISSING_SEGMENT = "missing_segment"  # a segment is gone, or belongs to another namespace
+
+
+@dataclass(frozen=True, slots=True)
+class DonorReport:
+    """A candidate's part in a composition, for `kvshare explain`."""
+
+    node_id: NodeId
+    num_tokens_used: int
+    outcome: DonorOutcome
+
+    @property
+    def reason(self) -> str:
+        """The outcome in a word."""
+        return self.outcome.value
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """
+    Copies and gaps that together cover `[0, num_tokens)` exactly once.
+
+        0            exact_length                              num_tokens
+        |-- exact copies --|-- gap --|-- approximate copy --|-- gap --|
+
+    The copies of the exact prefix have shift 0 and generation 0. Copies and gaps are sorted.
+    """
+
+    num_tokens: int
+    exact_length: int
+    copies: tuple[Copy, ...]
+    gaps: tuple[Span, ...]
+    reports: tuple[DonorReport, ...] = ()
+
+    @property
+    def num_copied(self) -> int:
+        """Positions whose KV is copied, exact and approximate."""
+        return sum(copy.length for copy in self.copies)
+
+    @property
+    def num_gap_tokens(self) -> int:
+        """Positions whose KV must be computed, before any repair."""
+        return self.num_tokens - self.num_copied
+
+    @property
+    def exact_copies(self) -> tuple[Copy, ...]:
+        """The copies that make up the exact prefix."""
+        return tuple(copy for copy in self.copies if copy.target_start < self.exact_length)
+
+    @property
+    def approximate_copies(self) -> tuple[Copy, ...]:
+        """The copies after the exact prefix."""
+        return tuple(copy for copy in self.copies if copy.target_start >= self.exact_length)
+
+    @property
+    def donors(self) -> tuple[NodeId, ...]:
+        """The donors in use, in order of their first copy."""
+        return tuple(dict.fromkeys(copy.donor for copy in self.copies))
+
+
+def merge_copies(copies: Iterable[Copy], *, exact_length: int) -> tuple[Copy, ...]:
+    """
+    Sorted copies, those that continue each other joined, the joint at `exact_length` left open.
+
+    A joined copy names the donor of its first part: the segment is the same, so is the KV.
+    """
+    merged: list[Copy] = []
+    for copy in sorted(copies, key=lambda copy: copy.target_start):
+        if merged and copy.continues(merged[-1]) and copy.target_start != exact_length:
+            last = merged[-1]
+            merged[-1] = Copy(
+                donor=last.donor,
+                segment_id=last.segment_id,
+                offset=last.offset,
+                length=last.length + copy.length,
+                target_start=last.target_start,
+                source_position=last.source_position,
+            )
+        else:
+            merged.append(copy)
+    return tuple(merged)

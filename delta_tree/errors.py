@@ -1,0 +1,136 @@
+"""
+Everything that can go wrong in the delta tree.
+
+DeltaTreeError
+  + InvalidTokensError      values that are not token ids
+  + EditRangeError          a span or an edit reaches past what it is applied to
+  + InvalidNodeError        a draft that must not become a node; nothing was changed
+  + UnknownNodeError        no node with this id (it may have been evicted)
+  + UnknownSegmentError     no segment with this id (it may have been freed)
+  + PinnedNodeError         a pinned node was to be evicted
+  + StoreError              about the metadata file, with its path
+    - StoreMissingError     read-only open of a file that is not there
+    - StoreCorruptError     the file is damaged
+    - StoreMismatchError    the file belongs to another model, version or program
+    - StoreLockedError      another process has the file open for writing
+    - StoreReadOnlyError    a change was asked of a tree opened read-only
+    - StoreUnavailableError the file cannot be read or written now (disk full, permissions)
+
+Messages name what was observed and what was expected; store errors also say what to do. No
+message carries token ids.
+"""
+
+from pathlib import Path
+
+
+class DeltaTreeError(Exception):
+    """Root of this package's errors."""
+
+
+class InvalidTokensError(DeltaTreeError, ValueError):
+    """The values given are not a flat list of token ids."""
+
+
+class EditRangeError(DeltaTreeError, ValueError):
+    """A span, an edit or a piece reaches past what it is applied to, or leaves a hole."""
+
+
+class InvalidNodeError(DeltaTreeError, ValueError):
+    """A draft that does not describe a whole prompt; the tree is unchanged."""
+
+
+class UnknownNodeError(DeltaTreeError, LookupError):
+    """No node has this id."""
+
+    def __init__(self, node_id: int) -> None:
+        super().__init__(f"no node {node_id} in the tree; it may have been evicted or purged")
+        self.node_id = node_id
+
+
+class UnknownSegmentError(DeltaTreeError, LookupError):
+    """No segment has this id."""
+
+    def __init__(self, segment_id: int) -> None:
+        super().__init__(f"no segment {segment_id} in the tree; its last node may be gone")
+        self.segment_id = segment_id
+
+
+class PinnedNodeError(DeltaTreeError):
+    """A pinned node is evicted only after `unpin`, or by a purge of its namespace."""
+
+    def __init__(self, node_id: int) -> None:
+        super().__init__(f"node {node_id} is pinned; unpin it first, or purge its namespace")
+        self.node_id = node_id
+
+
+class StoreError(DeltaTreeError):
+    """Something about the metadata file at `path`."""
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(f"{path}: {message}")
+        self.path = path
+
+
+class StoreMissingError(StoreError):
+    """A read-only open found no file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            path, "there is no store here yet; start the server once, or check the configured path"
+        )
+
+
+class StoreCorruptError(StoreError):
+    """The file is damaged. It holds a cache only: nothing is lost but time."""
+
+    def __init__(self, path: Path, detail: str) -> None:
+        super().__init__(
+            path,
+            f"the metadata store is damaged ({detail}). It is only a cache: move the file and its "
+            "journal away, or run `kvshare evict --all`, then start again",
+        )
+        self.detail = detail
+
+
+class StoreMismatchError(StoreError):
+    """The file was written for something else, or by a newer version."""
+
+    def __init__(self, path: Path, found: str, expected: str) -> None:
+        super().__init__(
+            path,
+            f"the store was written for {found}, this process expects {expected}. Set another "
+            "store path, or restore the old settings or version, or run `kvshare evict --all` "
+            "to drop what is stored",
+        )
+        self.found = found
+        self.expected = expected
+
+
+class StoreLockedError(StoreError):
+    """Another process holds the file; there is one writer at a time."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            path,
+            "another process has this store open. Stop that server, ask it through its admin "
+            "API, or give this one another store path",
+        )
+
+
+class StoreReadOnlyError(StoreError):
+    """The tree was opened with `read_only=True`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "opened read-only; open it without read_only to change it")
+
+
+class StoreUnavailableError(StoreError):
+    """The operating system or SQLite refused; the change was rolled back."""
+
+    def __init__(self, path: Path, detail: str) -> None:
+        super().__init__(
+            path,
+            f"the store cannot be used now ({detail}); nothing was changed. Check disk space and "
+            "permissions",
+        )
+        self.detail = detail

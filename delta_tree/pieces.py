@@ -1,0 +1,141 @@
+"""
+Piece tables: which stretch of which stored segment holds the KV of each position of a prompt.
+
+A table is flat, so reading a prompt's KV never walks its ancestors. Whether the segments exist is
+the tree's business.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from delta_tree.errors import EditRangeError
+from delta_tree.spans import Span
+
+SegmentId = NewType("SegmentId", int)
+"""A positive 63-bit integer, drawn at random so that it is never used twice."""
+
+_MAX_INT64 = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`length` tokens of a segment, from the `offset`-th token of it on."""
+
+    segment_id: SegmentId
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.segment_id <= _MAX_INT64:
+            raise EditRangeError(f"segment id {self.segment_id} is no positive 63-bit integer")
+        if self.offset < 0 or self.length <= 0:
+            raise EditRangeError(
+                f"a piece needs offset >= 0 and length > 0, got {self.offset} and {self.length}"
+            )
+
+    @property
+    def end(self) -> int:
+        """Offset in the segment just after the piece."""
+        return self.offset + self.length
+
+    def continues(self, previous: "Piece") -> bool:
+        """Whether this piece starts where `previous` ends, in the same segment."""
+        return self.segment_id == previous.segment_id and self.offset == previous.end
+
+
+class PieceTable:
+    """
+    Pieces in prompt order; together they cover positions `[0, num_tokens)` exactly once.
+
+    Immutable, comparable, hashable. Neighbours that continue each other are merged.
+    """
+
+    __slots__ = ("_rows",)
+    _rows: bytes  # (P, 3) int64: segment id, offset, length; a tenth of the objects' memory
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        rows = [(piece.segment_id, piece.offset, piece.length) for piece in merge_pieces(pieces)]
+        self._rows = np.asarray(rows, dtype=np.int64).tobytes()
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces in prompt order, decoded on each call."""
+        return tuple(
+            Piece(SegmentId(segment_id), offset, length)
+            for segment_id, offset, length in self._table().tolist()
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions covered."""
+        return int(self._table()[:, 2].sum())
+
+    @property
+    def segment_ids(self) -> frozenset[SegmentId]:
+        """The segments referred to."""
+        return frozenset(SegmentId(row) for row in self._table()[:, 0].tolist())
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self.pieces)
+
+    def __len__(self) -> int:
+        return len(self._rows) // 24
+
+    def spans(self) -> Iterator[tuple[Span, Piece]]:
+        """Each piece with the prompt positions it covers."""
+        position = 0
+        for piece in self.pieces:
+            yield Span(position, position + piece.length), piece
+            position += piece.length
+
+    def slice(self, span: Span) -> tuple[Piece, ...]:
+        """
+        The pieces that hold positions `span`, cut to it.
+
+        Raises:  EditRangeError if the span reaches past the prompt
+        """
+        table = self._table().tolist()
+        starts = [0]
+        for _, _, length in table:
+            starts.append(starts[-1] + length)
+        if span.end > starts[-1]:
+            raise EditRangeError(f"span ends at {span.end}, the table covers {starts[-1]} tokens")
+        cut: list[Piece] = []
+        index = bisect_right(starts, span.start) - 1
+        while index < len(table) and starts[index] < span.end:
+            segment_id, offset, length = table[index]
+            skip = max(span.start - starts[index], 0)
+            stop = min(span.end - starts[index], length)
+            if stop > skip:
+                cut.append(Piece(SegmentId(segment_id), offset + skip, stop - skip))
+            index += 1
+        return tuple(cut)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PieceTable) and self._rows == other._rows
+
+    def __hash__(self) -> int:
+        return hash(self._rows)
+
+    def __repr__(self) -> str:
+        return f"PieceTable({self.num_tokens} tokens in {len(self)} pieces)"
+
+    def _table(self) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self._rows, dtype=np.int64).reshape(-1, 3)
+
+
+def merge_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same pieces, neighbours that continue each other joined into one."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        if merged and piece.continues(merged[-1]):
+            last = merged[-1]
+            merged[-1] = Piece(last.segment_id, last.offset, last.length + piece.length)
+        else:
+            merged.append(piece)
+    return merged

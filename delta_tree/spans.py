@@ -1,0 +1,147 @@
+"""
+Token ids and half-open spans of token positions: the alphabet of this package.
+
+Knows nothing of scripts, nodes or storage.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from delta_tree.errors import EditRangeError, InvalidTokensError
+
+TokenIds = npt.NDArray[np.int32]
+"""A prompt as token ids: shape (T,), int32, C-contiguous, read-only."""
+
+_MAX_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """Token positions `[start, end)`; an empty span has a place but no tokens."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.end:
+            raise EditRangeError(f"span [{self.start}, {self.end}) must satisfy 0 <= start <= end")
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __bool__(self) -> bool:
+        return self.end > self.start
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.end - self.start
+
+    def contains(self, other: "Span") -> bool:
+        """Whether every position of `other` lies in this span."""
+        return self.start <= other.start and other.end <= self.end
+
+    def overlaps(self, other: "Span") -> bool:
+        """Whether the two have a position in common."""
+        return max(self.start, other.start) < min(self.end, other.end)
+
+    def intersection(self, other: "Span") -> "Span":
+        """The positions in both; an empty span at the later start when there are none."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.end, other.end)))
+
+    def moved(self, by: int) -> "Span":
+        """The same number of tokens, `by` positions further on."""
+        return Span(self.start + by, self.end + by)
+
+
+def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same positions as sorted spans that neither overlap nor touch; empty ones vanish."""
+    merged: list[Span] = []
+    for span in sorted(spans):
+        if not span:
+            continue
+        if merged and span.start <= merged[-1].end:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].end, span.end))
+        else:
+            merged.append(span)
+    return tuple(merged)
+
+
+def gaps(covered: Iterable[Span], length: int) -> tuple[Span, ...]:
+    """
+    The positions of `[0, length)` that no span covers, as sorted maximal spans.
+
+    Raises:  EditRangeError if a span reaches past `length`
+    """
+    found: list[Span] = []
+    position = 0
+    for span in merge(covered):
+        if span.end > length:
+            raise EditRangeError(f"span [{span.start}, {span.end}) reaches past {length} tokens")
+        if span.start > position:
+            found.append(Span(position, span.start))
+        position = span.end
+    if position < length:
+        found.append(Span(position, length))
+    return tuple(found)
+
+
+def token_ids(values: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
+    """
+    Token ids as a read-only array that nobody else can write to.
+
+    Shapes:  (T,) integers -> (T,) int32, C-contiguous, read-only; copied unless already so
+    Raises:  InvalidTokensError if the values are not flat integers in [0, 2**31)
+    """
+    if isinstance(values, np.ndarray) and _is_private(values):
+        return values
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError) as exc:
+        raise InvalidTokensError("token ids must be a flat list of integers") from exc
+    if array.size == 0 and array.ndim == 1:
+        array = array.astype(np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidTokensError(
+            f"token ids must be flat integers, got shape {array.shape} of {array.dtype}"
+        )
+    if array.size and (int(array.min()) < 0 or int(array.max()) > _MAX_TOKEN_ID):
+        raise InvalidTokensError(
+            f"token ids must lie in [0, {_MAX_TOKEN_ID}], "
+            f"got values from {int(array.min())} to {int(array.max())}"
+        )
+    ids: TokenIds = np.array(array, dtype=np.int32, order="C", copy=True)
+    ids.flags.writeable = False
+    return ids
+
+
+def tokens_from_bytes(blob: bytes) -> TokenIds:
+    """
+    The inverse of `ids.astype("<i4").tobytes()`, without a copy.
+
+    Raises:  InvalidTokensError if the length is no multiple of 4 or an id is negative
+    """
+    if len(blob) % 4:
+        raise InvalidTokensError(f"{len(blob)} bytes are no whole number of 4-byte token ids")
+    ids: TokenIds = np.frombuffer(blob, dtype="<i4")
+    if ids.size and int(ids.min()) < 0:
+        raise InvalidTokensError("a stored token id is negative")
+    return ids
+
+
+def _is_private(values: npt.NDArray[np.integer]) -> TypeGuard[TokenIds]:
+    """Whether `values` is already in the form of `TokenIds`, over memory that stays as it is."""
+    flags = values.flags
+    return (
+        values.dtype == np.int32
+        and values.ndim == 1
+        and flags.c_contiguous
+        and not flags.writeable
+        and (values.base is None or isinstance(values.base, bytes))
+        and (values.size == 0 or int(values.min()) >= 0)
+    )

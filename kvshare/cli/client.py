@@ -1,0 +1,84 @@
+"""
+Asks a running server through its admin routes. The only file of the command line that talks HTTP.
+
+Neither proxies nor redirects are followed: the admin key goes to the named host and nowhere else.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from kvshare.cli.exits import AnswerError, UnreachableError
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """None: urllib then raises the redirect as an HTTPError."""
+
+
+class AdminClient:
+    """The admin routes of the server at `url` (http or https; checked by the caller)."""
+
+    def __init__(self, url: str, *, key: str | None, timeout_s: float = 10.0) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Accept": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._timeout_s = timeout_s
+        self._opener = build_opener(ProxyHandler({}), _NoRedirect())
+
+    def get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON object at `path`; None values are left out of the query."""
+        pairs = {name: _text(value) for name, value in (query or {}).items() if value is not None}
+        return self._send(Request(self._address(path, pairs), headers=self._headers))
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON object that the server answers to this body."""
+        headers = {**self._headers, "Content-Type": "application/json"}
+        payload = json.dumps(body).encode()
+        return self._send(Request(self._address(path, {}), data=payload, headers=headers, method="POST"))
+
+    def _address(self, path: str, query: Mapping[str, str]) -> str:
+        return f"{self._url}{path}" + (f"?{urlencode(query)}" if query else "")
+
+    def _send(self, request: Request) -> dict[str, Any]:
+        try:
+            with self._opener.open(request, timeout=self._timeout_s) as response:
+                payload = response.read()
+        except HTTPError as exc:
+            with exc:
+                raise self._refusal(exc.code, exc.read()) from exc
+        except URLError as exc:
+            raise UnreachableError(self._url, str(exc.reason)) from exc
+        except (OSError, http.client.HTTPException) as exc:
+            raise UnreachableError(self._url, str(exc) or type(exc).__name__) from exc
+        document = _parse(payload)
+        if not isinstance(document, dict):
+            raise AnswerError(self._url, 200, "not a JSON object; is that a KVShare server?")
+        return document
+
+    def _refusal(self, status: int, payload: bytes) -> AnswerError:
+        document = _parse(payload)
+        error = document.get("error") if isinstance(document, dict) else None
+        message = error.get("message") if isinstance(error, dict) else None
+        text = str(message or http.client.responses.get(status, "no reason given"))
+        if status in (401, 403):
+            text += " (give an admin key with --key or KVSHARE_ADMIN_KEY)"
+        return AnswerError(self._url, status, text)
+
+
+def _parse(payload: bytes) -> object:
+    try:
+        return json.loads(payload)
+    except ValueError:
+        return None
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,30 @@
+"""The log of `kvshare serve`: one handler on stderr, as text or as one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+
+
+class JsonLines(logging.Formatter):
+    """A record as one JSON object: time, level, logger, message, and the traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def configure(*, level: str, json_lines: bool) -> None:
+    """Send everything from `level` ("info", ...) up to stderr."""
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if json_lines else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler])

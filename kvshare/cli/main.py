@@ -1,0 +1,55 @@
+"""The entry point of `kvshare`: wires the commands together and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvshare.cli import bench, doctor, explain, keys, output, serve, store, version
+from kvshare.cli.exits import exit_code
+from kvshare.errors import KVShareError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,  # importing rich for --help doubles its time
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 ok, 1 failed, 2 usage or config, 3 server unreachable.",
+)
+
+
+@app.callback()
+def kvshare(
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No notes on stderr; errors only.")] = False,
+) -> None:
+    """Shares the KV cache of similar prompts between the users of an LLM service."""
+    if quiet:
+        output.hush()
+
+
+app.command("serve")(serve.serve)
+app.command("doctor")(doctor.doctor)
+app.command("version")(version.version)
+app.command("explain")(explain.explain)
+app.command("stats")(store.stats)
+app.command("tree")(store.tree)
+app.command("node")(store.node)
+app.command("diff")(store.diff)
+app.command("evict")(store.evict)
+app.command("hash-key")(keys.hash_key)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Run the command line; a KVShareError becomes one line on stderr and its exit code."""
+    try:
+        app()
+    except KVShareError as exc:
+        output.fail(str(exc))
+        sys.exit(exit_code(exc))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""`kvshare serve`: the server. Resolves the settings, builds the engine, hands both to the HTTP front."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvshare.cli.options import Config, Format, OutputFormat
+from kvshare.cli.output import show
+
+
+class Mode(StrEnum):
+    """What a request gets that does not say; `kvshare.engines.base.SharingMode`, without importing it."""
+
+    OFF = "off"
+    EXACT = "exact"
+    APPROX = "approx"
+
+
+class Dtype(StrEnum):
+    """The number formats that the embedded engine computes in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+def serve(
+    config: Config = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on. [default: loopback]")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="0 takes a free one. [default: 8000]")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="A Hugging Face name or path. [default: the demo model]")
+    ] = None,
+    store: Annotated[Path | None, typer.Option("--store", help="Folder of metadata and index.")] = None,
+    mode: Annotated[Mode | None, typer.Option("--mode", help="Sharing of requests that do not say.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Number format of weights and KV.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and stop.")] = False,
+    output_format: Format = OutputFormat.TERMINAL,
+) -> None:
+    """Serve a model over an OpenAI-shaped API, on loopback unless told otherwise."""
+    from kvshare.settings import load_settings
+
+    given = {
+        "server.host": host,
+        "server.port": port,
+        "model.path": model,
+        "store.path": None if store is None else str(store),
+        "sharing.mode": None if mode is None else mode.value,
+        "model.dtype": None if dtype is None else dtype.value,
+    }
+    overrides = {key_path: value for key_path, value in given.items() if value is not None}
+    settings = load_settings(config, overrides)
+    if dry_run:
+        show("settings", settings.model_dump(mode="json", by_alias=True), output_format)
+        return
+
+    from kvshare.engines.embedded.engine import EmbeddedEngine
+    from proxy.app import run
+
+    run(settings, EmbeddedEngine.from_settings(settings))

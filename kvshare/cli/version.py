@@ -1,0 +1,29 @@
+"""`kvshare version`: what is installed."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+from kvshare import __version__
+from kvshare.cli.options import Format, OutputFormat
+from kvshare.cli.output import show
+
+_LIBRARIES = ("torch", "transformers", "qdrant-edge-py", "qdrant-client", "sentence-transformers", "vllm")
+
+
+def version(output_format: Format = OutputFormat.TERMINAL) -> None:
+    """The version of KVShare, of Python and of the libraries that matter."""
+    document = {
+        "kvshare": __version__,
+        "python": platform.python_version(),
+        "libraries": {name: _installed(name) for name in _LIBRARIES},
+    }
+    show("version", document, output_format)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,279 @@
+"""How documents look on a terminal. Draws what it is given; asks and computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+Document = Mapping[str, Any]
+
+_WIDTH_OFF_TERMINAL = 140
+_SHORT_DIGEST = 12
+_STATE_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def draw(view: str, document: Document) -> None:
+    """Write the document to stdout; colours only on a terminal and without NO_COLOR."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH_OFF_TERMINAL
+    for part in VIEWS[view](document):
+        console.print(part)
+
+
+def stats(document: Document) -> list[RenderableType]:
+    columns = ("nodes", "segments", "tokens", "bytes", "depth", "pinned")
+    table = _table("namespace", *columns)
+    for entry in document["namespaces"]:
+        table.add_row(entry["namespace"][:_SHORT_DIGEST], *_stats_cells(entry))
+    table.add_section()
+    table.add_row("all", *_stats_cells(document["totals"]))
+    return [table]
+
+
+def tree(document: Document) -> list[RenderableType]:
+    if not document["roots"]:
+        return ["the store is empty"]
+    return [_branch(root, Tree(_node_label(root))) for root in document["roots"]]
+
+
+def node(document: Document) -> list[RenderableType]:
+    facts = _facts(
+        {
+            "node": document["id"],
+            "namespace": document["namespace"],
+            "tokens": f"{document['num_tokens']:,}, {document['exact_length']:,} exact",
+            "KV": f"{_bytes(document['own_bytes'])} own, {_bytes(document['subtree_bytes'])} with its subtree",
+            "used": f"{document['num_hits']} hits, {_ago(document['idle_s'])}; stored {_ago(document['age_s'])}",
+            "pinned": "yes" if document["pinned"] else "no",
+            "parents": " < ".join(str(parent) for parent in document["parents"]) or "none: a root",
+            "children": ", ".join(str(child) for child in document["children"]) or "none",
+        }
+    )
+    parts: list[RenderableType] = [facts]
+    if document["edits"] is not None:
+        parts += ["\n[bold]edits of the parent[/]", _edit_table(document["edits"])]
+    pieces = _table("positions", "segment", "offset", "shift", "generation", "references", "bytes")
+    for piece in document["pieces"]:
+        pieces.add_row(
+            _span(piece["start"], piece["end"]),
+            piece["segment"],
+            str(piece["offset"]),
+            f"{piece['shift']:+d}",
+            str(piece["generation"]),
+            str(piece["num_references"]),
+            _bytes(piece["num_bytes"]),
+        )
+    parts += ["\n[bold]pieces[/]", pieces]
+    if document["shared_with"]:
+        shared = _table("shares with node", "tokens")
+        for entry in document["shared_with"]:
+            shared.add_row(str(entry["id"]), f"{entry['num_tokens']:,}")
+        parts += ["", shared]
+    return parts
+
+
+def diff(document: Document) -> list[RenderableType]:
+    edits = document["edits"]
+    counts = edits["counts"]
+    summary = (
+        f"{document['a']} -> {document['b']}: {counts['keep']:,} tokens kept "
+        f"({document['kept_share_of_a']:.1%} of the first, {document['kept_share_of_b']:.1%} of the second), "
+        f"{document['num_common_prefix']:,} of them as common prefix"
+    )
+    return [summary, _edit_table(edits)]
+
+
+def evict(document: Document) -> list[RenderableType]:
+    verb = "would drop" if document["dry_run"] else "dropped"
+    return [
+        f"{verb} {document['num_nodes']:,} nodes and {document['num_segments']:,} segments, "
+        f"{_bytes(document['freed_bytes'])} of KV"
+    ]
+
+
+def explain(document: Document) -> list[RenderableType]:
+    total = max(document["num_tokens"], 1)
+    parts: list[RenderableType] = [f"[bold]{document['decision']}[/]" + _because(document["reason"])]
+    kinds = _table("tokens", "count", "share")
+    for kind in ("exact", "copied", "recomputed", "repaired"):
+        kinds.add_row(kind, f"{document[kind]:,}", f"{document[kind] / total:.1%}")
+    kinds.add_section()
+    kinds.add_row("all", f"{document['num_tokens']:,}", "")
+    parts.append(kinds)
+    estimate = document["estimate"]
+    parts.append(
+        f"expected: {_seconds(estimate['shared_s'])} instead of {_seconds(estimate['full_s'])}, "
+        f"saves {_seconds(estimate['saved_s'])}; charged budget {document['charged_budget']:.1%}"
+    )
+    parts += ["\n[bold]spans[/]", _span_table(document["spans"])]
+    parts += ["\n[bold]donors[/]", _donor_table(document["donors"])]
+    stages = ", ".join(f"{name} {value:.2f} ms" for name, value in document["stage_ms"].items())
+    return [*parts, f"\nplanned in: {stages}"] if stages else parts
+
+
+def doctor(document: Document) -> list[RenderableType]:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for check in document["checks"]:
+        state = Text(check["state"], style=_STATE_STYLE[check["state"]])
+        remedy = f"\n[dim]-> {escape(check['remedy'])}[/]" if check["remedy"] else ""
+        table.add_row(state, check["name"], escape(check["detail"]) + remedy)
+    return [table]
+
+
+def version(document: Document) -> list[RenderableType]:
+    libraries = {name: found or "not installed" for name, found in document["libraries"].items()}
+    return [_facts({"kvshare": document["kvshare"], "python": document["python"], **libraries})]
+
+
+def key(document: Document) -> list[RenderableType]:
+    return [_facts(document)] if "key" in document else [document["sha256"]]
+
+
+def settings(document: Document) -> list[RenderableType]:
+    """As YAML, so that it can be saved and given back with --config."""
+    import yaml
+
+    return [Text(yaml.safe_dump(dict(document), sort_keys=False).rstrip())]
+
+
+def bench(document: Document) -> list[RenderableType]:
+    return [_facts(dict(_flat(document)))]
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _facts(rows: Mapping[str, object]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), Text(str(value)))
+    return table
+
+
+def _stats_cells(entry: Document) -> tuple[str, ...]:
+    names = ("num_nodes", "num_segments", "num_tokens")
+    counts = tuple(f"{entry[name]:,}" for name in names)
+    return (*counts, _bytes(entry["num_bytes"]), str(entry["max_depth"]), str(entry["num_pinned"]))
+
+
+def _branch(entry: Document, into: Tree) -> Tree:
+    for child in entry["children"]:
+        _branch(child, into.add(_node_label(child)))
+    hidden = entry["num_children"] - len(entry["children"])
+    if hidden:
+        into.add(f"[dim]... {hidden} more below; see --depth[/]")
+    return into
+
+
+def _node_label(entry: Document) -> str:
+    pin = " [yellow]pinned[/]" if entry["pinned"] else ""
+    return (
+        f"[bold]{entry['id']}[/]  {entry['num_tokens']:,} tokens ({entry['exact_length']:,} exact)  "
+        f"{_bytes(entry['own_bytes'])} own / {_bytes(entry['subtree_bytes'])}  "
+        f"{entry['num_hits']} hits  {_ago(entry['idle_s'])}{pin}"
+    )
+
+
+def _edit_table(edits: Document) -> Table:
+    table = _table("edit", "from", "to", "tokens")
+    for edit in edits["ops"]:
+        source, target = edit["source"], edit["target"]
+        length = max(source[1] - source[0], target[1] - target[0])
+        table.add_row(edit["op"], _span(*source), _span(*target), f"{length:,}")
+    return table
+
+
+def _span_table(spans: Sequence[Document]) -> Table:
+    table = _table("positions", "tokens", "kind", "donor", "shift")
+    for span in spans:
+        donor = "" if span["donor"] is None else str(span["donor"])
+        shift = "" if span["shift"] is None else f"{span['shift']:+d}"
+        num_tokens = f"{span['end'] - span['start']:,}"
+        table.add_row(_span(span["start"], span["end"]), num_tokens, span["kind"], donor, shift)
+    return table
+
+
+def _donor_table(donors: Sequence[Document]) -> RenderableType:
+    if not donors:
+        return "none was nominated"
+    table = _table("node", "found by", "score", "similarity", "tokens used", "outcome")
+    for donor in donors:
+        similarity = "" if donor["similarity"] is None else f"{donor['similarity']:.3f}"
+        table.add_row(
+            str(donor["node"]),
+            ", ".join(donor["sources"]),
+            f"{donor['score']:.3f}",
+            similarity,
+            f"{donor['tokens_used']:,}",
+            donor["outcome"],
+        )
+    return table
+
+
+def _flat(document: Document, at: str = "") -> list[tuple[str, str]]:
+    """Nested keys as dotted paths."""
+    rows: list[tuple[str, str]] = []
+    for name, value in document.items():
+        if isinstance(value, Mapping):
+            rows += _flat(value, at=f"{at}{name}.")
+        elif isinstance(value, Sequence) and value and all(isinstance(entry, Mapping) for entry in value):
+            for index, entry in enumerate(value):
+                rows += _flat(entry, at=f"{at}{name}.{index}.")
+        else:
+            rows.append((f"{at}{name}", f"{value:.4g}" if isinstance(value, float) else str(value)))
+    return rows
+
+
+def _because(reason: str | None) -> str:
+    return f": {escape(reason)}" if reason else ""
+
+
+def _span(start: int, end: int) -> str:
+    return f"{start}-{end}"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _seconds(duration_s: float) -> str:
+    return f"{duration_s * 1000:.0f} ms" if abs(duration_s) < 1 else f"{duration_s:.2f} s"
+
+
+def _ago(duration_s: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if duration_s >= length:
+            return f"{duration_s / length:.0f} {unit} ago"
+    return f"{duration_s:.0f} s ago"
+
+
+VIEWS: Mapping[str, Callable[[Document], list[RenderableType]]] = {
+    "stats": stats,
+    "tree": tree,
+    "node": node,
+    "diff": diff,
+    "evict": evict,
+    "explain": explain,
+    "doctor": doctor,
+    "version": version,
+    "key": key,
+    "settings": settings,
+    "bench": bench,
+}
+"""Keyed by what `output.show` is asked for."""

@@ -1,0 +1,162 @@
+"""
+Filled-in forms: making a sheet of records, and the edit that turns it into a near duplicate.
+
+Owns the values in the slots and how they are written down. Knows nothing of questions.
+All randomness comes from the `random.Random` that the caller passes.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kvshare.demo.templates import (
+    AGES,
+    FIRST_NAMES,
+    LAST_NAMES,
+    NUMBERS,
+    SYSTEM_MESSAGE,
+    TEMPLATES,
+    NumberField,
+    Template,
+)
+
+AGE = "age"
+REMARK = "remark"
+MAX_RECORDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One place on a sheet that differs from user to user."""
+
+    record: int
+    """0-based; the label on the sheet counts from 1."""
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One to four records of one kind of form, each a mapping from field name to value."""
+
+    template: Template
+    records: tuple[Mapping[str, str], ...]
+
+    @property
+    def text(self) -> str:
+        """The whole form as a user would paste it."""
+        records = (self._record_text(index) for index in range(len(self.records)))
+        return "\n\n".join((self.template.opening, *records, self.template.closing))
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Every slot, in the order of the text."""
+        fields = field_names(self.template)
+        return tuple(Slot(r, field) for r in range(len(self.records)) for field in fields)
+
+    def value(self, slot: Slot) -> str:
+        """What stands in the slot."""
+        return self.records[slot.record][slot.field]
+
+    def line(self, slot: Slot) -> str:
+        """The one line that states the slot, label included."""
+        beside = _range_text(self.template, slot.field)
+        return f"{self.template.label} {slot.record + 1}, {slot.field}: {self.value(slot)}{beside}"
+
+    def _record_text(self, record: int) -> str:
+        template, ordinal = self.template, record + 1
+        numbers = [field.name for field in template.number_fields]
+        head = [template.person, AGE, template.word_field.name]
+        lines = [
+            template.record_opening.format(n=ordinal),
+            *(self.line(Slot(record, field)) for field in head),
+            template.record_middle,
+            *(self.line(Slot(record, field)) for field in numbers),
+            self.line(Slot(record, REMARK)),
+            template.record_closing.format(n=ordinal),
+        ]
+        return "\n".join(lines)
+
+
+def field_names(template: Template) -> tuple[str, ...]:
+    """The slots of one record, in the order of the text."""
+    numbers = (field.name for field in template.number_fields)
+    return (template.person, AGE, template.word_field.name, *numbers, REMARK)
+
+
+def make_sheet(rng: random.Random, *, num_records: int, template: Template | None = None) -> Sheet:
+    """
+    A sheet of a random kind, or of the given one, with random values; no name occurs twice.
+
+    Raises:  ValueError unless 1 <= num_records <= 4
+    """
+    if not 1 <= num_records <= MAX_RECORDS:
+        raise ValueError(f"num_records is {num_records}, a sheet has 1 to {MAX_RECORDS}")
+    chosen = template or rng.choice(TEMPLATES)
+    firsts = rng.sample(FIRST_NAMES, num_records)
+    lasts = rng.sample(LAST_NAMES, num_records)
+    records = []
+    for first, last in zip(firsts, lasts, strict=True):
+        values = {field: _draw(rng, chosen, field) for field in field_names(chosen)}
+        values[chosen.person] = f"{first} {last}"
+        records.append(values)
+    return Sheet(chosen, tuple(records))
+
+
+def edit_sheet(rng: random.Random, sheet: Sheet, *, num_slots: int) -> Sheet:
+    """
+    The near duplicate another user would send: the same template, other values in some slots.
+
+    Raises:  ValueError if the sheet has fewer than num_slots slots
+    """
+    if not 0 <= num_slots <= len(sheet.slots):
+        raise ValueError(f"num_slots is {num_slots}, the sheet has {len(sheet.slots)}")
+    records = [dict(record) for record in sheet.records]
+    for slot in rng.sample(sheet.slots, num_slots):
+        taken = {word for record in records for word in record[sheet.template.person].split()}
+        old = records[slot.record][slot.field]
+        new = _draw(rng, sheet.template, slot.field)
+        while new == old or (slot.field == sheet.template.person and taken & set(new.split())):
+            new = _draw(rng, sheet.template, slot.field)
+        records[slot.record][slot.field] = new
+    return replace(sheet, records=tuple(records))
+
+
+def changed_slots(before: Sheet, after: Sheet) -> frozenset[Slot]:
+    """The slots in which two sheets of one shape differ."""
+    return frozenset(slot for slot in after.slots if before.value(slot) != after.value(slot))
+
+
+def number_field(template: Template, name: str) -> NumberField | None:
+    """The number field of that name; None if the slot holds no number with a range."""
+    return next((field for field in template.number_fields if field.name == name), None)
+
+
+def to_messages(sheet: Sheet, question_text: str) -> list[dict[str, str]]:
+    """The chat messages of one request: the constant system message, then sheet and question."""
+    return [
+        {"role": "system", "content": SYSTEM_MESSAGE},
+        {"role": "user", "content": f"{sheet.text}\n\n{question_text}"},
+    ]
+
+
+def _range_text(template: Template, field: str) -> str:
+    number = number_field(template, field)
+    if number is None:
+        return ""
+    return f" ({template.verdicts[1]} {number.lowest_ordinary} to {number.highest_ordinary})"
+
+
+def _draw(rng: random.Random, template: Template, field: str) -> str:
+    if field == template.person:
+        return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+    if field == AGE:
+        return str(rng.choice(AGES))
+    if field == REMARK:
+        return rng.choice(template.remarks)
+    number = number_field(template, field)
+    if number is None:
+        return rng.choice(template.word_field.words)
+    # Each verdict is equally likely, so that guessing one of them is right a third of the time.
+    low, high = number.lowest_ordinary, number.highest_ordinary
+    below, ordinary, above = (NUMBERS[0], low), (low, high + 1), (high + 1, NUMBERS[-1] + 1)
+    return str(rng.randrange(*rng.choice((below, ordinary, above))))

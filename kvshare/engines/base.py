@@ -1,0 +1,215 @@
+"""
+What an engine takes and gives: requests, events, the abstract class. Knows neither HTTP nor torch.
+
+An engine tokenizes, plans (through `kvshare.sharing`), computes, and streams events. The proxy turns
+HTTP into `GenerationRequest` and events into chunks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from delta_tree import TokenIds
+from kvshare.namespace import Namespace
+from vector_index import PromptText
+
+
+class SharingMode(StrEnum):
+    """How much of other prompts a request accepts: nothing, equal prefixes, or edited KV as well."""
+
+    OFF = "off"
+    EXACT = "exact"
+    APPROX = "approx"
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Ranges are OpenAI's; the proxy has checked them."""
+
+    max_tokens: int | None = None  # None: up to the context length
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k likeliest
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A tokenized prompt and the text that tells it apart (only for the embedder, never logged)."""
+
+    token_ids: TokenIds  # (T,) int32
+    text: PromptText
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """One request as the engine sees it. The namespace comes from the API key, never from the body."""
+
+    request_id: str
+    namespace: Namespace
+    prompt: Prompt
+    sampling: SamplingParams
+    mode: SharingMode = SharingMode.APPROX
+    store: bool = True  # False: nothing of this request is kept
+
+
+@dataclass(frozen=True, slots=True)
+class SharingReport:
+    """Where the prompt's KV came from. exact + copied + recomputed + repaired == prompt tokens."""
+
+    num_exact: int  # equal prefix, reused as it was
+    num_copied: int  # equal tokens of another context, laid into place
+    num_recomputed: int  # tokens nobody had
+    num_repaired: int  # tokens somebody had, computed again because their context changed
+    decision: str  # "exact" | "approx" | "full"
+    reason: str | None = None  # why not more was shared; a fixed word, see `NoPlan`
+    donors: tuple[int, ...] = ()  # node ids: for admins only
+    shadow: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were not computed."""
+        return self.num_exact + self.num_copied
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_exact + self.num_copied + self.num_recomputed + self.num_repaired
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token with its log-probability and the likeliest alternatives."""
+
+    token_id: int
+    text: str
+    raw: bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Admitted, planned, about to be prefilled. The first event; errors of the request come before it."""
+
+    report: SharingReport
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More text of one choice. `text` may be empty where a token ends inside a character."""
+
+    choice: int
+    text: str
+    num_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """All choices have ended. The last event."""
+
+    report: SharingReport
+    num_completion_tokens: int
+    stage_seconds: Mapping[str, float]  # tokenize, search, diff, plan, load, splice, recompute, ...
+
+
+Event = Started | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What `/v1/models` tells about the served model."""
+
+    model_id: str
+    created: int  # unix seconds
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What `/ready` and `/metrics` ask: can it serve, and how busy is it."""
+
+    ready: bool
+    detail: str
+    num_running: int
+    num_waiting: int
+    num_nodes: int
+    num_segments: int
+    kv_bytes: int
+    kv_budget_bytes: int
+    max_depth: int
+    counters: Mapping[str, int] = field(default_factory=dict)  # monotonic: evictions, fallbacks ...
+
+
+class Engine(ABC):
+    """An engine serves one model. All coroutines run on one event loop; torch work does not block it."""
+
+    @property
+    @abstractmethod
+    def card(self) -> ModelCard: ...
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load the model and open the store. Raises ModelError or StoreError."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Finish or cancel what runs, and close the store. Idempotent."""
+
+    @abstractmethod
+    def namespace(self, *, tenant: str, scope: str) -> Namespace:
+        """The namespace of an API key's requests under this engine's model and KV layout."""
+
+    @abstractmethod
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """Apply the chat template and tokenize. Raises RequestError if the template refuses."""
+
+    @abstractmethod
+    async def encode_text(self, text: str) -> Prompt:
+        """Tokenize a plain completion prompt."""
+
+    @abstractmethod
+    async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
+        """Take token ids as they are. Raises RequestError if one is outside the vocabulary."""
+
+    @abstractmethod
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        """
+        Stream the events of a request: Started, Delta..., Finished.
+
+        Closing the generator (or cancelling the task that iterates it) frees the request's slot at once.
+        Raises, before Started: ContextLengthError, OverloadedError, ShuttingDownError, RequestError;
+        after it: EngineError.
+        """
+
+    @abstractmethod
+    def status(self) -> EngineStatus: ...
+
+    @abstractmethod
+    async def explain(self, request: GenerationRequest) -> dict[str, Any]:
+        """The plan this request would get, as a JSON-ready document; computes and stores nothing."""
+
+    @abstractmethod
+    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """An administrator's question to the store: `what` is a key of `kvshare.inspection.QUESTIONS`."""

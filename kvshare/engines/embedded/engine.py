@@ -1,0 +1,336 @@
+"""
+The embedded engine: admits requests, asks sharing for a plan, lets the scheduler compute, keeps the result.
+
+Everything that blocks runs off the event loop: tokenization and commits in small executors, torch in the
+scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from delta_tree import DeltaTree, DeltaTreeError, Span
+from kvshare.cost import CostModel
+from kvshare.demo import MODEL_PATH
+from kvshare.engines.base import (
+    Delta,
+    Engine,
+    EngineStatus,
+    Event,
+    Finished,
+    GenerationRequest,
+    ModelCard,
+    Prompt,
+    Started,
+)
+from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.engines.embedded.scheduler import Scheduler
+from kvshare.engines.embedded.task import Task
+from kvshare.engines.embedded.tokenizer import PromptEncoder
+from kvshare.errors import (
+    ContextLengthError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    ShuttingDownError,
+    StoreError,
+)
+from kvshare.explain import explanation
+from kvshare.index_factory import build_nominator
+from kvshare.inspection import QUESTIONS
+from kvshare.kv.attention import PartialPass
+from kvshare.kv.memory_tier import MemoryTier
+from kvshare.namespace import Namespace
+from kvshare.planner import PlannerLimits
+from kvshare.settings import Settings
+from kvshare.sharing import Computed, Sharing
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_PROMPT_WINDOW = 16  # tokens of the warm-up pass
+
+
+class EmbeddedEngine(Engine):
+    """One model in this process. `load` gives model and tokenizer when the engine starts."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        load: Callable[[], tuple[EmbeddedModel, PromptEncoder]],
+        model_id: str,
+    ) -> None:
+        self._settings = settings
+        self._load = load
+        self._model_id = model_id
+        self._created = int(time.time())
+        self._slots = asyncio.Semaphore(settings.engine.max_running)
+        self._num_waiting = 0
+        self._num_running = 0
+        self._running = False
+        self._background: set[asyncio.Task[None]] = set()
+        self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvshare-engine")
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> EmbeddedEngine:
+        """The engine that config.yaml describes; nothing heavy happens before `start`."""
+        chosen = settings.model
+        path = chosen.path or str(MODEL_PATH)
+        name = chosen.served_name or (Path(path).name if chosen.path else "kvshare-demo")
+
+        def load() -> tuple[EmbeddedModel, PromptEncoder]:
+            if settings.engine.num_threads is not None:
+                torch.set_num_threads(settings.engine.num_threads)
+            encoder = PromptEncoder.load(path)
+            model = EmbeddedModel.load(
+                path,
+                name=name,
+                device=chosen.device,
+                dtype=chosen.dtype,
+                max_model_len=chosen.max_model_len,
+            )
+            return model, encoder
+
+        return cls(settings, load=load, model_id=name)
+
+    @property
+    def card(self) -> ModelCard:
+        max_model_len = self._model.max_model_len if self._running else 0
+        return ModelCard(self._model_id, self._created, max_model_len)
+
+    @property
+    def sharing(self) -> Sharing:
+        """For benchmarks and tests: what this engine shares with."""
+        return self._sharing
+
+    async def start(self) -> None:
+        self._model, self._encoder = await self._off_loop(self._load)
+        self._namespace_fields = await self._off_loop(self._describe_model)
+        self._tree = await self._off_loop(self._open_tree)
+        settings = self._settings
+        nominator = build_nominator(settings.index, Path(settings.store.path))
+        await nominator.open()
+        await nominator.rebuild([])  # KV died with the last process, so nothing is left to nominate
+        geometry = self._model.geometry
+        self._sharing = Sharing(
+            tree=self._tree,
+            tier=MemoryTier(settings.store.kv_bytes),
+            nominator=nominator,
+            limits=PlannerLimits(
+                sharing=settings.sharing,
+                repair=settings.repair,
+                can_move_keys=self._model.rotation is not None,
+                min_saved_s=settings.cost.min_saved_s,
+            ),
+            cost=CostModel(
+                prior_prefill_tokens_per_s=settings.cost.prior_prefill_tokens_per_s,
+                prior_load_bytes_per_s=settings.cost.prior_load_bytes_per_s,
+                smoothing=settings.cost.smoothing,
+                bytes_per_token=geometry.bytes_per_token,
+            ),
+            lookup_timeout_s=settings.sharing.lookup_timeout_s,
+        )
+        self._scheduler = Scheduler(
+            chunk_tokens=settings.engine.prefill_chunk_tokens, on_release=self._on_release
+        )
+        self._loop = asyncio.get_running_loop()
+        self._scheduler.start()
+        await self._off_loop(self._warm_up)
+        self._running = True
+
+    async def stop(self) -> None:
+        if not self._running:
+            return
+        self._running = False
+        await self._off_loop(self._scheduler.stop)
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._sharing.nominator.close()
+        self._sharing.close()
+        await self._off_loop(self._tree.close)
+        self._executor.shutdown()
+
+    def namespace(self, *, tenant: str, scope: str) -> Namespace:
+        return Namespace(tenant=tenant, scope=scope, **self._namespace_fields)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        return await self._off_loop(self._encoder.encode_chat, messages)
+
+    async def encode_text(self, text: str) -> Prompt:
+        return await self._off_loop(self._encoder.encode_text, text)
+
+    async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
+        return await self._off_loop(self._encoder.encode_tokens, token_ids)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        max_tokens = self._max_tokens(request)
+        async with self._slot():
+            namespace = request.namespace.digest
+            lookup = await self._sharing.prepare(namespace, request.prompt, request.mode)
+            report = lookup.report(request.prompt.num_tokens)
+            yield Started(report)
+            queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
+            task = Task(
+                request,
+                lookup,
+                model=self._model,
+                tokenizer=self._encoder.backend,
+                eos_token_ids=self._model.eos_token_ids(self._encoder.eos_token_id),
+                max_tokens=max_tokens,
+                cost=self._sharing.cost,
+                emit=lambda delta: self._call_soon(queue.put_nowait, delta),
+                on_end=queue.put_nowait,
+            )
+            self._sharing.hold(lookup.plan)
+            self._scheduler.submit(task)
+            kept: asyncio.Task[None] | None = None
+            try:
+                while (item := await queue.get()) is not None:
+                    if isinstance(item, BaseException):
+                        raise EngineError("the engine failed while computing this request") from item
+                    yield item
+                kept = self._spawn(self._keep(task))
+                await asyncio.shield(kept)
+                yield Finished(report, task.num_completion_tokens, task.stage_seconds)
+            finally:
+                if kept is None:
+                    self._scheduler.cancel(task)
+                    self._spawn(self._keep(task))
+
+    def status(self) -> EngineStatus:
+        if not self._running:
+            return EngineStatus(False, "starting or stopped", 0, 0, 0, 0, 0, 0, 0)
+        stats = self._tree.stats()
+        return EngineStatus(
+            ready=True,
+            detail="ok",
+            num_running=self._num_running,
+            num_waiting=self._num_waiting,
+            num_nodes=stats.num_nodes,
+            num_segments=stats.num_segments,
+            kv_bytes=self._sharing.tier.num_bytes,
+            kv_budget_bytes=self._sharing.tier.max_bytes,
+            max_depth=stats.max_depth,
+            counters=dict(self._sharing.counters),
+        )
+
+    async def explain(self, request: GenerationRequest) -> dict[str, Any]:
+        lookup = await self._sharing.prepare(request.namespace.digest, request.prompt, request.mode)
+        return explanation(lookup, request.prompt.num_tokens, self._sharing)
+
+    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        question = QUESTIONS.get(what)
+        if question is None:
+            raise RequestError(f"unknown question {what!r}; expected one of: {', '.join(sorted(QUESTIONS))}")
+        answer = await self._off_loop(question, self._tree, arguments)
+        self._sharing.tier.drop(answer.freed_segments)
+        if answer.removed_nodes:
+            await self._sharing.forget(answer.removed_nodes)
+        document: dict[str, Any] = answer.document
+        return document
+
+    def _max_tokens(self, request: GenerationRequest) -> int:
+        """How much the request may generate. Raises ContextLengthError, RequestError, ShuttingDownError."""
+        if not self._running:
+            raise ShuttingDownError("the engine is not running")
+        num_prompt_tokens = request.prompt.num_tokens
+        if num_prompt_tokens == 0:
+            raise RequestError("the prompt is empty", param="messages")
+        room = self._model.max_model_len - num_prompt_tokens
+        wanted = request.sampling.max_tokens
+        if room < 1 or (wanted is not None and wanted > room):
+            raise ContextLengthError(
+                num_prompt_tokens=num_prompt_tokens,
+                max_tokens=wanted if wanted is not None else 1,
+                max_model_len=self._model.max_model_len,
+            )
+        return wanted if wanted is not None else room
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        """One of `max_running` places; at most `max_waiting` wait for one, in order."""
+        if self._slots.locked() and self._num_waiting >= self._settings.engine.max_waiting:
+            raise OverloadedError(f"{self._num_waiting} requests are waiting already; try again later")
+        self._num_waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self._num_waiting -= 1
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._slots.release()
+
+    async def _keep(self, task: Task) -> None:
+        """After the worker let go of a task: store what it computed, index it, release its donors."""
+        await task.released.wait()
+        try:
+            if not (task.prefilled and task.request.store):
+                return
+            computed = Computed(
+                task.request.namespace.digest, task.computed_tokens, task.plan, task.computed_kv
+            )
+            began = time.perf_counter()
+            node = await self._off_loop(self._sharing.commit, computed)
+            if node is not None:
+                await self._sharing.remember(node, None)
+                self._spawn(self._sharing.remember(node, task.request.prompt.text))
+            task.stage_seconds["commit"] = time.perf_counter() - began
+        finally:
+            self._sharing.release(task.plan)
+
+    def _on_release(self, task: Task, error: BaseException | None) -> None:
+        """In the worker's thread: the task will not be touched by it again."""
+        self._call_soon(task.end, error)
+
+    def _call_soon(self, callback: Callable[..., object], *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task owned by the engine: `stop` awaits it."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def _off_loop(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
+
+    def _describe_model(self) -> dict[str, str]:
+        geometry = self._model.geometry
+        return {
+            "model": self._model_id,
+            "revision": self._model.revision,
+            "tokenizer": self._encoder.digest,
+            "dtype": str(geometry.dtype).removeprefix("torch."),
+            "kv_layout": f"{geometry.num_layers}x{geometry.num_kv_heads}x{geometry.head_dim}",
+            "rope": self._model.rope_digest,
+        }
+
+    def _open_tree(self) -> DeltaTree:
+        """The metadata store of this very model. Raises StoreError with what to do."""
+        identity = ":".join(self._namespace_fields[key] for key in ("model", "revision", "tokenizer", "dtype"))
+        try:
+            tree = DeltaTree.open(Path(self._settings.store.path) / "tree.sqlite3", identity=identity)
+            tree.discard_missing(frozenset())
+        except DeltaTreeError as exc:
+            raise StoreError(str(exc)) from exc
+        return tree
+
+    def _warm_up(self) -> None:
+        """The first forward pass allocates and compiles; better now than in somebody's request."""
+        kv = self._model.new_sequence(_PROMPT_WINDOW)
+        tokens = np.zeros(_PROMPT_WINDOW, dtype=np.int32)
+        self._model.compute(PartialPass(kv, (Span(0, _PROMPT_WINDOW),)), tokens)

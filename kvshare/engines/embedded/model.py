@@ -1,0 +1,244 @@
+"""
+A Hugging Face decoder model, loaded, checked and called for partial attention.
+
+The model runs unmodified. Two hooks that transformers offers carry KVShare in: a cache object whose `update`
+writes into the slots of a sequence, and a registered attention function that attends run by run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AttentionInterface, Cache, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from delta_tree import Span, TokenIds
+from kvshare.errors import ModelError, UnsupportedGeometryError
+from kvshare.kv.attention import PartialPass
+from kvshare.kv.geometry import KVGeometry
+from kvshare.kv.rotation import Rotation
+from kvshare.kv.sequence import SequenceKV
+
+log = logging.getLogger(__name__)
+
+_ATTENTION = "kvshare_partial"
+# Frequencies that never change with the length of the sequence. Dynamic NTK and LongRoPE do change.
+_FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+class _SlotCache(Cache):
+    """What a model believes to be its cache: `update` writes the new rows and returns all visible KV."""
+
+    def __init__(self, current: PartialPass) -> None:
+        super().__init__(layers=[])
+        self.current = current
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.current.store(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.current.num_visible
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    partial_pass: PartialPass,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature; the mask is ignored because the pass knows its runs."""
+    output = partial_pass.attend(query, key, value, scaling=scaling)
+    return output.transpose(1, 2).contiguous(), None  # (1, N, H_q, D)
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+
+
+class EmbeddedModel:
+    """
+    One decoder model on one device.
+
+    `rotation` is None where moving keys is not known to be exact; then only equal prefixes are shared.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, name: str, max_model_len: int | None = None) -> None:
+        config = model.config
+        if getattr(config, "is_encoder_decoder", False):
+            raise ModelError(f"{name} is an encoder-decoder model; expected a decoder")
+        self.name = name
+        self._model = model.eval()
+        self._model.set_attn_implementation(_ATTENTION)
+        self.vocab_size: int = config.vocab_size
+        self.max_model_len = _context_length(config, max_model_len)
+        parameter = next(model.parameters())
+        heads = config.num_key_value_heads or config.num_attention_heads
+        self.geometry = KVGeometry(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        self.rotation: Rotation | None = None
+        self.rotation_refusal = ""
+        try:
+            self.rotation = self._checked_rotation()
+        except UnsupportedGeometryError as exc:
+            self.rotation_refusal = str(exc)
+            log.warning("%s: only equal prefixes are shared: %s", name, exc)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        name: str,
+        device: str = "auto",
+        dtype: str = "float32",
+        max_model_len: int | None = None,
+    ) -> EmbeddedModel:
+        """
+        Load a Hugging Face name or folder.
+
+        Raises:  ModelError if it cannot be loaded or is not a decoder this engine can run
+        """
+        transformers_logging.disable_progress_bar()
+        where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        try:
+            config = AutoConfig.from_pretrained(path)
+            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, dtype))
+            model.to(where)
+        except (OSError, ValueError, KeyError, RuntimeError) as exc:
+            raise ModelError(f"model {str(path)!r} cannot be loaded: {exc}") from exc
+        return cls(model, name=name, max_model_len=max_model_len)
+
+    @property
+    def revision(self) -> str:
+        """Digest of the configuration and of a sample of every weight: another checkpoint is another revision."""
+        digest = hashlib.sha256(self._model.config.to_json_string(use_diff=False).encode())
+        for name, tensor in sorted(self._model.state_dict().items()):
+            flat = tensor.detach().flatten()
+            sample = flat[:: max(1, len(flat) // 64)].float().cpu().contiguous()
+            digest.update(name.encode())
+            digest.update(sample.numpy().tobytes())
+        return digest.hexdigest()
+
+    @property
+    def rope_digest(self) -> str:
+        """Digest of the rotary frequencies and of their scaling."""
+        module = self._rotary_module()
+        frequencies = getattr(module, "inv_freq", torch.empty(0)).detach().float().cpu().contiguous()
+        scaling = str(getattr(module, "attention_scaling", 1.0))
+        return hashlib.sha256(frequencies.numpy().tobytes() + scaling.encode()).hexdigest()
+
+    def eos_token_ids(self, tokenizer_eos: int | None) -> frozenset[int]:
+        """Tokens that end an answer: the generation config's, and the tokenizer's."""
+        configured = getattr(self._model.generation_config, "eos_token_id", None)
+        ids = [configured] if isinstance(configured, int) else list(configured or [])
+        return frozenset(ids if tokenizer_eos is None else [*ids, tokenizer_eos])
+
+    def new_sequence(self, capacity: int) -> SequenceKV:
+        return SequenceKV(self.geometry, capacity)
+
+    @torch.inference_mode()
+    def compute(self, current: PartialPass, token_ids: TokenIds) -> torch.Tensor:
+        """
+        Compute the KV of the pass's positions in place, and the logits after its last one.
+
+        Shapes:  token_ids (N,) int32, the tokens at `current.positions` -> logits (V,), float32
+        """
+        return self.logits(current, token_ids, keep=1)[0]
+
+    @torch.inference_mode()
+    def logits(self, current: PartialPass, token_ids: TokenIds, *, keep: int) -> torch.Tensor:
+        """Like `compute`, with the logits after the last `keep` positions: (keep, V), float32."""
+        device = self.geometry.device
+        output = self._model(
+            input_ids=torch.as_tensor(token_ids, dtype=torch.int64, device=device).unsqueeze(0),
+            position_ids=current.positions.unsqueeze(0),
+            past_key_values=_SlotCache(current),
+            use_cache=True,
+            logits_to_keep=keep,
+            partial_pass=current,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+    def _rotary_module(self) -> torch.nn.Module | None:
+        for module in self._model.modules():
+            if hasattr(module, "inv_freq") and hasattr(module, "attention_scaling"):
+                return module
+        return None
+
+    def _checked_rotation(self) -> Rotation:
+        """The model's rotation, after proof on the model itself that moved keys equal computed ones."""
+        module = self._rotary_module()
+        if module is None:
+            raise UnsupportedGeometryError("no rotary embedding with one frequency table was found")
+        rope_type = str(getattr(module, "rope_type", "unknown"))
+        if rope_type not in _FIXED_ROPE:
+            expected = ", ".join(sorted(_FIXED_ROPE))
+            raise UnsupportedGeometryError(f"rope type {rope_type!r} is not handled; handled: {expected}")
+        rotation = Rotation(torch.as_tensor(module.inv_freq))
+        if rotation.head_dim != self.geometry.head_dim:
+            raise UnsupportedGeometryError(
+                f"{rotation.head_dim} of {self.geometry.head_dim} dimensions of a head are rotated; expected all"
+            )
+        self._prove(rotation)
+        return rotation
+
+    def _prove(self, rotation: Rotation) -> None:
+        """
+        A key at layer 0 depends on token and position only: compute it at two places and compare.
+
+        Catches interleaved, multi-axis and layer-dependent geometries by what they do, not by name.
+        """
+        num_tokens, shift = 8, min(37, self.max_model_len - 8)
+        tokens = torch.arange(num_tokens).remainder(self.vocab_size).to(torch.int32).numpy()
+        near, far = self.new_sequence(num_tokens + shift), self.new_sequence(num_tokens + shift)
+        for tensor in (far.k, far.v):
+            tensor.zero_()
+        self.logits(PartialPass(near, (Span(0, num_tokens),)), tokens, keep=1)
+        self.logits(PartialPass(far, (Span(shift, shift + num_tokens),)), tokens, keep=1)
+        moved = rotation.moved(near.k[0, :num_tokens], shift)
+        computed = far.k[0, shift : shift + num_tokens]
+        error = (moved.float() - computed.float()).abs().max().item()
+        scale = computed.float().abs().max().item()
+        tolerance = (1e-4 if self.geometry.dtype == torch.float32 else 3e-2) * max(scale, 1e-6)
+        if error > tolerance:
+            raise UnsupportedGeometryError(
+                f"keys moved by {shift} positions differ from computed ones by {error:.2g}, "
+                f"expected at most {tolerance:.2g}"
+            )
+
+
+def _context_length(config: Any, wanted: int | None) -> int:
+    """
+    The longest sequence this engine computes as the model means it.
+
+    A sliding window is the full causal attention up to its length, so the window caps the context.
+    """
+    limits = [int(getattr(config, "max_position_embeddings", 0) or 0) or 2048]
+    layer_types: Sequence[str] = getattr(config, "layer_types", None) or ()
+    windowed = "sliding_attention" in layer_types or not layer_types
+    if (window := getattr(config, "sliding_window", None)) and windowed:
+        limits.append(int(window))
+    foreign = set(layer_types) - {"full_attention", "sliding_attention"}
+    if foreign:
+        raise ModelError(f"layer types {sorted(foreign)} are not handled; expected full attention in every layer")
+    longest = min(limits)
+    if wanted is not None and wanted > longest:
+        raise ModelError(f"max_model_len {wanted} is more than the {longest} tokens this model can be run with")
+    return wanted or longest

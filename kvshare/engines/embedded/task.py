@@ -1,0 +1,192 @@
+"""
+One running request, advanced a quantum at a time by the scheduler's thread: a prefill chunk, or one token.
+
+Nothing here is thread-safe; a task belongs to the worker until `released`, then to whoever keeps its KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from delta_tree import Span, TokenIds, token_ids
+from kvshare.cost import CostModel
+from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
+from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.engines.embedded.sampling import Sampler, top_logprobs
+from kvshare.engines.embedded.text import Detokenizer, StopMatcher
+from kvshare.kv.attention import PartialPass, take_pass
+from kvshare.kv.editor import lay_out
+from kvshare.kv.sequence import SequenceKV
+from kvshare.plan import Plan
+from kvshare.sharing import Lookup
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One of a request's n completions."""
+
+    index: int
+    kv: SequenceKV
+    sampler: Sampler
+    detokenizer: Detokenizer
+    stops: StopMatcher
+    generated: list[int]
+    finish_reason: FinishReason | None = None
+
+
+class Task:
+    """A request's state in the engine: first prefilling, then decoding its choices in turn."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        lookup: Lookup,
+        *,
+        model: EmbeddedModel,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        max_tokens: int,
+        cost: CostModel,
+        emit: Callable[[Delta], None],
+        on_end: Callable[[BaseException | None], None],
+    ) -> None:
+        self.request = request
+        self.lookup: Lookup | None = lookup
+        self.plan = lookup.plan
+        self.stage_seconds = dict(lookup.stage_seconds)
+        self.released = asyncio.Event()
+        self.prefilled = False
+        self._model = model
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._max_tokens = max_tokens
+        self._cost = cost
+        self._emit = emit
+        self._on_end = on_end
+        self._prompt = request.prompt.token_ids
+        self._remaining = (
+            self.plan.placeholders if isinstance(self.plan, Plan) else (Span(0, len(self._prompt)),)
+        )
+        self._kv: SequenceKV | None = None
+        self._choices: list[_Choice] = []
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(len(choice.generated) for choice in self._choices)
+
+    @property
+    def computed_tokens(self) -> TokenIds:
+        """Tokens of the first choice whose KV stands in its slots: all but the last sampled one."""
+        generated = self._choices[0].generated[:-1]
+        return token_ids(np.concatenate([self._prompt, np.asarray(generated, dtype=np.int32)]))
+
+    @property
+    def computed_kv(self) -> SequenceKV:
+        """The first choice's slots."""
+        return self._choices[0].kv
+
+    def end(self, error: BaseException | None) -> None:
+        """On the event loop, once the worker has let go: nothing more will come."""
+        self.released.set()
+        self._on_end(error)
+
+    def advance(self, *, max_queries: int) -> bool:
+        """Do one quantum. Returns whether there is more to do; emits deltas as they come."""
+        if not self.prefilled:
+            self._prefill(max_queries)
+        else:
+            for choice in self._unfinished():
+                self._decode(choice)
+        return not self.prefilled or bool(self._unfinished())
+
+    def _unfinished(self) -> list[_Choice]:
+        return [choice for choice in self._choices if choice.finish_reason is None]
+
+    def _prefill(self, max_queries: int) -> None:
+        if self._kv is None:
+            self._kv = self._lay_out()
+        began = time.perf_counter()
+        current, self._remaining = take_pass(self._kv, self._remaining, max_queries=max_queries)
+        tokens = np.concatenate([self._prompt[run.start : run.end] for run in current.runs])
+        logits = self._model.compute(current, tokens)
+        seconds = time.perf_counter() - began
+        self._cost.observe_prefill(current.num_queries, seconds)
+        self.stage_seconds["recompute"] = self.stage_seconds.get("recompute", 0.0) + seconds
+        if not self._remaining:
+            self.prefilled = True
+            self._start_choices(logits)
+
+    def _lay_out(self) -> SequenceKV:
+        """Slots for the prompt and some tokens more, with all reused KV in place."""
+        kv = self._model.new_sequence(len(self._prompt) + min(self._max_tokens, 256))
+        lookup, self.lookup = self.lookup, None  # lets go of the segments once they are laid out
+        if isinstance(self.plan, Plan) and lookup is not None:
+            began = time.perf_counter()
+            with torch.inference_mode():
+                num_bytes = lay_out(kv, self.plan.copies, lookup.segments, self._model.rotation)
+            seconds = time.perf_counter() - began
+            self._cost.observe_load(num_bytes, seconds)
+            self.stage_seconds["splice"] = seconds
+        return kv
+
+    def _start_choices(self, logits: torch.Tensor) -> None:
+        assert self._kv is not None
+        sampling = self.request.sampling
+        for index in range(sampling.n):
+            kv = self._kv if index == 0 else self._kv.fork(len(self._prompt))
+            choice = _Choice(
+                index,
+                kv,
+                Sampler(sampling, index),
+                Detokenizer(self._tokenizer),
+                StopMatcher(sampling.stop),
+                generated=[],
+            )
+            self._choices.append(choice)
+            self._take_token(choice, logits)
+
+    def _decode(self, choice: _Choice) -> None:
+        position = len(self._prompt) + len(choice.generated) - 1
+        choice.kv.reserve(position + 1)
+        current = PartialPass(choice.kv, (Span(position, position + 1),))
+        logits = self._model.compute(current, np.asarray(choice.generated[-1:], dtype=np.int32))
+        self._take_token(choice, logits)
+
+    def _take_token(self, choice: _Choice, logits: torch.Tensor) -> None:
+        """Sample, detokenize, look for an end, tell the client."""
+        token_id = choice.sampler.sample(logits)
+        choice.generated.append(token_id)
+        text, stopped = "", token_id in self._eos_token_ids
+        if not stopped:
+            text, stopped = choice.stops.add(choice.detokenizer.add(token_id))
+        if stopped:
+            choice.finish_reason = FinishReason.STOP
+        elif len(choice.generated) >= self._max_tokens:
+            choice.finish_reason = FinishReason.LENGTH
+        if choice.finish_reason is not None and (
+            token_id in self._eos_token_ids or choice.finish_reason is FinishReason.LENGTH
+        ):
+            text += choice.stops.flush()
+        self._emit(Delta(choice.index, text, 1, self._logprobs(logits, token_id), choice.finish_reason))
+
+    def _logprobs(self, logits: torch.Tensor, token_id: int) -> tuple[TokenLogprob, ...]:
+        k = self.request.sampling.logprobs
+        if k is None:
+            return ()
+        logprob, likeliest = top_logprobs(logits, token_id, k)
+        top = tuple(self._describe(other, value) for other, value in likeliest)
+        return (self._describe(token_id, logprob, top),)
+
+    def _describe(
+        self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()
+    ) -> TokenLogprob:
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return TokenLogprob(token_id, text, text.encode("utf-8", errors="replace"), logprob, top)
+

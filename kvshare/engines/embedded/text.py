@@ -1,0 +1,57 @@
+"""From token ids to text, piece by piece: incremental detokenization and stop strings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class Detokenizer:
+    """Text of a growing token sequence; a character that is not complete yet is held back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # noqa: BLE001 - the Rust side raises bare Exception
+            # An invalid byte sequence, which a model may sample: start over behind it.
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(slots=True)
+class StopMatcher:
+    """Holds text back while it could still become a stop string."""
+
+    stops: tuple[str, ...]
+    _held: str = ""
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """More text in; out comes what may be shown, and whether a stop string was met."""
+        if not self.stops:
+            return text, False
+        self._held += text
+        found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            return shown, True
+        keep = max(self._overlap(stop) for stop in self.stops)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown, False
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that begins `stop`."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)

@@ -1,0 +1,88 @@
+"""Chat template and tokenization of a Hugging Face tokenizer, with errors a client understands."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from delta_tree import token_ids
+from kvshare.engines.base import Prompt
+from kvshare.errors import ModelError, RequestError
+from vector_index import PromptText
+
+
+class PromptEncoder:
+    """Turns messages and texts into token ids, exactly as the model's own template says."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, path: str | Path) -> PromptEncoder:
+        """Raises ModelError where there is no fast tokenizer."""
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError, KeyError, ImportError) as exc:
+            raise ModelError(f"the tokenizer of {str(path)!r} cannot be loaded: {exc}") from exc
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ModelError(f"{str(path)!r} has a slow tokenizer; a fast one (tokenizer.json) is needed")
+        return cls(tokenizer)
+
+    @property
+    def backend(self) -> Tokenizer:
+        """The Rust tokenizer underneath."""
+        backend: Tokenizer = self._tokenizer.backend_tokenizer
+        return backend
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token_id = self._tokenizer.eos_token_id
+        return token_id if isinstance(token_id, int) else None
+
+    @property
+    def digest(self) -> str:
+        """Of the vocabulary, the merges and the chat template: other text to other ids is another namespace."""
+        digest = hashlib.sha256(self.backend.to_str().encode())
+        digest.update(str(self._tokenizer.chat_template).encode())
+        return digest.hexdigest()
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """The prompt that asks for the assistant's next message. Raises RequestError if the template refuses."""
+        if self._tokenizer.chat_template is None:
+            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as exc:
+            raise RequestError(f"the chat template refuses these messages: {exc}", param="messages") from exc
+        last_user = next(
+            (str(m.get("content") or "") for m in reversed(messages) if m.get("role") == "user"), ""
+        )
+        return self._encode(str(text), PromptText(last_user_turn=last_user, body=str(text)), special=False)
+
+    def encode_text(self, text: str) -> Prompt:
+        """A plain completion prompt, with the special tokens the tokenizer adds by itself."""
+        return self._encode(text, PromptText(last_user_turn="", body=text), special=True)
+
+    def encode_tokens(self, ids: Sequence[int]) -> Prompt:
+        """Token ids as they come. Raises RequestError if one is not in the vocabulary."""
+        size = len(self._tokenizer)
+        if bad := [token_id for token_id in ids if not 0 <= token_id < size]:
+            raise RequestError(
+                f"token id {bad[0]} is not in the vocabulary of {size} tokens", param="prompt"
+            )
+        array = token_ids(np.asarray(ids, dtype=np.int32))
+        body = self.backend.decode(list(ids), skip_special_tokens=True)
+        return Prompt(array, PromptText(last_user_turn="", body=body))
+
+    def _encode(self, text: str, prompt_text: PromptText, *, special: bool) -> Prompt:
+        encoding = self.backend.encode(text, add_special_tokens=special)
+        return Prompt(token_ids(np.asarray(encoding.ids, dtype=np.int32)), prompt_text)

@@ -1,0 +1,99 @@
+"""
+The error tree of KVShare. Everything that `kvshare` or `proxy` raises on purpose is one of these.
+
+* KVShareError
+  x ConfigError                 config.yaml: the key path, what stood there, what was expected
+  x ModelError                  a model that cannot be loaded or whose geometry is not handled
+    - UnsupportedGeometryError
+  x StoreError                  the metadata store cannot be used as it is; says what to do
+  x RequestError                the request is wrong; carries an OpenAI `param` and `code`
+    - ContextLengthError
+    - UnsupportedParameterError
+    - ModelNotFoundError
+  x OverloadedError             the queue is full; try again
+  x ShuttingDownError           the engine drains
+  x EngineError                 the engine failed while it computed
+
+A sharing plan that is refused is no error: it is `NoPlan(reason)`. The packages below raise their own trees
+(`DeltaTreeError`, `VectorIndexError`); they are translated where `kvshare` calls them.
+"""
+
+from __future__ import annotations
+
+
+class KVShareError(Exception):
+    """Root of all errors raised on purpose."""
+
+
+class ConfigError(KVShareError):
+    """A setting is unknown, missing or of the wrong type."""
+
+    def __init__(self, key_path: str, problem: str) -> None:
+        super().__init__(f"{key_path}: {problem}")
+        self.key_path = key_path
+
+
+class ModelError(KVShareError):
+    """A model cannot be loaded or used."""
+
+
+class UnsupportedGeometryError(ModelError):
+    """KV of this model cannot be moved or shared exactly; it is served unshared."""
+
+
+class StoreError(KVShareError):
+    """The metadata store is corrupt, or belongs to another model or version."""
+
+
+class RequestError(KVShareError):
+    """The request cannot be served as it stands."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(RequestError):
+    """Prompt and completion do not fit the model's context."""
+
+    def __init__(self, *, num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the messages, "
+            f"{max_tokens} in the completion). Please reduce the length of the messages or completion.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+
+
+class UnsupportedParameterError(RequestError):
+    """A parameter that this engine does not implement; never ignored in silence."""
+
+    def __init__(self, param: str, detail: str) -> None:
+        super().__init__(
+            f"Unsupported parameter: '{param}': {detail}", param=param, code="unsupported_parameter"
+        )
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that is not served here."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"The model `{model}` does not exist or you do not have access to it.",
+            param="model",
+            code="model_not_found",
+        )
+
+
+class OverloadedError(KVShareError):
+    """The waiting queue is full."""
+
+
+class ShuttingDownError(KVShareError):
+    """The engine takes no new requests because it stops."""
+
+
+class EngineError(KVShareError):
+    """The engine failed while computing; the request cannot be finished."""

@@ -1,0 +1,1 @@
+"""Keys and values as tensors: segments, the buffer of one sequence, rotation, editing, partial attention, tiers."""

@@ -1,0 +1,117 @@
+"""
+Partial attention: the placeholders of a prompt are computed, everything else is only attended to.
+
+A placeholder at position p attends to every slot in [0, p], reused or fresh, and to nothing after p. Reused KV
+does not change during the pass and a layer writes all its new rows before it attends, so one pass over all runs
+equals prefilling run after run from left to right (DESIGN section 8).
+
+    slots      0        4        9     12           <- one sequence, 12 tokens
+               [ reused ][ run A ][reus][ run B ]
+    queries               a b c d e       x y z     <- only these have Q
+    run A sees [0, 5) ... [0, 9)       diagonal inside the run, everything before it
+    run B sees [0, 13) ... [0, 15)     run A's fresh rows included
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from delta_tree import Span
+from kvshare.kv.sequence import SequenceKV
+
+
+@dataclass(frozen=True, eq=False)  # no slots: the cached masks live in __dict__
+class PartialPass:
+    """One forward pass over `runs` of a sequence. Runs are ascending, disjoint and not empty."""
+
+    kv: SequenceKV
+    runs: tuple[Span, ...]
+
+    @property
+    def num_queries(self) -> int:
+        return sum(len(run) for run in self.runs)
+
+    @property
+    def num_visible(self) -> int:
+        """Slots that somebody attends to: up to the end of the last run."""
+        return self.runs[-1].end
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Position of every query, (N,) int64."""
+        device = self.kv.geometry.device
+        return torch.cat([torch.arange(run.start, run.end, device=device) for run in self.runs])
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Write a layer's new rows, return all KV the queries may see.
+
+        Shapes:  k, v (1, H, N, D) -> (1, H, num_visible, D)
+        """
+        self.kv.write(layer, self.positions, k[0], v[0])
+        return self.kv.layer(layer, self.num_visible)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None
+    ) -> torch.Tensor:
+        """
+        Exact causal attention of every run over everything before and inside it.
+
+        Shapes:  query (1, H_q, N, D), key and value (1, H, num_visible, D) -> (1, H_q, N, D)
+        """
+        outputs, start = [], 0
+        for run, mask in zip(self.runs, self._masks, strict=True):
+            rows = query[:, :, start : start + len(run)]
+            start += len(run)
+            outputs.append(
+                scaled_dot_product_attention(
+                    rows,
+                    key[:, :, : run.end],
+                    value[:, :, : run.end],
+                    attn_mask=mask,
+                    is_causal=run.start == 0 and len(run) > 1,
+                    scale=scaling,
+                    enable_gqa=query.shape[1] != key.shape[1],
+                )
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    @cached_property
+    def _masks(self) -> tuple[torch.Tensor | None, ...]:
+        """Additive masks (len(run), run.end); None where the kernel needs none."""
+        return tuple(self._mask(run) for run in self.runs)
+
+    def _mask(self, run: Span) -> torch.Tensor | None:
+        if run.start == 0 or len(run) == 1:
+            return None  # the kernel's own causal flag, or a single row that sees everything
+        geometry = self.kv.geometry
+        mask = torch.zeros(len(run), run.end, dtype=geometry.dtype, device=geometry.device)
+        inside = torch.full((len(run), len(run)), float("-inf"), dtype=geometry.dtype, device=geometry.device)
+        mask[:, run.start :] = inside.triu_(diagonal=1)
+        return mask
+
+
+def take_pass(
+    kv: SequenceKV, placeholders: Sequence[Span], *, max_queries: int
+) -> tuple[PartialPass, tuple[Span, ...]]:
+    """
+    The next pass of at most `max_queries` queries, from the left, and the placeholders that remain.
+
+    The result of a prefill does not depend on the split: an earlier pass writes the rows a later one attends to.
+    """
+    runs: list[Span] = []
+    room = max_queries
+    rest = list(placeholders)
+    while rest and room:
+        first = rest.pop(0)
+        run = Span(first.start, min(first.end, first.start + room))
+        runs.append(run)
+        room -= len(run)
+        if run.end < first.end:
+            rest.insert(0, Span(run.end, first.end))
+    return PartialPass(kv, tuple(runs)), tuple(rest)

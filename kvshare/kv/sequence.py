@@ -1,0 +1,70 @@
+"""The KV of one running sequence: a buffer with a slot for every position, laid out and computed in place."""
+
+from __future__ import annotations
+
+import torch
+
+from delta_tree import Span
+from kvshare.kv.geometry import KVGeometry
+from kvshare.kv.segment import SegmentKV
+
+
+class SequenceKV:
+    """
+    Slots [0, capacity) of one sequence; slot = position.
+
+        k, v: (L, capacity, H, D)      [0, num_tokens) is valid once laid or computed
+                                       [num_tokens, capacity) is free
+
+    The token axis stands before the heads, so that a span of one layer is one stretch of memory and laying
+    out a copy is one memcpy a layer. Attention takes transposed views, which cost nothing.
+    """
+
+    def __init__(self, geometry: KVGeometry, capacity: int) -> None:
+        self.geometry = geometry
+        self.k = geometry.empty(capacity)
+        self.v = geometry.empty(capacity)
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[1]
+
+    def reserve(self, num_tokens: int) -> None:
+        """Grow so that `num_tokens` slots exist; doubling, so that decoding copies rarely."""
+        if num_tokens <= self.capacity:
+            return
+        capacity = max(num_tokens, 2 * self.capacity)
+        for name in ("k", "v"):
+            old: torch.Tensor = getattr(self, name)
+            grown = self.geometry.empty(capacity)
+            grown[:, : old.shape[1]] = old
+            setattr(self, name, grown)
+
+    def write(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """
+        Put new rows into their slots.
+
+        Shapes:  positions (N,) int64; k, v (H, N, D)
+        """
+        self.k[layer].index_copy_(0, positions, k.transpose(0, 1))
+        self.v[layer].index_copy_(0, positions, v.transpose(0, 1))
+
+    def layer(self, layer: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of slots [0, num_tokens), each (1, H, T, D)."""
+        k = self.k[layer, :num_tokens].transpose(0, 1).unsqueeze(0)
+        v = self.v[layer, :num_tokens].transpose(0, 1).unsqueeze(0)
+        return k, v
+
+    def cut(self, span: Span) -> SegmentKV:
+        """A copy of one span's KV in memory of its own, on the host."""
+        return SegmentKV(
+            self.k[:, span.start : span.end].to("cpu", copy=True).contiguous(),
+            self.v[:, span.start : span.end].to("cpu", copy=True).contiguous(),
+        )
+
+    def fork(self, num_tokens: int) -> SequenceKV:
+        """Another sequence that starts with this one's first `num_tokens`."""
+        other = SequenceKV(self.geometry, self.capacity)
+        other.k[:, :num_tokens] = self.k[:, :num_tokens]
+        other.v[:, :num_tokens] = self.v[:, :num_tokens]
+        return other

@@ -1,0 +1,133 @@
+"""
+A plan says, position by position, where a prompt's KV comes from. It is a value: printable, serialisable, hashable.
+
+    position   0                                                        num_tokens
+               [ exact prefix ][ placeholder ][repair][ copy ][ph][ copy ][ tail ]
+    copies       covers it                              ....        ....
+    placeholders                [--- one run --------]        [--]       [------]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from delta_tree import Copy, NodeId, Span, merge
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a plan should take, from measured rates. Seconds."""
+
+    full_s: float
+    shared_s: float
+
+    @property
+    def saved_s(self) -> float:
+        return self.full_s - self.shared_s
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """
+    Copies and placeholders cover every position of the prompt exactly once.
+
+    `reason` says why not more is shared, where something was refused; else it is None.
+    """
+
+    num_tokens: int
+    exact_length: int  # leading tokens whose KV was computed after the very same tokens
+    copies: tuple[Copy, ...]  # ascending by target; those inside [0, exact_length) are exact
+    placeholders: tuple[Span, ...]  # ascending, disjoint, not touching: what is computed
+    repairs: tuple[Span, ...]  # the part of the placeholders whose tokens a donor had
+    generation: int  # of the KV computed behind the first approximate copy; 0 if there is none
+    estimate: Estimate
+    reason: str | None = None
+
+    @property
+    def decision(self) -> str:
+        return "exact" if self.num_copied == 0 else "approx"
+
+    @property
+    def num_computed(self) -> int:
+        return sum(len(span) for span in self.placeholders)
+
+    @property
+    def num_repaired(self) -> int:
+        return sum(len(span) for span in self.repairs)
+
+    @property
+    def num_recomputed(self) -> int:
+        """Tokens that no donor had."""
+        return self.num_computed - self.num_repaired
+
+    @property
+    def num_copied(self) -> int:
+        """Tokens with approximate KV."""
+        return self.num_tokens - self.exact_length - self.num_computed
+
+    @property
+    def num_moved(self) -> int:
+        """Tokens whose keys have to be rotated."""
+        return sum(copy.length for copy in self.copies if copy.shift != 0)
+
+    @property
+    def charged_budget(self) -> float:
+        """Layer-tokens given fresh Q/K/V in prefill, over layers x prompt tokens; there is no selection pass."""
+        return self.num_computed / self.num_tokens
+
+    @property
+    def donors(self) -> tuple[NodeId, ...]:
+        """In order of first use."""
+        return tuple(dict.fromkeys(copy.donor for copy in self.copies))
+
+    @property
+    def first_approximate(self) -> int:
+        """Position of the first approximate copy; num_tokens if all is exact."""
+        starts = (copy.target_start for copy in self.copies if copy.target_start >= self.exact_length)
+        return min(starts, default=self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlan:
+    """
+    Nothing is shared, and why. Reasons are fixed words, so that they can be counted:
+
+    off, short_prompt, no_candidates, nothing_in_common, not_enough_saved, does_not_pay, too_much_relocated,
+    rotation_unknown, lookup_failed, kv_gone, planner_failed
+    """
+
+    reason: str
+
+
+def clip(copy: Copy, span: Span) -> Copy | None:
+    """The part of a copy whose target lies in `span`, or None."""
+    part = copy.target.intersection(span)
+    if not part:
+        return None
+    ahead = part.start - copy.target_start
+    return replace(
+        copy,
+        offset=copy.offset + ahead,
+        length=len(part),
+        target_start=part.start,
+        source_position=copy.source_position + ahead,
+        donor_start=copy.donor_start + ahead,
+    )
+
+
+def without(copies: Iterable[Copy], holes: Iterable[Span]) -> tuple[Copy, ...]:
+    """The copies with the holes cut out of them."""
+    sorted_holes = merge(holes)
+    kept: list[Copy] = []
+    for copy in copies:
+        start = copy.target.start
+        for hole in sorted_holes:
+            if hole.end <= start or hole.start >= copy.target.end:
+                continue
+            if hole.start > start and (part := clip(copy, Span(start, hole.start))):
+                kept.append(part)
+            start = max(start, hole.end)
+        if start < copy.target.end and (part := clip(copy, Span(start, copy.target.end))):
+            kept.append(part)
+    return tuple(kept)

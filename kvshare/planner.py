@@ -1,0 +1,148 @@
+"""
+From tokens and candidates to a plan: a pure function. Gates may refuse; the result is then NoPlan(reason).
+
+Order of preference: exact prefix, then copies at the same place, then moved ones; everything else, and what
+repair asks for, is a placeholder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from delta_tree import Composition, Copy, Node, Segment, SegmentId, Span, TokenIds, compose, gaps
+from kvshare.cost import Rates
+from kvshare.plan import NoPlan, Plan, clip, without
+from kvshare.repair import structural_repairs
+from kvshare.settings import RepairSettings, SharingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerLimits:
+    """What the planner may do: the operator's settings and what the engine can."""
+
+    sharing: SharingSettings
+    repair: RepairSettings
+    can_move_keys: bool = True
+    min_saved_s: float = 0.0
+
+
+def make_plan(
+    token_ids: TokenIds,
+    candidates: Sequence[Node],
+    segment_of: Callable[[SegmentId], Segment],
+    *,
+    approximate: bool,
+    limits: PlannerLimits,
+    rates: Rates,
+) -> Plan | NoPlan:
+    """
+    The cheapest plan for a prompt of T tokens from nominated donors of the same namespace.
+
+    Shapes:  token_ids (T,) int32
+    Returns: a Plan that computes at least the last token, or NoPlan; never raises for odd prompts
+    """
+    num_tokens = len(token_ids)
+    sharing = limits.sharing
+    if num_tokens < sharing.min_prompt_tokens:
+        return NoPlan("short_prompt")
+    if not candidates:
+        return NoPlan("no_candidates")
+    may_approximate = approximate and limits.can_move_keys
+    composition = compose(
+        token_ids,
+        candidates,
+        segment_of,
+        min_run=sharing.min_run,
+        max_donors=sharing.max_donors,
+        max_generation=sharing.max_generation,
+        allow_approximate=may_approximate,
+    )
+    exact = _exact_plan(composition, rates)
+    refusal = "rotation_unknown" if approximate and not limits.can_move_keys else None
+    if may_approximate and any(copy.target_start >= composition.exact_length for copy in composition.copies):
+        plan = _approximate_plan(composition, segment_of, limits, rates)
+        refusal = _gate(plan, exact, limits)
+        if refusal is None:
+            return plan
+    if exact is None:
+        return NoPlan(refusal or "nothing_in_common")
+    if exact.estimate.saved_s < limits.min_saved_s:
+        return NoPlan("does_not_pay")
+    return replace(exact, reason=refusal)
+
+
+def _exact_plan(composition: Composition, rates: Rates) -> Plan | None:
+    """Only the equal prefix; the last token is always computed, its logits are the answer's beginning."""
+    num_tokens = composition.num_tokens
+    length = min(composition.exact_length, num_tokens - 1)
+    if length <= 0:
+        return None
+    return Plan(
+        num_tokens=num_tokens,
+        exact_length=length,
+        copies=_within(composition.copies, Span(0, length)),
+        placeholders=(Span(length, num_tokens),),
+        repairs=(Span(length, num_tokens),) if composition.exact_length == num_tokens else (),
+        generation=0,
+        estimate=rates.estimate(num_tokens=num_tokens, num_computed=num_tokens - length),
+    )
+
+
+def _approximate_plan(
+    composition: Composition,
+    segment_of: Callable[[SegmentId], Segment],
+    limits: PlannerLimits,
+    rates: Rates,
+) -> Plan:
+    num_tokens = composition.num_tokens
+    exact_length = min(composition.exact_length, num_tokens - 1)
+    exact = _within(composition.copies, Span(0, exact_length))
+    foreign = _within(composition.copies, Span(exact_length, num_tokens))
+    repairs = structural_repairs(
+        foreign,
+        num_tokens=num_tokens,
+        max_small_shift=limits.sharing.max_small_shift,
+        settings=limits.repair,
+    )
+    kept = without(foreign, repairs)
+    copies = (*exact, *kept)
+    placeholders = gaps((copy.target for copy in copies), num_tokens)
+    return Plan(
+        num_tokens=num_tokens,
+        exact_length=exact_length,
+        copies=copies,
+        placeholders=placeholders,
+        repairs=repairs,
+        generation=max((segment_of(copy.segment_id).generation + 1 for copy in kept), default=0),
+        estimate=rates.estimate(
+            num_tokens=num_tokens, num_computed=sum(len(span) for span in placeholders)
+        ),
+    )
+
+
+def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:
+    """Why an approximate plan is refused, or None. A doubtful match counts as no match."""
+    sharing = limits.sharing
+    num_exact = exact.exact_length if exact is not None else 0
+    saved = plan.num_tokens - plan.num_computed - num_exact  # beyond what is free of doubt
+    if saved < sharing.min_saved_fraction * plan.num_tokens:
+        return "not_enough_saved"
+    relocated = sum(
+        copy.length
+        for copy in plan.copies
+        if copy.target_start >= plan.exact_length and abs(copy.shift) > sharing.max_small_shift
+    )
+    if relocated > sharing.max_relocated_fraction * plan.num_tokens:
+        return "too_much_relocated"
+    baseline = exact.estimate.shared_s if exact is not None else plan.estimate.full_s
+    if baseline - plan.estimate.shared_s < limits.min_saved_s:
+        return "does_not_pay"
+    return None
+
+
+def _within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:
+    """The copies clipped to a span, ascending by target."""
+    clipped = (clip(copy, span) for copy in copies)
+    return tuple(sorted((copy for copy in clipped if copy is not None), key=lambda copy: copy.target_start))
+

@@ -1,0 +1,183 @@
+"""config.yaml -> one frozen `Settings` tree. Unknown keys are refused by their path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvshare.errors import ConfigError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ServerSettings(_Section):
+    host: str
+    port: int = Field(ge=0, le=65535)
+    max_body_bytes: int = Field(gt=0)
+    keep_alive_s: float = Field(gt=0)
+    drain_s: float = Field(ge=0)
+    admin_port: int | None = Field(ge=0, le=65535)
+
+
+class KeySettings(_Section):
+    """One API key: only its hash is kept. Keys of one tenant with scope "tenant" share KV."""
+
+    name: str = Field(min_length=1)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    tenant: str = Field(min_length=1)
+    scope: Literal["private", "tenant"] = "tenant"
+    role: Literal["infer", "admin"] = "infer"
+
+
+class AuthSettings(_Section):
+    keys: tuple[KeySettings, ...] = Field(strict=False)
+
+
+class ModelSettings(_Section):
+    path: str | None
+    served_name: str | None
+    device: str
+    dtype: Literal["float32", "bfloat16"]
+    max_model_len: int | None = Field(gt=0)
+
+
+class EngineSettings(_Section):
+    max_running: int = Field(gt=0)
+    max_waiting: int = Field(ge=0)
+    prefill_chunk_tokens: int = Field(gt=0)
+    num_threads: int | None = Field(gt=0)
+
+
+class StoreSettings(_Section):
+    path: str
+    kv_bytes: int = Field(ge=0)
+
+
+class SharingSettings(_Section):
+    mode: Literal["off", "exact", "approx"]
+    min_prompt_tokens: int = Field(ge=1)
+    min_run: int = Field(ge=1)
+    max_candidates: int = Field(ge=1)
+    max_donors: int = Field(ge=1)
+    max_generation: int = Field(ge=0)
+    min_saved_fraction: float = Field(ge=0, le=1)
+    max_relocated_fraction: float = Field(ge=0, le=1)
+    max_small_shift: int = Field(ge=0)
+    lookup_timeout_s: float = Field(gt=0)
+
+
+class RepairSettings(_Section):
+    edit_window: int = Field(ge=0)
+    relocated_head: int = Field(ge=0)
+    tail: int = Field(ge=1)
+    max_budget: float = Field(ge=0, le=1)
+
+
+class CostSettings(_Section):
+    prior_prefill_tokens_per_s: float = Field(gt=0)
+    prior_load_bytes_per_s: float = Field(gt=0)
+    smoothing: float = Field(gt=0, le=1)
+    min_saved_s: float
+
+
+class IndexSettings(_Section):
+    backend: Literal["edge", "server", "memory"]
+    url: str | None
+    collection: str = Field(min_length=1)
+    kgram: int = Field(ge=1)
+    window: int = Field(ge=1)
+    block_size: int = Field(ge=1)
+    search_timeout_s: float = Field(gt=0)
+    dense: bool
+    dense_min_tokens: int = Field(ge=0)
+    dense_min_uncovered: float = Field(ge=0, le=1)
+    max_distance: float = Field(ge=0, le=2)
+    embedder: str | None
+    embed_timeout_s: float = Field(gt=0)
+
+
+class LoggingSettings(_Section):
+    level: Literal["debug", "info", "warning", "error"]
+    json_lines: bool = Field(alias="json")
+
+
+class Settings(_Section):
+    """Every setting; config.yaml beside this file or at the repository's root holds the defaults."""
+
+    server: ServerSettings
+    auth: AuthSettings
+    model: ModelSettings
+    engine: EngineSettings
+    store: StoreSettings
+    sharing: SharingSettings
+    repair: RepairSettings
+    cost: CostSettings
+    index: IndexSettings
+    logging: LoggingSettings
+
+
+def default_config_path() -> Path:
+    """config.yaml inside the installed package, or at the root of a checkout."""
+    packaged = Path(__file__).with_name("config.yaml")
+    return packaged if packaged.exists() else Path(__file__).parents[1] / "config.yaml"
+
+
+def load_settings(
+    path: Path | None = None, overrides: Mapping[str, object] | None = None
+) -> Settings:
+    """
+    The defaults, overlaid by the file at `path`, then by `overrides` ("server.port" -> 8001).
+
+    Raises:  ConfigError naming the key path, for unknown keys, wrong types and unreadable files
+    """
+    tree = _read(default_config_path())
+    if path is not None:
+        _overlay(tree, _read(path), at="")
+    for key_path, value in (overrides or {}).items():
+        *sections, key = key_path.split(".")
+        branch: dict[str, Any] = {key: value}
+        for section in reversed(sections):
+            branch = {section: branch}
+        _overlay(tree, branch, at="")
+    if url := os.environ.get("KVSHARE_QDRANT_URL"):
+        tree["index"]["url"] = url
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        key_path = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(key_path, f"{first['msg']}, got {first['input']!r}") from exc
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+        raise ConfigError(str(path), f"cannot be read as YAML: {exc}") from exc
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(str(path), f"expected a mapping of sections, got {type(tree).__name__}")
+    return tree
+
+
+def _overlay(tree: dict[str, Any], changes: Mapping[str, Any], *, at: str) -> None:
+    """Lay `changes` over `tree`, which holds every key there is."""
+    for key, value in changes.items():
+        key_path = f"{at}{key}"
+        if key not in tree:
+            known = ", ".join(sorted(tree))
+            raise ConfigError(key_path, f"unknown key; expected one of: {known}")
+        if not isinstance(tree[key], dict):
+            tree[key] = value
+        elif isinstance(value, Mapping):
+            _overlay(tree[key], value, at=f"{key_path}.")
+        else:
+            raise ConfigError(key_path, f"expected a section with keys, got {value!r}")

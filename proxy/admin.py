@@ -1,0 +1,49 @@
+"""
+The operator's routes: what is stored, what would be shared, what to drop. Answers may name donors and
+prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from proxy.body import read_object
+from proxy.front import FRONT
+from proxy.handlers import read_chat
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics, in Prometheus' text format."""
+    body = request.app[FRONT].metrics.exposition()
+    return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def question(what: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """A handler that puts the path's and the query's arguments to `Engine.inspect(what)`."""
+
+    async def handler(request: web.Request) -> web.Response:
+        return await _inspect(request, what, {**request.query, **request.match_info})
+
+    return handler
+
+
+async def evict(request: web.Request) -> web.Response:
+    """POST /admin/evict; the body says what, the engine checks it."""
+    return await _inspect(request, "evict", await read_object(request))
+
+
+async def explain(request: web.Request) -> web.Response:
+    """POST /admin/explain: the plan that this chat completion would get for the caller's own namespace."""
+    front = request.app[FRONT]
+    front.lifecycle.check_accepting()
+    _, chat = await read_chat(request)
+    return web.json_response(await front.engine.explain(chat))
+
+
+async def _inspect(request: web.Request, what: str, arguments: Mapping[str, Any]) -> web.Response:
+    front = request.app[FRONT]
+    front.lifecycle.check_accepting()
+    return web.json_response(await front.engine.inspect(what, arguments))

@@ -1,0 +1,104 @@
+"""
+Answers a request that is understood: runs it in the engine and writes what comes, whole or streamed.
+
+Plan and admission come before the first byte, so that what the engine refuses keeps its real status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from kvshare.engines.base import Delta, GenerationRequest
+from proxy.errors import to_reply
+from proxy.front import FRONT
+from proxy.generation import Generation
+from proxy.middleware import log_failure
+from proxy.record import RECORD, Record
+from proxy.schemas import GenerationBody
+from proxy.shapes import Shape
+from proxy.streaming import EventStream, dump
+from proxy.usage import combine, usage_object
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A request that is understood: what to run, and how its answer looks."""
+
+    requests: Sequence[GenerationRequest]
+    shape: Shape
+    body: GenerationBody
+
+
+async def answer(request: web.Request, job: Job) -> web.StreamResponse:
+    """
+    Run the job to its end. Leaving early, by error or by a client that goes away, frees the engine's slots.
+    """
+    front, record = request.app[FRONT], request[RECORD]
+    record.mode = job.requests[0].mode
+    generation = Generation(front.engine, job.requests)
+    with front.lifecycle.running(generation):
+        try:
+            async with generation.open():
+                await generation.wait_started()
+                if job.body.stream:
+                    return await _stream(request, job, generation)
+                return await _collect(job, generation, record)
+        finally:
+            record.reports = tuple(generation.reports.values())
+            record.finished = tuple(generation.finished.values())
+
+
+async def _collect(job: Job, generation: Generation, record: Record) -> web.Response:
+    async for event in generation.events():
+        if isinstance(event, Delta):
+            record.note(event)
+            job.shape.collect(event)
+    job.shape.check_ended()
+    return web.Response(body=dump(job.shape.response(_usage(generation))), content_type="application/json")
+
+
+async def _stream(request: web.Request, job: Job, generation: Generation) -> web.StreamResponse:
+    """From the first byte on, an error is an event, and `[DONE]` comes in any case."""
+    record = request[RECORD]
+    stream = EventStream(request)
+    try:
+        await stream.begin()
+        try:
+            await _send_events(request, job, generation, stream)
+        except ConnectionError:
+            raise
+        except Exception as exc:  # noqa: BLE001  the status is out: the client gets the error as a frame
+            record.finish_reason = "error"
+            reply = to_reply(exc)
+            if reply.status >= 500:
+                log_failure(record.request_id, exc)
+            await stream.send(reply.body)
+        await stream.finish()
+    except ConnectionError:
+        record.disconnected = True
+    return stream.response
+
+
+async def _send_events(request: web.Request, job: Job, generation: Generation, stream: EventStream) -> None:
+    record, shape = request[RECORD], job.shape
+    await stream.send(*shape.opening())
+    heartbeat_s = request.app[FRONT].settings.server.keep_alive_s
+    async for event in generation.events(heartbeat_s=heartbeat_s):
+        if isinstance(event, Delta):
+            record.note(event)
+            await stream.send(*shape.chunks(event))
+        else:
+            await stream.keep_alive()
+    shape.check_ended()
+    if job.body.include_usage:
+        await stream.send(shape.usage_chunk(_usage(generation)))
+
+
+def _usage(generation: Generation) -> dict[str, object]:
+    num_completion_tokens = sum(entry.num_completion_tokens for entry in generation.finished.values())
+    return usage_object(
+        combine(tuple(generation.reports.values())), num_completion_tokens=num_completion_tokens
+    )

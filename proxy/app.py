@@ -1,0 +1,210 @@
+"""
+Wires the front: routes, middlewares, the engine's lifetime, listeners and signals. Everything is passed in
+here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+from kvshare.engines.base import Engine, EngineStatus
+from kvshare.settings import Settings
+from proxy import admin, handlers
+from proxy.auth import Keyring
+from proxy.front import FRONT, Front
+from proxy.lifecycle import Lifecycle, Phase
+from proxy.metrics import Metrics
+from proxy.middleware import add_request_id, observe
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 2.0  # connections that still write after a drain get this long
+
+# aiohttp logs malformed requests with their bytes, keys included; what handlers raise is logged by the
+# middleware.
+_aiohttp_log = logging.getLogger("proxy.aiohttp")
+_aiohttp_log.setLevel(logging.CRITICAL + 1)
+
+
+def build_app(settings: Settings, engine: Engine) -> web.Application:
+    """
+    The application of the main port, which owns `engine`: it starts it in the background and stops it at
+    cleanup.
+
+    Raises:  ConfigError if keys cannot be told apart
+    """
+    front = _front(settings, engine)
+    app = _application(front)
+    _add_public_routes(app)
+    if settings.server.admin_port is None:
+        _add_operator_routes(app)
+    app.router.add_route("*", "/v1/{rest:.*}", handlers.unknown_route)
+
+    async def own_engine(_: web.Application) -> AsyncIterator[None]:
+        async with front.lifecycle.engine_running():
+            yield
+
+    async def abort_running(_: web.Application) -> None:
+        front.lifecycle.abort_running()
+
+    app.cleanup_ctx.append(own_engine)
+    app.on_shutdown.append(abort_running)
+    return app
+
+
+def build_admin_app(app: web.Application) -> web.Application:
+    """The application of the admin port, for the same front as `app`; it owns nothing."""
+    admin_app = _application(app[FRONT])
+    admin_app.router.add_get("/health", handlers.health)
+    admin_app.router.add_get("/ready", handlers.ready)
+    _add_operator_routes(admin_app)
+    return admin_app
+
+
+def run(settings: Settings, engine: Engine, *, on_listening: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. Raises what the engine's start raises, and OSError for a taken port."""
+    asyncio.run(serve(settings, engine, on_listening=on_listening or _log_listening))
+
+
+async def serve(settings: Settings, engine: Engine, *, on_listening: Callable[[str], None]) -> None:
+    """
+    Listen at once, load the engine meanwhile, drain at the first SIGTERM or SIGINT, stop at the second.
+
+    `on_listening` gets the base URL, with the port that was taken where the settings say 0.
+    """
+    app = build_app(settings, engine)
+    runners = [_runner(app)]
+    ports = [settings.server.port]
+    if settings.server.admin_port is not None:
+        runners.append(_runner(build_admin_app(app)))
+        ports.append(settings.server.admin_port)
+    _warn_if_exposed(settings)
+    with _stop_signals() as (first, second):
+        try:
+            for runner, port in zip(runners, ports, strict=True):
+                await runner.setup()
+                await web.TCPSite(runner, settings.server.host, port).start()
+            on_listening(_base_url(runners[0]))
+            await _until_stopped(app[FRONT], first, second)
+        finally:
+            for runner in reversed(runners):
+                await runner.cleanup()
+
+
+async def _until_stopped(front: Front, first: asyncio.Event, second: asyncio.Event) -> None:
+    """Returns when drained; raises what the engine's start raised."""
+    lifecycle = front.lifecycle
+    await _first_of(lifecycle.wait_started(), first.wait())
+    await first.wait()
+    log.info("draining: %d requests run, at most %g s", lifecycle.num_running, front.settings.server.drain_s)
+    await _first_of(lifecycle.drain(front.settings.server.drain_s), second.wait())
+    lifecycle.abort_running()
+    await asyncio.sleep(0)  # aborted streams write their last frames while the listeners close
+    log.info("stopped")
+
+
+async def _first_of(*awaitables: Coroutine[Any, Any, object]) -> None:
+    """Wait for one, cancel the others; raises what the finished one raised."""
+    tasks = [asyncio.ensure_future(entry) for entry in awaitables]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    """Events for the first and the second SIGTERM or SIGINT, while inside."""
+    first, second = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        (second if first.is_set() else first).set()
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield first, second
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def _front(settings: Settings, engine: Engine) -> Front:
+    lifecycle = Lifecycle(engine)
+
+    def status() -> EngineStatus | None:
+        return None if lifecycle.phase in (Phase.STARTING, Phase.FAILED) else engine.status()
+
+    return Front(
+        settings=settings,
+        engine=engine,
+        keyring=Keyring(settings.auth.keys),
+        lifecycle=lifecycle,
+        metrics=Metrics(status=status, num_inflight=lambda: lifecycle.num_running),
+    )
+
+
+def _application(front: Front) -> web.Application:
+    app = web.Application(middlewares=[observe], client_max_size=front.settings.server.max_body_bytes)
+    app[FRONT] = front
+    app.on_response_prepare.append(add_request_id)
+    return app
+
+
+def _add_public_routes(app: web.Application) -> None:
+    add = app.router
+    add.add_get("/health", handlers.health)
+    add.add_get("/ready", handlers.ready)
+    add.add_get("/v1/models", handlers.models)
+    add.add_get("/v1/models/{model:.+}", handlers.model)
+    add.add_post("/v1/chat/completions", handlers.chat_completions)
+    add.add_post("/v1/completions", handlers.completions)
+    add.add_post("/v1/responses", handlers.responses)
+
+
+def _add_operator_routes(app: web.Application) -> None:
+    add = app.router
+    add.add_get("/metrics", admin.metrics)
+    add.add_get("/admin/stats", admin.question("stats"))
+    add.add_get("/admin/tree", admin.question("tree"))
+    add.add_get("/admin/node/{id}", admin.question("node"))
+    add.add_get("/admin/diff", admin.question("diff"))
+    add.add_post("/admin/explain", admin.explain)
+    add.add_post("/admin/evict", admin.evict)
+
+
+def _runner(app: web.Application) -> web.AppRunner:
+    """handler_cancellation: a client that goes away must not keep its slot."""
+    return web.AppRunner(
+        app, handler_cancellation=True, shutdown_timeout=_CLOSE_S, access_log=None, logger=_aiohttp_log
+    )
+
+
+def _base_url(runner: web.AppRunner) -> str:
+    host, port = runner.addresses[0][:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _warn_if_exposed(settings: Settings) -> None:
+    if not settings.auth.keys and settings.server.host not in ("127.0.0.1", "::1", "localhost"):
+        log.warning(
+            "no API keys and listening on %s: everybody who reaches it shares one namespace",
+            settings.server.host,
+        )
+
+
+def _log_listening(url: str) -> None:
+    log.info("listening on %s", url)

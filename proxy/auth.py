@@ -1,0 +1,119 @@
+"""
+API key -> caller: whose KV a request may share, and whether it may ask the operator's questions.
+
+Only hashes of keys are known here. Identity comes from the key and from nothing in the body.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from aiohttp import web
+
+from kvshare.engines.base import Engine
+from kvshare.errors import ConfigError
+from kvshare.namespace import Namespace
+from kvshare.settings import KeySettings
+from proxy.errors import forbidden, unauthorized
+
+
+class Role(StrEnum):
+    """What a key is for. An admin key may also infer."""
+
+    INFER = "infer"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the key's name (for logs) and the identity that its KV is filed under."""
+
+    name: str
+    tenant: str
+    scope: str
+    role: Role
+
+    def namespace(self, engine: Engine) -> Namespace:
+        """Keys of one tenant meet here; a private key meets nobody, whatever its name looks like."""
+        if self.scope == "private":
+            return engine.namespace(tenant=json.dumps([self.tenant, self.name]), scope=self.scope)
+        return engine.namespace(tenant=self.tenant, scope=self.scope)
+
+
+LOCAL = Caller(name="local", tenant="local", scope="tenant", role=Role.INFER)
+ANONYMOUS = Caller(name="-", tenant="", scope="", role=Role.INFER)  # routes that ask for no key
+
+
+class Keyring:
+    """The configured keys. Without any there is one local caller, and admins are loopback peers."""
+
+    def __init__(self, keys: Sequence[KeySettings]) -> None:
+        """Raises ConfigError if two keys have one name or one hash: they could not be told apart."""
+        for field in ("name", "sha256"):
+            values = [getattr(key, field) for key in keys]
+            if len(set(values)) != len(values):
+                raise ConfigError("auth.keys", f"two keys have the same {field}")
+        self._callers = [
+            (key.sha256, Caller(key.name, key.tenant, key.scope, Role(key.role))) for key in keys
+        ]
+
+    @property
+    def is_open(self) -> bool:
+        return not self._callers
+
+    def require(self, request: web.Request, role: Role) -> Caller:
+        """The caller of `request`. Raises HttpError 401 for an unknown key, 403 for a lesser role."""
+        if self.is_open:
+            if role is Role.ADMIN and not is_local(request):
+                raise forbidden("Without API keys, admin routes answer loopback clients only.")
+            return LOCAL
+        caller = self._find(_presented_key(request))
+        if caller is None:
+            raise unauthorized()
+        if role is Role.ADMIN and caller.role is not Role.ADMIN:
+            raise forbidden("This API key may not use admin routes.")
+        return caller
+
+    def _find(self, key: bytes) -> Caller | None:
+        """Compares with every hash, so that timing tells nothing about which one was near."""
+        digest = hashlib.sha256(key).hexdigest()
+        found = None
+        for known, caller in self._callers:
+            if hmac.compare_digest(known, digest):
+                found = caller
+        return found
+
+
+def _presented_key(request: web.Request) -> bytes:
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise unauthorized()
+    return key.strip().encode("utf-8", "surrogateescape")  # aiohttp decoded it so
+
+
+def is_local(request: web.Request) -> bool:
+    """
+    Whether a program on this machine asks, and asks by itself.
+
+    A web page in the user's browser (Origin, Sec-Fetch-Site, a foreign Host) and whatever a reverse proxy
+    on this machine forwards come from a loopback address too; they are not local.
+    """
+    foreign = ("Origin", "Sec-Fetch-Site", "Forwarded", "X-Forwarded-For", "X-Real-IP")
+    if any(header in request.headers for header in foreign):
+        return False
+    return _is_loopback(request.remote or "") and _is_loopback(request.url.host or "")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,54 @@
+"""
+A request body -> a JSON object, or a RequestError that says what is wrong with it. Never keeps the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from aiohttp import web
+
+from kvshare.errors import RequestError
+from proxy.errors import body_timed_out, wrong_content_type
+
+BODY_TIMEOUT_S = 60.0  # a client that trickles its body holds a connection no longer than this
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """
+    The body as a JSON object.
+
+    Asking for the JSON content type keeps web pages out: a browser sends it across origins only after a
+    preflight, which this server does not answer.
+    """
+    if request.content_type != "application/json":
+        raise wrong_content_type()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise body_timed_out(BODY_TIMEOUT_S) from None
+    return parse_object(raw)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Strict JSON in UTF-8: no NaN, no Infinity, no nesting deep enough to exhaust the parser."""
+    try:
+        document = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise RequestError("The JSON body is nested too deeply.") from None
+    except UnicodeDecodeError as exc:
+        raise RequestError(f"The body is not UTF-8: byte {exc.start} cannot be decoded.") from None
+    except json.JSONDecodeError as exc:
+        raise RequestError(f"The body is not JSON: {exc.msg} at character {exc.pos}.") from None
+    except ValueError:  # an integer of thousands of digits
+        raise RequestError("The JSON body holds a number that cannot be represented.") from None
+    if not isinstance(document, dict):
+        raise RequestError("The JSON body must be an object.")
+    return document
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise RequestError(f"The body is not JSON: {name} is no number.")

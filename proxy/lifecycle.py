@@ -1,0 +1,125 @@
+"""
+From starting to stopped: loads the engine beside the listening server, and drains before it goes.
+
+    starting -> ready -> draining
+            \\-> failed
+
+Owns the task that starts the engine and knows which generations run, so that a drain can wait for them and
+then end what is left with an error instead of a broken connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from enum import StrEnum
+from typing import Protocol
+
+from kvshare.engines.base import Engine
+from kvshare.errors import ShuttingDownError
+from proxy.errors import not_ready
+
+log = logging.getLogger(__name__)
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+    DRAINING = "draining"
+
+
+class Abortable(Protocol):
+    """A running generation, which can be ended from outside."""
+
+    def abort(self, error: Exception) -> None: ...
+
+
+class Lifecycle:
+    """One per server. All methods run on the server's event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._phase = Phase.STARTING
+        self._running: set[Abortable] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._start_ended = asyncio.Event()
+        self._start_error: BaseException | None = None
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def check_accepting(self) -> None:
+        """Raises ShuttingDownError while draining, HttpError 503 before the engine is up."""
+        if self._phase is Phase.DRAINING:
+            raise ShuttingDownError("The server is shutting down.")
+        if self._phase is Phase.STARTING:
+            raise not_ready("the model is being loaded")
+        if self._phase is Phase.FAILED:
+            raise not_ready("the engine did not start")
+
+    @contextmanager
+    def running(self, generation: Abortable) -> Iterator[None]:
+        """Counts `generation` as running, so that a drain waits for it. Raises as `check_accepting` does."""
+        self.check_accepting()
+        self._running.add(generation)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running.discard(generation)
+            if not self._running:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def engine_running(self) -> AsyncIterator[None]:
+        """Start the engine in the background, stop it at the end, even one that is still starting."""
+        starting = asyncio.create_task(self._start(), name="start the engine")
+        try:
+            yield
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await self._engine.stop()
+
+    async def _start(self) -> None:
+        try:
+            await self._engine.start()
+        except Exception as exc:  # noqa: BLE001  the owner of the server raises it again, see wait_started
+            self._start_error = exc
+            self._phase = Phase.FAILED
+        else:
+            if self._phase is Phase.STARTING:
+                self._phase = Phase.READY
+            log.info("engine ready: model %s", self._engine.card.model_id)
+        finally:
+            self._start_ended.set()
+
+    async def wait_started(self) -> None:
+        """Returns when the engine is up. Raises what its start raised."""
+        await self._start_ended.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse what is new, let what runs finish for `timeout_s`, end the rest with ShuttingDownError."""
+        self._phase = Phase.DRAINING
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self.abort_running()
+
+    def abort_running(self) -> None:
+        """End every generation now; each tells its client why."""
+        self._phase = Phase.DRAINING
+        for generation in tuple(self._running):
+            generation.abort(ShuttingDownError("The server is shutting down; the answer is incomplete."))

@@ -1,0 +1,193 @@
+"""
+The Prometheus side: what each request adds to, and what the engine is asked at scrape time.
+
+One registry per server. Label values come from fixed sets: route patterns, statuses, the engine's own
+words; never from what a client sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvshare import __version__
+from kvshare.engines.base import EngineStatus, SharingMode, SharingReport
+from proxy.record import Record
+
+
+def _edges(text: str) -> tuple[float, ...]:
+    return tuple(float(edge) for edge in text.split())
+
+
+# vLLM's bucket edges where it has the same histogram, so that panels of both overlay.
+_REQUEST_S = _edges("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480")
+_FIRST_TOKEN_S = _edges("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40")
+_TOKEN_GAP_S = _edges("0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10")
+_STAGE_S = _edges("0.0001 0.0005 0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10")
+_FRACTION = _edges("0.05 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1")
+
+
+class Metrics:
+    """The metrics of one server."""
+
+    def __init__(self, *, status: Callable[[], EngineStatus | None], num_inflight: Callable[[], int]) -> None:
+        """`status` gives None until the engine is up."""
+        self.registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "kvshare_requests",
+            "Requests answered; status 499: the client went away.",
+            ("endpoint", "status", "finish_reason"),
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "kvshare_request_duration_seconds",
+            "From the request's headers to the last byte, generating routes.",
+            ("endpoint",),
+            buckets=_REQUEST_S,
+            registry=registry,
+        )
+        self._first_token = Histogram(
+            "kvshare_time_to_first_token_seconds",
+            "From the request's headers to its first token.",
+            buckets=_FIRST_TOKEN_S,
+            registry=registry,
+        )
+        self._token_gap = Histogram(
+            "kvshare_inter_token_latency_seconds",
+            "Between tokens of one choice.",
+            buckets=_TOKEN_GAP_S,
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "kvshare_prompt_tokens_by_source",
+            "Prompt tokens by where their KV came from.",
+            ("source",),
+            registry=registry,
+        )
+        self._lookups = Counter(
+            "kvshare_lookup_requests",
+            "Prompts by what sharing found for them, and why not more.",
+            ("result", "reason"),
+            registry=registry,
+        )
+        self._tokens_requested = Counter(
+            "kvshare_lookup_tokens_requested", "Prompt tokens that were looked up.", registry=registry
+        )
+        self._tokens_hit = Counter(
+            "kvshare_lookup_tokens_hit", "Prompt tokens that were found and reused.", registry=registry
+        )
+        self._stages = Histogram(
+            "kvshare_stage_duration_seconds",
+            "Time per stage of a request.",
+            ("stage",),
+            buckets=_STAGE_S,
+            registry=registry,
+        )
+        self._recompute = Histogram(
+            "kvshare_recompute_fraction",
+            "Share of a prompt that was computed.",
+            buckets=_FRACTION,
+            registry=registry,
+        )
+        build = Gauge("kvshare_build_info", "The version that runs.", ("version",), registry=registry)
+        build.labels(__version__).set(1)
+        inflight = Gauge(
+            "kvshare_inflight_requests", "Generating requests being answered.", registry=registry
+        )
+        inflight.set_function(num_inflight)
+        registry.register(_EngineCollector(status))
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+    def count(self, record: Record, *, endpoint: str, status: int) -> None:
+        """Add a request that is over."""
+        self._requests.labels(endpoint, str(status), record.finish_reason).inc()
+        if record.tokenize_s is not None:
+            self._stages.labels("tokenize").observe(record.tokenize_s)
+        if record.mode is None:
+            return
+        self._duration.labels(endpoint).observe(record.duration_s)
+        if record.first_token_s is not None:
+            self._first_token.observe(record.first_token_s)
+        for gap in record.token_gaps_s:
+            self._token_gap.observe(gap)
+        for report in record.reports:
+            self._count_report(report, record.mode)
+        for finished in record.finished:
+            for stage, seconds in finished.stage_seconds.items():
+                if stage != "tokenize":  # measured here, around the engine's encode_*
+                    self._stages.labels(stage).observe(seconds)
+
+    def _count_report(self, report: SharingReport, mode: SharingMode) -> None:
+        num_computed = report.num_recomputed + report.num_repaired
+        self._prompt_tokens.labels("compute").inc(num_computed)
+        self._prompt_tokens.labels("kvshare_exact").inc(report.num_exact)
+        self._prompt_tokens.labels("kvshare_approx").inc(report.num_copied)
+        self._recompute.observe(num_computed / max(1, report.num_prompt_tokens))
+        if mode is SharingMode.OFF:
+            self._lookups.labels("skipped", "off").inc()
+            return
+        result = report.decision if report.decision in ("exact", "approx") else "miss"
+        self._lookups.labels(result, report.reason or "").inc()
+        self._tokens_requested.inc(report.num_prompt_tokens)
+        self._tokens_hit.inc(report.num_cached)
+
+
+class _EngineCollector(Collector):
+    """The engine's own figures, read when Prometheus asks."""
+
+    def __init__(self, status: Callable[[], EngineStatus | None]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._status()
+        if status is None:
+            return
+        gauges = {
+            "kvshare_queue_depth": ("Requests that wait for a slot.", status.num_waiting),
+            "kvshare_running_requests": ("Requests whose KV is on the device.", status.num_running),
+            "kvshare_tree_nodes": ("Prompts in the tree.", status.num_nodes),
+            "kvshare_tree_segments": ("KV segments in memory.", status.num_segments),
+            "kvshare_tree_depth": ("Longest chain of edits.", status.max_depth),
+            "kvshare_tree_bytes": ("Bytes of KV in memory.", status.kv_bytes),
+            "kvshare_tree_budget_bytes": ("Bytes of KV that may be in memory.", status.kv_budget_bytes),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(name, text, value=value)
+        yield from self._counters(status)
+
+    def _counters(self, status: EngineStatus) -> Iterable[Metric]:
+        """`evictions`, `isolation_denials` and `fallback:component:reason` by name, the rest by key."""
+        evictions = CounterMetricFamily(
+            "kvshare_evictions", "Prompts dropped from the tree.", labels=("reason",)
+        )
+        denials = CounterMetricFamily(
+            "kvshare_isolation_denials", "Foreign candidates that reached planning; alert on any."
+        )
+        fallbacks = CounterMetricFamily(
+            "kvshare_fallback", "Requests served without a part that failed.", labels=("component", "reason")
+        )
+        others = CounterMetricFamily(
+            "kvshare_engine_events", "What else the engine counts.", labels=("event",)
+        )
+        denials.add_metric((), status.counters.get("isolation_denials", 0))
+        evicted = {"capacity": 0} | {
+            key.partition(":")[2] or "capacity": count
+            for key, count in status.counters.items()
+            if key.partition(":")[0] == "evictions"
+        }
+        for reason, count in evicted.items():
+            evictions.add_metric((reason,), count)
+        for key, count in status.counters.items():
+            kind, _, rest = key.partition(":")
+            if kind == "fallback":
+                component, _, reason = rest.partition(":")
+                fallbacks.add_metric((component, reason), count)
+            elif kind not in ("evictions", "isolation_denials"):
+                others.add_metric((key,), count)
+        return evictions, denials, fallbacks, others

@@ -1,0 +1,116 @@
+"""
+Around every handler: the request's id, its caller, errors in OpenAI's shape, its metrics and its line in
+the log.
+
+Prompt text is in none of them. An unforeseen error is logged by class and place, as its message may quote
+the prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from proxy.auth import ANONYMOUS, Caller, Role
+from proxy.errors import to_reply
+from proxy.front import FRONT, Front
+from proxy.record import RECORD, Record
+from proxy.usage import combine
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics and log only
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_QUIET = ("/health", "/ready", "/metrics")
+
+
+@web.middleware
+async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer whatever happens, then count and log it."""
+    front = request.app[FRONT]
+    record = request[RECORD] = Record(_request_id(request))
+    status = CLIENT_CLOSED
+    try:
+        response = await _answer(request, handler, front)
+        status = CLIENT_CLOSED if record.disconnected else response.status
+        return response
+    finally:
+        endpoint = _endpoint(request)
+        front.metrics.count(record, endpoint=endpoint, status=status)
+        _log(record, endpoint, status)
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Runs when a response's headers go out."""
+    if RECORD in request:
+        response.headers["X-Request-Id"] = request[RECORD].request_id
+
+
+async def _answer(request: web.Request, handler: Handler, front: Front) -> web.StreamResponse:
+    try:
+        request[RECORD].caller = _authenticate(request, front)
+        return await handler(request)
+    except Exception as exc:  # noqa: BLE001  the one place where errors become replies
+        reply = to_reply(exc)
+        if reply.status >= 500:
+            log_failure(request[RECORD].request_id, exc)
+        return reply.to_response()
+
+
+def log_failure(request_id: str, exc: Exception) -> None:
+    """An error that is the server's; class and place only, since the message may quote the prompt."""
+    failure: BaseException | None = exc
+    while failure is not None:
+        places = "".join(traceback.format_tb(failure.__traceback__))
+        log.error("request %s failed: %s\n%s", request_id, type(failure).__name__, places)
+        failure = failure.__cause__
+
+
+def _authenticate(request: web.Request, front: Front) -> Caller:
+    """Whoever may call the matched route. A route is closed unless it is listed as open."""
+    route = _endpoint(request)
+    if route in ("/health", "/ready", "unknown"):
+        return ANONYMOUS
+    if route == "/metrics":
+        if front.keyring.is_open:
+            return ANONYMOUS
+        return front.keyring.require(request, Role.ADMIN)
+    is_admin_route = route.startswith("/admin/")
+    return front.keyring.require(request, Role.ADMIN if is_admin_route else Role.INFER)
+
+
+def _endpoint(request: web.Request) -> str:
+    """The matched route's pattern: bounded, whatever path the client asked for."""
+    resource = request.match_info.route.resource
+    return "unknown" if resource is None else resource.canonical
+
+
+def _request_id(request: web.Request) -> str:
+    given = request.headers.get("X-Request-Id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _log(record: Record, endpoint: str, status: int) -> None:
+    level = logging.DEBUG if endpoint in _QUIET else logging.INFO
+    total = combine(record.reports)
+    log.log(
+        level,
+        "request %s key=%s %s %d %s decision=%s reused=%d recomputed=%d completion=%d %.1f ms",
+        record.request_id,
+        record.caller.name,
+        endpoint,
+        status,
+        record.finish_reason or "-",
+        total.decision if record.reports else "-",
+        total.num_cached,
+        total.num_recomputed + total.num_repaired,
+        record.num_completion_tokens,
+        record.duration_s * 1e3,
+    )

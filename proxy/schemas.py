@@ -1,0 +1,238 @@
+"""
+The bodies of the two generating routes: what is read, which ranges hold, and what is refused rather than
+ignored.
+
+Unknown keys are let through, as OpenAI's clients send many; known ones must be right. A parameter that
+would change the answer but is not implemented is refused unless it has its neutral value (see
+`unsupported`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from kvshare.engines.base import SamplingParams, SharingMode
+from kvshare.errors import RequestError, UnsupportedParameterError
+from proxy.unsupported import refuse_unsupported, refuse_unsupported_in_messages
+
+MAX_CHOICES = 8
+MAX_PROMPTS = 64
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+_INT32 = 2**31 - 1
+_COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+def _one_text(content: object) -> object:
+    """Text, or a list of text parts joined to one text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise PydanticCustomError("content", "expected a string or a list of text parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise PydanticCustomError("content", 'expected content parts of type "text" only')
+        if not isinstance(part.get("text"), str):
+            raise PydanticCustomError("content", "expected a string as the text of each part")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _stop_list(stop: object) -> object:
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _token_ids(numbers: list[Any]) -> tuple[int, ...]:
+    if not all(type(number) is int and 0 <= number <= _INT32 for number in numbers):
+        raise PydanticCustomError("prompt", "expected token ids, integers from 0 up")
+    return tuple(numbers)
+
+
+def _one_prompt(prompt: object) -> str | tuple[int, ...]:
+    if not isinstance(prompt, str | list) or not prompt:
+        raise PydanticCustomError("prompt", "expected text or token ids, not empty")
+    if isinstance(prompt, list):
+        return _token_ids(prompt)
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("prompt", "expected Unicode text, got a lone surrogate") from None
+    return prompt
+
+
+def _prompt_list(prompt: object) -> list[str | tuple[int, ...]]:
+    """Text, token ids, or a list of either, as a list of prompts."""
+    if not isinstance(prompt, list) or (prompt and type(prompt[0]) is int):
+        return [_one_prompt(prompt)]
+    if not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise PydanticCustomError("prompt", f"expected 1 to {MAX_PROMPTS} prompts")
+    return [_one_prompt(entry) for entry in prompt]
+
+
+Text = Annotated[str, BeforeValidator(_one_text)]
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1)]] | None,
+    BeforeValidator(_stop_list),
+    Field(max_length=MAX_STOPS),
+]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class KVShareOptions(BaseModel):
+    """The `kvshare` object of a request: how much of other prompts it accepts, and whether it is kept."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    mode: Literal["off", "exact", "approx"] | None = None
+    no_store: bool = False
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class Message(_Body):
+    """One message. A developer is a system by another name."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        role = "system" if self.role == "developer" else self.role
+        message = {"role": role, "content": self.content}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class GenerationBody(_Body):
+    """What both generating routes read."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    max_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stops = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    kvshare: KVShareOptions | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def mode(self) -> SharingMode | None:
+        """None: the request leaves it to the settings."""
+        return SharingMode(self.kvshare.mode) if self.kvshare and self.kvshare.mode else None
+
+    @property
+    def may_store(self) -> bool:
+        return not (self.kvshare and self.kvshare.no_store)
+
+    def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            stop=tuple(self.stop or ()),
+            n=self.num_choices,
+            logprobs=logprobs,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+        )
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """`max_completion_tokens` wins over the older `max_tokens`."""
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self._sampling(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions"""
+
+    prompt: Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompt_list)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        limit = _COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return self._sampling(max_tokens=limit, logprobs=self.logprobs)
+
+
+def parse_chat(document: Mapping[str, Any]) -> ChatBody:
+    """Raises RequestError or UnsupportedParameterError, naming the parameter."""
+    body = _validated(ChatBody, document)
+    refuse_unsupported(document)
+    refuse_unsupported_in_messages(document["messages"])
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+    _check_stream_options(body)
+    return body
+
+
+def parse_completion(document: Mapping[str, Any]) -> CompletionBody:
+    """Raises RequestError or UnsupportedParameterError, naming the parameter."""
+    body = _validated(CompletionBody, document)
+    refuse_unsupported(document)
+    if document.get("best_of") not in (None, body.num_choices):
+        raise UnsupportedParameterError("best_of", "only equal to 'n'")
+    _check_stream_options(body)
+    return body
+
+
+def _check_stream_options(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
+
+
+_BodyT = TypeVar("_BodyT", bound=BaseModel)
+
+
+def _validated(model: type[_BodyT], document: Mapping[str, Any]) -> _BodyT:
+    try:
+        return model.model_validate(document)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = _param(first["loc"])
+        code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
+        raise RequestError(f"Invalid '{param}': {first['msg']}.", param=param, code=code) from None
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """("messages", 0, "content") -> "messages[0].content", short enough to be sent back."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path[:200]

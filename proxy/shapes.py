@@ -1,0 +1,184 @@
+"""
+The JSON of answers: one shape per endpoint, each as a whole response and as chunks of a stream.
+
+A shape turns deltas into documents; it neither reads nor writes sockets.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvshare.engines.base import Delta, FinishReason, TokenLogprob
+from kvshare.errors import EngineError
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice as far as it has come."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_characters: int = 0  # of the tokens with logprobs, for `text_offset`
+    finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Shape(ABC):
+    """The documents of one answer. Every one carries the same id, creation time and model."""
+
+    object_name: str
+    chunk_object_name: str
+
+    def __init__(
+        self,
+        *,
+        answer_id: str,
+        created: int,
+        model: str,
+        num_choices: int,
+        logprobs: bool = False,
+        include_usage: bool = False,
+    ) -> None:
+        self._head = {"id": answer_id, "created": created, "model": model}
+        self._logprobs = logprobs
+        self._no_usage_yet: dict[str, Any] = {"usage": None} if include_usage else {}
+        self.choices = [Choice() for _ in range(num_choices)]
+
+    def response(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer. Raises EngineError if a choice has no end."""
+        choices = [self._whole(index, choice) for index, choice in enumerate(self.choices)]
+        return {**self._head, "object": self.object_name, "choices": choices, "usage": usage}
+
+    def collect(self, delta: Delta) -> None:
+        """Add a delta to its choice."""
+        choice = self.choices[delta.choice]
+        choice.texts.append(delta.text)
+        choice.logprobs.extend(delta.logprobs)
+        choice.finish_reason = delta.finish_reason or choice.finish_reason
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """A delta's content, if there is any to send, then the end of its choice, if it is the end."""
+        documents = []
+        if delta.text or (self._logprobs and delta.logprobs):
+            documents.append(self._chunk(self._content(delta)))
+        if delta.finish_reason is not None:
+            self.choices[delta.choice].finish_reason = delta.finish_reason
+            documents.append(self._chunk(self._end(delta.choice, delta.finish_reason)))
+        return documents
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk_object_name, "choices": [], "usage": usage}
+
+    def check_ended(self) -> None:
+        """Raises EngineError if a choice has no end: clients take a missing finish_reason for success."""
+        if any(choice.finish_reason is None for choice in self.choices):
+            raise EngineError("The engine ended a choice without saying why.")
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk_object_name, "choices": [choice], **self._no_usage_yet}
+
+    @abstractmethod
+    def opening(self) -> list[dict[str, Any]]:
+        """The chunks before any text."""
+
+    @abstractmethod
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _content(self, delta: Delta) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _end(self, index: int, finish_reason: FinishReason) -> dict[str, Any]: ...
+
+
+class ChatShape(Shape):
+    """chat.completion and chat.completion.chunk"""
+
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def opening(self) -> list[dict[str, Any]]:
+        return [
+            self._chunk(self._delta(index, {"role": "assistant", "content": ""}))
+            for index in range(len(self.choices))
+        ]
+
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._chat_logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _content(self, delta: Delta) -> dict[str, Any]:
+        return self._delta(delta.choice, {"content": delta.text}, self._chat_logprobs(delta.logprobs))
+
+    def _end(self, index: int, finish_reason: FinishReason) -> dict[str, Any]:
+        return self._delta(index, {}) | {"finish_reason": finish_reason}
+
+    def _delta(self, index: int, delta: dict[str, str], logprobs: object = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def _chat_logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        content = [{**_token(token), "top_logprobs": [_token(top) for top in token.top]} for token in tokens]
+        return {"content": content, "refusal": None}
+
+
+class CompletionShape(Shape):
+    """text_completion, whole and in chunks"""
+
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+
+    def opening(self) -> list[dict[str, Any]]:
+        return []
+
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": self._text_logprobs(index, choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _content(self, delta: Delta) -> dict[str, Any]:
+        logprobs = self._text_logprobs(delta.choice, delta.logprobs)
+        return {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+
+    def _end(self, index: int, finish_reason: FinishReason) -> dict[str, Any]:
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}
+
+    def _text_logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        offsets = []
+        choice = self.choices[index]
+        for token in tokens:
+            offsets.append(choice.num_characters)
+            choice.num_characters += len(token.text)
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [
+                {entry.text: _finite(entry.logprob) for entry in (*token.top, token)} for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.raw)}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no -Infinity; OpenAI writes -9999.0 for a token that cannot come."""
+    return max(logprob, -9999.0)

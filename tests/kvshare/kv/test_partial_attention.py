@@ -1,0 +1,162 @@
+"""The oracles of partial attention: it must equal a plain prefill wherever that is what was asked for."""
+
+import numpy as np
+import pytest
+import torch
+from tests.kvshare.tiny_models import CONFIGS, VOCAB, tiny_model
+
+from delta_tree import Copy, NodeId, SegmentId, Span, token_ids
+from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.kv.attention import PartialPass, take_pass
+from kvshare.kv.editor import lay_out
+from kvshare.kv.sequence import SequenceKV
+
+TOKENS = 120
+RUNS = (Span(7, 19), Span(40, 41), Span(60, 83), Span(110, 120))
+FLOAT32 = 2e-5
+BFLOAT16 = 0.15  # eight bits of mantissa, logits of a few units
+
+architectures = pytest.mark.parametrize("name", sorted(CONFIGS))
+
+
+def prompt(seed: int = 0, length: int = TOKENS) -> np.ndarray:
+    return token_ids(np.random.default_rng(seed).integers(3, VOCAB, length))
+
+
+def reference(name: str, tokens: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logits (T, V) of a plain forward pass of an untouched model, with transformers' own eager attention."""
+    model = tiny_model(name, dtype=dtype)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return model(torch.as_tensor(tokens.astype(np.int64))[None]).logits[0].float()
+
+
+def embedded(name: str, dtype: torch.dtype = torch.float32) -> EmbeddedModel:
+    return EmbeddedModel(tiny_model(name, dtype=dtype), name=name)
+
+
+def run_pass(model: EmbeddedModel, kv: SequenceKV, runs: tuple[Span, ...], tokens: np.ndarray) -> torch.Tensor:
+    """Logits after every computed position, (N, V)."""
+    current = PartialPass(kv, runs)
+    ids = np.concatenate([tokens[run.start : run.end] for run in runs])
+    return model.logits(current, ids, keep=current.num_queries)
+
+
+def prefilled(model: EmbeddedModel, tokens: np.ndarray) -> SequenceKV:
+    kv = model.new_sequence(len(tokens))
+    run_pass(model, kv, (Span(0, len(tokens)),), tokens)
+    return kv
+
+
+def poisoned_copy(kv: SequenceKV, runs: tuple[Span, ...]) -> SequenceKV:
+    """The same KV with the runs' slots filled with huge numbers: a leak from an open slot cannot hide."""
+    other = kv.fork(kv.capacity)
+    for run in runs:
+        other.k[:, run.start : run.end] = 1e4
+        other.v[:, run.start : run.end] = 1e4
+    return other
+
+
+@architectures
+def test_all_placeholders_equal_a_normal_prefill(name: str) -> None:
+    """Computing every position is the model's own forward pass."""
+    model, tokens = embedded(name), prompt()
+    logits = run_pass(model, model.new_sequence(TOKENS), (Span(0, TOKENS),), tokens)
+    torch.testing.assert_close(logits, reference(name, tokens), atol=FLOAT32, rtol=0)
+
+
+@architectures
+def test_scattered_runs_on_correct_kv_equal_a_normal_prefill(name: str) -> None:
+    """Placeholders scattered over a prompt get the logits of the full pass."""
+    model, tokens = embedded(name), prompt()
+    kv = poisoned_copy(prefilled(model, tokens), RUNS)
+    logits = run_pass(model, kv, RUNS, tokens)
+    positions = torch.cat([torch.arange(run.start, run.end) for run in RUNS])
+    torch.testing.assert_close(logits, reference(name, tokens)[positions], atol=FLOAT32, rtol=0)
+
+
+@architectures
+def test_bfloat16_stays_within_its_precision(name: str) -> None:
+    """In bfloat16 the same holds up to the type's own rounding."""
+    model, tokens = embedded(name, torch.bfloat16), prompt()
+    kv = poisoned_copy(prefilled(model, tokens), RUNS)
+    logits = run_pass(model, kv, RUNS, tokens)
+    positions = torch.cat([torch.arange(run.start, run.end) for run in RUNS])
+    expected = reference(name, tokens, torch.bfloat16)[positions]
+    torch.testing.assert_close(logits, expected, atol=BFLOAT16, rtol=0.05)
+
+
+@architectures
+def test_runs_in_one_pass_equal_runs_from_left_to_right(name: str) -> None:
+    """The order of computation does not matter, also on KV that belongs to another prompt."""
+    model, tokens = embedded(name), prompt()
+    foreign = prefilled(model, prompt(seed=1))
+    together, apart = poisoned_copy(foreign, RUNS), poisoned_copy(foreign, RUNS)
+    joint = run_pass(model, together, RUNS, tokens)
+    single = torch.cat([run_pass(model, apart, (run,), tokens) for run in RUNS])
+    torch.testing.assert_close(joint, single, atol=FLOAT32, rtol=0)
+    torch.testing.assert_close(together.k, apart.k, atol=FLOAT32, rtol=0)
+    torch.testing.assert_close(together.v, apart.v, atol=FLOAT32, rtol=0)
+
+
+def test_a_split_into_chunks_changes_nothing() -> None:
+    """Passes of at most 5 queries give the KV of one pass."""
+    model, tokens = embedded("llama"), prompt()
+    foreign = prefilled(model, prompt(seed=1))
+    whole, chunked = poisoned_copy(foreign, RUNS), poisoned_copy(foreign, RUNS)
+    run_pass(model, whole, RUNS, tokens)
+    rest: tuple[Span, ...] = RUNS
+    while rest:
+        current, rest = take_pass(chunked, rest, max_queries=5)
+        assert current.num_queries <= 5
+        model.compute(current, np.concatenate([tokens[run.start : run.end] for run in current.runs]))
+    torch.testing.assert_close(chunked.k, whole.k, atol=FLOAT32, rtol=0)
+
+
+def test_a_recomputed_token_sees_no_later_key() -> None:
+    """
+    Poison behind a run changes nothing.
+
+    The published CacheBlend code aligns its causal mask to the end of the sequence, so recomputed tokens see
+    later keys; this test fails on that shortcut.
+    """
+    model, tokens = embedded("llama"), prompt()
+    run = (Span(30, 50),)
+    clean = prefilled(model, tokens)
+    poisoned = poisoned_copy(clean, (Span(50, TOKENS),))
+    expected = reference("llama", tokens)[30:50]
+    torch.testing.assert_close(run_pass(model, poisoned, run, tokens), expected, atol=FLOAT32, rtol=0)
+    both = (Span(30, 50), Span(118, 120))  # a later run makes later keys visible to the pass, not to this run
+    logits = run_pass(model, poisoned_copy(clean, (Span(50, 118),)), both, tokens)
+    torch.testing.assert_close(logits[:20], expected, atol=FLOAT32, rtol=0)
+
+
+@architectures
+def test_a_shifted_copy_at_layer_0_equals_computing_it_there(name: str) -> None:
+    """Layer 0's keys depend on token and position alone, so a moved key must be the computed one."""
+    model, tokens = embedded(name), prompt(length=60)
+    rotation = model.rotation
+    assert rotation is not None, model.rotation_refusal
+    source = prefilled(model, tokens)
+    for shift in (1, 17, 200):
+        padded = np.concatenate([prompt(seed=2, length=shift), tokens])
+        target = prefilled(model, token_ids(padded))
+        torch.testing.assert_close(
+            rotation.moved(source.k[0], shift), target.k[0, shift:], atol=FLOAT32, rtol=0
+        )
+        torch.testing.assert_close(
+            rotation.moved(target.k[0, shift:], -shift), source.k[0], atol=FLOAT32, rtol=0
+        )
+
+
+def test_without_edits_the_layout_is_bit_exact() -> None:
+    """Copying a prompt's own KV back gives the same bits, so decoding goes on the same."""
+    model, tokens = embedded("llama"), prompt()
+    source = prefilled(model, tokens)
+    target = model.new_sequence(TOKENS)
+    segment = SegmentId(1)
+    copies = [Copy(NodeId(1), segment, 0, TOKENS, 0, 0, 0)]
+    num_bytes = lay_out(target, copies, {segment: source.cut(Span(0, TOKENS))}, model.rotation)
+    assert torch.equal(target.k, source.k)
+    assert torch.equal(target.v, source.v)
+    assert num_bytes == TOKENS * model.geometry.bytes_per_token

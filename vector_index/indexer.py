@@ -1,0 +1,143 @@
+"""
+Putting prompts into the index and taking them out, off the critical path.
+
+The prefix table and the fingerprint frequencies live in this process and take every prompt at
+once; the backend and the embedder may be slow or broken, and then a prompt is found by prefix
+only until the next rebuild. Nothing here decides who may share with whom.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vector_index.base import Entry, VectorIndex
+from vector_index.circuit import Circuit, Failure
+from vector_index.fingerprints import bind, fingerprints
+from vector_index.frequencies import FingerprintFrequencies
+from vector_index.nomination import NominatorSettings, PromptRecord
+from vector_index.prefix_table import PrefixTable
+from vector_index.prompt_text import PromptText, TextEmbedder, embed_prompts
+
+log = logging.getLogger(__name__)
+
+
+class Indexer:
+    """Keeps prefix table, frequencies and backend in step; the backend's failures are values."""
+
+    def __init__(
+        self,
+        index: VectorIndex,
+        prefix_table: PrefixTable,
+        frequencies: FingerprintFrequencies,
+        embedder: TextEmbedder | None,
+        settings: NominatorSettings,
+        *,
+        writing: Circuit,
+        embedding: Circuit,
+    ) -> None:
+        self._index = index
+        self._prefix_table = prefix_table
+        self._frequencies = frequencies
+        self._embedder = embedder
+        self._settings = settings
+        self._writing = writing
+        self._embedding = embedding
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-embed-index")
+
+    async def remember_all(
+        self, records: Iterable[PromptRecord], batch_size: int
+    ) -> tuple[int, list[Failure]]:
+        """Index records in batches; how many the backend took, and what went wrong."""
+        num_indexed = 0
+        failures = []
+        for batch in _batches(records, batch_size):
+            entries = [self._enter(record) for record in batch]
+            embeddings = await self._embed([record.prompt_text for record in batch])
+            if isinstance(embeddings, Failure):
+                failures.append(embeddings)
+                embeddings = [None] * len(batch)
+            stored = await self._store(_with_embeddings(entries, embeddings))
+            if isinstance(stored, Failure):
+                failures.append(stored)
+            else:
+                num_indexed += len(batch)
+            await asyncio.sleep(0)  # a rebuild must leave the event loop its turns
+        return num_indexed, failures
+
+    async def restore(self, records: Iterable[PromptRecord]) -> int:
+        """Fill prefix table and frequencies only, for an index that survived on disk."""
+        num_restored = 0
+        for record in records:
+            self._enter(record)
+            num_restored += 1
+            if num_restored % 32 == 0:
+                await asyncio.sleep(0)
+        return num_restored
+
+    async def forget(self, namespace: str, prompt_ids: Sequence[int]) -> list[Failure]:
+        """Take prompts out of everything; a backend that fails keeps stale points."""
+        for prompt_id in prompt_ids:
+            self._prefix_table.remove(namespace, prompt_id)
+        return await self._write(lambda: self._index.delete(namespace, prompt_ids))
+
+    async def forget_namespace(self, namespace: str) -> list[Failure]:
+        """Take a whole namespace out of everything."""
+        self._prefix_table.clear(namespace)
+        self._frequencies.forget_namespace(namespace)
+        return await self._write(lambda: self._index.delete_namespace(namespace))
+
+    async def clear(self) -> None:
+        """Empty everything. Raises VectorIndexError if the backend cannot be emptied."""
+        self._prefix_table.clear()
+        self._frequencies.clear()
+        await self._index.clear()
+
+    def close(self) -> None:
+        """Let the embedding thread go."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def fingerprints(
+        self, namespace: str, token_ids: NDArray[np.int32]
+    ) -> NDArray[np.uint32]:
+        """A prompt's fingerprints as this index stores them."""
+        prints = fingerprints(
+            token_ids,
+            kgram=self._settings.kgram,
+            window=self._settings.window,
+            max_fingerprints=self._settings.max_fingerprints,
+        )
+        return bind(prints, namespace)
+
+    def _enter(self, record: PromptRecord) -> Entry:
+        """Take a prompt into prefix table and frequencies; the entry lacks its embedding."""
+        prints = self.fingerprints(record.namespace, record.token_ids)
+        if self._prefix_table.add(record.namespace, record.prompt_id, record.token_ids):
+            self._frequencies.add(record.namespace, prints)
+        return Entry(record.prompt_id, record.namespace, prints)
+
+    async def _embed(
+        self, texts: list[PromptText | None]
+    ) -> list[NDArray[np.float32] | None] | Failure:
+        embedder = self._embedder
+        known = [text for text in texts if text is not None]
+        if embedder is None or not known:
+            return [None] * len(texts)
+        loop = asyncio.get_running_loop()
+        vectors = await self._embedding.attempt(
+            lambda: loop.run_in_executor(self._thread, embed_prompts, embedder, known),
+            timeout_s=self._settings.write_timeout_s,
+        )
+        if isinstance(vectors, Failure):
+            return vectors
+        in_order = iter(vectors)
+        return [None if text is None else next(in_order) for text in texts]
+
+    async def _store(self, entries: list[Entry]) -> None | Failure:
+        return await self._writing.attempt(
+            lambda: self._index.upsert(entries), timeout_s=self._settings.write_timeout_s
+        )

@@ -1,0 +1,96 @@
+"""
+The values that go into and come out of the nominator; no behaviour.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vector_index.circuit import Failure
+from vector_index.prompt_text import PromptText, TextEmbedder
+from vector_index.schema import IndexSchema
+
+Source = Literal["prefix", "fingerprint", "meaning"]
+
+
+@dataclass(frozen=True, slots=True)
+class NominatorSettings:
+    """
+    How hard to look, in tokens and seconds.
+
+    kgram, window         a common stretch of kgram + window - 1 tokens is found for sure
+    max_postings          what a search may cost: stored prompts walked through, summed over the
+                          fingerprints asked for (about 1.3 ns each); rare fingerprints go first
+    min_asked             fingerprints asked for even where all are common
+    dense_min_uncovered   share of the prompt that prefix and fingerprints must have left open
+    max_distance          cosine, of embeddings
+    write_timeout_s       for indexing after the response; generous, an index may be optimising
+    """
+
+    kgram: int = 16
+    window: int = 32
+    max_fingerprints: int = 512
+    block_size: int = 32
+    max_candidates: int = 8
+    max_postings: int = 100_000
+    min_asked: int = 4
+    max_distance: float = 0.05
+    dense_min_tokens: int = 256
+    dense_min_uncovered: float = 0.5
+    search_timeout_s: float = 0.05
+    embed_timeout_s: float = 0.25
+    write_timeout_s: float = 30.0
+    failures_to_open: int = 5
+    open_s: float = 30.0
+
+    def schema(self, embedder: TextEmbedder | None) -> IndexSchema:
+        """What an index for these settings must have been built with."""
+        return IndexSchema(
+            kgram=self.kgram,
+            window=self.window,
+            max_fingerprints=self.max_fingerprints,
+            embedder=embedder.name if embedder else "",
+            dimension=embedder.dimension if embedder else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """
+    A donor that was nominated and not yet looked at.
+
+    `score` estimates the share of the prompt's tokens that the donor has too, 0 to 1; it is 0 for
+    a candidate by meaning alone. `similarity` is the cosine similarity where meaning found it.
+    """
+
+    prompt_id: int
+    sources: tuple[Source, ...]
+    score: float
+    similarity: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Nomination:
+    """
+    Candidates, best first, without repeats; what was slow or broken is in `failures`.
+
+    `num_prefix_tokens` is how many leading tokens the first prefix candidate shares at least.
+    """
+
+    candidates: tuple[Candidate, ...]
+    num_prefix_tokens: int
+    stage_seconds: Mapping[str, float]
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptRecord:
+    """A prompt as the metadata store knows it. Shapes: token_ids (T,) int32."""
+
+    prompt_id: int
+    namespace: str
+    token_ids: NDArray[np.int32]
+    prompt_text: PromptText | None = None

@@ -1,0 +1,172 @@
+"""
+Which stored prompts start with the same tokens: an exact lookup in microseconds.
+
+A prompt is cut into whole blocks of tokens and each block becomes an 8-byte digest. Digests laid
+end to end are compared from the front, so the longest common prefix of a query with any stored
+prompt stands next to the query in sorted order: one sorted list of byte strings per namespace
+replaces a dictionary entry per block (8 bytes a block instead of about 130).
+
+    key = digest(block 0) | digest(block 1) | ... | prompt id, 8 bytes each
+
+It knows digests only. The caller compares token ids and extends a match past its last whole block.
+"""
+
+import hashlib
+import threading
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+_DIGEST_BYTES = 8
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Prompts that share the longest known prefix; `num_tokens` is a whole number of blocks."""
+
+    prompt_ids: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One namespace: its keys in sorted order, and each prompt's key for removal."""
+
+    keys: list[bytes] = field(default_factory=list)
+    key_of: dict[int, bytes] = field(default_factory=dict)
+
+
+class PrefixTable:
+    """Prefix lookup over the prompts of many namespaces; safe to use from threads."""
+
+    def __init__(self, block_size: int, *, max_hits: int = 4) -> None:
+        if block_size < 1 or max_hits < 1:
+            raise ValueError(f"block_size {block_size} and max_hits {max_hits} must be >= 1")
+        self.block_size = block_size
+        self._max_hits = max_hits
+        self._shelves: dict[str, _Shelf] = {}
+        self._lock = threading.Lock()
+
+    def add(self, namespace: str, prompt_id: int, token_ids: NDArray[np.int32]) -> bool:
+        """Store a prompt, replacing one of the same id; True if the id is new in the namespace."""
+        key = self._digests(namespace, token_ids) + prompt_id.to_bytes(_DIGEST_BYTES, "big")
+        with self._lock:
+            shelf = self._shelves.setdefault(namespace, _Shelf())
+            is_new = not _take_out(shelf, prompt_id)
+            insort(shelf.keys, key)
+            shelf.key_of[prompt_id] = key
+        return is_new
+
+    def remove(self, namespace: str, prompt_id: int) -> bool:
+        """Forget a prompt; others with the same blocks stay. True if it was stored."""
+        with self._lock:
+            shelf = self._shelves.get(namespace)
+            if shelf is None or not _take_out(shelf, prompt_id):
+                return False
+            if not shelf.keys:
+                del self._shelves[namespace]
+            return True
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget all prompts of a namespace, or of all namespaces."""
+        with self._lock:
+            if namespace is None:
+                self._shelves.clear()
+            else:
+                self._shelves.pop(namespace, None)
+
+    def longest(self, namespace: str, token_ids: NDArray[np.int32]) -> PrefixHit | None:
+        """
+        The stored prompts that share the most whole leading blocks with `token_ids`.
+
+        At most `max_hits` of them, newest (highest) ids among their neighbours first; None if not
+        even the first block is known.
+        """
+        shelf = self._shelves.get(namespace)
+        if shelf is None or len(token_ids) < self.block_size:
+            return None
+        # Most misses are decided by the first block: do not digest a long prompt for nothing.
+        first = self._digests(namespace, token_ids[: self.block_size])
+        with self._lock:
+            if not _has_prefix(shelf.keys, first):
+                return None
+        wanted = self._digests(namespace, token_ids)
+        with self._lock:
+            return self._nearest(shelf.keys, wanted)
+
+    def num_prompts(self, namespace: str) -> int:
+        """How many prompts a namespace holds."""
+        shelf = self._shelves.get(namespace)
+        return len(shelf.keys) if shelf else 0
+
+    def contains(self, namespace: str, prompt_id: int) -> bool:
+        """Whether the namespace holds this prompt."""
+        shelf = self._shelves.get(namespace)
+        return shelf is not None and prompt_id in shelf.key_of
+
+    def _digests(self, namespace: str, token_ids: NDArray[np.int32]) -> bytes:
+        """The whole blocks' digests end to end, in a domain of this namespace's own."""
+        tokens = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+        step = self.block_size * _TOKEN_BYTES
+        salt = hashlib.blake2b(namespace.encode(), digest_size=hashlib.blake2b.SALT_SIZE).digest()
+        return b"".join(
+            hashlib.blake2b(
+                tokens[start : start + step],
+                digest_size=_DIGEST_BYTES,
+                salt=salt,
+                person=b"kvshare.prefix",
+            ).digest()
+            for start in range(0, len(tokens) - step + 1, step)
+        )
+
+    def _nearest(self, keys: list[bytes], wanted: bytes) -> PrefixHit | None:
+        position = bisect_left(keys, wanted)
+        around = keys[max(0, position - 1) : position + 1]
+        num_bytes = max((_common_bytes(key, wanted) for key in around), default=0)
+        if num_bytes == 0:
+            return None
+        prefix = wanted[:num_bytes]
+        low, high = position, position
+        while low > 0 and position - low < self._max_hits and keys[low - 1].startswith(prefix):
+            low -= 1
+        while (
+            high < len(keys)
+            and high - position < self._max_hits
+            and keys[high].startswith(prefix)
+        ):
+            high += 1
+        ids = sorted((_prompt_id(key) for key in keys[low:high]), reverse=True)
+        num_tokens = num_bytes // _DIGEST_BYTES * self.block_size
+        return PrefixHit(prompt_ids=tuple(ids[: self._max_hits]), num_tokens=num_tokens)
+
+
+def _take_out(shelf: _Shelf, prompt_id: int) -> bool:
+    key = shelf.key_of.pop(prompt_id, None)
+    if key is None:
+        return False
+    del shelf.keys[bisect_left(shelf.keys, key)]
+    return True
+
+
+def _has_prefix(keys: list[bytes], prefix: bytes) -> bool:
+    position = bisect_left(keys, prefix)
+    return position < len(keys) and keys[position].startswith(prefix)
+
+
+def _prompt_id(key: bytes) -> int:
+    return int.from_bytes(key[-_DIGEST_BYTES:], "big")
+
+
+def _common_bytes(key: bytes, wanted: bytes) -> int:
+    """Common prefix in bytes, whole digests only; the prompt id at the key's end never counts."""
+    low, high = 0, min(len(key) - _DIGEST_BYTES, len(wanted)) // _DIGEST_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if key[: middle * _DIGEST_BYTES] == wanted[: middle * _DIGEST_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * _DIGEST_BYTES

@@ -1,0 +1,89 @@
+"""
+A prompt's text as the embedder should see it: short windows on what distinguishes the prompt.
+
+Small embedding models read a few hundred tokens. The first few hundred of a prompt are often a
+system prompt that everybody shares, so the last user turn and the body's ends are read instead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vector_index.errors import EmbedderError
+
+WINDOW_CHARS = 1000  # about the 256 tokens that MiniLM reads, in English
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """The text that distinguishes a prompt; the caller leaves the shared system prompt out."""
+
+    last_user_turn: str
+    body: str
+
+
+class TextEmbedder(Protocol):
+    """Turns texts into unit vectors; safe to call from threads."""
+
+    @property
+    def name(self) -> str:
+        """What the index is stamped with: equal names give equal vectors."""
+
+    @property
+    def dimension(self) -> int:
+        """Length of the vectors."""
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """(N, D) float32, each row of length 1. Raises EmbedderError."""
+
+
+def windows(prompt: PromptText, *, window_chars: int = WINDOW_CHARS) -> tuple[str, ...]:
+    """
+    Up to three different windows: the last user turn, the body's head and the body's tail.
+
+    A body that fits one window gives one, and a body that is the user turn alone gives none of
+    its own; a prompt without text gives no window at all.
+    """
+    parts = (
+        prompt.last_user_turn[:window_chars],
+        prompt.body[:window_chars],
+        prompt.body[-window_chars:],
+    )
+    stripped = (part.strip() for part in parts)
+    return tuple(dict.fromkeys(part for part in stripped if part))
+
+
+def embed_prompts(
+    embedder: TextEmbedder, prompts: Sequence[PromptText]
+) -> list[NDArray[np.float32] | None]:
+    """
+    One unit vector (D,) per prompt: the mean of its windows' vectors; None for a textless prompt.
+
+    Raises:  EmbedderError, also when the embedder returns another shape or NaN
+    """
+    cut = [windows(prompt) for prompt in prompts]
+    texts = [window for prompt_windows in cut for window in prompt_windows]
+    if not texts:
+        return [None] * len(prompts)
+    vectors = embedder.embed(texts)
+    if vectors.shape != (len(texts), embedder.dimension) or not np.isfinite(vectors).all():
+        raise EmbedderError(
+            f"embeddings of shape {vectors.shape} or not finite, "
+            f"wanted ({len(texts)}, {embedder.dimension})"
+        )
+    means: list[NDArray[np.float32] | None] = []
+    start = 0
+    for prompt_windows in cut:
+        end = start + len(prompt_windows)
+        means.append(_unit_mean(vectors[start:end]) if prompt_windows else None)
+        start = end
+    return means
+
+
+def _unit_mean(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    mean = vectors.mean(axis=0, dtype=np.float64)
+    length = max(float(np.linalg.norm(mean)), 1e-12)
+    return np.asarray(mean / length, dtype=np.float32)

@@ -1,0 +1,206 @@
+"""
+The index on a Qdrant server or cluster, or in the client's local mode for tests. The only file
+that imports `qdrant_client`.
+
+The collection carries its schema as collection metadata. The namespace is a tenant keyword index,
+so the server lays out each namespace's points together and filters before it searches.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from qdrant_client import AsyncQdrantClient, models
+
+from vector_index.base import Entry, Hit, VectorIndex
+from vector_index.errors import IndexUnavailableError, VectorIndexError
+from vector_index.schema import IndexSchema
+
+LOCAL = ":memory:"
+_BATCH = 64  # points per request: below 1 MB at 512 fingerprints and 1,024 dimensions
+
+
+class QdrantRemoteIndex(VectorIndex):
+    """
+    One collection of a Qdrant server.
+
+    `url` is the server's address, or ":memory:" for the client's local mode, which is pure Python
+    and far slower. `timeout_s` bounds every request to the server, writes too.
+    """
+
+    def __init__(
+        self,
+        schema: IndexSchema,
+        url: str,
+        *,
+        api_key: str | None = None,
+        collection: str = "kvshare",
+        timeout_s: int = 10,
+    ) -> None:
+        super().__init__(schema)
+        self._url = url
+        self._api_key = api_key
+        self._collection = collection
+        self._timeout_s = timeout_s
+        self._client: AsyncQdrantClient | None = None
+
+    async def open(self) -> None:
+        client = self._connect()
+        async with _qdrant_errors("open"):
+            if await client.collection_exists(self._collection):
+                found = await client.get_collection(self._collection)
+                self.schema.check(found.config.metadata)
+            else:
+                await self._create(client)
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            async with _qdrant_errors("close"):
+                await client.close()
+
+    async def recreate(self) -> None:
+        client = self._connect()
+        async with _qdrant_errors("recreate"):
+            await client.delete_collection(self._collection)
+            await self._create(client)
+
+    async def clear(self) -> None:
+        self._opened()
+        await self.recreate()
+
+    async def upsert(self, entries: Sequence[Entry]) -> None:
+        self.check_entries(entries)
+        client = self._opened()
+        async with _qdrant_errors("upsert"):
+            for start in range(0, len(entries), _BATCH):
+                points = [_point(entry) for entry in entries[start : start + _BATCH]]
+                await client.upsert(self._collection, points=points, wait=True)
+
+    async def delete(self, namespace: str, prompt_ids: Sequence[int]) -> None:
+        if not prompt_ids:
+            return
+        # By filter, not by id: an id that another namespace owns must survive.
+        chosen = models.HasIdCondition(has_id=list(prompt_ids))
+        await self._delete(models.Filter(must=[_is_in(namespace), chosen]))
+
+    async def delete_namespace(self, namespace: str) -> None:
+        await self._delete(models.Filter(must=[_is_in(namespace)]))
+
+    async def search_fingerprints(
+        self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
+    ) -> list[Hit]:
+        if not len(fingerprints):
+            return []
+        return await self._search(namespace, _sparse(fingerprints), "sparse", limit, None)
+
+    async def search_embedding(
+        self,
+        namespace: str,
+        embedding: NDArray[np.float32],
+        limit: int,
+        max_distance: float,
+    ) -> list[Hit]:
+        self.check_embedding(embedding)
+        vector: list[float] = embedding.tolist()
+        return await self._search(namespace, vector, "dense", limit, 1.0 - max_distance)
+
+    async def count(self, namespace: str | None = None) -> int:
+        only = None if namespace is None else models.Filter(must=[_is_in(namespace)])
+        client = self._opened()
+        async with _qdrant_errors("count"):
+            return (await client.count(self._collection, count_filter=only, exact=True)).count
+
+    async def maintain(self) -> None:
+        """Nothing to do: the server optimises by itself."""
+
+    async def _search(
+        self,
+        namespace: str,
+        query: models.SparseVector | list[float],
+        using: str,
+        limit: int,
+        min_score: float | None,
+    ) -> list[Hit]:
+        client = self._opened()
+        async with _qdrant_errors("search"):
+            found = await client.query_points(
+                self._collection,
+                query=query,
+                using=using,
+                limit=limit,
+                query_filter=models.Filter(must=[_is_in(namespace)]),
+                score_threshold=min_score,
+                with_payload=["namespace"],
+            )
+        points = found.points
+        return self.own_hits(
+            namespace, (((p.payload or {}).get("namespace"), int(p.id), p.score) for p in points)
+        )
+
+    async def _delete(self, chosen: models.Filter) -> None:
+        client = self._opened()
+        async with _qdrant_errors("delete"):
+            selector = models.FilterSelector(filter=chosen)
+            await client.delete(self._collection, points_selector=selector, wait=True)
+
+    async def _create(self, client: AsyncQdrantClient) -> None:
+        size = self.schema.dimension
+        dense = {"dense": models.VectorParams(size=size, distance=models.Distance.COSINE)}
+        # The postings are always quicker than scanning a namespace's points, see qdrant_edge.py.
+        postings = models.SparseIndexParams(full_scan_threshold=1)
+        await client.create_collection(
+            self._collection,
+            vectors_config=dense if size else {},
+            sparse_vectors_config={"sparse": models.SparseVectorParams(index=postings)},
+            metadata=self.schema.as_stamp(),
+        )
+        if self._url != LOCAL:  # local mode has no payload indexes and warns about them
+            keyword = models.KeywordIndexParams(
+                type=models.KeywordIndexType.KEYWORD, is_tenant=True
+            )
+            await client.create_payload_index(self._collection, "namespace", field_schema=keyword)
+
+    def _connect(self) -> AsyncQdrantClient:
+        if self._client is None:
+            # The compatibility check would be a blocking request in the constructor.
+            self._client = AsyncQdrantClient(
+                location=self._url,
+                api_key=self._api_key,
+                timeout=self._timeout_s,
+                check_compatibility=False,
+            )
+        return self._client
+
+    def _opened(self) -> AsyncQdrantClient:
+        if self._client is None:
+            raise IndexUnavailableError("the Qdrant index is not open")
+        return self._client
+
+
+def _point(entry: Entry) -> models.PointStruct:
+    vectors: dict[str, models.Vector] = {"sparse": _sparse(entry.fingerprints)}
+    if entry.embedding is not None:
+        vectors["dense"] = entry.embedding.tolist()
+    payload = {"namespace": entry.namespace}
+    return models.PointStruct(id=entry.prompt_id, vector=vectors, payload=payload)
+
+
+def _sparse(fingerprints: NDArray[np.uint32]) -> models.SparseVector:
+    return models.SparseVector(indices=fingerprints.tolist(), values=[1.0] * len(fingerprints))
+
+
+def _is_in(namespace: str) -> models.FieldCondition:
+    return models.FieldCondition(key="namespace", match=models.MatchValue(value=namespace))
+
+
+@contextlib.asynccontextmanager
+async def _qdrant_errors(what: str) -> AsyncIterator[None]:
+    """Translate what the client raises: HTTP and socket errors, bad answers, a closed client."""
+    try:
+        yield
+    except VectorIndexError:
+        raise
+    except Exception as error:
+        raise IndexUnavailableError(f"Qdrant could not {what}: {type(error).__name__}") from error

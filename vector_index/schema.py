@@ -1,0 +1,62 @@
+"""
+What an index was built with, stamped beside it: other fingerprints or another embedder make
+every stored vector meaningless, so an index with another stamp is rebuilt, never read.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vector_index.errors import IndexSchemaError
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSchema:
+    """
+    What a stored index was built with.
+
+    `dimension` 0 means: no embeddings, fingerprints only.
+    """
+
+    kgram: int
+    window: int
+    max_fingerprints: int
+    embedder: str = ""
+    dimension: int = 0
+    version: int = SCHEMA_VERSION
+
+    def as_stamp(self) -> dict[str, object]:
+        """The schema as it is written beside the index."""
+        return asdict(self)
+
+    def check(self, found: object) -> None:
+        """
+        Compare with a stamp read back from an index.
+
+        Raises:  IndexSchemaError, naming the first field that differs, or the missing stamp
+        """
+        expected = self.as_stamp()
+        if not isinstance(found, dict):
+            raise IndexSchemaError("the index carries no schema stamp", expected=expected)
+        for name, value in expected.items():
+            if found.get(name) != value:
+                message = f"the index has {name} {found.get(name)!r}, wanted {value!r}"
+                raise IndexSchemaError(message, expected=expected, found=found)
+
+
+def write_stamp(path: Path, schema: IndexSchema) -> None:
+    """Write a schema as JSON, whole or not at all."""
+    half_written = path.with_suffix(".tmp")
+    half_written.write_text(json.dumps(schema.as_stamp()), encoding="utf-8")
+    os.replace(half_written, path)
+
+
+def read_stamp(path: Path) -> object:
+    """A stamp as `write_stamp` left it; None if it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
