@@ -5,3 +5,85 @@ Edit scripts and alignment, the tree of prompts with their piece tables, the com
 prompt from stored ones, and all of it on disk. Knows token ids and KV segments by number only:
 no tensors, no HTTP, no vector index.
 """
+
+from delta_tree.align import align, common_prefix_length, common_runs, common_suffix_length
+from delta_tree.answers import Eviction, Insertion, Sharing, TreeStats
+from delta_tree.compose import compose
+from delta_tree.composition import Composition, Copy, DonorOutcome, DonorReport
+from delta_tree.errors import (
+    DeltaTreeError,
+    EditRangeError,
+    InvalidNodeError,
+    InvalidTokensError,
+    PinnedNodeError,
+    StoreCorruptError,
+    StoreError,
+    StoreLockedError,
+    StoreMismatchError,
+    StoreMissingError,
+    StoreReadOnlyError,
+    StoreUnavailableError,
+    UnknownNodeError,
+    UnknownSegmentError,
+)
+from delta_tree.node import (
+    Node,
+    NodeDraft,
+    NodeId,
+    Segment,
+    SegmentId,
+    new_segment_id,
+)
+from delta_tree.pieces import Piece, PieceTable, merge_pieces
+from delta_tree.script import Edit, EditScript, Match, Op
+from delta_tree.spans import Span, TokenIds, gaps, merge, token_ids
+from delta_tree.tree import DeltaTree
+
+__all__ = [
+    "Composition",
+    "Copy",
+    "DeltaTree",
+    "DeltaTreeError",
+    "DonorOutcome",
+    "DonorReport",
+    "Edit",
+    "EditRangeError",
+    "EditScript",
+    "Eviction",
+    "Insertion",
+    "InvalidNodeError",
+    "InvalidTokensError",
+    "Match",
+    "Node",
+    "NodeDraft",
+    "NodeId",
+    "Op",
+    "Piece",
+    "PieceTable",
+    "PinnedNodeError",
+    "Segment",
+    "SegmentId",
+    "Sharing",
+    "Span",
+    "StoreCorruptError",
+    "StoreError",
+    "StoreLockedError",
+    "StoreMismatchError",
+    "StoreMissingError",
+    "StoreReadOnlyError",
+    "StoreUnavailableError",
+    "TokenIds",
+    "TreeStats",
+    "UnknownNodeError",
+    "UnknownSegmentError",
+    "align",
+    "common_prefix_length",
+    "common_runs",
+    "common_suffix_length",
+    "compose",
+    "gaps",
+    "merge",
+    "merge_pieces",
+    "new_segment_id",
+    "token_ids",
+]

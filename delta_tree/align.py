@@ -41,8 +41,14 @@ def align(source: TokenIds, target: TokenIds, *, min_run: int) -> EditScript:
     )
 
 
-def in_order_matches(source: TokenIds, target: TokenIds, *, min_run: int) -> list[Match]:
-    """The keeps of `align`: ascending in both prompts, touching ones joined."""
+def in_order_matches(
+    source: TokenIds, target: TokenIds, *, min_run: int, max_pairs: int = _MAX_PAIRS
+) -> list[Match]:
+    """
+    The keeps of `align`: ascending in both prompts, touching ones joined.
+
+    Middles of more than `max_pairs` pairs of tokens are aligned along their common k-grams.
+    """
     if min_run < 1:
         raise ValueError(f"min_run must be at least 1, got {min_run}")
     prefix = common_prefix_length(source, target)
@@ -51,7 +57,7 @@ def in_order_matches(source: TokenIds, target: TokenIds, *, min_run: int) -> lis
     middle_target = target[prefix : len(target) - suffix]
     middle = [
         Match(match.source + prefix, match.target + prefix, match.length)
-        for match in _middle_matches(middle_source, middle_target, min_run=min_run)
+        for match in _middle_matches(middle_source, middle_target, min_run, max_pairs)
     ]
     ends = Match(len(source) - suffix, len(target) - suffix, suffix)
     found = [Match(0, 0, prefix), *middle, ends]
@@ -100,10 +106,12 @@ def heaviest_chain(runs: list[Match]) -> list[Match]:
     return chain[::-1]
 
 
-def _middle_matches(source: TokenIds, target: TokenIds, *, min_run: int) -> list[Match]:
+def _middle_matches(
+    source: TokenIds, target: TokenIds, min_run: int, max_pairs: int
+) -> list[Match]:
     if min(len(source), len(target)) < min_run:
         return []
-    if len(source) * len(target) > _MAX_PAIRS:
+    if len(source) * len(target) > max_pairs:
         return heaviest_chain(common_runs(source, target, min_run=min_run))
     blocks = Indel.opcodes(source.tolist(), target.tolist()).as_matching_blocks()
     return [Match(block.a, block.b, block.size) for block in blocks if block.size >= min_run]

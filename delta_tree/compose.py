@@ -102,9 +102,7 @@ class _Layout:
             return
         sieve, hashes = self._sieve([rest]), self._all_hashes()
         bounds = {donor.place: donor.most_in_order(sieve) for donor in donors}
-        in_place = {
-            donor.place: donor.num_in_place(self._target, rest.start) for donor in donors
-        }
+        in_place = {donor.place: donor.num_in_place(self._target, rest.start) for donor in donors}
         hopeful = sorted(
             (donor for donor in donors if bounds[donor.place]),
             key=lambda donor: (-bounds[donor.place], -in_place[donor.place], donor.place),

@@ -22,6 +22,7 @@ class Copy:
     length: int
     target_start: int
     source_position: int  # where the first of these tokens stood when its KV was computed
+    donor_start: int  # where it stands in the donor's prompt, which may itself have moved it
 
     @property
     def target(self) -> Span:
@@ -128,6 +129,7 @@ def merge_copies(copies: Iterable[Copy], *, exact_length: int) -> tuple[Copy, ..
                 length=last.length + copy.length,
                 target_start=last.target_start,
                 source_position=last.source_position,
+                donor_start=last.donor_start,
             )
         else:
             merged.append(copy)

@@ -156,6 +156,7 @@ class Donor:
                 length=stop - skip,
                 target_start=run.target + start + skip - run.source,
                 source_position=segment.first_position + piece.offset + skip,
+                donor_start=start + skip,
             )
 
     def _kgrams(self) -> Hashes:

@@ -19,7 +19,7 @@ from delta_tree.spans import Span
 SegmentId = NewType("SegmentId", int)
 """A positive 63-bit integer, drawn at random so that it is never used twice."""
 
-_MAX_INT64 = 2**63 - 1
+MAX_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Piece:
     length: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.segment_id <= _MAX_INT64:
+        if not 0 < self.segment_id <= MAX_INT64:
             raise EditRangeError(f"segment id {self.segment_id} is no positive 63-bit integer")
         if self.offset < 0 or self.length <= 0:
             raise EditRangeError(
@@ -60,7 +60,7 @@ class PieceTable:
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         rows = [(piece.segment_id, piece.offset, piece.length) for piece in merge_pieces(pieces)]
-        self._rows = np.asarray(rows, dtype=np.int64).tobytes()
+        self._rows = np.asarray(rows, dtype="<i8").tobytes()
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -79,6 +79,10 @@ class PieceTable:
     def segment_ids(self) -> frozenset[SegmentId]:
         """The segments referred to."""
         return frozenset(SegmentId(row) for row in self._table()[:, 0].tolist())
+
+    def to_bytes(self) -> bytes:
+        """The table's rows (segment id, offset, length) as little-endian int64."""
+        return self._rows
 
     def __iter__(self) -> Iterator[Piece]:
         return iter(self.pieces)
@@ -126,7 +130,7 @@ class PieceTable:
         return f"PieceTable({self.num_tokens} tokens in {len(self)} pieces)"
 
     def _table(self) -> npt.NDArray[np.int64]:
-        return np.frombuffer(self._rows, dtype=np.int64).reshape(-1, 3)
+        return np.frombuffer(self._rows, dtype="<i8").reshape(-1, 3)
 
 
 def merge_pieces(pieces: Iterable[Piece]) -> list[Piece]:

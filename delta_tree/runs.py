@@ -125,14 +125,16 @@ def runs_in(
     if len(within) < k or not len(found.hashes):
         return
     wanted = hashes[within.start : within.end - k + 1]
-    lows = np.searchsorted(found.hashes, wanted, side="left")
-    highs = np.searchsorted(found.hashes, wanted, side="right")
-    seeds: list[int] = np.flatnonzero(highs > lows).tolist()
+    lows = np.searchsorted(found.hashes, wanted)
+    seeds: list[int] = np.flatnonzero(
+        found.hashes[np.minimum(lows, len(found.hashes) - 1)] == wanted
+    ).tolist()
     last: Match | None = None
     index = 0
     while index < len(seeds):
         at = seeds[index] + within.start
-        places = found.positions[lows[seeds[index]] : highs[seeds[index]]]
+        high = found.hashes.searchsorted(wanted[seeds[index]], side="right")
+        places = found.positions[lows[seeds[index]] : high]
         run = _longest_run(source, target, Span(at, within.end), places)
         if run is None or run.length < k:
             index += 1

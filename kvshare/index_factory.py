@@ -1,10 +1,147 @@
-"""Builds the nominator that config.yaml describes."""
+"""The index that config.yaml describes: opened without ever keeping the server from starting, and kept in shape."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvshare.errors import ConfigError
 from kvshare.settings import IndexSettings
-from vector_index import Nominator
+from vector_index import (
+    EmbedderError,
+    IndexSchema,
+    IndexSchemaError,
+    IndexUnavailableError,
+    Nominator,
+    NominatorSettings,
+    TextEmbedder,
+    VectorIndex,
+    VectorIndexError,
+)
+
+log = logging.getLogger(__name__)
+
+_MAINTAIN_EVERY_S = 30.0
+
+
+class ServedIndex:
+    """
+    An index backend with its nominator.
+
+    An index that cannot be opened costs hits, not requests: it is tried again every half minute.
+    """
+
+    def __init__(self, settings: IndexSettings, store_path: Path) -> None:
+        self._settings = settings
+        self._store_path = store_path
+        self._opened = False
+        self._maintenance: asyncio.Task[None] | None = None
+
+    async def open(self, forgotten: Iterable[tuple[str, int]]) -> Nominator:
+        """
+        Load the embedder, open the backend, and take prompts out of it whose KV is gone.
+
+        Raises:  ConfigError for settings that cannot work
+        """
+        embedder = await asyncio.to_thread(_load_embedder, self._settings)
+        settings = _nominator_settings(self._settings)
+        self._index = _backend(self._settings, self._store_path, settings.schema(embedder))
+        self.nominator = Nominator(self._index, embedder=embedder, settings=settings)
+        self._forgotten = list(forgotten)
+        await self._try_open()
+        self._maintenance = asyncio.create_task(self._maintain())
+        return self.nominator
+
+    async def close(self) -> None:
+        if self._maintenance is not None:
+            self._maintenance.cancel()
+            await asyncio.gather(self._maintenance, return_exceptions=True)
+        self.nominator.close()
+        try:
+            await self._index.close()
+        except VectorIndexError as exc:
+            log.warning("the index was not closed cleanly: %s", exc)
+
+    async def _try_open(self) -> None:
+        try:
+            await self._open_backend()
+            self._opened = True
+        except VectorIndexError as exc:
+            log.warning("serving without the index until it can be opened: %s", exc)
+
+    async def _open_backend(self) -> None:
+        if self._settings.backend == "server":
+            # Others write there too: only what this server's store has forgotten is taken out.
+            await self._index.open()
+            for namespace in {namespace for namespace, _ in self._forgotten}:
+                ids = [prompt_id for owner, prompt_id in self._forgotten if owner == namespace]
+                await self._index.delete(namespace, ids)
+            return
+        try:
+            await self._index.open()
+        except (IndexSchemaError, IndexUnavailableError) as exc:
+            log.warning("the index is made anew: %s", exc)
+            await self._index.recreate()
+        await self._index.clear()  # the KV it pointed to died with the last process
+
+    async def _maintain(self) -> None:
+        while True:
+            await asyncio.sleep(_MAINTAIN_EVERY_S)
+            if not self._opened:
+                await self._try_open()
+                continue
+            try:
+                await self._index.maintain()
+            except VectorIndexError as exc:
+                log.warning("the index could not be maintained: %s", exc)
+
+
+def _load_embedder(settings: IndexSettings) -> TextEmbedder | None:
+    """The embedder, loaded; None where search by meaning is off or its model is not there."""
+    if not settings.dense:
+        return None
+    from vector_index import Embedder  # imports torch
+
+    embedder = Embedder(settings.embedder)
+    try:
+        embedder.load()
+    except EmbedderError as exc:
+        log.warning("donors are not nominated by meaning: %s", exc)
+        return None
+    return embedder
+
+
+def _nominator_settings(settings: IndexSettings) -> NominatorSettings:
+    return NominatorSettings(
+        kgram=settings.kgram,
+        window=settings.window,
+        block_size=settings.block_size,
+        max_candidates=settings.max_candidates,
+        max_distance=settings.max_distance,
+        dense_min_tokens=settings.dense_min_tokens,
+        dense_min_uncovered=settings.dense_min_uncovered,
+        search_timeout_s=settings.search_timeout_s,
+        embed_timeout_s=settings.embed_timeout_s,
+    )
+
+
+def _backend(settings: IndexSettings, store_path: Path, schema: IndexSchema) -> VectorIndex:
+    if settings.backend == "edge":
+        from vector_index import QdrantEdgeIndex
+
+        return QdrantEdgeIndex(schema, store_path / "index")
+    from vector_index import QdrantRemoteIndex
+
+    if settings.backend == "memory":
+        return QdrantRemoteIndex(schema, ":memory:", collection=settings.collection)
+    if settings.url is None:
+        raise ConfigError("index.url", "expected the address of a Qdrant server for backend 'server', got null")
+    return QdrantRemoteIndex(
+        schema,
+        settings.url,
+        api_key=os.environ.get("KVSHARE_QDRANT_API_KEY"),
+        collection=settings.collection,
+    )

@@ -64,13 +64,11 @@ class SharingSettings(_Section):
     mode: Literal["off", "exact", "approx"]
     min_prompt_tokens: int = Field(ge=1)
     min_run: int = Field(ge=1)
-    max_candidates: int = Field(ge=1)
     max_donors: int = Field(ge=1)
     max_generation: int = Field(ge=0)
     min_saved_fraction: float = Field(ge=0, le=1)
     max_relocated_fraction: float = Field(ge=0, le=1)
     max_small_shift: int = Field(ge=0)
-    lookup_timeout_s: float = Field(gt=0)
 
 
 class RepairSettings(_Section):
@@ -94,6 +92,7 @@ class IndexSettings(_Section):
     kgram: int = Field(ge=1)
     window: int = Field(ge=1)
     block_size: int = Field(ge=1)
+    max_candidates: int = Field(ge=1)
     search_timeout_s: float = Field(gt=0)
     dense: bool
     dense_min_tokens: int = Field(ge=0)

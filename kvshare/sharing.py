@@ -93,7 +93,6 @@ class Sharing:
         nominator: Nominator,
         limits: PlannerLimits,
         cost: CostModel,
-        lookup_timeout_s: float,
     ) -> None:
         self.tree = tree
         self.tier = tier
@@ -101,7 +100,6 @@ class Sharing:
         self.limits = limits
         self.cost = cost
         self.counters: Counter[str] = Counter()
-        self._lookup_timeout_s = lookup_timeout_s
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-plan")
         self._commit_lock = threading.Lock()
         self._held: Counter[NodeId] = Counter()

@@ -45,7 +45,6 @@ def build_app(settings: Settings, engine: Engine) -> web.Application:
     _add_public_routes(app)
     if settings.server.admin_port is None:
         _add_operator_routes(app)
-    app.router.add_route("*", "/v1/{rest:.*}", handlers.unknown_route)
 
     async def own_engine(_: web.Application) -> AsyncIterator[None]:
         async with front.lifecycle.engine_running():
@@ -64,6 +63,7 @@ def build_admin_app(app: web.Application) -> web.Application:
     admin_app = _application(app[FRONT])
     admin_app.router.add_get("/health", handlers.health)
     admin_app.router.add_get("/ready", handlers.ready)
+    admin_app.router.add_get("/v1/models", handlers.models)  # explain's bodies name the model
     _add_operator_routes(admin_app)
     return admin_app
 

@@ -34,9 +34,10 @@ async def read_object(request: web.Request) -> dict[str, Any]:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Strict JSON in UTF-8: no NaN, no Infinity, no nesting deep enough to exhaust the parser."""
+    """Strict JSON in UTF-8: no NaN, no Infinity, no lone surrogates, no nesting that exhausts the parser."""
     try:
         document = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        _check_unicode(raw, document)
     except RecursionError:
         raise RequestError("The JSON body is nested too deeply.") from None
     except UnicodeDecodeError as exc:
@@ -48,6 +49,16 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise RequestError("The JSON body must be an object.")
     return document
+
+
+def _check_unicode(raw: bytes, document: object) -> None:
+    """JSON can escape half of a surrogate pair, which no tokenizer takes. UTF-8 itself cannot hold one."""
+    if b"\\ud" not in raw and b"\\uD" not in raw:
+        return
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("The JSON body holds a lone surrogate, which is no Unicode text.") from None
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -114,6 +114,11 @@ _TABLE: tuple[tuple[type[KVShareError], _Row], ...] = (
 )
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+_HTTP_MESSAGES = {
+    404: "This server has no such route.",
+    405: "This route does not take this method.",
+    413: "The request body is larger than this server accepts.",
+}
 
 
 def to_reply(exc: Exception) -> ErrorReply:
@@ -137,8 +142,6 @@ def _message(exc: KVShareError) -> str:
 def _http_reply(exc: web.HTTPException) -> ErrorReply:
     """aiohttp's own refusals, which come as text/plain, in OpenAI's shape."""
     headers = {"Allow": exc.headers["Allow"]} if "Allow" in exc.headers else {}
-    message = f"{HTTPStatus(exc.status).phrase}."
-    if exc.status == 413:
-        message = "The request body is larger than this server accepts."
+    message = _HTTP_MESSAGES.get(exc.status, f"{HTTPStatus(exc.status).phrase}.")
     error_type = SERVER_ERROR if exc.status >= 500 else INVALID_REQUEST
     return ErrorReply(exc.status, error_type, _HTTP_CODES.get(exc.status), message, headers=headers)

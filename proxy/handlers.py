@@ -65,11 +65,6 @@ async def responses(request: web.Request) -> web.StreamResponse:
     )
 
 
-async def unknown_route(request: web.Request) -> web.StreamResponse:
-    """Everything else under /v1."""
-    raise not_found(f"No route {request.method} {request.path[:200]}.")
-
-
 async def health(request: web.Request) -> web.Response:
     """GET /health: the process answers."""
     return web.json_response({"status": "ok"})

@@ -99,18 +99,23 @@ def _request_id(request: web.Request) -> str:
 
 def _log(record: Record, endpoint: str, status: int) -> None:
     level = logging.DEBUG if endpoint in _QUIET else logging.INFO
-    total = combine(record.reports)
     log.log(
         level,
-        "request %s key=%s %s %d %s decision=%s reused=%d recomputed=%d completion=%d %.1f ms",
+        "request %s key=%s %s %d%s %.1f ms",
         record.request_id,
         record.caller.name,
         endpoint,
         status,
-        record.finish_reason or "-",
-        total.decision if record.reports else "-",
-        total.num_cached,
-        total.num_recomputed + total.num_repaired,
-        record.num_completion_tokens,
+        "" if record.mode is None else _generated(record),
         record.duration_s * 1e3,
+    )
+
+
+def _generated(record: Record) -> str:
+    """What a generating request adds to its line."""
+    total = combine(record.reports)
+    return (
+        f" {record.finish_reason or '-'} decision={total.decision if record.reports else '-'}"
+        f" reused={total.num_cached} recomputed={total.num_recomputed + total.num_repaired}"
+        f" completion={record.num_completion_tokens}"
     )

@@ -23,6 +23,8 @@ MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_OPTIONS = 16  # keys of `kvshare`, unknown ones included
 _INT32 = 2**31 - 1
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -59,10 +61,6 @@ def _one_prompt(prompt: object) -> str | tuple[int, ...]:
         raise PydanticCustomError("prompt", "expected text or token ids, not empty")
     if isinstance(prompt, list):
         return _token_ids(prompt)
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("prompt", "expected Unicode text, got a lone surrogate") from None
     return prompt
 
 
@@ -76,11 +74,22 @@ def _prompt_list(prompt: object) -> list[str | tuple[int, ...]]:
 
 
 Text = Annotated[str, BeforeValidator(_one_text)]
-Stops = Annotated[
-    list[Annotated[str, Field(min_length=1)]] | None,
-    BeforeValidator(_stop_list),
-    Field(max_length=MAX_STOPS),
-]
+
+
+def _at_most(limit: int) -> BeforeValidator:
+    """Counts before it looks: a body of megabytes of wrong entries must not keep the loop busy."""
+
+    def check(entries: object) -> object:
+        if isinstance(entries, list | dict) and len(entries) > limit:
+            raise PydanticCustomError("too_many", f"expected at most {limit} entries, got {len(entries)}")
+        return entries
+
+    return BeforeValidator(check)
+
+
+Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stop_list), _at_most(MAX_STOPS)]
+BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+LogitBias = Annotated[dict[BiasKey, Annotated[float, Field(ge=-100, le=100)]], _at_most(MAX_BIASES)]
 
 
 class _Body(BaseModel):
@@ -121,16 +130,14 @@ class GenerationBody(_Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stops = None
+    stop: Stops | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: (
-        dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None
-    ) = None
+    logit_bias: LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    kvshare: KVShareOptions | None = None
+    kvshare: Annotated[KVShareOptions, _at_most(MAX_OPTIONS)] | None = None
 
     @property
     def num_choices(self) -> int:

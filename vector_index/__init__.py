@@ -1,0 +1,77 @@
+"""
+Which earlier prompts may share KV with a new one: token prefixes, fingerprints and meaning.
+
+`Nominator` is the front door. The backends and the embedder drag in heavy libraries and are
+imported when they are first named, so importing this package stays fast.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from vector_index.base import Entry, Hit, VectorIndex
+from vector_index.circuit import Circuit, Failure
+from vector_index.errors import (
+    EmbedderError,
+    IndexSchemaError,
+    IndexUnavailableError,
+    VectorIndexError,
+)
+from vector_index.fingerprints import fingerprints
+from vector_index.nomination import (
+    Candidate,
+    Nomination,
+    NominatorSettings,
+    PromptRecord,
+    Source,
+)
+from vector_index.nominator import Nominator
+from vector_index.prefix_table import PrefixHit, PrefixTable
+from vector_index.prompt_text import PromptText, TextEmbedder, embed_prompts, windows
+from vector_index.schema import IndexSchema
+
+if TYPE_CHECKING:
+    from vector_index.embedder import Embedder
+    from vector_index.qdrant_edge import QdrantEdgeIndex
+    from vector_index.qdrant_remote import QdrantRemoteIndex
+
+_HEAVY = {
+    "Embedder": "vector_index.embedder",
+    "QdrantEdgeIndex": "vector_index.qdrant_edge",
+    "QdrantRemoteIndex": "vector_index.qdrant_remote",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HEAVY:
+        return getattr(import_module(_HEAVY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "Candidate",
+    "Circuit",
+    "Embedder",
+    "EmbedderError",
+    "Entry",
+    "Failure",
+    "Hit",
+    "IndexSchema",
+    "IndexSchemaError",
+    "IndexUnavailableError",
+    "Nomination",
+    "Nominator",
+    "NominatorSettings",
+    "PrefixHit",
+    "PrefixTable",
+    "PromptRecord",
+    "PromptText",
+    "QdrantEdgeIndex",
+    "QdrantRemoteIndex",
+    "Source",
+    "TextEmbedder",
+    "VectorIndex",
+    "VectorIndexError",
+    "embed_prompts",
+    "fingerprints",
+    "windows",
+]

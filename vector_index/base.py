@@ -9,7 +9,7 @@ error, whatever the backend. This file knows no backend.
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +36,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A nominated prompt; what `score` is says the search that found it, higher is nearer."""
+    """
+    A nominated prompt; what `score` is says the search that found it, higher is nearer.
+
+    `fingerprints` are all that the prompt was stored with, where a search by fingerprints can
+    tell; None otherwise.
+    """
 
     prompt_id: int
     score: float
+    fingerprints: NDArray[np.uint32] | None = field(default=None, compare=False, repr=False)
 
 
 class VectorIndex(ABC):
@@ -128,12 +134,12 @@ class VectorIndex(ABC):
         if not np.isfinite(embedding).all():
             raise ValueError("embedding is not finite")
 
-    def own_hits(self, namespace: str, found: Iterable[tuple[object, int, float]]) -> list[Hit]:
-        """Hits out of (namespace as stored, prompt id, score), without those of others."""
+    def own_hits(self, namespace: str, found: Iterable[tuple[object, Hit]]) -> list[Hit]:
+        """The hits among (namespace as stored, hit) that belong to this namespace."""
         hits = []
-        for owner, prompt_id, score in found:
+        for owner, hit in found:
             if owner == namespace:
-                hits.append(Hit(prompt_id=prompt_id, score=score))
+                hits.append(hit)
             else:
                 self.foreign_hits += 1
                 log.error("the index returned a hit of another namespace; dropped")

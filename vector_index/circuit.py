@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from vector_index.errors import VectorIndexError
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -70,9 +72,11 @@ class Circuit:
                 result = await call()
         except TimeoutError:
             return self._failed(f"no answer within {timeout_s} s")
-        except Exception as error:  # noqa: BLE001 - nothing a part does may fail a request
+        except Exception as error:
             log.debug("%s failed", self.component, exc_info=error)
-            return self._failed(f"{type(error).__name__}: {error}")
+            # Our own messages are written to be logged; others might quote what they choked on.
+            detail = f": {error}" if isinstance(error, VectorIndexError) else ""
+            return self._failed(type(error).__name__ + detail)
         self._in_a_row = 0
         return result
 

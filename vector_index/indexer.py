@@ -9,8 +9,10 @@ only until the next rebuild. Nothing here decides who may share with whom.
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,18 +56,17 @@ class Indexer:
     ) -> tuple[int, list[Failure]]:
         """Index records in batches; how many the backend took, and what went wrong."""
         num_indexed = 0
-        failures = []
+        failures: list[Failure] = []
         for batch in _batches(records, batch_size):
             entries = [self._enter(record) for record in batch]
             embeddings = await self._embed([record.prompt_text for record in batch])
             if isinstance(embeddings, Failure):
                 failures.append(embeddings)
                 embeddings = [None] * len(batch)
-            stored = await self._store(_with_embeddings(entries, embeddings))
-            if isinstance(stored, Failure):
-                failures.append(stored)
-            else:
-                num_indexed += len(batch)
+            complete = _with_embeddings(entries, embeddings)
+            failed = await self._write(partial(self._index.upsert, complete))
+            failures += failed
+            num_indexed += 0 if failed else len(batch)
             await asyncio.sleep(0)  # a rebuild must leave the event loop its turns
         return num_indexed, failures
 
@@ -81,6 +82,8 @@ class Indexer:
 
     async def forget(self, namespace: str, prompt_ids: Sequence[int]) -> list[Failure]:
         """Take prompts out of everything; a backend that fails keeps stale points."""
+        if not prompt_ids:
+            return []
         for prompt_id in prompt_ids:
             self._prefix_table.remove(namespace, prompt_id)
         return await self._write(lambda: self._index.delete(namespace, prompt_ids))
@@ -101,9 +104,7 @@ class Indexer:
         """Let the embedding thread go."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def fingerprints(
-        self, namespace: str, token_ids: NDArray[np.int32]
-    ) -> NDArray[np.uint32]:
+    def fingerprints(self, namespace: str, token_ids: NDArray[np.int32]) -> NDArray[np.uint32]:
         """A prompt's fingerprints as this index stores them."""
         prints = fingerprints(
             token_ids,
@@ -137,7 +138,19 @@ class Indexer:
         in_order = iter(vectors)
         return [None if text is None else next(in_order) for text in texts]
 
-    async def _store(self, entries: list[Entry]) -> None | Failure:
-        return await self._writing.attempt(
-            lambda: self._index.upsert(entries), timeout_s=self._settings.write_timeout_s
-        )
+    async def _write(self, call: Callable[[], Awaitable[None]]) -> list[Failure]:
+        done = await self._writing.attempt(call, timeout_s=self._settings.write_timeout_s)
+        return [done] if isinstance(done, Failure) else []
+
+
+def _with_embeddings(
+    entries: list[Entry], embeddings: list[NDArray[np.float32] | None]
+) -> list[Entry]:
+    pairs = zip(entries, embeddings, strict=True)
+    return [replace(entry, embedding=embedding) for entry, embedding in pairs]
+
+
+def _batches(records: Iterable[PromptRecord], size: int) -> Iterator[list[PromptRecord]]:
+    remaining = iter(records)
+    while batch := list(itertools.islice(remaining, size)):
+        yield batch

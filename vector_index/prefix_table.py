@@ -29,6 +29,7 @@ class PrefixHit:
 
     prompt_ids: tuple[int, ...]
     num_tokens: int
+    digests: bytes = field(default=b"", repr=False)
 
 
 @dataclass(slots=True)
@@ -97,6 +98,12 @@ class PrefixTable:
         with self._lock:
             return self._nearest(shelf.keys, wanted)
 
+    def shares(self, namespace: str, prompt_id: int, hit: PrefixHit) -> bool:
+        """Whether a stored prompt starts with the very prefix that `longest` has found."""
+        shelf = self._shelves.get(namespace)
+        key = shelf.key_of.get(prompt_id) if shelf else None
+        return key is not None and key.startswith(hit.digests)
+
     def num_prompts(self, namespace: str) -> int:
         """How many prompts a namespace holds."""
         shelf = self._shelves.get(namespace)
@@ -133,14 +140,15 @@ class PrefixTable:
         while low > 0 and position - low < self._max_hits and keys[low - 1].startswith(prefix):
             low -= 1
         while (
-            high < len(keys)
-            and high - position < self._max_hits
-            and keys[high].startswith(prefix)
+            high < len(keys) and high - position < self._max_hits and keys[high].startswith(prefix)
         ):
             high += 1
         ids = sorted((_prompt_id(key) for key in keys[low:high]), reverse=True)
-        num_tokens = num_bytes // _DIGEST_BYTES * self.block_size
-        return PrefixHit(prompt_ids=tuple(ids[: self._max_hits]), num_tokens=num_tokens)
+        return PrefixHit(
+            prompt_ids=tuple(ids[: self._max_hits]),
+            num_tokens=num_bytes // _DIGEST_BYTES * self.block_size,
+            digests=prefix,
+        )
 
 
 def _take_out(shelf: _Shelf, prompt_id: int) -> bool:

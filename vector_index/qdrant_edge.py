@@ -5,8 +5,9 @@ The index in this process, on disk, by Qdrant Edge. The only file that imports `
     folder/shard/        Edge's own files: segments and write-ahead log
 
 Two measured facts about qdrant-edge-py 0.9 shape this file:
-- Every native call holds the GIL until it returns, so a thread would only add hops. Searches
-  (0.05-1 ms) are called directly, writes in slices with a turn for the event loop in between.
+- Every native call holds the GIL until it returns: a thread would add hops and free nothing, so
+  all are called directly. Searches take 0.05-1 ms, writes go in slices with a turn for the event
+  loop in between, a flush takes 10-300 ms by what was written since the last one.
 - `optimize()` holds it too, about 0.4 ms a point: seconds in which nothing would be served. It
   runs in a child process instead, while searches here answer "unavailable". It is rarely due:
   it frees deleted points and builds HNSW; fingerprint search is as fast without it.
@@ -63,19 +64,19 @@ class QdrantEdgeIndex(VectorIndex):
     async def open(self) -> None:
         async with self._writing:
             if self._shard is None:
-                self._shard = await asyncio.to_thread(self._open_shard)
+                self._shard = self._open_shard()
 
     async def close(self) -> None:
         async with self._writing:
-            await self._close_shard()
+            self._close_shard()
             if self._temporary is not None:
-                await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
+                shutil.rmtree(self._temporary, ignore_errors=True)
                 self._temporary = None
 
     async def recreate(self) -> None:
         async with self._writing:
-            await self._close_shard()
-            self._shard = await asyncio.to_thread(self._recreate_shard)
+            self._close_shard()
+            self._shard = self._recreate_shard()
 
     async def clear(self) -> None:
         await self.recreate()
@@ -135,7 +136,7 @@ class QdrantEdgeIndex(VectorIndex):
         async with self._writing:
             if self._num_unflushed:
                 with _edge_errors("flush"):
-                    await asyncio.to_thread(self._opened().flush)
+                    self._opened().flush()
                 self._num_unflushed = 0
 
     async def optimise(self) -> None:
@@ -146,7 +147,7 @@ class QdrantEdgeIndex(VectorIndex):
         """
         async with self._writing:
             self._opened()
-            await self._close_shard()
+            self._close_shard()
             try:
                 await _optimise_in_child(self._shard_folder())
             finally:
@@ -162,12 +163,13 @@ class QdrantEdgeIndex(VectorIndex):
             query=query,
             filter=edge.Filter(must=[_is_in(namespace)]),
             with_payload=True,
+            with_vector=["sparse"] if min_score is None else None,
             score_threshold=min_score,
         )
         with _edge_errors("search"):
             found = self._opened().query(request)
         return self.own_hits(
-            namespace, (((p.payload or {}).get("namespace"), int(p.id), p.score) for p in found)
+            namespace, (((point.payload or {}).get("namespace"), _hit(point)) for point in found)
         )
 
     def _update(self, operation: edge.UpdateOperation, num_changes: int) -> None:
@@ -188,11 +190,11 @@ class QdrantEdgeIndex(VectorIndex):
             self._temporary = Path(tempfile.mkdtemp(prefix="kvshare-index-"))
         return self._temporary / "shard"
 
-    async def _close_shard(self) -> None:
+    def _close_shard(self) -> None:
         shard, self._shard = self._shard, None
         if shard is not None:
             with _edge_errors("close"):
-                await asyncio.to_thread(shard.close)
+                shard.close()
         self._num_unflushed = 0
 
     def _open_shard(self) -> edge.EdgeShard:
@@ -235,6 +237,14 @@ def _point(entry: Entry) -> edge.Point:
     if entry.embedding is not None:
         vectors["dense"] = entry.embedding.tolist()
     return edge.Point(entry.prompt_id, vectors, {"namespace": entry.namespace})
+
+
+def _hit(point: edge.ScoredPoint) -> Hit:
+    vectors = point.vector
+    sparse = vectors.get("sparse") if isinstance(vectors, dict) else None
+    if not isinstance(sparse, edge.SparseVector):
+        return Hit(int(point.id), point.score)
+    return Hit(int(point.id), point.score, np.array(sparse.indices, dtype=np.uint32))
 
 
 def _sparse(fingerprints: NDArray[np.uint32]) -> edge.SparseVector:

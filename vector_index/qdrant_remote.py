@@ -133,10 +133,11 @@ class QdrantRemoteIndex(VectorIndex):
                 query_filter=models.Filter(must=[_is_in(namespace)]),
                 score_threshold=min_score,
                 with_payload=["namespace"],
+                with_vectors=["sparse"] if using == "sparse" else False,
             )
-        points = found.points
         return self.own_hits(
-            namespace, (((p.payload or {}).get("namespace"), int(p.id), p.score) for p in points)
+            namespace,
+            (((point.payload or {}).get("namespace"), _hit(point)) for point in found.points),
         )
 
     async def _delete(self, chosen: models.Filter) -> None:
@@ -185,6 +186,13 @@ def _point(entry: Entry) -> models.PointStruct:
         vectors["dense"] = entry.embedding.tolist()
     payload = {"namespace": entry.namespace}
     return models.PointStruct(id=entry.prompt_id, vector=vectors, payload=payload)
+
+
+def _hit(point: models.ScoredPoint) -> Hit:
+    sparse = point.vector.get("sparse") if isinstance(point.vector, dict) else None
+    if not isinstance(sparse, models.SparseVector):
+        return Hit(int(point.id), point.score)
+    return Hit(int(point.id), point.score, np.array(sparse.indices, dtype=np.uint32))
 
 
 def _sparse(fingerprints: NDArray[np.uint32]) -> models.SparseVector:

@@ -44,8 +44,12 @@ def parity(
 @app.command()
 def ttft(
     engine: Annotated[BenchEngine, typer.Option("--engine", help="What computes.")] = BenchEngine.EMBEDDED,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Length of the prompts.")] = 2000,
-    changed: Annotated[float, typer.Option("--changed", min=0, max=1, help="Share of tokens that differ.")] = 0.1,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", min=1, help="Length of the prompts.")
+    ] = 2000,
+    changed: Annotated[
+        float, typer.Option("--changed", min=0, max=1, help="Share of tokens that differ.")
+    ] = 0.1,
     edits: Annotated[int, typer.Option("--edits", min=0, help="Places where they differ.")] = 5,
     repeats: Repeats = None,
     seed: Seed = None,

@@ -26,7 +26,7 @@ def explain(
     config: Config = None,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
-    """The plan for a prompt: which donors, why others were rejected, what is copied, computed and saved."""
+    """The plan that a prompt would get. Which donors, why not others, what is copied and computed."""
     if (prompt is None) == (file is None):
         raise typer.BadParameter("expected exactly one of --prompt and --file")
     request = _one_turn(prompt) if prompt is not None else _read_request(file)

@@ -17,10 +17,12 @@ _NUM_RANDOM_BYTES = 32
 
 
 def hash_key(
-    generate: Annotated[bool, typer.Option("--generate", "-g", help="Make a new random key and show it once.")] = False,
+    generate: Annotated[
+        bool, typer.Option("--generate", "-g", help="Make a new random key and show it once.")
+    ] = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
-    """Hash an API key for `auth.keys` of the config: read from stdin, or made with --generate."""
+    """Hash an API key for `auth.keys`. The key is read from stdin, or made with --generate."""
     if generate:
         key = _PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
         note("Keep the key: it is not stored anywhere.")
@@ -33,7 +35,8 @@ def _read_key() -> str:
     if sys.stdin.isatty():
         key = str(typer.prompt("API key", hide_input=True, err=True))
     else:
-        key = sys.stdin.readline().rstrip("\r\n")
+        key = sys.stdin.readline()
+    key = key.strip()  # as the server does with what a client sends
     if not key:
         raise typer.BadParameter("expected an API key on stdin, or --generate")
     return key

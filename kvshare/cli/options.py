@@ -18,7 +18,8 @@ class OutputFormat(StrEnum):
 
 Format = Annotated[OutputFormat, typer.Option("--format", help="terminal for people, json for programs.")]
 Config = Annotated[
-    Path | None, typer.Option("--config", "-c", help="A YAML file with the settings that differ from the defaults.")
+    Path | None,
+    typer.Option("--config", "-c", help="A YAML file with the settings that differ from the defaults."),
 ]
 Url = Annotated[
     str | None, typer.Option("--url", help="Ask the running server at this address. [env: KVSHARE_URL]")
@@ -29,5 +30,6 @@ Store = Annotated[
     typer.Option("--store", help="Read this stopped store instead of asking a server. [default: store.path]"),
 ]
 NamespaceDigest = Annotated[
-    str | None, typer.Option("--namespace", help="Only this namespace: its digest, or enough of its first digits.")
+    str | None,
+    typer.Option("--namespace", help="Only this namespace: its digest, or enough of its first digits."),
 ]

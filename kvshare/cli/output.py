@@ -1,4 +1,4 @@
-"""stdout is data, stderr is for people: writes a document as JSON or through its view, and notes beside it."""
+"""stdout is data, stderr is for people: a document goes out as JSON or through its view, notes beside it."""
 
 from __future__ import annotations
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvshare.cli.options import Config, Format, OutputFormat
-from kvshare.cli.output import show
+from kvshare.cli.output import note, show
+from kvshare.errors import EngineError
+
+if TYPE_CHECKING:
+    from kvshare.settings import Settings
 
 
 class Mode(StrEnum):
@@ -29,7 +34,9 @@ class Dtype(StrEnum):
 
 def serve(
     config: Config = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address to listen on. [default: loopback]")] = None,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Address to listen on. [default: loopback]")
+    ] = None,
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="0 takes a free one. [default: 8000]")
     ] = None,
@@ -42,7 +49,8 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and stop.")] = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
-    """Serve a model over an OpenAI-shaped API, on loopback unless told otherwise."""
+    """Serve a model over an OpenAI-shaped API. Listens on loopback unless told otherwise."""
+    from kvshare.cli import logs
     from kvshare.settings import load_settings
 
     given = {
@@ -59,7 +67,35 @@ def serve(
         show("settings", settings.model_dump(mode="json", by_alias=True), output_format)
         return
 
+    logs.configure(level=settings.logging.level, json_lines=settings.logging.json_lines)
+    _run(settings, output_format)
+
+
+def _run(settings: Settings, output_format: OutputFormat) -> None:
+    """Load the engine's code, then listen; the model loads while the server already answers /health."""
     from kvshare.engines.embedded.engine import EmbeddedEngine
     from proxy.app import run
 
-    run(settings, EmbeddedEngine.from_settings(settings))
+    started = time.perf_counter()
+    address = ""
+
+    class AnnouncedEngine(EmbeddedEngine):
+        """Says when it can serve."""
+
+        async def start(self) -> None:
+            await super().start()
+            ready_s = time.perf_counter() - started
+            show("ready", {"url": address, "model": self.card.model_id, "ready_s": ready_s}, output_format)
+
+    def remember(url: str) -> None:
+        nonlocal address
+        address = url
+        note(f"listening on {url}, loading the model")
+
+    try:
+        run(settings, AnnouncedEngine.from_settings(settings), on_listening=remember)
+    except OSError as exc:
+        where = f"{settings.server.host}:{settings.server.port}"
+        raise EngineError(
+            f"cannot serve on {where}: {exc.strerror or exc}; `kvshare doctor` tells more"
+        ) from exc

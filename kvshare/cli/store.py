@@ -45,7 +45,7 @@ def tree(
     config: Config = None,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
-    """The stored prompts as a tree: who was edited from whom, and what that costs."""
+    """The stored prompts as a tree. Who was edited from whom, and what that costs."""
     source = open_source(url=url, key=key, store=store, config=config)
     arguments = _given(root=root, depth=depth, sort=sort.value, namespace=namespace)
     show("tree", source.ask("tree", arguments), output_format)
@@ -59,7 +59,7 @@ def node(
     config: Config = None,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
-    """One stored prompt: its parents, its edits, where its KV lies and who shares it. Never its text."""
+    """One stored prompt. Its parents, its edits, where its KV lies and who shares it; never its text."""
     source = open_source(url=url, key=key, store=store, config=config)
     show("node", source.ask("node", {"id": node_id}), output_format)
 
@@ -76,7 +76,7 @@ def diff(
     config: Config = None,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
-    """How one stored prompt's tokens become another's, as spans and counts."""
+    """The edits between two stored prompts, as spans and counts."""
     source = open_source(url=url, key=key, store=store, config=config)
     show("diff", source.ask("diff", {"a": a, "b": b, "min_run": min_run}), output_format)
 
@@ -85,7 +85,9 @@ def evict(
     node_id: Annotated[int | None, typer.Argument(metavar="[ID]", help="The node to drop.")] = None,
     namespace: NamespaceDigest = None,
     everything: Annotated[bool, typer.Option("--all", help="Every namespace.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Really drop a whole namespace or everything.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Really drop a whole namespace or everything.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would be freed.")] = False,
     url: Url = None,
     key: Key = None,

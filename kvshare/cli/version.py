@@ -13,7 +13,7 @@ _LIBRARIES = ("torch", "transformers", "qdrant-edge-py", "qdrant-client", "sente
 
 
 def version(output_format: Format = OutputFormat.TERMINAL) -> None:
-    """The version of KVShare, of Python and of the libraries that matter."""
+    """What is installed: KVShare, Python and the libraries that matter."""
     document = {
         "kvshare": __version__,
         "python": platform.python_version(),

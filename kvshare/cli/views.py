@@ -28,7 +28,7 @@ def draw(view: str, document: Document) -> None:
 
 
 def stats(document: Document) -> list[RenderableType]:
-    columns = ("nodes", "segments", "tokens", "bytes", "depth", "pinned")
+    columns = ("nodes", "pinned", "depth", "tokens", "stored tokens", "segments", "KV")
     table = _table("namespace", *columns)
     for entry in document["namespaces"]:
         table.add_row(entry["namespace"][:_SHORT_DIGEST], *_stats_cells(entry))
@@ -44,13 +44,15 @@ def tree(document: Document) -> list[RenderableType]:
 
 
 def node(document: Document) -> list[RenderableType]:
+    own, subtree = _bytes(document["own_bytes"]), _bytes(document["subtree_bytes"])
     facts = _facts(
         {
             "node": document["id"],
             "namespace": document["namespace"],
             "tokens": f"{document['num_tokens']:,}, {document['exact_length']:,} exact",
-            "KV": f"{_bytes(document['own_bytes'])} own, {_bytes(document['subtree_bytes'])} with its subtree",
-            "used": f"{document['num_hits']} hits, {_ago(document['idle_s'])}; stored {_ago(document['age_s'])}",
+            "KV": f"{own} own, {subtree} with what is below",
+            "used": f"{document['num_hits']} hits, last {_ago(document['idle_s'])}",
+            "stored": _ago(document["age_s"]),
             "pinned": "yes" if document["pinned"] else "no",
             "parents": " < ".join(str(parent) for parent in document["parents"]) or "none: a root",
             "children": ", ".join(str(child) for child in document["children"]) or "none",
@@ -92,8 +94,10 @@ def diff(document: Document) -> list[RenderableType]:
 
 def evict(document: Document) -> list[RenderableType]:
     verb = "would drop" if document["dry_run"] else "dropped"
+    if "damaged" in document:
+        return [Text(f"{verb} the whole file: {document['damaged']}")]
     return [
-        f"{verb} {document['num_nodes']:,} nodes and {document['num_segments']:,} segments, "
+        f"{verb} {_counted(document['num_nodes'], 'node')} and {_counted(document['num_segments'], 'segment')}, "
         f"{_bytes(document['freed_bytes'])} of KV"
     ]
 
@@ -143,6 +147,11 @@ def settings(document: Document) -> list[RenderableType]:
     return [Text(yaml.safe_dump(dict(document), sort_keys=False).rstrip())]
 
 
+def ready(document: Document) -> list[RenderableType]:
+    model = escape(document["model"])
+    return [f"KVShare listening on {document['url']} (model {model}, ready in {document['ready_s']:.1f} s)"]
+
+
 def bench(document: Document) -> list[RenderableType]:
     return [_facts(dict(_flat(document)))]
 
@@ -163,9 +172,8 @@ def _facts(rows: Mapping[str, object]) -> Table:
 
 
 def _stats_cells(entry: Document) -> tuple[str, ...]:
-    names = ("num_nodes", "num_segments", "num_tokens")
-    counts = tuple(f"{entry[name]:,}" for name in names)
-    return (*counts, _bytes(entry["num_bytes"]), str(entry["max_depth"]), str(entry["num_pinned"]))
+    names = ("num_nodes", "num_pinned", "max_depth", "num_tokens", "num_stored_tokens", "num_segments")
+    return (*(f"{entry[name]:,}" for name in names), _bytes(entry["num_bytes"]))
 
 
 def _branch(entry: Document, into: Tree) -> Tree:
@@ -244,6 +252,10 @@ def _span(start: int, end: int) -> str:
     return f"{start}-{end}"
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
 def _bytes(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
@@ -274,6 +286,7 @@ VIEWS: Mapping[str, Callable[[Document], list[RenderableType]]] = {
     "version": version,
     "key": key,
     "settings": settings,
+    "ready": ready,
     "bench": bench,
 }
 """Keyed by what `output.show` is asked for."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvshare.demo.curriculum import Conversation, Stage, converse, noise
+from kvshare.demo.curriculum import Conversation, Stage, converse, noise, recite
 
-NOISE_LENGTHS = (32, 64, 96)
+NOISE_LENGTHS = (24, 48, 96)
 TEXT_PLACES_PER_ROW = 24
 
 
@@ -45,9 +45,10 @@ class Scores:
         """Count a batch; `right` says for each answer token whether it was predicted."""
         self._sums["loss"].append(answer_loss)
         self._sums["text_loss"].append(text_loss)
-        lengths = [length for _, length in batch.spans]
-        for (kind, _), part in zip(batch.spans, right.split(lengths), strict=True):
-            self._sums[kind].append(float(part.all()))
+        start = 0
+        for kind, length in batch.spans:
+            self._sums[kind].append(float(right[start : start + length].all()))
+            start += length
 
     def take(self) -> dict[str, float]:
         """The means since the last call."""
@@ -64,27 +65,22 @@ def next_batch(
     num_records: int | None = None,
 ) -> Batch:
     """A batch of that stage; rows have the same number of records, so that little is padded."""
-    if rng.random() < stage.noise:
-        return _noise_batch(rng, len(tokenizer), stage.num_tokens)
+    kind = rng.random()
+    is_noise = kind < stage.noise
+    is_recital = kind < stage.noise + stage.recitals
     whole = rng.random() < stage.whole_forms
+    length = rng.choice(NOISE_LENGTHS)
     records = num_records or rng.randint(stage.min_records, stage.max_records)
     rows: list[Conversation] = []
     while not rows or (len(rows) + 1) * max(len(row.ids) for row in rows) <= stage.num_tokens:
-        rows.append(converse(rng, tokenizer, stage, num_records=records, whole_form=whole))
+        if is_noise:
+            row = noise(rng, tokenizer, length=length)
+        elif is_recital:
+            row = recite(rng, tokenizer, num_records=records)
+        else:
+            row = converse(rng, tokenizer, stage, num_records=records, whole_form=whole)
+        rows.append(row)
     return _pack(rng, rows, int(tokenizer.pad_token_id))
-
-
-def _noise_batch(rng: random.Random, vocabulary_size: int, num_tokens: int) -> Batch:
-    length = rng.choice(NOISE_LENGTHS)
-    rows = [
-        noise(rng, vocabulary_size=vocabulary_size, length=length)
-        for _ in range(num_tokens // length)
-    ]
-    # The first repeated token cannot be known, so learning starts behind it.
-    learned = torch.arange(length // 2, length - 1)
-    places = torch.cat([learned + row * length for row in range(len(rows))])
-    spans = tuple(("noise", len(learned)) for _ in rows)
-    return Batch(torch.tensor(rows), places, torch.empty(0, dtype=torch.int64), spans)
 
 
 def _pack(rng: random.Random, rows: list[Conversation], pad: int) -> Batch:
@@ -97,6 +93,7 @@ def _pack(rng: random.Random, rows: list[Conversation], pad: int) -> Batch:
         for kind, start, end in row.answers:
             answers.extend(range(base + start, base + end))
             spans.append((kind, end - start))
-        text.extend(base + rng.randrange(1, len(row.ids)) for _ in range(TEXT_PLACES_PER_ROW))
+        if not row.is_noise:
+            text.extend(base + rng.randrange(1, len(row.ids)) for _ in range(TEXT_PLACES_PER_ROW))
     ids = torch.tensor([row.ids + [pad] * (width - len(row.ids)) for row in rows])
-    return Batch(ids, torch.tensor(answers), torch.tensor(text), tuple(spans))
+    return Batch(ids, torch.tensor(answers), torch.tensor(text, dtype=torch.int64), tuple(spans))

@@ -1,5 +1,8 @@
 """
-What the model is shown, from easy to real: repeated noise, bare slot lines, whole forms.
+What the model is shown, from easy to real.
+
+Repeated noise teaches copying; slot lines recited in another order teach to find a value by
+its label and field; questions about slot lines, then about whole forms, teach the task.
 
 Many questions stand behind one form as turns of a conversation, so that one reading of the
 form teaches many answers. Packing conversations into tensors is done in batches.
@@ -8,13 +11,14 @@ form teaches many answers. Packing conversations into tensors is done in batches
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from transformers import PreTrainedTokenizerFast
 
 from kvshare.demo.questions import KINDS, Kind, ask
 from kvshare.demo.sheets import MAX_RECORDS, REMARK, Sheet, make_sheet, to_messages
 from kvshare.demo.templates import SYSTEM_MESSAGE
-from kvshare.demo.tokenizer import SPECIAL_TOKENS
+from kvshare.demo.tokenizer import encode_chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +31,10 @@ class Stage:
     """About how many tokens a batch holds; many small steps teach the first stages faster."""
     noise: float = 0.0
     """Share of batches that are repeated random tokens."""
+    recitals: float = 0.0
+    """Share of batches that are slot lines said twice, in two orders."""
     whole_forms: float = 0.0
-    """Share of the other batches with complete forms; the rest have only their slot lines."""
+    """Share of the other batches with complete forms; the rest have only slot lines."""
     min_records: int = 1
     max_records: int = MAX_RECORDS
     num_questions: int = 20
@@ -37,17 +43,26 @@ class Stage:
 
 
 STAGES = (
-    Stage(enough=0.8, num_tokens=4096, noise=1.0),
+    Stage(enough=0.85, num_tokens=4096, noise=1.0),
     Stage(
-        enough=0.8,
+        enough=0.9,
         num_tokens=4096,
-        noise=0.1,
+        noise=0.2,
+        recitals=0.5,
         max_records=2,
-        num_questions=12,
+        num_questions=10,
         kind_weights=(1.0, 0.0, 0.0),
     ),
-    Stage(enough=0.9, num_tokens=6144, kind_weights=(0.7, 0.1, 0.2)),
-    Stage(enough=0.96, whole_forms=0.3),
+    Stage(
+        enough=0.9,
+        num_tokens=4096,
+        noise=0.05,
+        recitals=0.3,
+        max_records=3,
+        kind_weights=(1.0, 0.0, 0.0),
+    ),
+    Stage(enough=0.9, num_tokens=6144, recitals=0.1, kind_weights=(0.6, 0.2, 0.2)),
+    Stage(enough=0.95, whole_forms=0.3),
     Stage(enough=1.0, whole_forms=0.9, num_questions=24, kind_weights=(0.4, 0.4, 0.2)),
 )
 
@@ -57,13 +72,65 @@ class Conversation:
     """The token ids of a chat, and for each answer its kind and its half-open target span."""
 
     ids: list[int]
-    answers: list[tuple[Kind, int, int]]
+    answers: list[tuple[str, int, int]]
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether there is nothing to learn but the answers."""
+        return self.answers[0][0] == "noise"
 
 
-def noise(rng: random.Random, *, vocabulary_size: int, length: int) -> list[int]:
-    """Random tokens, then the same again: only copying predicts the second half."""
-    half = [rng.randrange(len(SPECIAL_TOKENS), vocabulary_size) for _ in range(length // 2)]
-    return half + half
+@cache
+def slot_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """The tokens that slot lines are made of."""
+    rng = random.Random("slot-tokens")
+    sheets = [make_sheet(rng, num_records=MAX_RECORDS) for _ in range(200)]
+    lines = {sheet.line(slot) for sheet in sheets for slot in sheet.slots if slot.field != REMARK}
+    return tuple(sorted({token for line in lines for token in tokenizer.encode(line)}))
+
+
+def noise(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, length: int
+) -> Conversation:
+    """
+    Short runs of random tokens, then the same runs in another order.
+
+    Only finding the earlier run and copying on predicts the rest of a run. The order must
+    change: at a fixed distance the model would learn the distance and never look.
+    """
+    alphabet = slot_tokens(tokenizer)
+    runs = []
+    left = length // 2
+    while left > 0:
+        size = min(left, rng.randint(3, 8))
+        runs.append(rng.choices(alphabet, k=size))
+        left -= size
+    ids: list[int] = [token for run in runs for token in run]
+    answers: list[tuple[str, int, int]] = []
+    for run in rng.sample(runs, len(runs)):
+        answers.append(("noise", len(ids) + 1, len(ids) + len(run)))
+        ids += run
+    return Conversation(ids, [span for span in answers if span[1] < span[2]])
+
+
+def recite(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, num_records: int
+) -> Conversation:
+    """The slot lines of a sheet, then again in another order: the second values are learned."""
+    sheet = make_sheet(rng, num_records=num_records)
+    slots = [slot for slot in sheet.slots if slot.field != REMARK]
+    ids: list[int] = [int(tokenizer.bos_token_id)]
+    answers: list[tuple[str, int, int]] = []
+    for again in (False, True):
+        for slot in rng.sample(slots, len(slots)):
+            value = f" {sheet.value(slot)}"
+            before, _, after = sheet.line(slot).partition(value)
+            start = len(ids) + len(prefix := tokenizer.encode(before))
+            ids += prefix + tokenizer.encode(value)
+            if again:
+                answers.append(("recital", start, len(ids)))
+            ids += tokenizer.encode(f"{after}\n")
+    return Conversation(ids, answers)
 
 
 def converse(
@@ -96,7 +163,7 @@ def mark_answers(
     tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], kinds: Sequence[Kind]
 ) -> Conversation:
     """The ids of a chat and where its answers stand, end token included."""
-    ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=False)
+    ids = encode_chat(tokenizer, messages)
     assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
     starts = [index + 1 for index, token in enumerate(ids) if token == assistant]
     spans = [(start, ids.index(tokenizer.eos_token_id, start) + 1) for start in starts]
@@ -112,4 +179,3 @@ def _bare_messages(rng: random.Random, sheet: Sheet, question: str) -> list[dict
         {"role": "system", "content": SYSTEM_MESSAGE},
         {"role": "user", "content": content},
     ]
-

@@ -8,6 +8,7 @@ an exact match counts. Knows nothing of training.
 import argparse
 import json
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from kvshare.demo import MODEL_PATH
 from kvshare.demo.questions import KINDS, Kind, Question, ask
 from kvshare.demo.sheets import MAX_RECORDS, make_sheet, to_messages
-from kvshare.demo.tokenizer import load_tokenizer
+from kvshare.demo.tokenizer import encode_chat, load_tokenizer
 
 MAX_ANSWER_TOKENS = 6
 HELD_OUT_SEED = 1
@@ -61,41 +62,44 @@ def held_out_cases(count: int, *, seed: int = HELD_OUT_SEED) -> Iterator[Case]:
 def load_model(folder: Path = MODEL_PATH) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """The model, in float32 and ready to answer, and its tokenizer."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]  # torch has no hint here
     return model, load_tokenizer(folder)
 
 
 @torch.inference_mode()
-def answer(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    messages: list[dict[str, str]],
-) -> tuple[str, int]:
-    """The greedy answer to a chat, and how many tokens the prompt has."""
-    ids = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False, return_tensors="pt"
-    )
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=MAX_ANSWER_TOKENS,
-        do_sample=False,
-    )
-    said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    return said.strip(), ids.shape[1]
+def answer(model: LlamaForCausalLM, prompt: list[int]) -> list[int]:
+    """The greedy answer to a prompt, both as token ids, without the end token."""
+    said: list[int] = []
+    fed, cache = torch.tensor([prompt]), None
+    while len(said) < MAX_ANSWER_TOKENS:
+        out = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token = int(out.logits[0, -1].argmax())
+        if token == model.config.eos_token_id:
+            break
+        said.append(token)
+        fed, cache = torch.tensor([[token]]), out.past_key_values
+    return said
 
 
 def evaluate(folder: Path, count: int, *, seed: int = HELD_OUT_SEED) -> list[Outcome]:
     """Ask the model in that folder `count` held-out questions."""
     model, tokenizer = load_model(folder)
-    return [
-        Outcome(case, *answer(model, tokenizer, case.messages))
-        for case in held_out_cases(count, seed=seed)
-    ]
+    outcomes = []
+    for case in held_out_cases(count, seed=seed):
+        prompt = encode_chat(tokenizer, case.messages, reply=True)
+        said = str(tokenizer.decode(answer(model, prompt))).strip()
+        outcomes.append(Outcome(case, said, len(prompt)))
+    return outcomes
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, object]:
-    """Accuracy overall, by kind, by number of records, and for both together."""
+    """
+    Accuracy overall, by kind, by number of records, and for both together.
+
+    Raises:  ValueError if there are no outcomes
+    """
+    if not outcomes:
+        raise ValueError("no outcomes to sum up")
     lengths = [outcome.num_prompt_tokens for outcome in outcomes]
     sizes = sorted({outcome.case.num_records for outcome in outcomes})
     return {
@@ -113,6 +117,17 @@ def summary(outcomes: list[Outcome]) -> dict[str, object]:
     }
 
 
+def table(outcomes: list[Outcome]) -> str:
+    """The accuracies as a small table: a row for each kind, a column for each size."""
+    sizes = range(1, MAX_RECORDS + 1)
+    rows = ["records " + "".join(f"{size:>8}" for size in (*sizes, "all"))]
+    for kind in (*KINDS, None):
+        groups = [_of(outcomes, kind=kind, size=size) for size in (*sizes, None)]
+        cells = (f"{_share(group):.1%}" if group else "-" for group in groups)
+        rows.append(f"{kind or 'all':8}" + "".join(f"{cell:>8}" for cell in cells))
+    return "\n".join(rows)
+
+
 def _of(
     outcomes: list[Outcome], *, kind: Kind | None = None, size: int | None = None
 ) -> list[Outcome]:
@@ -125,8 +140,7 @@ def _of(
 
 
 def _share(outcomes: list[Outcome]) -> float:
-    right = sum(outcome.right for outcome in outcomes)
-    return round(right / len(outcomes), 4) if outcomes else float("nan")
+    return round(sum(outcome.right for outcome in outcomes) / len(outcomes), 4)
 
 
 def main() -> None:
@@ -137,14 +151,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=HELD_OUT_SEED)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
-    figures = summary(evaluate(arguments.model, arguments.questions, seed=arguments.seed))
-    if arguments.json:
-        print(json.dumps(figures, indent=2))
-        return
-    print(f"{figures['num_questions']} questions, {figures['accuracy']:.1%} right")
-    for name in ("by_kind", "by_records", "by_kind_and_records"):
-        for key, share in figures[name].items():
-            print(f"  {key:12} {share:.1%}")
+    outcomes = evaluate(arguments.model, arguments.questions, seed=arguments.seed)
+    figures = json.dumps(summary(outcomes), indent=2) if arguments.json else table(outcomes)
+    sys.stdout.write(f"{figures}\n")
 
 
 if __name__ == "__main__":

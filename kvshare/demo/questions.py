@@ -115,6 +115,7 @@ def wording(rng: random.Random, sheet: Sheet, query: Query) -> str:
             (
                 f"In {label} {ordinals[0]}, {asks} is the {field}?",
                 f"{asks.capitalize()} is the {field} of {label} {ordinals[0]}?",
+                f"{template.label} {ordinals[0]}, {field}?",
             )
         )
     if field == AGE:

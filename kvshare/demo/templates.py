@@ -52,15 +52,73 @@ SYSTEM_MESSAGE = (
     "Read the form and answer with the value alone."
 )
 
-FIRST_NAMES = tuple(
-    "Anna Boris Clara David Elena Felix Greta Henry Irene Jonas Karin Leon Maria Nils Olga Peter "
-    "Rosa Simon Tanya Victor Wanda Yusuf Zoe Amir Bella Carlos Dora Erik Fiona Gustav Hanna "
-    "Ivan".split()
+FIRST_NAMES = (
+    "Anna",
+    "Boris",
+    "Clara",
+    "David",
+    "Elena",
+    "Felix",
+    "Greta",
+    "Henry",
+    "Irene",
+    "Jonas",
+    "Karin",
+    "Leon",
+    "Maria",
+    "Nils",
+    "Olga",
+    "Peter",
+    "Rosa",
+    "Simon",
+    "Tanya",
+    "Victor",
+    "Wanda",
+    "Yusuf",
+    "Zoe",
+    "Amir",
+    "Bella",
+    "Carlos",
+    "Dora",
+    "Erik",
+    "Fiona",
+    "Gustav",
+    "Hanna",
+    "Ivan",
 )
-LAST_NAMES = tuple(
-    "Adler Becker Costa Dietz Eriksen Fischer Garcia Hansen Ito Jensen Keller Larsen Moreau "
-    "Novak Okafor Petrov Quinn Rossi Silva Tanaka Unger Vogel Weber Xu Yilmaz Ziegler Brandt "
-    "Cohen Duran Engel Fuchs Gomez".split()
+LAST_NAMES = (
+    "Adler",
+    "Becker",
+    "Costa",
+    "Dietz",
+    "Eriksen",
+    "Fischer",
+    "Garcia",
+    "Hansen",
+    "Ito",
+    "Jensen",
+    "Keller",
+    "Larsen",
+    "Moreau",
+    "Novak",
+    "Okafor",
+    "Petrov",
+    "Quinn",
+    "Rossi",
+    "Silva",
+    "Tanaka",
+    "Unger",
+    "Vogel",
+    "Weber",
+    "Xu",
+    "Yilmaz",
+    "Ziegler",
+    "Brandt",
+    "Cohen",
+    "Duran",
+    "Engel",
+    "Fuchs",
+    "Gomez",
 )
 
 LAB = Template(
@@ -69,7 +127,16 @@ LAB = Template(
     person="patient",
     word_field=WordField(
         "ward",
-        tuple("cardiology surgery maternity oncology urology geriatrics pediatrics dialysis".split()),
+        (
+            "cardiology",
+            "surgery",
+            "maternity",
+            "oncology",
+            "urology",
+            "geriatrics",
+            "pediatrics",
+            "dialysis",
+        ),
     ),
     number_fields=(
         NumberField("sodium", 35, 60),
@@ -128,7 +195,17 @@ EXAM = Template(
     label="Exam",
     person="student",
     word_field=WordField(
-        "room", tuple("library theatre chapel gymnasium studio annex pavilion cellar".split())
+        "room",
+        (
+            "library",
+            "theatre",
+            "chapel",
+            "gymnasium",
+            "studio",
+            "annex",
+            "pavilion",
+            "cellar",
+        ),
     ),
     number_fields=(
         NumberField("algebra", 40, 68),
@@ -187,7 +264,17 @@ TICKET = Template(
     label="Ticket",
     person="customer",
     word_field=WordField(
-        "product", tuple("router printer scanner monitor tablet camera speaker keyboard".split())
+        "product",
+        (
+            "router",
+            "printer",
+            "scanner",
+            "monitor",
+            "tablet",
+            "camera",
+            "speaker",
+            "keyboard",
+        ),
     ),
     number_fields=(
         NumberField("delay", 30, 58),

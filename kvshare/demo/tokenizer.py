@@ -56,7 +56,7 @@ def train_tokenizer(seed: int, num_sheets: int = 400) -> PreTrainedTokenizerFast
         show_progress=False,
     )
     bpe.train_from_iterator(_training_text(seed, num_sheets), trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers has no hints
         tokenizer_object=bpe,
         bos_token=BEGIN,
         eos_token=END,
@@ -72,6 +72,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved in a model folder."""
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
     return tokenizer
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], *, reply: bool = False
+) -> list[int]:
+    """The token ids of a chat; with `reply`, up to where the assistant's answer begins."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=reply, tokenize=False)
+    return list(tokenizer.encode(str(text), add_special_tokens=False))
 
 
 def _training_text(seed: int, num_sheets: int) -> Iterator[str]:

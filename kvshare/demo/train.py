@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvshare.demo.batches import Batch, Scores, next_batch
 from kvshare.demo.curriculum import STAGES, Stage
@@ -25,7 +25,7 @@ from kvshare.demo.tokenizer import MAX_TOKENS, load_tokenizer, train_tokenizer
 
 log = logging.getLogger(__name__)
 
-PEAK_RATE = 3e-3
+PEAK_RATE = 2e-3
 WARMUP_STEPS = 50
 DECAY_SHARE = 0.25
 """The last quarter of the time the learning rate falls to nothing."""
@@ -56,13 +56,16 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=MAX_TOKENS,
-        rope_theta=100_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]  # transformers has no hint
+    # Tied embeddings of the usual size cannot say a copied token loudly enough at the start.
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.06)
+    return model
 
 
 def build_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
@@ -92,8 +95,9 @@ def answer_losses(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor
         logits = model.lm_head(hidden.flatten(0, 1)[places])
     targets = batch.ids.to(device).flatten()[places + 1]
     losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-    answers, text = losses.split([len(batch.answer_places), len(batch.text_places)])
-    right = (logits[: len(batch.answer_places)].argmax(-1) == targets[: len(batch.answer_places)])
+    num_answers = len(batch.answer_places)
+    answers, text = losses[:num_answers], losses[num_answers:]
+    right = logits[:num_answers].argmax(-1) == targets[:num_answers]
     return answers.mean(), text.mean() if len(text) else answers.new_zeros(()), right.cpu()
 
 
@@ -108,8 +112,9 @@ class Run:
             train_tokenizer(seed).save_pretrained(folder)
         self._tokenizer = load_tokenizer(folder)
         torch.manual_seed(seed)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = build_model(self._tokenizer).to(device)
+        self._model = build_model(self._tokenizer)
+        if torch.cuda.is_available():
+            self._model.cuda()
         self._optimizer = build_optimizer(self._model)
         self._progress = Progress()
         self._scores = Scores()
@@ -134,7 +139,7 @@ class Run:
         rng = random.Random(f"train-{self._seed}-{progress.step}")
         batch = next_batch(rng, self._tokenizer, stage)
         answers, text, right = answer_losses(self._model, batch)
-        (answers + TEXT_WEIGHT * text).backward()
+        torch.autograd.backward(answers + TEXT_WEIGHT * text)
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         for group in self._optimizer.param_groups:
             group["lr"] = rate_at(progress, self._minutes)
@@ -193,12 +198,9 @@ class Run:
         }
         torch.save(state, unfinished)
         os.replace(unfinished, self._checkpoint)
-        self._model.generation_config = GenerationConfig(
-            bos_token_id=self._tokenizer.bos_token_id,
-            eos_token_id=self._tokenizer.eos_token_id,
-            pad_token_id=self._tokenizer.pad_token_id,
-            do_sample=False,
-        )
+        generation = self._model.generation_config
+        if generation is not None:
+            generation.do_sample = False
         self._model.save_pretrained(self._folder)
 
     def _resume(self) -> None:

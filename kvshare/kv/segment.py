@@ -31,5 +31,5 @@ class SegmentKV:
         """xxh3 of all bytes, 63 bits: against accidental corruption only."""
         digest = xxhash.xxh3_64()
         for tensor in (self.k, self.v):
-            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy())
+            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
         return digest.intdigest() >> 1

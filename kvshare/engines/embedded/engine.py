@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
-from delta_tree import DeltaTree, DeltaTreeError, Span
+from delta_tree import DeltaTree, DeltaTreeError, NodeId, Span
 from kvshare.cost import CostModel
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.base import (
@@ -31,6 +32,7 @@ from kvshare.engines.base import (
     GenerationRequest,
     ModelCard,
     Prompt,
+    SharingMode,
     Started,
 )
 from kvshare.engines.embedded.model import EmbeddedModel
@@ -45,8 +47,8 @@ from kvshare.errors import (
     ShuttingDownError,
     StoreError,
 )
-from kvshare.explain import explanation
-from kvshare.index_factory import build_nominator
+from kvshare.explain import Planning, explanation
+from kvshare.index_factory import ServedIndex
 from kvshare.inspection import QUESTIONS
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.memory_tier import MemoryTier
@@ -110,6 +112,21 @@ class EmbeddedEngine(Engine):
         return ModelCard(self._model_id, self._created, max_model_len)
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The Rust tokenizer underneath."""
+        return self._encoder.backend
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._model.eos_token_ids(self._encoder.eos_token_id)
+
+    @property
+    def model(self) -> EmbeddedModel:
+        """For benchmarks and tests: the model this engine runs."""
+        return self._model
+
+    @property
     def sharing(self) -> Sharing:
         """For benchmarks and tests: what this engine shares with."""
         return self._sharing
@@ -117,11 +134,10 @@ class EmbeddedEngine(Engine):
     async def start(self) -> None:
         self._model, self._encoder = await self._off_loop(self._load)
         self._namespace_fields = await self._off_loop(self._describe_model)
-        self._tree = await self._off_loop(self._open_tree)
+        self._tree, forgotten = await self._off_loop(self._open_tree)
         settings = self._settings
-        nominator = build_nominator(settings.index, Path(settings.store.path))
-        await nominator.open()
-        await nominator.rebuild([])  # KV died with the last process, so nothing is left to nominate
+        self._index = ServedIndex(settings.index, Path(settings.store.path))
+        nominator = await self._index.open(forgotten)
         geometry = self._model.geometry
         self._sharing = Sharing(
             tree=self._tree,
@@ -139,7 +155,6 @@ class EmbeddedEngine(Engine):
                 smoothing=settings.cost.smoothing,
                 bytes_per_token=geometry.bytes_per_token,
             ),
-            lookup_timeout_s=settings.sharing.lookup_timeout_s,
         )
         self._scheduler = Scheduler(
             chunk_tokens=settings.engine.prefill_chunk_tokens, on_release=self._on_release
@@ -155,7 +170,7 @@ class EmbeddedEngine(Engine):
         self._running = False
         await self._off_loop(self._scheduler.stop)
         await asyncio.gather(*self._background, return_exceptions=True)
-        await self._sharing.nominator.close()
+        await self._index.close()
         self._sharing.close()
         await self._off_loop(self._tree.close)
         self._executor.shutdown()
@@ -184,8 +199,8 @@ class EmbeddedEngine(Engine):
                 request,
                 lookup,
                 model=self._model,
-                tokenizer=self._encoder.backend,
-                eos_token_ids=self._model.eos_token_ids(self._encoder.eos_token_id),
+                tokenizer=self.tokenizer,
+                eos_token_ids=self.eos_token_ids,
                 max_tokens=max_tokens,
                 cost=self._sharing.cost,
                 emit=lambda delta: self._call_soon(queue.put_nowait, delta),
@@ -226,7 +241,18 @@ class EmbeddedEngine(Engine):
 
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:
         lookup = await self._sharing.prepare(request.namespace.digest, request.prompt, request.mode)
-        return explanation(lookup, request.prompt.num_tokens, self._sharing)
+        nodes = [
+            node
+            for candidate in lookup.candidates
+            if (node := self._tree.get(NodeId(candidate.prompt_id))) is not None
+        ]
+        planning = Planning(
+            self._tree.segment,
+            self._sharing.limits,
+            self._sharing.cost.rates,
+            approximate=request.mode is SharingMode.APPROX,
+        )
+        return await self._off_loop(explanation, lookup, request.prompt.token_ids, nodes, planning)
 
     async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         question = QUESTIONS.get(what)
@@ -319,15 +345,20 @@ class EmbeddedEngine(Engine):
             "rope": self._model.rope_digest,
         }
 
-    def _open_tree(self) -> DeltaTree:
-        """The metadata store of this very model. Raises StoreError with what to do."""
+    def _open_tree(self) -> tuple[DeltaTree, list[tuple[str, int]]]:
+        """
+        The metadata store of this very model, and the prompts that left it because their KV is gone.
+
+        Raises:  StoreError with what to do
+        """
         identity = ":".join(self._namespace_fields[key] for key in ("model", "revision", "tokenizer", "dtype"))
         try:
             tree = DeltaTree.open(Path(self._settings.store.path) / "tree.sqlite3", identity=identity)
+            forgotten = [(node.namespace, int(node.node_id)) for node in tree.nodes()]
             tree.discard_missing(frozenset())
         except DeltaTreeError as exc:
             raise StoreError(str(exc)) from exc
-        return tree
+        return tree, forgotten
 
     def _warm_up(self) -> None:
         """The first forward pass allocates and compiles; better now than in somebody's request."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AttentionInterface, Cache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -78,7 +79,7 @@ class EmbeddedModel:
         if getattr(config, "is_encoder_decoder", False):
             raise ModelError(f"{name} is an encoder-decoder model; expected a decoder")
         self.name = name
-        self._model = model.eval()
+        self._model = model.train(False)
         self._model.set_attn_implementation(_ATTENTION)
         self.vocab_size: int = config.vocab_size
         self.max_model_len = _context_length(config, max_model_len)
@@ -114,12 +115,14 @@ class EmbeddedModel:
 
         Raises:  ModelError if it cannot be loaded or is not a decoder this engine can run
         """
-        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # ships no types
         where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         try:
             config = AutoConfig.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, dtype))
-            model.to(where)
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=getattr(torch, dtype)
+            )
+            torch.nn.Module.to(model, where)
         except (OSError, ValueError, KeyError, RuntimeError) as exc:
             raise ModelError(f"model {str(path)!r} cannot be loaded: {exc}") from exc
         return cls(model, name=name, max_model_len=max_model_len)
@@ -166,7 +169,7 @@ class EmbeddedModel:
         """Like `compute`, with the logits after the last `keep` positions: (keep, V), float32."""
         device = self.geometry.device
         output = self._model(
-            input_ids=torch.as_tensor(token_ids, dtype=torch.int64, device=device).unsqueeze(0),
+            input_ids=torch.from_numpy(token_ids.astype(np.int64)).to(device).unsqueeze(0),
             position_ids=current.positions.unsqueeze(0),
             past_key_values=_SlotCache(current),
             use_cache=True,
@@ -177,10 +180,9 @@ class EmbeddedModel:
         return logits.float()
 
     def _rotary_module(self) -> torch.nn.Module | None:
-        for module in self._model.modules():
-            if hasattr(module, "inv_freq") and hasattr(module, "attention_scaling"):
-                return module
-        return None
+        modules: Iterable[torch.nn.Module] = self._model.modules()
+        found = (m for m in modules if hasattr(m, "inv_freq") and hasattr(m, "attention_scaling"))
+        return next(found, None)
 
     def _checked_rotation(self) -> Rotation:
         """The model's rotation, after proof on the model itself that moved keys equal computed ones."""

@@ -39,7 +39,7 @@ def answer_from_text(text: str, question: str) -> str:
         field, *verdicts = found.groups()
         value, low, high = (int(n) for n in re.findall(r"\d+", facts[ordinals[0], field]))
         return verdicts[(value >= low) + (value > high)]
-    if question.startswith("Who is older") or question.startswith("Who is younger"):
+    if question.startswith(("Who is older", "Who is younger")):
         return _winner(facts, ordinals, "age", wants_larger="older" in question)
     if found := re.match(r"Who has the higher (\w+),", question):
         return _winner(facts, ordinals, found.group(1), wants_larger=True)

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from tests.kvshare.tiny_models import CONFIGS, VOCAB, tiny_model
+
 
 from delta_tree import Copy, NodeId, SegmentId, Span, token_ids
+from kvshare.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass, take_pass
 from kvshare.kv.editor import lay_out
@@ -16,11 +17,11 @@ RUNS = (Span(7, 19), Span(40, 41), Span(60, 83), Span(110, 120))
 FLOAT32 = 2e-5
 BFLOAT16 = 0.15  # eight bits of mantissa, logits of a few units
 
-architectures = pytest.mark.parametrize("name", sorted(CONFIGS))
+architectures = pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 
 
 def prompt(seed: int = 0, length: int = TOKENS) -> np.ndarray:
-    return token_ids(np.random.default_rng(seed).integers(3, VOCAB, length))
+    return token_ids(np.random.default_rng(seed).integers(3, VOCAB_SIZE, length))
 
 
 def reference(name: str, tokens: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,0 +1,85 @@
+"""
+What makes a node a whole prompt over segments of its own namespace.
+
+The same checks stand before every insertion and after every load from disk.
+"""
+
+from collections.abc import Callable
+
+from delta_tree.errors import InvalidNodeError
+from delta_tree.node import Node, Segment, SegmentId
+from delta_tree.pieces import MAX_INT64
+
+SegmentLookup = Callable[[SegmentId], Segment | None]
+
+
+def check_node(node: Node, parent: Node | None, segment_of: SegmentLookup) -> None:
+    """
+    Refuse a node that does not describe a whole prompt over segments of its own namespace.
+
+    Raises:  InvalidNodeError with what was found and what was expected
+    """
+    if not node.namespace:
+        raise InvalidNodeError("a node needs a namespace; without one nothing is shared")
+    if not node.num_tokens or node.pieces.num_tokens != node.num_tokens:
+        raise InvalidNodeError(
+            f"the pieces cover {node.pieces.num_tokens} tokens of a prompt of {node.num_tokens}"
+        )
+    if not 0 <= node.exact_length <= node.num_tokens:
+        raise InvalidNodeError(
+            f"exact_length {node.exact_length} does not fit {node.num_tokens} tokens"
+        )
+    if parent is not None and parent.namespace != node.namespace:
+        raise InvalidNodeError("the parent is in another namespace")
+    _check_script(node, parent)
+    _check_pieces(node, segment_of)
+
+
+def check_segment(segment: Segment) -> None:
+    """
+    Refuse a segment with impossible figures.
+
+    Raises:  InvalidNodeError
+    """
+    counts = (segment.first_position, segment.generation, segment.num_bytes)
+    if segment.num_tokens <= 0 or min(counts) < 0 or max(counts) > MAX_INT64:
+        raise InvalidNodeError(
+            f"segment {segment.segment_id} has {segment.num_tokens} tokens at "
+            f"{segment.first_position}, generation {segment.generation}, "
+            f"{segment.num_bytes} bytes"
+        )
+    if not 0 < segment.segment_id <= MAX_INT64 or not 0 <= segment.checksum < 2**64:
+        raise InvalidNodeError("a segment id needs 63 bits above 0, its checksum 64 unsigned bits")
+
+
+def _check_script(node: Node, parent: Node | None) -> None:
+    script = node.script
+    if (script is None) != (parent is None):
+        raise InvalidNodeError("a node has a script exactly when it has a parent")
+    if script is not None and parent is not None:
+        ends = (script.source_length, script.target_length)
+        if ends != (parent.num_tokens, node.num_tokens):
+            raise InvalidNodeError(
+                f"the script goes from {ends[0]} to {ends[1]} tokens, "
+                f"expected {parent.num_tokens} to {node.num_tokens}"
+            )
+
+
+def _check_pieces(node: Node, segment_of: SegmentLookup) -> None:
+    for span, piece in node.pieces.spans():
+        segment = segment_of(piece.segment_id)
+        if segment is None:
+            raise InvalidNodeError(f"segment {piece.segment_id} is in neither tree nor draft")
+        if segment.namespace != node.namespace:
+            raise InvalidNodeError(f"segment {piece.segment_id} belongs to another namespace")
+        if piece.end > segment.num_tokens:
+            raise InvalidNodeError(
+                f"a piece ends at token {piece.end} of segment {piece.segment_id}, "
+                f"which has {segment.num_tokens}"
+            )
+        stored_at = segment.first_position + piece.offset
+        if span.start < node.exact_length and (segment.generation or stored_at != span.start):
+            raise InvalidNodeError(
+                f"exact_length {node.exact_length} covers position {span.start}, whose KV is of "
+                f"generation {segment.generation} and was computed for position {stored_at}"
+            )

@@ -1,0 +1,178 @@
+"""
+All nodes and segments in memory, with the indexes that answer questions about them.
+
+A change is a value: first it is worked out, then stored, then applied here, so that what is in
+memory and what is on disk never differ. The forest neither locks nor stores; tree.py does.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from delta_tree.errors import UnknownNodeError, UnknownSegmentError
+from delta_tree.node import Node, NodeId, Segment, SegmentId
+from delta_tree.spans import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one operation does: all of it or nothing. A put node replaces one with its id."""
+
+    put_segments: tuple[Segment, ...] = ()
+    put_nodes: tuple[Node, ...] = ()
+    dropped_nodes: tuple[NodeId, ...] = ()
+    dropped_segments: tuple[SegmentId, ...] = ()
+
+
+def prompt_key(namespace: str, tokens: TokenIds) -> bytes:
+    """
+    16 bytes that name a prompt within a namespace.
+
+    The name is length-framed, so that no namespace can be spelled into another's tokens.
+    """
+    name = namespace.encode()
+    digest = hashlib.blake2b(digest_size=16, person=b"kvshare-prompt")
+    digest.update(len(name).to_bytes(8, "little") + name + tokens.astype("<i4", copy=False).data)
+    return digest.digest()
+
+
+class Forest:
+    """The trees of prompts of all namespaces, and the segments they refer to."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[NodeId, Node] = {}
+        self.segments: dict[SegmentId, Segment] = {}
+        self.references: dict[SegmentId, int] = {}  # nodes that refer to a segment, never 0
+        self._children: dict[NodeId, tuple[NodeId, ...]] = {}
+        self._by_prompt: dict[bytes, NodeId] = {}
+
+    def node(self, node_id: NodeId) -> Node:
+        """
+        The node with this id.
+
+        Raises:  UnknownNodeError
+        """
+        try:
+            return self.nodes[node_id]
+        except KeyError:
+            raise UnknownNodeError(node_id) from None
+
+    def segment(self, segment_id: SegmentId) -> Segment:
+        """
+        The segment with this id.
+
+        Raises:  UnknownSegmentError
+        """
+        try:
+            return self.segments[segment_id]
+        except KeyError:
+            raise UnknownSegmentError(segment_id) from None
+
+    def find(self, namespace: str, tokens: TokenIds) -> Node | None:
+        """The node of exactly this prompt. The hash proposes, the tokens decide."""
+        node_id = self._by_prompt.get(prompt_key(namespace, tokens))
+        node = None if node_id is None else self.nodes.get(node_id)
+        if node is None or node.namespace != namespace:
+            return None
+        return node if np.array_equal(node.token_ids, tokens) else None
+
+    def children(self, node_id: NodeId) -> tuple[NodeId, ...]:
+        """The nodes whose script starts from this one."""
+        return self._children.get(node_id, ())
+
+    def subtree(self, node_id: NodeId) -> list[NodeId]:
+        """A node and all its descendants."""
+        found = [node_id]
+        for seen in found:
+            found.extend(self.children(seen))
+        return found
+
+    def freed_by(
+        self, put: Iterable[Node], dropped: Iterable[NodeId]
+    ) -> tuple[tuple[SegmentId, ...], int]:
+        """Segments nobody refers to once the change is made, and their bytes together."""
+        lost: Counter[SegmentId] = Counter()
+        for node in put:
+            if node.node_id in self.nodes:
+                lost.update(self.nodes[node.node_id].pieces.segment_ids)
+            lost.subtract(node.pieces.segment_ids)
+        for node_id in dropped:
+            lost.update(self.nodes[node_id].pieces.segment_ids)
+        freed = tuple(
+            segment_id
+            for segment_id, count in lost.items()
+            if count > 0 and self.references[segment_id] == count
+        )
+        return freed, sum(self.segments[segment_id].num_bytes for segment_id in freed)
+
+    def apply(self, change: Change) -> None:
+        """Make a change that has been worked out and stored."""
+        for segment in change.put_segments:
+            self.segments[segment.segment_id] = segment
+        for node in change.put_nodes:
+            old = self.nodes.get(node.node_id)
+            self.nodes[node.node_id] = node
+            if old is None:
+                self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
+            if old is None or old.pieces != node.pieces:
+                self._count(node, 1)
+                if old is not None:
+                    self._count(old, -1)
+            if old is None or old.parent != node.parent:
+                self._detach(old)
+                self._attach(node)
+        for node_id in change.dropped_nodes:
+            node = self.nodes.pop(node_id)
+            del self._by_prompt[prompt_key(node.namespace, node.token_ids)]
+            self._count(node, -1)
+            self._detach(node)
+        for segment_id in change.dropped_segments:
+            del self.segments[segment_id]
+
+    def _count(self, node: Node, by: int) -> None:
+        for segment_id in node.pieces.segment_ids:
+            count = self.references.get(segment_id, 0) + by
+            if count:
+                self.references[segment_id] = count
+            else:
+                del self.references[segment_id]
+
+    def _attach(self, node: Node) -> None:
+        if node.parent is not None:
+            self._children[node.parent] = (*self.children(node.parent), node.node_id)
+
+    def _detach(self, node: Node | None) -> None:
+        if node is None or node.parent is None:
+            return
+        rest = tuple(child for child in self.children(node.parent) if child != node.node_id)
+        if rest:
+            self._children[node.parent] = rest
+        else:
+            self._children.pop(node.parent, None)
+
+
+def recompose(forest: Forest, dropped: Collection[NodeId]) -> tuple[Node, ...]:
+    """
+    The children that lose their parent to `dropped`, moved to the nearest ancestor that stays.
+
+    Their scripts are recomposed along the way; under no ancestor they become roots.
+    """
+    moved: list[Node] = []
+    for gone in dropped:
+        for child_id in forest.children(gone):
+            if child_id in dropped:
+                continue
+            child = forest.nodes[child_id]
+            script, parent_id = child.script, child.parent
+            while parent_id is not None and parent_id in dropped:
+                parent = forest.nodes[parent_id]
+                if script is not None and parent.script is not None:
+                    script = parent.script.compose(script)
+                parent_id = parent.parent
+            if parent_id is None:
+                script = None
+            moved.append(replace(child, parent=parent_id, script=script))
+    return tuple(moved)

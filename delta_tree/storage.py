@@ -1,0 +1,273 @@
+"""
+The tree on disk: one SQLite file, one writer, every change one transaction.
+
+A process killed at any moment leaves the state before or after a change, never between. Use
+counters are written along with the next change and may be lost. The only file that imports
+sqlite3; its errors are translated here.
+"""
+
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from urllib.parse import quote
+
+from delta_tree import rows
+from delta_tree.errors import (
+    EditRangeError,
+    InvalidTokensError,
+    StoreCorruptError,
+    StoreLockedError,
+    StoreMismatchError,
+    StoreMissingError,
+    StoreReadOnlyError,
+    StoreUnavailableError,
+)
+from delta_tree.forest import Change
+from delta_tree.node import Node, Segment, SegmentId
+from delta_tree.pieces import Piece, PieceTable
+from delta_tree.rows import RowError
+
+APPLICATION_ID = 0x4B565354  # "KVST"
+SCHEMA_VERSION = 1
+_LOCK_WAIT_S = 1.0  # a server that is just stopping may still hold the file
+
+
+def journal_mode_for(version: tuple[int, int, int]) -> str:
+    """WAL where SQLite has its fix for the WAL-reset corruption, else TRUNCATE."""
+    fixed = version >= (3, 51, 3) or (
+        (3, 50, 7) <= version < (3, 51, 0) or (3, 44, 6) <= version < (3, 45, 0)
+    )
+    return "WAL" if fixed else "TRUNCATE"
+
+
+class Storage:
+    """An open file. Lives as long as the tree that holds it; not thread-safe by itself."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, *, read_only: bool) -> None:
+        self._path = path
+        self._connection: sqlite3.Connection | None = connection
+        self.read_only = read_only
+
+    @classmethod
+    def open(cls, path: Path, *, identity: str, read_only: bool) -> "Storage":
+        """
+        Open the file, or create it; a new folder is readable by its owner only.
+
+        `identity` names the model and everything else the stored KV depends on.
+        Raises:  StoreError, see errors.py
+        """
+        _prepare_file(path, read_only=read_only)
+        with _translated(path):
+            connection = sqlite3.connect(
+                f"file:{quote(str(path.absolute()))}?mode=rw",
+                uri=True,
+                timeout=_LOCK_WAIT_S,
+                isolation_level=None,  # transactions are begun and ended here, by name
+                check_same_thread=False,  # the tree's lock sees to it
+            )
+        try:
+            with _translated(path):
+                _configure(connection, path, identity, read_only=read_only)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(path, connection, read_only=read_only)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._connection is None
+
+    def load(self) -> tuple[list[Segment], list[Node]]:
+        """
+        Everything that is stored, each row checked.
+
+        Raises:  StoreCorruptError if a row does not decode or its checksum is wrong
+        """
+        connection = self._open_connection()
+        with _translated(self._path):
+            try:
+                segments = [
+                    rows.segment_of(row) for row in connection.execute(rows.SELECT_SEGMENTS)
+                ]
+                tables = {
+                    node_id: PieceTable(Piece(SegmentId(s), start, n) for _, s, start, n in group)
+                    for node_id, group in groupby(
+                        connection.execute(rows.SELECT_PIECES), key=lambda row: row[0]
+                    )
+                }
+                nodes = [
+                    rows.node_of(row, tables.get(row[0], PieceTable(())))
+                    for row in connection.execute(rows.SELECT_NODES)
+                ]
+            except (EditRangeError, InvalidTokensError, RowError) as exc:
+                raise StoreCorruptError(self._path, str(exc)) from exc
+        return segments, nodes
+
+    def write(self, change: Change, used: Iterable[Node]) -> None:
+        """
+        Store a change, and the use counters of nodes that were touched, in one transaction.
+
+        Raises:  StoreReadOnlyError, StoreUnavailableError, StoreCorruptError; nothing is written
+        """
+        if self.read_only:
+            raise StoreReadOnlyError(self._path)
+        connection = self._open_connection()
+        put_ids = [(node.node_id,) for node in change.put_nodes]
+        dropped_ids = [(node_id,) for node_id in change.dropped_nodes]
+        with _translated(self._path), _transaction(connection):
+            run = connection.executemany
+            run("DELETE FROM nodes WHERE node_id = ?", dropped_ids)
+            run("DELETE FROM pieces WHERE node_id = ?", put_ids)
+            run(rows.PUT_SEGMENT, [rows.segment_row(segment) for segment in change.put_segments])
+            run(rows.PUT_NODE, [rows.node_row(node) for node in change.put_nodes])
+            run(
+                "INSERT INTO pieces VALUES (?, ?, ?, ?, ?)",
+                [
+                    (node.node_id, place, piece.segment_id, piece.offset, piece.length)
+                    for node in change.put_nodes
+                    for place, piece in enumerate(node.pieces)
+                ],
+            )
+            run(
+                "DELETE FROM segments WHERE segment_id = ?",
+                [(segment_id,) for segment_id in change.dropped_segments],
+            )
+            run(
+                "UPDATE nodes SET last_used_at = ?, num_hits = ? WHERE node_id = ?",
+                [(node.last_used_at, node.num_hits, node.node_id) for node in used],
+            )
+
+    def close(self) -> None:
+        """Release the file. Idempotent."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _open_connection(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise StoreUnavailableError(self._path, "the tree has been closed")
+        return self._connection
+
+
+def _prepare_file(path: Path, *, read_only: bool) -> None:
+    if read_only:
+        if not path.exists():
+            raise StoreMissingError(path)
+        return
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # SQLite gives its journal the mode of the file, so both are the owner's only.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    except OSError as exc:
+        raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
+
+
+def _configure(
+    connection: sqlite3.Connection, path: Path, identity: str, *, read_only: bool
+) -> None:
+    """Take the lock, make sure that the file is ours and whole, or make it so if it is empty."""
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA foreign_keys = ON")
+    is_empty = _pragma(connection, "page_count") == 0
+    if is_empty and read_only:
+        raise StoreMissingError(path)
+    if not is_empty:
+        _check_stamp(connection, path)
+    if read_only:
+        # Not mode=ro: after a kill the journal must be rolled back before anything can be read.
+        connection.execute("PRAGMA query_only = ON")
+    else:
+        mode = journal_mode_for(sqlite3.sqlite_version_info)
+        connection.execute(f"PRAGMA journal_mode = {mode}")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA secure_delete = ON")  # a purge leaves no token ids behind
+        # In exclusive mode the lock outlives the transaction: this process is the writer now.
+        connection.execute("BEGIN EXCLUSIVE")
+        connection.execute("COMMIT")
+    if is_empty:
+        _create(connection, identity)
+    _check_content(connection, path, identity)
+
+
+def _create(connection: sqlite3.Connection, identity: str) -> None:
+    with _transaction(connection):
+        for statement in rows.SCHEMA:
+            connection.execute(statement)
+        connection.execute("INSERT INTO meta VALUES ('identity', ?)", (identity,))
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
+    application_id = _pragma(connection, "application_id")
+    if application_id != APPLICATION_ID:
+        raise StoreMismatchError(
+            path, f"another program (application id {application_id:#x})", "a KVShare store"
+        )
+    version = _pragma(connection, "user_version")
+    if version != SCHEMA_VERSION:
+        raise StoreMismatchError(
+            path, f"schema version {version}", f"schema version {SCHEMA_VERSION}"
+        )
+
+
+def _check_content(connection: sqlite3.Connection, path: Path, identity: str) -> None:
+    verdict = _pragma(connection, "quick_check(1)")
+    if verdict != "ok":
+        raise StoreCorruptError(path, str(verdict))
+    row = connection.execute("SELECT value FROM meta WHERE key = 'identity'").fetchone()
+    if row is None:
+        raise StoreCorruptError(path, "it does not say what it was written for")
+    if row[0] != identity:
+        raise StoreMismatchError(path, f"identity {row[0]}", f"identity {identity}")
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> object:
+    return connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        # SQLite may have rolled back by itself, for instance when the disk is full.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_UNAVAILABLE = {
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_AUTH,
+}
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into ours; what is neither busy nor out of reach is damage."""
+    try:
+        yield
+    except sqlite3.Error as exc:
+        code = getattr(exc, "sqlite_errorcode", None)
+        primary = None if code is None else code & 0xFF
+        if primary in _BUSY:
+            raise StoreLockedError(path) from exc
+        if primary in _UNAVAILABLE:
+            raise StoreUnavailableError(path, str(exc)) from exc
+        raise StoreCorruptError(path, str(exc)) from exc

@@ -1,0 +1,180 @@
+"""
+`kvshare bench demo`: are the answers right? The demo model on held-out near-duplicate pairs.
+
+Every question turns on a value that differs between donor and recipient, so reuse that keeps the donor's value
+shows as a wrong answer. Arms, greedy decoding, exact match:
+    full               everything computed
+    kvshare            the engine as configured: copies, placeholders, repair
+    placeholders_only  copies and placeholders, no repair but the last token
+    full_reuse         the donor's KV also where the tokens differ; only the question is computed
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from delta_tree import Op, Span, TokenIds, align, common_suffix_length
+from kvshare.bench.harness import running_engine
+from kvshare.demo.pairs import Pair, near_duplicate_pairs
+from kvshare.engines.base import Delta, GenerationRequest, Prompt, SamplingParams, SharingMode, SharingReport
+from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.engines.embedded.text import Detokenizer
+from kvshare.kv.attention import PartialPass
+from kvshare.kv.sequence import SequenceKV
+
+_MAX_TOKENS = 12
+_HELD_OUT_SEED = 20_000
+
+
+def run(*, pairs: int = 150, seed: int = _HELD_OUT_SEED) -> dict[str, Any]:
+    """Accuracy of every arm over the same pairs, by kind of question, with what sharing saved."""
+    return asyncio.run(_run(pairs, seed))
+
+
+async def _run(num_pairs: int, seed: int) -> dict[str, Any]:
+    right: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    stale: list[bool] = []
+    reports: list[SharingReport] = []
+    async with running_engine(None, {"index.dense": False}) as engine:
+        configured = engine.sharing.limits
+        bare = replace(configured.repair, edit_window=0, relocated_head=0, tail=1)
+        for number, pair in enumerate(near_duplicate_pairs(seed, num_pairs)):
+            tenant = f"pair-{number}"  # a namespace of its own: the donor is this one and no other
+            donor = await engine.encode_chat(pair.donor_messages)
+            recipient = await engine.encode_chat(pair.recipient_messages)
+            await _answer(engine, tenant, donor, SharingMode.OFF, store=True)
+            answers = {"full": (await _answer(engine, tenant, recipient, SharingMode.OFF))[0]}
+            engine.sharing.limits = configured
+            answers["kvshare"], report = await _answer(engine, tenant, recipient, SharingMode.APPROX)
+            engine.sharing.limits = replace(configured, repair=bare)
+            answers["placeholders_only"], _ = await _answer(engine, tenant, recipient, SharingMode.APPROX)
+            answers["full_reuse"] = await asyncio.to_thread(_full_reuse, engine, donor, recipient)
+            _count(right, pair, answers)
+            stale.append(answers["full_reuse"] == pair.stale_answer)
+            reports.append(report)
+    return _summary(right, stale, reports, num_pairs=num_pairs, seed=seed)
+
+
+def _count(right: dict[str, dict[str, list[bool]]], pair: Pair, answers: dict[str, str]) -> None:
+    for arm, answer in answers.items():
+        right[arm]["all"].append(answer == pair.answer)
+        right[arm][pair.kind].append(answer == pair.answer)
+
+
+def _summary(
+    right: dict[str, dict[str, list[bool]]],
+    stale: list[bool],
+    reports: list[SharingReport],
+    *,
+    num_pairs: int,
+    seed: int,
+) -> dict[str, Any]:
+    def mean(values: list[float]) -> float:
+        return float(np.mean(values))
+
+    accuracy = {arm: mean([float(hit) for hit in kinds["all"]]) for arm, kinds in right.items()}
+    return {
+        "benchmark": "demo",
+        "pairs": num_pairs,
+        "seed": seed,
+        "accuracy": accuracy,
+        "by_kind": {
+            arm: {kind: mean([float(hit) for hit in hits]) for kind, hits in kinds.items() if kind != "all"}
+            for arm, kinds in right.items()
+        },
+        "points_below_full": {
+            arm: 100 * (accuracy["full"] - value) for arm, value in accuracy.items() if arm != "full"
+        },
+        "full_reuse_gave_the_donors_answer": mean([float(value) for value in stale]),
+        "kvshare_computed_fraction": mean([1 - r.num_cached / r.num_prompt_tokens for r in reports]),
+        "kvshare_exact_fraction": mean([r.num_exact / r.num_prompt_tokens for r in reports]),
+        "decisions": {
+            decision: sum(r.decision == decision for r in reports) for decision in ("approx", "exact", "full")
+        },
+        "mean_prompt_tokens": mean([float(r.num_prompt_tokens) for r in reports]),
+    }
+
+
+async def _answer(
+    engine: EmbeddedEngine, tenant: str, prompt: Prompt, mode: SharingMode, *, store: bool = False
+) -> tuple[str, SharingReport]:
+    request = GenerationRequest(
+        request_id="bench",
+        namespace=engine.namespace(tenant=tenant, scope="tenant"),
+        prompt=prompt,
+        sampling=SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0),
+        mode=mode,
+        store=store,
+    )
+    text = ""
+    report: SharingReport | None = None
+    async for event in engine.generate(request):
+        if isinstance(event, Delta):
+            text += event.text
+        else:
+            report = event.report
+    assert report is not None
+    return text.strip(), report
+
+
+def _full_reuse(engine: EmbeddedEngine, donor: Prompt, recipient: Prompt) -> str:
+    """The donor's KV laid under the recipient, replaced values and all; the question alone is computed."""
+    model = engine.model
+    source = model.new_sequence(donor.num_tokens)
+    model.compute(PartialPass(source, (Span(0, donor.num_tokens),)), donor.token_ids)
+    target = model.new_sequence(recipient.num_tokens + _MAX_TOKENS)
+    question = _question_start(donor.token_ids, recipient.token_ids)
+    computed = _lay_donor(model, source, target, donor.token_ids, recipient.token_ids, question)
+    ids = np.concatenate([recipient.token_ids[span.start : span.end] for span in computed])
+    logits = model.compute(PartialPass(target, computed), ids)
+    return _decode(engine, target, recipient.num_tokens, int(logits.argmax()))
+
+
+def _question_start(donor: TokenIds, recipient: TokenIds) -> int:
+    """The tail that both close with (the template's) and the recipient's question before it."""
+    closing = common_suffix_length(donor, recipient)
+    last_edit = [edit for edit in align(donor, recipient, min_run=16).edits if edit.op is not Op.KEEP][-1]
+    return min(last_edit.target.start, len(recipient) - closing)
+
+
+def _lay_donor(
+    model: EmbeddedModel,
+    source: SequenceKV,
+    target: SequenceKV,
+    donor: TokenIds,
+    recipient: TokenIds,
+    question: int,
+) -> tuple[Span, ...]:
+    """Keeps and replacements alike are taken from the donor; returns what no donor slot stands for."""
+    assert model.rotation is not None
+    computed: list[Span] = []
+    for edit in align(donor, recipient, min_run=1).edits:
+        length = min(len(edit.source), len(edit.target), max(0, question - edit.target.start))
+        if length:
+            shift = edit.target.start - edit.source.start
+            keys = source.k[:, edit.source.start : edit.source.start + length]
+            values = source.v[:, edit.source.start : edit.source.start + length]
+            target.k[:, edit.target.start : edit.target.start + length] = model.rotation.moved(keys, shift)
+            target.v[:, edit.target.start : edit.target.start + length] = values
+        if edit.target.start + length < min(edit.target.end, question):
+            computed.append(Span(edit.target.start + length, min(edit.target.end, question)))
+    return (*computed, Span(question, len(recipient)))
+
+
+def _decode(engine: EmbeddedEngine, kv: SequenceKV, position: int, token_id: int) -> str:
+    text = ""
+    detokenizer = Detokenizer(engine.tokenizer)
+    for _ in range(_MAX_TOKENS):
+        if token_id in engine.eos_token_ids:
+            break
+        text += detokenizer.add(token_id)
+        current = PartialPass(kv, (Span(position, position + 1),))
+        token_id = int(engine.model.compute(current, np.asarray([token_id], dtype=np.int32)).argmax())
+        position += 1
+    return text.strip()

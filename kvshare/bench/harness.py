@@ -1,0 +1,136 @@
+"""What the benchmarks share: an engine over a given model, near-duplicate prompts, times and percentiles."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from delta_tree import TokenIds, token_ids
+from kvshare.demo import MODEL_PATH
+from kvshare.engines.base import (
+    Delta,
+    Finished,
+    GenerationRequest,
+    SamplingParams,
+    SharingMode,
+    SharingReport,
+    Started,
+)
+from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.engines.embedded.tokenizer import PromptEncoder
+from kvshare.settings import Settings, load_settings
+
+
+@asynccontextmanager
+async def running_engine(
+    model: PreTrainedModel | None = None, overrides: Mapping[str, object] | None = None
+) -> AsyncIterator[EmbeddedEngine]:
+    """
+    An engine in a temporary store: over the given model, or over the demo model.
+
+    The demo model's tokenizer serves both; only its ids matter to a random model.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        settings = load_settings(overrides={"store.path": folder, **(overrides or {})})
+        engine = new_engine(model, settings)
+        await engine.start()
+        try:
+            yield engine
+        finally:
+            await engine.stop()
+
+
+def new_engine(model: PreTrainedModel | None, settings: Settings) -> EmbeddedEngine:
+    """An engine that has not been started."""
+    if model is None:
+        return EmbeddedEngine.from_settings(settings)
+
+    def load() -> tuple[EmbeddedModel, PromptEncoder]:
+        return EmbeddedModel(model, name="bench"), PromptEncoder.load(MODEL_PATH)
+
+    return EmbeddedEngine(settings, load=load, model_id="bench")
+
+
+class Answer:
+    """What one request came to: its report, its time to first token, its tokens."""
+
+    def __init__(self) -> None:
+        self.report: SharingReport | None = None
+        self.finished: Finished | None = None
+        self.first_token_s = float("nan")
+        self.total_s = float("nan")
+        self.text = ""
+
+
+async def ask(
+    engine: EmbeddedEngine,
+    tokens: TokenIds,
+    *,
+    mode: SharingMode,
+    tenant: str = "bench",
+    store: bool = False,
+    max_tokens: int = 1,
+) -> Answer:
+    """One greedy request, timed from its submission to its first token."""
+    prompt = await engine.encode_tokens(tokens.tolist())
+    request = GenerationRequest(
+        request_id="bench",
+        namespace=engine.namespace(tenant=tenant, scope="tenant"),
+        prompt=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        mode=mode,
+        store=store,
+    )
+    answer = Answer()
+    began = time.perf_counter()
+    async for event in engine.generate(request):
+        if isinstance(event, Started):
+            answer.report = event.report
+        elif isinstance(event, Delta):
+            if answer.text == "" and np.isnan(answer.first_token_s):
+                answer.first_token_s = time.perf_counter() - began
+            answer.text += event.text
+        else:
+            answer.finished = event
+    answer.total_s = time.perf_counter() - began
+    return answer
+
+
+def random_prompt(rng: np.random.Generator, num_tokens: int, vocab_size: int) -> TokenIds:
+    """Tokens drawn evenly: no two stretches are alike by chance."""
+    return token_ids(rng.integers(16, vocab_size, num_tokens, dtype=np.int32))
+
+
+def edited(
+    rng: np.random.Generator, prompt: TokenIds, *, changed: float, edits: int, vocab_size: int
+) -> TokenIds:
+    """`changed` of the tokens replaced, in `edits` stretches of equal length, evenly spread."""
+    tokens = np.array(prompt)
+    length = max(1, round(changed * len(tokens) / edits))
+    for place in range(1, edits + 1):
+        start = place * len(tokens) // (edits + 1) - length // 2
+        tokens[start : start + length] = random_prompt(rng, length, vocab_size)
+    return token_ids(tokens)
+
+
+def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and 99th percentile."""
+    values: NDArray[np.float64] = 1e3 * np.asarray(seconds)
+    return {"p50_ms": float(np.median(values)), "p99_ms": float(np.percentile(values, 99))}
+
+
+def median(values: Sequence[float]) -> float:
+    return float(np.median(np.asarray(values)))
+
+
+def environment() -> dict[str, object]:
+    """What a figure depends on besides the code."""
+    return {"torch": torch.__version__, "num_threads": torch.get_num_threads(), "device": "cpu"}

@@ -1,0 +1,138 @@
+"""
+`kvshare bench parity`: how far KVShare's computation is from the model's own, where it must be the same.
+
+Oracles, float32, on random models of every supported architecture. The reference is transformers' own forward
+pass with its eager attention, without any cache:
+    all_placeholders   every position computed in our pass
+    scattered          scattered runs over correct KV
+    left_to_right      runs in one pass against runs one by one, over another prompt's KV
+    identity           a prompt's KV cut out, stored and laid back
+    prefix             an exact prefix from a stored prompt, the rest computed
+    moved_layer_0      keys of layer 0 moved to another position against keys computed there
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from delta_tree import Copy, NodeId, SegmentId, Span, TokenIds, token_ids
+from kvshare.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
+from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.kv.attention import PartialPass
+from kvshare.kv.editor import lay_out
+from kvshare.kv.sequence import SequenceKV
+
+
+def run(*, tokens: int = 400, seed: int = 0) -> dict[str, Any]:
+    """The largest absolute error per oracle and architecture, and over all: `max_abs_logit_error`."""
+    errors = {name: _oracles(name, tokens, seed) for name in ARCHITECTURES}
+    return {
+        "benchmark": "parity",
+        "dtype": "float32",
+        "tokens": tokens,
+        "seed": seed,
+        "max_abs_logit_error": max(max(found.values()) for found in errors.values()),
+        "errors": errors,
+    }
+
+
+def _oracles(name: str, num_tokens: int, seed: int) -> dict[str, float]:
+    rng = np.random.default_rng(seed)
+    tokens, other = _prompt(rng, num_tokens), _prompt(rng, num_tokens)
+    runs = _scattered(rng, num_tokens)
+    model = EmbeddedModel(tiny_model(name, seed=seed), name=name)
+    expected = _reference(name, tokens, seed)
+    positions = torch.cat([torch.arange(run.start, run.end) for run in runs])
+    correct = model.new_sequence(num_tokens)
+    everything = compute(model, correct, (Span(0, num_tokens),), tokens)
+    scattered = compute(model, _poisoned(correct, runs), runs, tokens)
+    foreign = model.new_sequence(num_tokens)
+    compute(model, foreign, (Span(0, num_tokens),), other)
+    joint = compute(model, _poisoned(foreign, runs), runs, tokens)
+    apart_kv = _poisoned(foreign, runs)
+    apart = torch.cat([compute(model, apart_kv, (run,), tokens) for run in runs])
+    laid = _laid_back(model, correct, num_tokens)
+    cut = num_tokens // 2
+    tail = compute(model, _poisoned(laid, (Span(cut, num_tokens),)), (Span(cut, num_tokens),), tokens)
+    return {
+        "all_placeholders": _distance(everything, expected),
+        "scattered": _distance(scattered, expected[positions]),
+        "left_to_right": _distance(joint, apart),
+        "identity": max(_distance(laid.k, correct.k), _distance(laid.v, correct.v)),
+        "prefix": _distance(tail, expected[cut:]),
+        "moved_layer_0": _moved_error(model, tokens),
+    }
+
+
+def compute(
+    model: EmbeddedModel, kv: SequenceKV, runs: tuple[Span, ...], tokens: TokenIds
+) -> torch.Tensor:
+    """Logits after every position of the runs: (N, V)."""
+    current = PartialPass(kv, runs)
+    ids = np.concatenate([tokens[run.start : run.end] for run in runs])
+    return model.logits(current, ids, keep=current.num_queries)
+
+
+def _prompt(rng: np.random.Generator, num_tokens: int) -> TokenIds:
+    return token_ids(rng.integers(3, VOCAB_SIZE, num_tokens))
+
+
+def _scattered(rng: np.random.Generator, num_tokens: int) -> tuple[Span, ...]:
+    """About 28 runs of 1 to 12 tokens, the last one at the end."""
+    starts = np.unique(rng.integers(1, num_tokens - 16, 28)) // 14 * 14
+    lengths = rng.integers(1, 13, len(starts))
+    runs = {int(start): Span(int(start), int(start + n)) for start, n in zip(starts, lengths, strict=True)}
+    last = Span(num_tokens - 2, num_tokens)
+    return (*(runs[start] for start in sorted(runs) if runs[start].end < last.start), last)
+
+
+def _poisoned(kv: SequenceKV, runs: tuple[Span, ...]) -> SequenceKV:
+    """A copy whose open slots hold huge numbers, so that reading one before it is written shows."""
+    other = kv.fork(kv.capacity)
+    for run in runs:
+        other.k[:, run.start : run.end] = 1e4
+        other.v[:, run.start : run.end] = 1e4
+    return other
+
+
+def _reference(name: str, tokens: TokenIds, seed: int) -> torch.Tensor:
+    model = tiny_model(name, seed=seed)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
+    return logits.float()
+
+
+def _laid_back(model: EmbeddedModel, kv: SequenceKV, num_tokens: int) -> SequenceKV:
+    segment_id = SegmentId(1)
+    copy = Copy(
+        donor=NodeId(1),
+        segment_id=segment_id,
+        offset=0,
+        length=num_tokens,
+        target_start=0,
+        source_position=0,
+        donor_start=0,
+    )
+    target = model.new_sequence(num_tokens)
+    lay_out(target, [copy], {segment_id: kv.cut(Span(0, num_tokens))}, model.rotation)
+    return target
+
+
+def _moved_error(model: EmbeddedModel, tokens: TokenIds) -> float:
+    if model.rotation is None:
+        return float("inf")
+    num_tokens, shift = 64, 173
+    near = model.new_sequence(num_tokens)
+    compute(model, near, (Span(0, num_tokens),), tokens)
+    far = model.new_sequence(num_tokens + shift)
+    padded = token_ids(np.concatenate([tokens[:shift], tokens[:num_tokens]]))
+    compute(model, far, (Span(0, num_tokens + shift),), padded)
+    return _distance(model.rotation.moved(near.k[0], shift), far.k[0, shift:])
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).abs().max())

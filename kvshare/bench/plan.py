@@ -1,0 +1,217 @@
+"""
+`kvshare bench plan`: nomination + alignment + planning for a prompt, over many stored ones, without any model.
+
+The store holds variants of a few hundred templates, so a query has good donors among many strangers. Meaning
+vectors of stored prompts are noisy copies of their template's (embedding all would take minutes and is not what
+is measured); the query's text is really embedded in the `with_dense` arm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delta_tree import DeltaTree, Node, NodeDraft, Piece, PieceTable, Segment, TokenIds, new_segment_id
+from kvshare.bench.harness import edited, milliseconds, random_prompt
+from kvshare.cost import Rates
+from kvshare.plan import Plan
+from kvshare.planner import PlannerLimits, make_plan
+from kvshare.settings import Settings, load_settings
+from vector_index import (
+    Embedder,
+    Nominator,
+    NominatorSettings,
+    PromptRecord,
+    PromptText,
+    QdrantEdgeIndex,
+    TextEmbedder,
+)
+
+_NAMESPACE = "bench"
+_VOCAB_SIZE = 32000
+_TEMPLATES = 200
+_CHANGED, _EDITS = 0.1, 5
+_RATES = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1024)
+
+
+def run(
+    *, stored: int = 10_000, prompt_tokens: int = 2000, queries: int = 200, seed: int = 0
+) -> dict[str, Any]:
+    """Times of `queries` new variants against `stored` prompts; memory of what was stored for each."""
+    return asyncio.run(_run(stored, prompt_tokens, queries, seed))
+
+
+async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    settings = load_settings()
+    templates = [random_prompt(rng, num_tokens, _VOCAB_SIZE) for _ in range(_TEMPLATES)]
+    embedder = _Embedder(Embedder())
+    texts = [_text(rng) for _ in templates]
+    embedder.learn(texts)
+    nominator_settings = NominatorSettings(
+        kgram=settings.index.kgram,
+        window=settings.index.window,
+        block_size=settings.index.block_size,
+        max_candidates=settings.index.max_candidates,
+        dense_min_uncovered=0.0,
+        search_timeout_s=5.0,
+        embed_timeout_s=5.0,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        index = QdrantEdgeIndex(nominator_settings.schema(embedder), Path(folder))
+        await index.open()
+        nominator = Nominator(index, embedder=embedder, settings=nominator_settings)
+        tree = DeltaTree.open(None, identity="bench")
+        gc.collect()
+        before = _resident_bytes()
+        embedder.replay = True
+        for nodes in _batches(_stored(rng, tree, templates, num_stored), 64):
+            await nominator.remember_all(
+                [
+                    PromptRecord(
+                        int(node.node_id), _NAMESPACE, node.token_ids, PromptText(texts[number], "")
+                    )
+                    for number, node in nodes
+                ]
+            )
+        embedder.replay = False
+        gc.collect()
+        grown = _resident_bytes() - before
+        arms = {}
+        for name, dense in (("without_dense", False), ("with_dense", True)):
+            arms[name] = await _measure(
+                rng, tree, nominator, templates, texts, settings, num_queries=num_queries, dense=dense
+            )
+        nominator.close()
+        await index.close()
+    return {
+        "benchmark": "plan",
+        "stored": num_stored,
+        "prompt_tokens": num_tokens,
+        "queries": num_queries,
+        "seed": seed,
+        **arms,
+        "p50_ms": arms["without_dense"]["p50_ms"],
+        "p99_ms": arms["without_dense"]["p99_ms"],
+        "metadata_bytes_per_prompt": grown / num_stored,
+    }
+
+
+async def _measure(
+    rng: np.random.Generator,
+    tree: DeltaTree,
+    nominator: Nominator,
+    templates: Sequence[TokenIds],
+    texts: Sequence[str],
+    settings: Settings,
+    *,
+    num_queries: int,
+    dense: bool,
+) -> dict[str, Any]:
+    limits = PlannerLimits(sharing=settings.sharing, repair=settings.repair)
+    total, stages, saved = [], [], []
+    for _ in range(num_queries):
+        number = int(rng.integers(len(templates)))
+        query = _variant(rng, templates[number])
+        began = time.perf_counter()
+        nomination = await nominator.nominate(
+            _NAMESPACE, query, PromptText(texts[number], ""), allow_dense=dense
+        )
+        nodes = [node for c in nomination.candidates if (node := tree.get(c.prompt_id)) is not None]  # type: ignore[arg-type]  # NodeId
+        nominated = time.perf_counter()
+        plan = make_plan(query, nodes, tree.segment, approximate=True, limits=limits, rates=_RATES)
+        total.append(time.perf_counter() - began)
+        stages.append(nominated - began)
+        saved.append(1 - plan.charged_budget if isinstance(plan, Plan) else 0.0)
+    return {
+        **milliseconds(total),
+        "nomination": milliseconds(stages),
+        "saved_fraction": float(np.mean(saved)),
+    }
+
+
+class _Embedder(TextEmbedder):
+    """The real embedder; while `replay` is on, known texts get their vector back with some noise."""
+
+    def __init__(self, real: TextEmbedder) -> None:
+        self._real = real
+        self._known: dict[str, NDArray[np.float32]] = {}
+        self._rng = np.random.default_rng(1)
+        self.replay = False
+
+    @property
+    def name(self) -> str:
+        return self._real.name
+
+    @property
+    def dimension(self) -> int:
+        return self._real.dimension
+
+    def learn(self, texts: Sequence[str]) -> None:
+        self._known = dict(zip(texts, self._real.embed(texts), strict=True))
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        if not self.replay:
+            return self._real.embed(texts)
+        known = np.stack([self._known[text] for text in texts])
+        noisy = known + self._rng.normal(0.0, 0.005, known.shape).astype(np.float32)
+        vectors: NDArray[np.float32] = noisy / np.linalg.norm(noisy, axis=1, keepdims=True)
+        return vectors
+
+
+def _stored(
+    rng: np.random.Generator, tree: DeltaTree, templates: Sequence[TokenIds], num_stored: int
+) -> Iterator[tuple[int, Node]]:
+    """Variants inserted as whole prompts, each with a segment of its own."""
+    for count in range(num_stored):
+        number = count % len(templates)
+        tokens = _variant(rng, templates[number])
+        segment = Segment(
+            segment_id=new_segment_id(),
+            namespace=_NAMESPACE,
+            first_position=0,
+            num_tokens=len(tokens),
+            prefix_hash=bytes(16),
+            generation=0,
+            num_bytes=len(tokens) * _RATES.bytes_per_token,
+            checksum=0,
+        )
+        pieces = PieceTable([Piece(segment.segment_id, 0, len(tokens))])
+        draft = NodeDraft(_NAMESPACE, tokens, None, pieces, (segment,), len(tokens))
+        yield number, tree.insert(draft).node
+
+
+def _variant(rng: np.random.Generator, template: TokenIds) -> TokenIds:
+    return edited(rng, template, changed=_CHANGED, edits=_EDITS, vocab_size=_VOCAB_SIZE)
+
+
+def _text(rng: np.random.Generator) -> str:
+    """A page of words that no other template has in this order."""
+    words = ("report", "value", "patient", "street", "order", "late", "invoice", "exam", "red", "sum", "cat")
+    return " ".join(rng.choice(words, 180).tolist())
+
+
+def _batches(items: Iterator[tuple[int, Node]], size: int) -> Iterator[list[tuple[int, Node]]]:
+    batch: list[tuple[int, Node]] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _resident_bytes() -> int:
+    """Memory of this process, native parts included."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

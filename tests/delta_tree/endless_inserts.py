@@ -1,0 +1,34 @@
+"""
+A program for the kill test: insert, evict and purge in a loop until killed.
+
+Prints the number of changes made, after each of them, so that the test knows what must be there.
+"""
+
+import random
+import sys
+from pathlib import Path
+
+from delta_tree import DeltaTree
+from tests.delta_tree.fake_prompts import child_draft, fresh_draft
+
+if __name__ == "__main__":
+    rng = random.Random(int(sys.argv[2]))
+    with DeltaTree.open(Path(sys.argv[1]), identity="model") as tree:
+        while True:
+            nodes = tree.nodes()
+            choice = rng.random()
+            added = [rng.randrange(50_000) for _ in range(rng.randrange(1, 300))]
+            if choice < 0.4 or not nodes:
+                made = tree.insert(fresh_draft(added)).node.node_id
+            elif choice < 0.8:
+                parent = rng.choice(nodes)
+                kept = rng.randrange(parent.num_tokens + 1)
+                made = tree.insert(child_draft(parent, kept, added)).node.node_id
+            elif choice < 0.99:
+                made = -rng.choice(nodes).node_id
+                tree.evict(-made)
+            else:
+                tree.purge_all()
+                made = 0
+            sys.stdout.write(f"{made}\n")
+            sys.stdout.flush()

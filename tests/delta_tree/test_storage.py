@@ -1,0 +1,347 @@
+"""The tree on disk: reopening, refusing what is not ours, and one writer."""
+
+import random
+import sqlite3
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from delta_tree import (
+    DeltaTree,
+    DeltaTreeError,
+    NodeDraft,
+    PieceTable,
+    StoreCorruptError,
+    StoreLockedError,
+    StoreMismatchError,
+    StoreMissingError,
+    StoreReadOnlyError,
+    StoreUnavailableError,
+    token_ids,
+)
+from delta_tree.storage import journal_mode_for
+from tests.delta_tree.fake_prompts import NAMESPACE, child_draft, fresh_draft, segment, whole
+
+IDENTITY = "model-a@main float16"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a store may be made, in a folder that does not exist yet."""
+    return tmp_path / "store" / "tree.sqlite"
+
+
+@pytest.fixture
+def filled(path: Path) -> Path:
+    """A closed store of 12 prompts, each but the first a child of the one before."""
+    with DeltaTree.open(path, identity=IDENTITY) as tree:
+        node = tree.insert(fresh_draft(list(range(200)))).node
+        for index in range(11):
+            node = tree.insert(child_draft(node, 190 - index, [1000 + index] * 5)).node
+        tree.pin(node.node_id)
+    return path
+
+
+def content(tree: DeltaTree) -> list[tuple[object, ...]]:
+    """All of a tree that reuse depends on."""
+    return sorted(
+        (
+            n.node_id,
+            n.namespace,
+            n.token_ids.tobytes(),
+            n.parent or 0,
+            n.script.to_bytes() if n.script else b"",
+            n.pieces.to_bytes(),
+            n.exact_length,
+            n.pinned,
+            sorted(map(repr, (tree.segment(s) for s in n.pieces.segment_ids))),
+        )
+        for n in tree.nodes()
+    )
+
+
+def test_everything_is_there_after_reopening(path: Path) -> None:
+    """Nodes, ids, scripts, pieces, pins and segments survive closing, whatever their size."""
+    with DeltaTree.open(path, identity=IDENTITY) as tree:
+        root = tree.insert(fresh_draft(list(range(100)))).node
+        tree.insert(child_draft(root, 50, [2**31 - 1]))
+        tree.pin(root.node_id)
+        before = content(tree)
+    with DeltaTree.open(path, identity=IDENTITY) as tree:
+        assert content(tree) == before
+        with pytest.raises(ValueError, match="read-only"):
+            tree.nodes()[0].token_ids[0] = 5
+
+
+def test_use_counters_are_written_when_closing(path: Path) -> None:
+    """Touches cost no transaction of their own, and are on disk after an orderly end."""
+    with DeltaTree.open(path, identity=IDENTITY, clock=lambda: 5.0) as tree:
+        node = tree.insert(fresh_draft([1, 2])).node
+    with DeltaTree.open(path, identity=IDENTITY, clock=lambda: 9.0) as tree:
+        tree.touch(node.node_id)
+    with DeltaTree.open(path, identity=IDENTITY) as tree:
+        again = tree.node(node.node_id)
+        assert (again.num_hits, again.created_at, again.last_used_at) == (1, 5.0, 9.0)
+
+
+def test_many_touches_are_written_in_between(path: Path) -> None:
+    """However long no change comes, use counters reach the disk in batches."""
+    with DeltaTree.open(path, identity=IDENTITY) as tree:
+        for index in range(256):
+            tree.touch(tree.insert(fresh_draft([index])).node.node_id)
+        for node in tree.nodes():
+            tree.touch(node.node_id)
+        assert not tree._used  # nothing else shows it while the writer holds the file
+
+
+def test_the_store_is_its_owners_only(path: Path) -> None:
+    """A new folder and the file in it are closed to others: prompts are private."""
+    with DeltaTree.open(path, identity=IDENTITY):
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_purge_leaves_no_tokens_in_the_files(path: Path) -> None:
+    """After a purge the token ids are not even in unused pages or the journal."""
+    ids = [0x5EC2E7 + i for i in range(600)]
+    with DeltaTree.open(path, identity=IDENTITY) as tree:
+        parent = tree.insert(fresh_draft(ids)).node
+        tree.insert(child_draft(parent, 300, ids[400:]))
+        tree.purge(NAMESPACE)
+        files = list(path.parent.iterdir())
+        assert files
+        needle = token_ids(ids[450:460]).tobytes()
+        assert not any(needle in file.read_bytes() for file in files)
+
+
+def test_another_identity_is_refused(filled: Path) -> None:
+    """A store of another model is refused, naming both, and saying what to do."""
+    with pytest.raises(StoreMismatchError, match="model-a@main.*model-b.*kvshare evict --all"):
+        DeltaTree.open(filled, identity="model-b@main float16")
+    DeltaTree.open(filled, identity=IDENTITY).close()
+
+
+def test_a_newer_version_is_refused(filled: Path) -> None:
+    """A store of a later schema is refused, not guessed at."""
+    edit(filled, "PRAGMA user_version = 2")
+    with pytest.raises(StoreMismatchError, match="schema version 2.*schema version 1"):
+        DeltaTree.open(filled, identity=IDENTITY)
+
+
+def test_another_programs_database_is_left_alone(path: Path) -> None:
+    """A SQLite file of something else is refused and not a byte of it changed."""
+    path.parent.mkdir()
+    edit(path, "CREATE TABLE theirs (x)")
+    before = path.read_bytes()
+    with pytest.raises(StoreMismatchError, match="another program"):
+        DeltaTree.open(path, identity=IDENTITY)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda blob: b"not a database at all, but long enough to be read as one" * 90,
+        lambda blob: blob[: len(blob) // 2],
+        lambda blob: blob[:4096],
+        lambda blob: blob[:50],
+        lambda blob: blob[:16] + bytes(84) + blob[100:],
+        lambda blob: blob[:4096] + random.Random(1).randbytes(8192) + blob[12288:],
+    ],
+    ids=["text", "half", "first page", "half a header", "no header", "two pages of noise"],
+)
+def test_damaged_files_are_refused_with_a_remedy(
+    filled: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    """A damaged file raises StoreCorruptError that says what to do, the second time too."""
+    filled.write_bytes(damage(filled.read_bytes()))
+    for _ in range(2):
+        with pytest.raises(StoreCorruptError, match=r"tree\.sqlite.*move the file.*evict --all"):
+            DeltaTree.open(filled, identity=IDENTITY)
+
+
+def test_no_flipped_bits_change_what_is_loaded(filled: Path) -> None:
+    """Whatever bits flip, the store is refused or loads just what was stored."""
+    with DeltaTree.open(filled, identity=IDENTITY) as tree:
+        before = content(tree)
+    blob = filled.read_bytes()
+    rng = random.Random(7)
+    num_refused = 0
+    for _ in range(80):
+        damaged = bytearray(blob)
+        damaged[rng.randrange(len(blob))] ^= 1 << rng.randrange(8)
+        filled.write_bytes(damaged)
+        try:
+            with DeltaTree.open(filled, identity=IDENTITY) as tree:
+                assert content(tree) == before
+        except (StoreCorruptError, StoreMismatchError):
+            num_refused += 1
+    assert num_refused > 20
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE pieces SET start = start + 1 WHERE node_id = (SELECT max(node_id) FROM pieces)",
+        "UPDATE nodes SET exact_length = 3",
+        "UPDATE nodes SET pinned = 1 - pinned",
+        "UPDATE segments SET generation = 1",
+        "DELETE FROM pieces",
+        "DELETE FROM segments",
+        "DELETE FROM nodes WHERE parent IS NULL",
+        "DELETE FROM meta",
+        "DROP TABLE pieces",
+        "INSERT INTO segments SELECT 1, namespace, 0, 1, prefix_hash, 0, 1, checksum, 1"
+        " FROM segments LIMIT 1",
+    ],
+)
+def test_rows_that_do_not_fit_together_are_refused(filled: Path, statement: str) -> None:
+    """What SQLite holds for whole but no tree would have written is refused as damaged."""
+    edit(filled, statement)
+    with pytest.raises(StoreCorruptError):
+        DeltaTree.open(filled, identity=IDENTITY)
+
+
+def test_an_empty_file_is_a_new_store(path: Path) -> None:
+    """A process killed before its first write leaves an empty file; that is no damage."""
+    path.parent.mkdir()
+    path.touch()
+    with DeltaTree.open(path, identity=IDENTITY) as tree:
+        assert tree.insert(fresh_draft([1])).created
+
+
+def test_read_only_reads_and_refuses_changes(filled: Path) -> None:
+    """The CLI can look at a stopped server's store, and cannot change it."""
+    before = filled.read_bytes()
+    with DeltaTree.open(filled, identity=IDENTITY, read_only=True) as tree:
+        assert tree.stats().num_nodes == 12
+        tree.touch(tree.nodes()[0].node_id)
+        for change in (
+            tree.purge_all,
+            lambda: tree.insert(fresh_draft([1])),
+            lambda: tree.unpin(tree.nodes()[-1].node_id),
+        ):
+            with pytest.raises(StoreReadOnlyError, match="read-only"):
+                change()
+        assert tree.stats().num_nodes == 12
+    assert filled.read_bytes() == before
+
+
+def test_read_only_needs_a_store(path: Path) -> None:
+    """Looking at a store that is not there creates nothing."""
+    with pytest.raises(StoreMissingError, match="no store here yet"):
+        DeltaTree.open(path, identity=IDENTITY, read_only=True)
+    assert not path.parent.exists()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_second_process_is_refused(filled: Path, read_only: bool) -> None:
+    """While one process writes, any other is turned away with a clear message."""
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom delta_tree import *\n"
+        "try:\n"
+        f"    DeltaTree.open(Path(sys.argv[1]), identity={IDENTITY!r}, read_only={read_only})\n"
+        "except StoreLockedError as exc:\n    sys.exit(str(exc))\n"
+    )
+    with DeltaTree.open(filled, identity=IDENTITY):
+        second = subprocess.run(
+            [sys.executable, "-c", program, str(filled)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+    assert second.returncode == 1
+    assert "another process has this store open" in second.stderr
+
+
+def test_a_second_tree_in_this_process_is_refused(filled: Path) -> None:
+    """The lock also holds between two trees of one process."""
+    with DeltaTree.open(filled, identity=IDENTITY) as tree:
+        with pytest.raises(StoreLockedError):
+            DeltaTree.open(filled, identity=IDENTITY)
+        assert tree.insert(fresh_draft([1])).created
+
+
+def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
+    """A path that cannot be a file is refused by name."""
+    with pytest.raises(StoreUnavailableError, match="Is a directory"):
+        DeltaTree.open(tmp_path, identity=IDENTITY)
+
+
+def test_a_failed_write_changes_nothing(filled: Path) -> None:
+    """If a change cannot be stored it has not happened in memory either, and later ones can."""
+    with DeltaTree.open(filled, identity=IDENTITY) as tree:
+        before = content(tree)
+        assert tree._storage is not None
+        connection = tree._storage._open_connection()
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {pages}")  # the disk is full
+        with pytest.raises(StoreUnavailableError, match="full"):
+            tree.insert(fresh_draft(list(range(50_000))))
+        assert content(tree) == before
+        connection.execute(f"PRAGMA max_page_count = {pages * 100}")
+        assert tree.insert(fresh_draft(list(range(50_000)))).created
+    with DeltaTree.open(filled, identity=IDENTITY) as tree:
+        assert tree.stats().num_nodes == 13
+
+
+def test_a_closed_tree_refuses_changes(path: Path) -> None:
+    """Closing twice is fine; a change after it is refused, not lost in silence."""
+    tree = DeltaTree.open(path, identity=IDENTITY)
+    tree.close()
+    tree.close()
+    with pytest.raises(StoreUnavailableError, match="closed"):
+        tree.insert(fresh_draft([1]))
+    assert tree.nodes() == ()
+
+
+def test_improved_pieces_survive_reopening(path: Path) -> None:
+    """A node whose KV was replaced by better is stored with the new pieces alone."""
+    with DeltaTree.open(path, identity=IDENTITY) as tree:
+        stale = segment(3, generation=2)
+        ids = token_ids([1, 2, 3])
+        tree.insert(NodeDraft(NAMESPACE, ids, None, PieceTable([whole(stale)]), (stale,), 0))
+        better = tree.insert(fresh_draft([1, 2, 3])).node
+    with DeltaTree.open(path, identity=IDENTITY) as tree:
+        assert tree.nodes()[0].pieces == better.pieces
+        assert tree.stats().num_segments == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "mode"),
+    [
+        ((3, 40, 1), "TRUNCATE"),
+        ((3, 44, 5), "TRUNCATE"),
+        ((3, 44, 6), "WAL"),
+        ((3, 45, 0), "TRUNCATE"),
+        ((3, 50, 6), "TRUNCATE"),
+        ((3, 50, 7), "WAL"),
+        ((3, 51, 2), "TRUNCATE"),
+        ((3, 51, 3), "WAL"),
+        ((4, 0, 0), "WAL"),
+    ],
+)
+def test_wal_is_used_where_it_is_sound(version: tuple[int, int, int], mode: str) -> None:
+    """SQLite releases without the fix for the WAL-reset corruption get a rollback journal."""
+    assert journal_mode_for(version) == mode
+
+
+def test_errors_of_a_store_have_one_root(path: Path) -> None:
+    """A caller that catches DeltaTreeError catches all of them, foreign ones included."""
+    path.parent.mkdir()
+    path.write_bytes(b"x" * 5000)
+    with pytest.raises(DeltaTreeError) as caught:
+        DeltaTree.open(path, identity=IDENTITY)
+    assert isinstance(caught.value.__cause__, sqlite3.Error)
+
+
+def edit(path: Path, statement: str) -> None:
+    """Change the file behind the tree's back."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute(statement)
+    connection.close()

@@ -1,0 +1,210 @@
+"""A stateful test: whatever is done to a tree, it equals a plain dictionary."""
+
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from delta_tree import DeltaTree, NodeId, PinnedNodeError, SegmentId
+from tests.delta_tree.fake_prompts import child_draft, fresh_draft
+
+NAMESPACES = ("tenant-a", "tenant-b")
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+
+
+@dataclass
+class Known:
+    """What the model knows of a node."""
+
+    node_id: NodeId
+    parent: NodeId | None
+    segment_ids: frozenset[SegmentId]
+    pinned: bool = False
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Inserts, evicts, pins, purges and reopens, beside a dictionary keyed by prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.model: dict[tuple[str, tuple[int, ...]], Known] = {}
+        self.num_bytes: dict[SegmentId, int] = {}
+
+    @initialize()
+    def start(self) -> None:
+        """Open an empty store."""
+        self.tree = DeltaTree.open(self.folder / "tree.sqlite", identity="model")
+
+    def teardown(self) -> None:
+        """Leave no file behind."""
+        self.tree.close()
+        shutil.rmtree(self.folder)
+
+    def key_of(self, data: st.DataObject) -> tuple[str, tuple[int, ...]]:
+        """One of the prompts in the model."""
+        return data.draw(st.sampled_from(sorted(self.model)))
+
+    def freed(self, before: set[SegmentId]) -> set[SegmentId]:
+        """The segments that no node of the model refers to any more."""
+        return before - self.referred()
+
+    def referred(self) -> set[SegmentId]:
+        """All segments that nodes of the model refer to."""
+        return {s for known in self.model.values() for s in known.segment_ids}
+
+    @rule(namespace=st.sampled_from(NAMESPACES), ids=prompts)
+    def insert_root(self, namespace: str, ids: list[int]) -> None:
+        """Insert a prompt computed in full."""
+        draft = fresh_draft(ids, namespace=namespace)
+        made = self.tree.insert(draft)
+        key = (namespace, tuple(ids))
+        assert made.created == (key not in self.model)
+        self.num_bytes.update({s.segment_id: s.num_bytes for s in draft.new_segments})
+        before = self.referred() | draft.pieces.segment_ids
+        known = self.model.setdefault(
+            key, Known(made.node.node_id, None, made.node.pieces.segment_ids)
+        )
+        assert known.node_id == made.node.node_id
+        known.segment_ids = made.node.pieces.segment_ids
+        assert set(made.freed_segments) == self.freed(before)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), added=prompts)
+    def insert_child(self, data: st.DataObject, added: list[int]) -> None:
+        """Insert a prompt that keeps the head of another."""
+        namespace, ids = self.key_of(data)
+        parent = self.tree.node(self.model[namespace, ids].node_id)
+        num_kept = data.draw(st.integers(0, len(ids)))
+        draft = child_draft(parent, num_kept, added)
+        made = self.tree.insert(draft)
+        key = (namespace, (*ids[:num_kept], *added))
+        self.num_bytes.update({s.segment_id: s.num_bytes for s in draft.new_segments})
+        before = self.referred() | {s.segment_id for s in draft.new_segments}
+        if key not in self.model:
+            self.model[key] = Known(made.node.node_id, parent.node_id, frozenset())
+        self.model[key].segment_ids = made.node.pieces.segment_ids
+        assert set(made.freed_segments) == self.freed(before)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        """Evict a node, unless it is pinned."""
+        key = self.key_of(data)
+        known = self.model[key]
+        try:
+            gone = self.tree.evict(known.node_id)
+        except PinnedNodeError:
+            assert known.pinned
+            return
+        assert not known.pinned
+        before = self.referred()
+        del self.model[key]
+        for other in self.model.values():
+            if other.parent == known.node_id:
+                other.parent = known.parent
+        assert set(gone.freed_segments) == self.freed(before)
+        assert gone.freed_bytes == sum(self.num_bytes[s] for s in gone.freed_segments)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), pinned=st.booleans())
+    def pin(self, data: st.DataObject, pinned: bool) -> None:
+        """Pin or unpin a node."""
+        known = self.model[self.key_of(data)]
+        known.pinned = pinned
+        (self.tree.pin if pinned else self.tree.unpin)(known.node_id)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        """Use a node."""
+        self.tree.touch(self.model[self.key_of(data)].node_id)
+
+    @rule(namespace=st.sampled_from(NAMESPACES))
+    def purge(self, namespace: str) -> None:
+        """Purge a namespace: nothing of it is left."""
+        before = self.referred()
+        self.model = {key: known for key, known in self.model.items() if key[0] != namespace}
+        assert set(self.tree.purge(namespace).freed_segments) == self.freed(before)
+        assert self.tree.nodes(namespace) == self.tree.segments(namespace) == ()
+
+    @rule(data=st.data())
+    def lose_a_segment(self, data: st.DataObject) -> None:
+        """A segment's KV is gone at the start: every node that needs it leaves."""
+        alive = self.referred()
+        if alive:
+            alive.discard(data.draw(st.sampled_from(sorted(alive))))
+        lost = {k.node_id: k for k in self.model.values() if not k.segment_ids <= alive}
+        self.model = {k: known for k, known in self.model.items() if known.node_id not in lost}
+        for known in self.model.values():
+            while known.parent in lost:
+                known.parent = lost[known.parent].parent
+        assert self.tree.discard_missing(alive) == len(lost)
+
+    @rule()
+    def reopen(self) -> None:
+        """Close and open again: everything is as it was."""
+        before = [
+            (n.node_id, n.script, n.pieces, n.exact_length, n.num_hits, n.last_used_at)
+            for n in self.tree.nodes()
+        ]
+        self.tree.close()
+        self.tree = DeltaTree.open(self.folder / "tree.sqlite", identity="model")
+        after = [
+            (n.node_id, n.script, n.pieces, n.exact_length, n.num_hits, n.last_used_at)
+            for n in self.tree.nodes()
+        ]
+        assert sorted(after, key=lambda row: row[0]) == sorted(before, key=lambda row: row[0])
+
+    @invariant()
+    def equals_the_model(self) -> None:
+        """The tree holds the prompts of the model, each with its parent, pin and pieces."""
+        held = {(n.namespace, tuple(n.token_ids.tolist())): n for n in self.tree.nodes()}
+        assert held.keys() == self.model.keys()
+        for key, known in self.model.items():
+            node = held[key]
+            assert (node.node_id, node.parent) == (known.node_id, known.parent)
+            assert (node.pinned, node.pieces.segment_ids) == (known.pinned, known.segment_ids)
+            assert node.pieces.num_tokens == node.num_tokens
+            assert self.tree.find(*key) is node
+
+    @invariant()
+    def no_parent_dangles(self) -> None:
+        """Every parent exists, lists its child, and its script leads to the child."""
+        for node in self.tree.nodes():
+            if node.parent is None:
+                assert node.script is None
+                continue
+            parent = self.tree.node(node.parent)
+            assert node.node_id in self.tree.children(parent.node_id)
+            assert node.script is not None
+            assert node.script.apply(parent.token_ids).tolist() == node.token_ids.tolist()
+
+    @invariant()
+    def counts_and_bytes_add_up(self) -> None:
+        """References, bytes and statistics are what counting them anew gives."""
+        counts = Counter(s for known in self.model.values() for s in known.segment_ids)
+        assert {s.segment_id for s in self.tree.segments()} == counts.keys()
+        assert all(self.tree.reference_count(s) == n for s, n in counts.items())
+        stats = self.tree.stats()
+        assert stats.num_bytes == sum(self.num_bytes[s] for s in counts)
+        assert stats.num_nodes == len(self.model)
+        roots = [n for n in self.tree.nodes() if n.parent is None]
+        if len(roots) == 1:
+            assert self.tree.subtree_bytes(roots[0].node_id) == stats.num_bytes
+
+
+TestTree = TreeMachine.TestCase
+TestTree.__doc__ = "Inserting, evicting, pinning, purging and reopening keep tree and model equal."
+TestTree.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

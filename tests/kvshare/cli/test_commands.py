@@ -1,0 +1,137 @@
+"""The commands that need no store: help, version, hash-key, serve --dry-run, doctor, bench."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.kvshare.cli.conftest import Cli
+
+from kvshare import __version__
+from kvshare.settings import load_settings
+
+COMMANDS = "serve doctor version explain stats tree node diff evict hash-key bench".split()
+
+
+def test_help_names_every_command(cli: Cli) -> None:
+    """--help lists the commands and the exit codes, and imports nothing heavy."""
+    outcome = cli("--help")
+    assert outcome.code == 0
+    for command in COMMANDS:
+        assert f"  {command} " in outcome.stdout
+    assert "3 server unreachable" in outcome.stdout
+
+
+def test_help_does_not_import_what_is_heavy(cli: Cli) -> None:
+    """The modules behind `kvshare --help` load neither torch, rich, pydantic, numpy nor HTTP."""
+    import subprocess
+    import sys
+
+    heavy = "{'torch', 'rich', 'pydantic', 'numpy', 'aiohttp', 'yaml', 'http', 'delta_tree'}"
+    program = f"import sys, kvshare.cli.main; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_arguments_show_the_help(cli: Cli) -> None:
+    """`kvshare` alone tells what there is."""
+    outcome = cli()
+    assert "serve" in outcome.stdout + outcome.stderr
+
+
+def test_version_names_itself_and_its_libraries(cli: Cli) -> None:
+    """The document has KVShare's version, and null for a library that is not there."""
+    document = cli("version", "--format", "json").document
+    assert document["kvshare"] == __version__
+    assert "torch" in document["libraries"]
+    assert __version__ in cli("version").stdout
+
+
+def test_hash_key_reads_stdin(cli: Cli) -> None:
+    """The key is hashed without the line's end, as the server does with the key that a client sends."""
+    expected = hashlib.sha256(b"sk-secret").hexdigest()
+    assert cli("hash-key", stdin="sk-secret\n").stdout.strip() == expected
+    assert cli("hash-key", "--format", "json", stdin="sk-secret").document == {"sha256": expected}
+
+
+def test_hash_key_makes_a_key(cli: Cli) -> None:
+    """A generated key is long, new each time, and comes with its hash."""
+    first, second = (cli("hash-key", "--generate", "--format", "json").document for _ in range(2))
+    assert first["key"] != second["key"]
+    assert len(first["key"]) >= 40
+    assert first["sha256"] == hashlib.sha256(first["key"].encode()).hexdigest()
+
+
+def test_hash_key_wants_a_key(cli: Cli) -> None:
+    """An empty stdin is wrong usage."""
+    assert cli("hash-key", stdin="\n").code == 2
+
+
+def test_serve_dry_run_prints_a_config(cli: Cli, tmp_path: Path) -> None:
+    """The resolved settings come as YAML that serve takes back, with options over file over defaults."""
+    config = tmp_path / "kvshare.yaml"
+    config.write_text("server: {port: 1234}\nsharing: {mode: exact}\n")
+    outcome = cli("serve", "--dry-run", "--config", config, "--port", 4321, "--dtype", "bfloat16")
+    assert outcome.code == 0
+    settings = yaml.safe_load(outcome.stdout)
+    assert settings["server"] == {**settings["server"], "host": "127.0.0.1", "port": 4321}
+    assert (settings["sharing"]["mode"], settings["model"]["dtype"]) == ("exact", "bfloat16")
+    config.write_text(outcome.stdout)
+    assert load_settings(config).server.port == 4321
+
+
+def test_serve_names_the_path_of_an_unknown_key(cli: Cli, tmp_path: Path) -> None:
+    """A config with an unknown key is exit code 2 and one line with the key's path."""
+    config = tmp_path / "kvshare.yaml"
+    config.write_text("sharing: {moode: exact}\n")
+    outcome = cli("serve", "--config", config)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert "sharing.moode" in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", [("--port", "70000"), ("--mode", "most"), ("--dtype", "int4")])
+def test_serve_refuses_wrong_options(cli: Cli, option: tuple[str, str]) -> None:
+    """A value outside an option's range is wrong usage."""
+    assert cli("serve", *option).code == 2
+
+
+def test_bench_lists_its_commands(cli: Cli) -> None:
+    """`kvshare bench --help` names what can be measured."""
+    outcome = cli("bench", "--help")
+    assert outcome.code == 0
+    for name in ("parity", "ttft", "plan", "storage", "demo", "proxy"):
+        assert f"  {name} " in outcome.stdout
+
+
+def test_bench_refuses_wrong_options(cli: Cli) -> None:
+    """A share above 1 is wrong usage."""
+    assert cli("bench", "ttft", "--changed", "2").code == 2
+
+
+def test_doctor_fails_with_a_remedy_when_something_does(cli: Cli, tmp_path: Path) -> None:
+    """A taken port and a missing model fail, each with what to do; the exit code is 1."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = tmp_path / "kvshare.yaml"
+        config.write_text(f"server: {{port: {taken.getsockname()[1]}}}\nmodel: {{path: ./nowhere}}\n")
+        outcome = cli("doctor", "--config", config, "--format", "json")
+    assert outcome.code == 1
+    checks = {check["name"]: check for check in outcome.document["checks"]}
+    assert outcome.document["ok"] is False
+    assert (checks["port"]["state"], checks["model"]["state"]) == ("fail", "fail")
+    assert checks["port"]["remedy"]
+    assert checks["python"]["state"] == checks["config"]["state"] == checks["store"]["state"] == "ok"
+
+
+def test_doctor_names_a_wrong_setting(cli: Cli, tmp_path: Path) -> None:
+    """With a config that cannot be read, doctor says which key, and looks no further."""
+    config = tmp_path / "kvshare.yaml"
+    config.write_text("engine: {max_running: many}\n")
+    outcome = cli("doctor", "--config", config)
+    assert outcome.code == 1
+    assert "engine.max_running" in outcome.stdout

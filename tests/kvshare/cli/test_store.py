@@ -1,0 +1,167 @@
+"""`kvshare stats`, `tree`, `node`, `diff`, `evict` on the metadata of a stopped server."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from tests.kvshare.cli.conftest import Cli
+from tests.kvshare.cli.family import IDENTITY, OURS, THEIRS, Family
+
+from delta_tree import DeltaTree
+
+
+def test_stats_as_json(cli: Cli, store: Path, family: Family) -> None:
+    """stdout is one JSON document with totals and one row per namespace; stderr is empty."""
+    outcome = cli("stats", "--store", store, "--format", "json")
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert outcome.document["totals"]["num_nodes"] == 4
+    assert {row["namespace"] for row in outcome.document["namespaces"]} == {OURS, THEIRS}
+
+
+def test_the_store_of_the_config_is_read_by_default(cli: Cli, store: Path, family: Family) -> None:
+    """Without --store and --url the store of the settings is opened."""
+    config = store.parent / "kvshare.yaml"
+    config.write_text(f"store: {{path: {store}}}\n")
+    outcome = cli("stats", "--config", config, "--format", "json")
+    assert outcome.document["totals"]["num_nodes"] == 4
+
+
+def test_tree_as_json(cli: Cli, store: Path, family: Family) -> None:
+    """Options reach the question: one root, cut at the asked depth."""
+    outcome = cli("tree", family.root, "--depth", 2, "--store", store, "--format", "json")
+    (root,) = outcome.document["roots"]
+    assert root["id"] == family.root
+    assert root["children"][0]["num_children"] == 1
+    assert root["children"][0]["children"] == []
+
+
+def test_tree_on_a_terminal_names_every_node(cli: Cli, store: Path, family: Family) -> None:
+    """The drawing shows every node, without colour codes where stdout is no terminal."""
+    outcome = cli("tree", "--store", store)
+    assert outcome.code == 0
+    for node_id in (family.root, family.child, family.grand, family.stranger):
+        assert str(node_id) in outcome.stdout
+    assert "\x1b" not in outcome.stdout
+
+
+@pytest.mark.parametrize("output", ["json", "terminal"])
+def test_node_tells_parents_and_pieces(cli: Cli, store: Path, family: Family, output: str) -> None:
+    """A node is shown with its chain of parents in both formats."""
+    outcome = cli("node", family.grand, "--store", store, "--format", output)
+    assert outcome.code == 0
+    assert str(family.root) in outcome.stdout
+    assert "910000" not in outcome.stdout  # a token id of the prompt
+
+
+@pytest.mark.parametrize("output", ["json", "terminal"])
+def test_diff_of_two_nodes(cli: Cli, store: Path, family: Family, output: str) -> None:
+    """The edits are listed with their spans in both formats."""
+    outcome = cli("diff", family.root, family.child, "--store", store, "--format", output)
+    assert outcome.code == 0
+    assert "replace" in outcome.stdout
+
+
+def test_evicting_a_node_takes_it_out_of_the_store(cli: Cli, store: Path, family: Family) -> None:
+    """One node is dropped without further questions, and its child moves to its parent."""
+    outcome = cli("evict", family.child, "--store", store, "--format", "json")
+    assert (outcome.code, outcome.document["dry_run"]) == (0, False)
+    left = cli("node", family.grand, "--store", store, "--format", "json").document
+    assert left["parents"] == [family.root]
+
+
+def test_evicting_everything_waits_for_yes(cli: Cli, store: Path, family: Family) -> None:
+    """--all only announces; with --yes it drops, and says so in the same form."""
+    announced = cli("evict", "--all", "--store", store, "--format", "json")
+    assert announced.document["dry_run"] is True
+    assert "--yes" in announced.stderr
+    done = cli("evict", "--all", "--yes", "--store", store, "--format", "json")
+    assert done.document == {**announced.document, "dry_run": False}
+    assert cli("stats", "--store", store, "--format", "json").document["totals"]["num_nodes"] == 0
+
+
+def test_quiet_leaves_only_the_data(cli: Cli, store: Path, family: Family) -> None:
+    """With -q the note about the dry run is not written."""
+    outcome = cli("-q", "evict", "--all", "--store", store)
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert "would drop" in outcome.stdout
+
+
+@pytest.mark.parametrize("arguments", [("stats",), ("node", "1"), ("evict", "--all", "--yes")])
+def test_a_missing_store_is_one_clear_line(cli: Cli, store: Path, arguments: tuple[str, ...]) -> None:
+    """Exit code 1 and one line that names the file; nothing is created."""
+    outcome = cli(*arguments, "--store", store)
+    assert (outcome.code, outcome.stdout) == (1, "")
+    assert outcome.stderr.count("\n") == 1
+    assert "tree.sqlite3" in outcome.stderr
+    assert not store.exists()
+
+
+@pytest.mark.parametrize("arguments", [("stats",), ("evict", "--all", "--yes")])
+def test_a_store_that_a_server_holds_is_refused(
+    cli: Cli, store: Path, family: Family, arguments: tuple[str, ...]
+) -> None:
+    """While another process has the store open, the message says so and what to do; nothing changes."""
+    with DeltaTree.open(store / "tree.sqlite3", identity=IDENTITY) as held:
+        outcome = cli(*arguments, "--store", store)
+        assert outcome.code == 1
+        assert "another process" in outcome.stderr
+        assert "Traceback" not in outcome.stderr
+        assert len(held.nodes()) == 4
+
+
+def test_a_damaged_store_is_refused_and_can_be_dropped(cli: Cli, store: Path, family: Family) -> None:
+    """The message names the way out, `evict --all`, and that way works."""
+    file = store / "tree.sqlite3"
+    file.write_bytes(b"not a database" * 100)
+    refused = cli("tree", "--store", store)
+    assert refused.code == 1
+    assert "kvshare evict --all" in refused.stderr
+    announced = cli("evict", "--all", "--store", store)
+    assert (announced.code, file.exists()) == (0, True)
+    dropped = cli("evict", "--all", "--yes", "--store", store, "--format", "json")
+    assert (dropped.code, file.exists()) == (0, False)
+    assert "damaged" in dropped.document
+
+
+def test_a_store_of_a_newer_version_is_refused(cli: Cli, store: Path, family: Family) -> None:
+    """A schema this version does not know is left as it is, with a message and exit code 1."""
+    with sqlite3.connect(store / "tree.sqlite3") as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    outcome = cli("stats", "--store", store)
+    assert outcome.code == 1
+    assert "schema version 99" in outcome.stderr
+    assert (store / "tree.sqlite3").exists()
+
+
+def test_an_unknown_node_fails(cli: Cli, store: Path, family: Family) -> None:
+    """Exit code 1 and a message with the id."""
+    outcome = cli("node", 12345, "--store", store)
+    assert outcome.code == 1
+    assert "12345" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("node",),
+        ("node", "one"),
+        ("tree", "--sort", "colour"),
+        ("tree", "--format", "xml"),
+        ("evict",),
+        ("evict", "7", "--all"),
+        ("evict", "--all", "--yes", "--dry-run"),
+        ("stats", "--url", "http://127.0.0.1:1", "--store", "x"),
+        ("stats", "--url", "file:///etc/hosts"),
+        ("dance",),
+        ("stats", "--config", "missing.yaml"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(cli: Cli, arguments: tuple[str, ...]) -> None:
+    """Usage and config errors end with 2, a message, nothing on stdout and no traceback."""
+    outcome = cli(*arguments)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert outcome.stderr
+    assert "Traceback" not in outcome.stderr

@@ -1,0 +1,322 @@
+"""The embedded engine end to end on a tiny random model: same answers with and without sharing, fair, bounded."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from delta_tree import TokenIds, token_ids
+from kvshare.bench.harness import Answer, ask
+from kvshare.bench.random_models import tiny_model
+from kvshare.demo import MODEL_PATH
+from kvshare.engines.base import (
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    SharingMode,
+    Started,
+)
+from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.engines.embedded.tokenizer import PromptEncoder
+from kvshare.errors import ContextLengthError, OverloadedError, RequestError, StoreError
+from kvshare.settings import load_settings
+
+VOCAB = 290
+
+
+def prompt(length: int, seed: int = 0) -> TokenIds:
+    return token_ids(np.random.default_rng(seed).integers(16, VOCAB, length))
+
+
+def engine_at(path: Path, *, seed: int = 0, **overrides: object) -> EmbeddedEngine:
+    """A tiny Llama behind the demo model's tokenizer."""
+    settings = load_settings(overrides={"store.path": str(path), "index.dense": False, **overrides})
+
+    def load() -> tuple[EmbeddedModel, PromptEncoder]:
+        return EmbeddedModel(tiny_model("llama", seed=seed), name="tiny"), PromptEncoder.load(MODEL_PATH)
+
+    return EmbeddedEngine(settings, load=load, model_id="tiny")
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[EmbeddedEngine]:
+    engine = engine_at(tmp_path)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+async def request(
+    engine: EmbeddedEngine, tokens: TokenIds, *, tenant: str = "t", **sampling: object
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="r",
+        namespace=engine.namespace(tenant=tenant, scope="tenant"),
+        prompt=await engine.encode_tokens(tokens.tolist()),
+        sampling=SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling}),
+    )
+
+
+async def events(engine: EmbeddedEngine, wanted: GenerationRequest) -> list[Event]:
+    return [event async for event in engine.generate(wanted)]
+
+
+def tokens_of(found: list[Event]) -> list[str]:
+    return [event.text for event in found if isinstance(event, Delta)]
+
+
+async def stored(engine: EmbeddedEngine, tokens: TokenIds, *, max_tokens: int = 1) -> Answer:
+    return await ask(
+        engine, tokens, mode=SharingMode.APPROX, tenant="t", store=True, max_tokens=max_tokens
+    )
+
+
+async def test_an_exact_hit_gives_the_answer_of_a_full_prefill(engine: EmbeddedEngine) -> None:
+    """Greedy tokens are the same, and only the last prompt token is computed."""
+    tokens = prompt(200)
+    wanted = await request(engine, tokens)
+    first, second = await events(engine, wanted), await events(engine, wanted)
+    assert tokens_of(first) == tokens_of(second)
+    report = second[0].report
+    assert (report.num_exact, report.num_repaired, report.decision) == (199, 1, "exact")
+
+
+async def test_the_next_turn_of_a_chat_is_an_exact_prefix(engine: EmbeddedEngine) -> None:
+    """KV of generated tokens is kept: prompt + answer + more finds all but the last generated token."""
+    tokens = prompt(100)
+    generated: list[int] = []
+    async for event in engine.generate(await request(engine, tokens, logprobs=0)):
+        if isinstance(event, Delta):
+            generated += [entry.token_id for entry in event.logprobs]
+    assert len(generated) == 8
+    turn = token_ids(np.concatenate([tokens, np.asarray(generated), prompt(30, seed=1)]))
+    found = await events(engine, await request(engine, turn))
+    assert found[0].report.num_exact == 107
+    assert found[0].report.num_recomputed == 31
+
+
+async def test_an_edited_prompt_is_answered_from_the_donors_kv(engine: EmbeddedEngine) -> None:
+    """Tokens by source add up to the prompt, and the plan covers what is equal."""
+    tokens = prompt(400)
+    await stored(engine, tokens)
+    recipient = np.array(tokens)
+    recipient[150:158] = prompt(8, seed=9)
+    answer = await ask(engine, token_ids(recipient), mode=SharingMode.APPROX, tenant="t")
+    assert answer.report is not None
+    assert answer.report.decision == "approx"
+    assert answer.report.num_exact == 150
+    assert answer.report.num_recomputed == 8
+    assert answer.report.num_copied > 150
+    assert answer.report.num_prompt_tokens == 400
+
+
+async def test_modes_limit_what_is_accepted(engine: EmbeddedEngine) -> None:
+    """`exact` takes prefixes only, `off` nothing at all."""
+    tokens = prompt(300)
+    await stored(engine, tokens)
+    recipient = np.array(tokens)
+    recipient[100:104] = prompt(4, seed=9)
+    exact = await ask(engine, token_ids(recipient), mode=SharingMode.EXACT, tenant="t")
+    off = await ask(engine, token_ids(recipient), mode=SharingMode.OFF, tenant="t")
+    assert exact.report is not None
+    assert off.report is not None
+    assert (exact.report.num_exact, exact.report.num_copied) == (100, 0)
+    assert (off.report.num_cached, off.report.reason) == (0, "off")
+    assert exact.text == off.text
+
+
+async def test_another_tenant_gets_nothing(engine: EmbeddedEngine) -> None:
+    """The same prompt of another tenant is computed in full."""
+    tokens = prompt(200)
+    await stored(engine, tokens)
+    foreign = await ask(engine, tokens, mode=SharingMode.APPROX, tenant="other")
+    own = await ask(engine, tokens, mode=SharingMode.APPROX, tenant="t")
+    assert foreign.report is not None
+    assert own.report is not None
+    assert foreign.report.num_cached == 0
+    assert own.report.num_cached == 199
+
+
+async def test_requests_that_must_not_be_stored_leave_nothing(engine: EmbeddedEngine) -> None:
+    """store=False keeps no node, no segment, no byte."""
+    await ask(engine, prompt(200), mode=SharingMode.APPROX, store=False)
+    status = engine.status()
+    assert (status.num_nodes, status.num_segments, status.kv_bytes) == (0, 0, 0)
+
+
+async def test_storing_stays_within_the_budget(tmp_path: Path) -> None:
+    """Least recently used prompts go; the tree's bytes are the tier's bytes."""
+    bytes_per_token = 2 * 3 * 2 * 16 * 4
+    engine = engine_at(tmp_path, **{"store.kv_bytes": 500 * bytes_per_token})
+    await engine.start()
+    try:
+        for seed in range(6):
+            await stored(engine, prompt(120, seed=seed))
+        status = engine.status()
+        assert status.num_nodes == 4
+        assert status.kv_bytes <= 500 * bytes_per_token
+        assert status.kv_bytes == engine.sharing.tree.stats().num_bytes
+        assert status.counters["evictions"] == 2
+        newest = await ask(engine, prompt(120, seed=5), mode=SharingMode.APPROX, tenant="t")
+        oldest = await ask(engine, prompt(120, seed=0), mode=SharingMode.APPROX, tenant="t")
+        assert newest.report is not None
+        assert oldest.report is not None
+        assert (newest.report.num_exact, oldest.report.num_exact) == (119, 0)
+        await stored(engine, prompt(600, seed=9))
+        assert engine.status().kv_bytes <= 500 * bytes_per_token
+        assert engine.status().counters["fallback:commit:too_large"] == 1
+    finally:
+        await engine.stop()
+
+
+async def test_sampling_is_reproducible_by_seed_and_choices_differ(engine: EmbeddedEngine) -> None:
+    """The same seed gives the same n choices; the choices themselves are different draws."""
+    wanted = await request(engine, prompt(60), temperature=1.5, seed=7, n=3)
+    runs = [await events(engine, wanted) for _ in range(2)]
+    texts = [
+        ["".join(e.text for e in run if isinstance(e, Delta) and e.choice == k) for k in range(3)]
+        for run in runs
+    ]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
+    assert isinstance(runs[0][-1], Finished)
+    assert runs[0][-1].num_completion_tokens == sum(isinstance(e, Delta) for e in runs[0])
+
+
+async def test_logit_bias_stop_and_length_end_a_choice(engine: EmbeddedEngine) -> None:
+    """A forced token repeats until the limit; as a stop string it is not shown; as EOS it ends the answer."""
+    letter = engine.tokenizer.encode("a", add_special_tokens=False).ids[0]
+    forced = {"logit_bias": {letter: 100.0}}
+    limited = await events(engine, await request(engine, prompt(50), **forced))
+    assert "".join(tokens_of(limited)) == "a" * 8
+    assert [e.finish_reason for e in limited if isinstance(e, Delta)][-1] is FinishReason.LENGTH
+    stopped = await events(engine, await request(engine, prompt(50), stop=("aaa",), **forced))
+    assert "".join(tokens_of(stopped)) == ""
+    assert [e.finish_reason for e in stopped if isinstance(e, Delta)][-1] is FinishReason.STOP
+    partial = await events(engine, await request(engine, prompt(50), stop=("aab",), max_tokens=4, **forced))
+    assert "".join(tokens_of(partial)) == "aaaa"
+    eos = min(engine.eos_token_ids)
+    ended = await events(engine, await request(engine, prompt(50), logit_bias={eos: 100.0}))
+    assert [e.num_tokens for e in ended if isinstance(e, Delta)] == [1]
+
+
+async def test_logprobs_are_those_of_the_plain_model(engine: EmbeddedEngine) -> None:
+    """The first token's log-probability is the untouched model's."""
+    tokens = prompt(80)
+    found = await events(engine, await request(engine, tokens, logprobs=3, max_tokens=1))
+    entry = next(e for e in found if isinstance(e, Delta)).logprobs[0]
+    model = tiny_model("llama")
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -1]
+    expected, order = logits.log_softmax(-1).topk(3)
+    assert entry.logprob == pytest.approx(float(expected[0]), abs=1e-4)
+    assert [top.token_id for top in entry.top] == order.tolist()
+
+
+async def test_streams_interleave(engine: EmbeddedEngine) -> None:
+    """A second request gets tokens while the first still decodes."""
+    order: list[str] = []
+
+    async def follow(name: str, wanted: GenerationRequest) -> None:
+        async for event in engine.generate(wanted):
+            if isinstance(event, Delta):
+                order.append(name)
+
+    wanted = [await request(engine, prompt(60, seed=k), max_tokens=40) for k in range(2)]
+    await asyncio.gather(follow("a", wanted[0]), follow("b", wanted[1]))
+    switches = sum(left != right for left, right in zip(order, order[1:], strict=False))
+    assert switches >= 20
+
+
+async def test_a_closed_stream_frees_its_slot_at_once(tmp_path: Path) -> None:
+    """With one slot, a waiting request starts when the running one is closed; its prefill is kept."""
+    engine = engine_at(tmp_path, **{"engine.max_running": 1})
+    await engine.start()
+    try:
+        running = engine.generate(await request(engine, prompt(60), max_tokens=900))
+        assert isinstance(await anext(running), Started)
+        assert isinstance(await anext(running), Delta)
+        waiting = asyncio.create_task(events(engine, await request(engine, prompt(60, seed=1))))
+        await asyncio.sleep(0.05)
+        assert engine.status().num_waiting == 1
+        await running.aclose()
+        assert isinstance((await asyncio.wait_for(waiting, timeout=10))[-1], Finished)
+        assert engine.status().num_running == 0
+        again = await events(engine, await request(engine, prompt(60)))
+        assert again[0].report.num_exact == 59
+    finally:
+        await engine.stop()
+
+
+async def test_a_full_queue_is_refused(tmp_path: Path) -> None:
+    """One runs, none may wait: the second request is told so before it starts."""
+    engine = engine_at(tmp_path, **{"engine.max_running": 1, "engine.max_waiting": 0})
+    await engine.start()
+    try:
+        running = engine.generate(await request(engine, prompt(60), max_tokens=900))
+        await anext(running)
+        with pytest.raises(OverloadedError):
+            await anext(engine.generate(await request(engine, prompt(60, seed=1))))
+        await running.aclose()
+    finally:
+        await engine.stop()
+
+
+async def test_prompts_that_do_not_fit_are_refused_before_they_start(engine: EmbeddedEngine) -> None:
+    """Prompt and completion must fit the context; an empty prompt is no prompt."""
+    with pytest.raises(ContextLengthError) as caught:
+        await events(engine, await request(engine, prompt(1020), max_tokens=100))
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(ContextLengthError):
+        await events(engine, await request(engine, prompt(1024), max_tokens=None))
+    with pytest.raises(RequestError):
+        await events(engine, await request(engine, prompt(0)))
+    with pytest.raises(RequestError, match="vocabulary"):
+        await engine.encode_tokens([10**6])
+    assert engine.status().num_nodes == 0
+
+
+async def test_a_restart_forgets_prompts_whose_kv_is_gone(tmp_path: Path) -> None:
+    """KV dies with the process; the metadata that pointed to it leaves at the next start."""
+    engine = engine_at(tmp_path)
+    await engine.start()
+    await stored(engine, prompt(200))
+    assert engine.status().num_nodes == 1
+    await engine.stop()
+    again = engine_at(tmp_path)
+    await again.start()
+    try:
+        assert again.status().num_nodes == 0
+        answer = await stored(again, prompt(200))
+        assert answer.report is not None
+        assert answer.report.num_cached == 0
+    finally:
+        await again.stop()
+
+
+async def test_the_store_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Never wrong KV: the error names the store and what to do; the right model still opens it."""
+    first = engine_at(tmp_path)
+    await first.start()
+    await first.stop()
+    with pytest.raises(StoreError, match="tree.sqlite3"):
+        await engine_at(tmp_path, seed=1).start()
+    again = engine_at(tmp_path)
+    await again.start()
+    await again.stop()
+
+
+async def test_a_corrupt_store_is_refused_with_advice(tmp_path: Path) -> None:
+    """A damaged file is neither repaired by guessing nor overwritten."""
+    path = tmp_path / "tree.sqlite3"
+    path.write_bytes(b"this is no database" * 100)
+    with pytest.raises(StoreError, match="tree.sqlite3"):
+        await engine_at(tmp_path).start()
+    assert path.read_bytes().startswith(b"this is no database")

@@ -1,0 +1,130 @@
+"""A real server on a free loopback port around a FakeEngine, and the clients that talk to it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+import openai
+import pytest
+from aiohttp import web
+
+from kvshare.settings import Settings, load_settings
+from proxy.app import build_admin_app, build_app
+from proxy.front import FRONT
+from proxy.lifecycle import Lifecycle
+from tests.proxy.fake_engine import Behaviour, FakeEngine
+
+KEYS = [
+    {"name": "alice", "tenant": "acme", "scope": "tenant", "role": "infer"},
+    {"name": "bob", "tenant": "acme", "scope": "tenant", "role": "infer"},
+    {"name": "carol", "tenant": "acme", "scope": "private", "role": "infer"},
+    {"name": "dave", "tenant": "acme", "scope": "private", "role": "infer"},
+    {"name": "eve", "tenant": "globex", "scope": "tenant", "role": "infer"},
+    {"name": "root", "tenant": "acme", "scope": "tenant", "role": "admin"},
+]
+
+
+def key_of(name: str) -> str:
+    """The API key of a caller in KEYS."""
+    return f"sk-{name}"
+
+
+def key_settings() -> list[dict[str, str]]:
+    return [entry | {"sha256": hashlib.sha256(key_of(entry["name"]).encode()).hexdigest()} for entry in KEYS]
+
+
+@dataclass
+class Server:
+    """A running front, its engine and a raw HTTP client."""
+
+    url: str
+    engine: FakeEngine
+    app: web.Application
+    http: aiohttp.ClientSession
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        return self.app[FRONT].lifecycle
+
+    def client(self, key: str = "none", **options: object) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
+
+    async def post(self, path: str, body: object, **headers: str) -> aiohttp.ClientResponse:
+        """POST `body` as JSON and read the answer; bytes go out as they are."""
+        given = {"Content-Type": "application/json"} | headers
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        response = await self.http.post(self.url + path, data=io.BytesIO(raw), headers=given)
+        await response.read()
+        return response
+
+    async def get(self, path: str, **headers: str) -> aiohttp.ClientResponse:
+        response = await self.http.get(self.url + path, headers=headers)
+        await response.read()
+        return response
+
+
+def chat(text: str = "hello", **extra: object) -> dict[str, object]:
+    """A chat completion body."""
+    return {"model": "echo", "messages": [{"role": "user", "content": text}], **extra}
+
+
+def settings_with(**overrides: object) -> Settings:
+    """The defaults, with `server__port=0` meaning server.port."""
+    changes = {name.replace("__", "."): value for name, value in overrides.items()}
+    return load_settings(overrides={"server.port": 0, **changes})
+
+
+@asynccontextmanager
+async def running_server(
+    behaviour: Behaviour | None = None, *, wait: bool = True, admin: bool = False, **overrides: object
+) -> AsyncIterator[Server]:
+    """The server, with the engine started unless `wait` is off; `admin`: its admin port."""
+    engine = FakeEngine(behaviour)
+    app = build_app(settings_with(**overrides), engine)
+    async with AsyncExitStack() as stack:
+        runner = await _listening(stack, app)
+        if admin:
+            runner = await _listening(stack, build_admin_app(app))
+        port = runner.addresses[0][1]
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        server = Server(f"http://127.0.0.1:{port}", engine, app, http)
+        if wait:
+            await server.lifecycle.wait_started()
+        yield server
+
+
+async def _listening(stack: AsyncExitStack, app: web.Application) -> web.AppRunner:
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    """A server with the defaults: no keys, a willing engine."""
+    async with running_server() as running:
+        yield running
+
+
+@pytest.fixture
+async def guarded() -> AsyncIterator[Server]:
+    """A server with the keys of KEYS."""
+    async with running_server(auth__keys=key_settings()) as running:
+        yield running
+
+
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = 1.0) -> None:
+    """Wait until `condition` holds; fails after `timeout_s`."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "it did not come true in time"
+        await asyncio.sleep(0.005)

@@ -1,0 +1,243 @@
+"""
+An engine without a model: a byte tokenizer, an echo of the last message, and prefix sharing per namespace.
+
+It is behind the real interface and keeps the real rules (slots, a queue, isolation), so that the front is
+tested against behaviour. `Behaviour` makes it slow or makes it fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvshare.engines.base import (
+    Delta,
+    Engine,
+    EngineStatus,
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    ModelCard,
+    Prompt,
+    SamplingParams,
+    SharingMode,
+    SharingReport,
+    Started,
+    TokenLogprob,
+)
+from kvshare.errors import ContextLengthError, OverloadedError, RequestError
+from kvshare.namespace import Namespace
+from vector_index import PromptText
+
+MODEL = "echo"
+VOCABULARY = 256
+
+
+@dataclass
+class Behaviour:
+    """What the engine does beside echoing."""
+
+    start_s: float = 0.0
+    start_error: Exception | None = None
+    plan_s: float = 0.0  # before Started
+    prefill_s: float = 0.0  # after Started
+    token_s: float = 0.0
+    refuse: Exception | None = None  # instead of Started
+    fail_after_tokens: int | None = None
+    failure: Exception = field(default_factory=lambda: RuntimeError("the prompt was: SECRET"))
+    end_early: bool = False  # ends without its last event
+    max_model_len: int = 1000
+    max_running: int = 4
+    max_waiting: int = 4
+
+
+class FakeEngine(Engine):
+    """Echoes the last message, one token per character."""
+
+    def __init__(self, behaviour: Behaviour | None = None) -> None:
+        self.behaviour = behaviour or Behaviour()
+        self.stored: dict[str, list[tuple[int, ...]]] = {}  # namespace digest -> prompts
+        self.requests: list[GenerationRequest] = []
+        self.num_running = 0
+        self.num_waiting = 0
+        self.num_freed = 0
+        self.freed = asyncio.Event()
+        self.running = asyncio.Event()
+        self.is_started = False
+        self.is_stopped = False
+        self.counters: dict[str, int] = {"evictions": 0, "isolation_denials": 0}
+        self._slots = asyncio.Semaphore(self.behaviour.max_running)
+
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard(MODEL, created=1_700_000_000, max_model_len=self.behaviour.max_model_len)
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.behaviour.start_s)
+        if self.behaviour.start_error is not None:
+            raise self.behaviour.start_error
+        self.is_started = True
+
+    async def stop(self) -> None:
+        self.is_stopped = True
+
+    def namespace(self, *, tenant: str, scope: str) -> Namespace:
+        return Namespace(
+            tenant=tenant,
+            scope=scope,
+            model=MODEL,
+            revision="0",
+            tokenizer="bytes",
+            dtype="float32",
+            kv_layout="none",
+            rope="none",
+        )
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return self._prompt(list(text.encode()), last=messages[-1]["content"])
+
+    async def encode_text(self, text: str) -> Prompt:
+        return self._prompt(list(text.encode()), last=text)
+
+    async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
+        if any(token >= VOCABULARY for token in token_ids):
+            raise RequestError(f"A token id is outside the vocabulary of {VOCABULARY}.", param="prompt")
+        return self._prompt(list(token_ids), last=bytes(token_ids).decode("utf-8", "replace"))
+
+    def _prompt(self, token_ids: list[int], *, last: str) -> Prompt:
+        return Prompt(np.array(token_ids, dtype=np.int32), PromptText(last_user_turn=last, body=last))
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        self.requests.append(request)
+        self._check(request)
+        if self.num_waiting >= self.behaviour.max_waiting and self._slots.locked():
+            raise OverloadedError("The queue is full.")
+        self.num_waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self.num_waiting -= 1
+        self.num_running += 1
+        self.running.set()
+        try:
+            async for event in self._events(request):
+                yield event
+        finally:
+            self.num_running -= 1
+            self.num_freed += 1
+            self._slots.release()
+            self.freed.set()
+
+    def _check(self, request: GenerationRequest) -> None:
+        if self.behaviour.refuse is not None:
+            raise self.behaviour.refuse
+        num_tokens = request.prompt.num_tokens
+        max_tokens = request.sampling.max_tokens or 1
+        if num_tokens + max_tokens > self.behaviour.max_model_len:
+            raise ContextLengthError(
+                num_prompt_tokens=num_tokens,
+                max_tokens=max_tokens,
+                max_model_len=self.behaviour.max_model_len,
+            )
+
+    async def _events(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        await asyncio.sleep(self.behaviour.plan_s)
+        report = self._plan(request)
+        yield Started(report)
+        await asyncio.sleep(self.behaviour.prefill_s)
+        text, finish_reason = answer_to(request.prompt.text.last_user_turn, request.sampling)
+        num_tokens = 0
+        for number, character in enumerate(text):
+            for choice in range(request.sampling.n):
+                if num_tokens == self.behaviour.fail_after_tokens:
+                    raise self.behaviour.failure
+                await asyncio.sleep(self.behaviour.token_s)
+                last = finish_reason if number == len(text) - 1 else None
+                logprobs = _logprobs(character, request.sampling.logprobs)
+                yield Delta(choice, character, 1, logprobs, last)
+                num_tokens += 1
+        if not text:
+            for choice in range(request.sampling.n):
+                yield Delta(choice, "", 0, (), finish_reason)
+        if self.behaviour.end_early:
+            return
+        yield Finished(report, num_tokens, {"plan": 0.001, "recompute": 0.01, "tokenize": 9.0})
+
+    def _plan(self, request: GenerationRequest) -> SharingReport:
+        token_ids = tuple(request.prompt.token_ids.tolist())
+        prompts = self.stored.setdefault(request.namespace.digest, [])
+        num_exact = num_copied = 0
+        if request.mode is not SharingMode.OFF:
+            num_exact = max((_common_prefix(token_ids, other) for other in prompts), default=0)
+            num_exact = min(num_exact, len(token_ids) - 1)
+        if request.mode is SharingMode.APPROX and num_exact:
+            num_copied = (len(token_ids) - num_exact) // 2
+        if request.store:
+            prompts.append(token_ids)
+        decision = "approx" if num_copied else "exact" if num_exact else "full"
+        num_left = len(token_ids) - num_exact - num_copied
+        return SharingReport(
+            num_exact=num_exact,
+            num_copied=num_copied,
+            num_recomputed=num_left - min(1, num_left - 1),
+            num_repaired=min(1, num_left - 1),
+            decision=decision,
+            reason=None if decision != "full" else "no_candidates",
+            donors=(4711,),
+        )
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            ready=self.is_started,
+            detail="echoing",
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_nodes=sum(len(prompts) for prompts in self.stored.values()),
+            num_segments=0,
+            kv_bytes=0,
+            kv_budget_bytes=1024,
+            max_depth=1,
+            counters=self.counters,
+        )
+
+    async def explain(self, request: GenerationRequest) -> dict[str, Any]:
+        return {"prompt_tokens": request.prompt.num_tokens, "mode": request.mode}
+
+    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if what == "node" and not str(arguments["id"]).isdigit():
+            raise RequestError("expected a node's number", param="id")
+        return {"what": what, "arguments": dict(arguments)}
+
+
+def answer_to(text: str, sampling: SamplingParams) -> tuple[str, FinishReason]:
+    """What the engine says: the text up to a stop string or the token limit."""
+    ends = [text.find(stop) for stop in sampling.stop if stop in text]
+    stopped = text[: min(ends)] if ends else text
+    if sampling.max_tokens is not None and len(stopped) > sampling.max_tokens:
+        return stopped[: sampling.max_tokens], FinishReason.LENGTH
+    return stopped, FinishReason.STOP
+
+
+def _logprobs(character: str, num_top: int | None) -> tuple[TokenLogprob, ...]:
+    if num_top is None:
+        return ()
+    raw = character.encode("utf-8", "surrogatepass")
+    top = tuple(
+        TokenLogprob(rank, chr(97 + rank), bytes([97 + rank]), -1.0 - rank) for rank in range(num_top)
+    )
+    return (TokenLogprob(ord(character) % VOCABULARY, character, raw, float("-inf"), top),)
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    length = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

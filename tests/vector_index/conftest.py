@@ -1,0 +1,46 @@
+"""One fixture per backend behind the same name, so that every backend passes one suite."""
+
+import os
+from collections.abc import AsyncIterator
+from uuid import uuid4
+
+import pytest
+from qdrant_client import AsyncQdrantClient
+
+from vector_index import IndexSchema, QdrantEdgeIndex, QdrantRemoteIndex, VectorIndex
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+SCHEMA = IndexSchema(kgram=16, window=32, max_fingerprints=512, embedder="toy", dimension=8)
+
+BACKENDS = ["edge", "local"]
+if "QDRANT_URL" in os.environ:
+    BACKENDS.append("server")
+
+
+@pytest.fixture
+def schema() -> IndexSchema:
+    """Eight dimensions are enough to tell near from far."""
+    return SCHEMA
+
+
+@pytest.fixture(params=BACKENDS)
+async def index(request: pytest.FixtureRequest, schema: IndexSchema) -> AsyncIterator[VectorIndex]:
+    """An open, empty index of each backend."""
+    opened: VectorIndex
+    if request.param == "edge":
+        opened = QdrantEdgeIndex(schema)
+    elif request.param == "local":
+        opened = QdrantRemoteIndex(schema, ":memory:")
+    else:
+        collection = f"kvshare-test-{uuid4().hex}"
+        key = os.environ.get("QDRANT_API_KEY")
+        url = os.environ["QDRANT_URL"]
+        opened = QdrantRemoteIndex(schema, url, api_key=key, collection=collection)
+    await opened.open()
+    yield opened
+    await opened.close()
+    if request.param == "server":
+        client = AsyncQdrantClient(url=url, api_key=key)
+        await client.delete_collection(collection)
+        await client.close()

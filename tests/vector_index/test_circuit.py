@@ -1,0 +1,115 @@
+"""The circuit breaker: time limits, opening, the trial call, closing."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from vector_index.circuit import Circuit, Failure
+from vector_index.errors import IndexUnavailableError
+
+
+class Clock:
+    """A clock that goes on when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def works() -> str:
+    return "fine"
+
+
+async def breaks() -> str:
+    raise OSError("no route")
+
+
+def circuit(clock: Clock) -> Circuit:
+    return Circuit("part", failures_to_open=2, open_s=10.0, clock=clock)
+
+
+async def attempt(part: Circuit, call: Callable[[], Awaitable[str]]) -> str | Failure:
+    return await part.attempt(call, timeout_s=1.0)
+
+
+async def test_a_working_call_gives_its_result() -> None:
+    """Nothing stands between a caller and a part that works."""
+    assert await attempt(circuit(Clock()), works) == "fine"
+
+
+async def test_an_exception_becomes_a_failure() -> None:
+    """The failure names the part and the reason, in our own words only."""
+
+    async def refuses() -> str:
+        raise IndexUnavailableError("not open")
+
+    part = circuit(Clock())
+    assert await attempt(part, refuses) == Failure("part", "IndexUnavailableError: not open")
+    assert await attempt(part, breaks) == Failure("part", "OSError")
+
+
+async def test_a_slow_call_is_given_up_in_time() -> None:
+    """A call that hangs costs its time limit, not more."""
+    started = asyncio.get_running_loop().time()
+    failure = await circuit(Clock()).attempt(lambda: asyncio.sleep(60, "late"), timeout_s=0.05)
+    assert failure == Failure("part", "no answer within 0.05 s")
+    assert asyncio.get_running_loop().time() - started < 1.0
+
+
+async def test_the_circuit_opens_after_failures_in_a_row() -> None:
+    """Two failures open it; a success in between starts the count again."""
+    part = circuit(Clock())
+    await attempt(part, breaks)
+    await attempt(part, works)
+    await attempt(part, breaks)
+    assert not part.is_open
+    await attempt(part, breaks)
+    assert part.is_open
+    assert await attempt(part, works) == Failure("part", "circuit open")
+    assert part.num_failures == 3
+
+
+async def test_a_good_trial_call_closes_the_circuit() -> None:
+    """After the wait one call is let through, and its success lets all others through."""
+    clock = Clock()
+    part = circuit(clock)
+    for _ in range(2):
+        await attempt(part, breaks)
+    clock.now = 10.0
+    assert await attempt(part, works) == "fine"
+    await attempt(part, breaks)
+    assert not part.is_open
+
+
+async def test_a_bad_trial_call_keeps_the_circuit_open() -> None:
+    """One failed trial is enough for another wait."""
+    clock = Clock()
+    part = circuit(clock)
+    for _ in range(2):
+        await attempt(part, breaks)
+    clock.now = 10.0
+    await attempt(part, breaks)
+    clock.now = 19.0
+    assert part.is_open
+    clock.now = 20.0
+    assert not part.is_open
+
+
+async def test_only_one_trial_call_goes_through() -> None:
+    """While the trial is undecided others are refused; a cancelled trial is not the last one."""
+    clock = Clock()
+    part = circuit(clock)
+    for _ in range(2):
+        await attempt(part, breaks)
+    clock.now = 10.0
+    trial = asyncio.create_task(part.attempt(lambda: asyncio.sleep(60, "late"), timeout_s=60))
+    await asyncio.sleep(0)
+    assert await attempt(part, works) == Failure("part", "circuit open")
+    trial.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await trial
+    clock.now = 20.0
+    assert await attempt(part, works) == "fine"

@@ -1,0 +1,85 @@
+"""The real embedder, with the bundled weights and without a network."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vector_index import Embedder, EmbedderError, PromptText, embed_prompts
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Embedder:
+    """Loaded once: importing torch takes seconds."""
+    return Embedder()
+
+
+def test_near_texts_are_nearer_than_far_ones(embedder: Embedder) -> None:
+    """The bundled model loads offline and tells a paraphrase from another subject."""
+    one, near, far = embedder.embed(
+        [
+            "How do I reset my password?",
+            "I forgot my password, how can I set a new one?",
+            "The glacier retreated by forty metres last summer.",
+        ]
+    )
+    assert one @ near > 0.6
+    assert one @ far < 0.3
+
+
+def test_vectors_are_unit_float32(embedder: Embedder) -> None:
+    """Shape, type and length are as promised, for more texts than one batch and for none."""
+    vectors = embedder.embed([f"text number {i}" for i in range(20)])
+    assert (vectors.shape, vectors.dtype) == ((20, embedder.dimension), np.float32)
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx(np.ones(20), abs=1e-5)
+    assert embedder.embed([]).shape == (0, embedder.dimension)
+    assert embedder.name == "all-MiniLM-L6-v2"
+
+
+def test_the_end_of_a_long_prompt_counts(embedder: Embedder) -> None:
+    """Two long prompts that differ in the last question only are near but not equal."""
+    report = "Revenue rose by twelve percent while costs fell in every region. " * 60
+    first, second = embed_prompts(
+        embedder,
+        [
+            PromptText("Summarise the report.", report + "Summarise the report."),
+            PromptText("Who wrote it, and when?", report + "Who wrote it, and when?"),
+        ],
+    )
+    assert first is not None
+    assert second is not None
+    assert 0.7 < float(first @ second) < 0.999
+
+
+def test_loading_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """No progress bar reaches the server's terminal."""
+    Embedder().embed(["quiet"])
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")
+
+
+def test_threads_may_share_the_embedder(embedder: Embedder) -> None:
+    """Texts embedded at the same time come out as if alone."""
+    texts = [f"question {i}: " + "word " * i for i in range(12)]
+    alone = embedder.embed(texts)
+    together: dict[int, object] = {}
+
+    def work(offset: int) -> None:
+        together[offset] = embedder.embed(texts[offset : offset + 4])
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in (0, 4, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for offset, vectors in together.items():
+        assert vectors == pytest.approx(alone[offset : offset + 4], abs=1e-5)
+
+
+def test_a_model_that_is_not_there_is_an_embedder_error(tmp_path: Path) -> None:
+    """A wrong path or an unreachable hub gives our error, not theirs."""
+    with pytest.raises(EmbedderError, match="cannot be loaded"):
+        Embedder(str(tmp_path / "nothing")).embed(["x"])

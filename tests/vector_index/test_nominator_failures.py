@@ -1,0 +1,268 @@
+"""A broken or slow index or embedder costs candidates and nothing else."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vector_index import (
+    EmbedderError,
+    Entry,
+    Failure,
+    Hit,
+    IndexUnavailableError,
+    Nominator,
+    NominatorSettings,
+    PromptRecord,
+    PromptText,
+    VectorIndex,
+)
+
+TEXT = PromptText("weather", "weather")
+SETTINGS = NominatorSettings(
+    search_timeout_s=0.1,
+    embed_timeout_s=0.1,
+    write_timeout_s=0.2,
+    failures_to_open=3,
+    open_s=30,
+    max_distance=0.5,
+)
+
+
+class MoodyIndex(VectorIndex):
+    """An index in a dictionary that works, fails, or hangs, as told."""
+
+    mood = "works"
+
+    def __init__(self) -> None:
+        super().__init__(SETTINGS.schema(MoodyEmbedder()))
+        self.entries: dict[int, Entry] = {}
+        self.num_calls = 0
+
+    async def _mood(self) -> None:
+        self.num_calls += 1
+        if self.mood == "fails":
+            raise IndexUnavailableError("connection refused")
+        if self.mood == "surprises":
+            raise RuntimeError("a bug")
+        if self.mood == "hangs":
+            await asyncio.sleep(60)
+
+    async def open(self) -> None:
+        await self._mood()
+
+    async def close(self) -> None:
+        await self._mood()
+
+    async def recreate(self) -> None:
+        await self.clear()
+
+    async def upsert(self, entries: Sequence[Entry]) -> None:
+        await self._mood()
+        self.entries |= {entry.prompt_id: entry for entry in entries}
+
+    async def delete(self, namespace: str, prompt_ids: Sequence[int]) -> None:
+        await self._mood()
+        for prompt_id in prompt_ids:
+            self.entries.pop(prompt_id, None)
+
+    async def delete_namespace(self, namespace: str) -> None:
+        await self._mood()
+        self.entries = {i: e for i, e in self.entries.items() if e.namespace != namespace}
+
+    async def clear(self) -> None:
+        await self._mood()
+        self.entries.clear()
+
+    async def search_fingerprints(
+        self, namespace: str, fingerprints: Any, limit: int
+    ) -> list[Hit]:
+        await self._mood()
+        scores = {
+            entry.prompt_id: len(np.intersect1d(entry.fingerprints, fingerprints))
+            for entry in self.entries.values()
+            if entry.namespace == namespace
+        }
+        return [Hit(i, float(score)) for i, score in scores.items() if score][:limit]
+
+    async def search_embedding(
+        self, namespace: str, embedding: Any, limit: int, max_distance: float
+    ) -> list[Hit]:
+        await self._mood()
+        return [
+            Hit(entry.prompt_id, 1.0)
+            for entry in self.entries.values()
+            if entry.namespace == namespace and entry.embedding is not None
+        ][:limit]
+
+    async def count(self, namespace: str | None = None) -> int:
+        await self._mood()
+        return len(self.entries)
+
+    async def maintain(self) -> None:
+        await self._mood()
+
+
+class MoodyEmbedder:
+    """An embedder that works, fails, hangs, or returns nonsense, as told."""
+
+    name = "moody"
+    dimension = 2
+
+    def __init__(self) -> None:
+        self.mood = "works"
+        self.go_on = threading.Event()
+
+    def embed(self, texts: Sequence[str]) -> Any:
+        if self.mood == "fails":
+            raise EmbedderError("no weights")
+        if self.mood == "hangs":
+            self.go_on.wait(10)
+        value = np.nan if self.mood == "nonsense" else 2**-0.5
+        return np.full((len(texts), 2), value, dtype=np.float32)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tokens(seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 30_000, 600, dtype=np.int32)
+
+
+class Setup:
+    """A nominator over moody parts, with one prompt stored."""
+
+    def __init__(self) -> None:
+        self.index = MoodyIndex()
+        self.embedder = MoodyEmbedder()
+        self.clock = Clock()
+        self.nominator = Nominator(
+            self.index, embedder=self.embedder, settings=SETTINGS, clock=self.clock
+        )
+
+
+@pytest.fixture
+async def setup() -> AsyncIterator[Setup]:
+    setup = Setup()
+    assert await setup.nominator.remember(1, "a", tokens(1), TEXT) == ()
+    yield setup
+    setup.embedder.go_on.set()
+    setup.nominator.close()
+
+
+@pytest.mark.parametrize("mood", ["fails", "surprises", "hangs"])
+async def test_a_moody_index_leaves_the_prefix(setup: Setup, mood: str) -> None:
+    """Without the index the prefix still nominates, in time, and the failures are named."""
+    setup.index.mood = mood
+    query = np.concatenate([tokens(1)[:100], tokens(2)])
+    started = time.perf_counter()
+    nomination = await setup.nominator.nominate("a", query, TEXT, allow_dense=True)
+    assert time.perf_counter() - started < 1.0
+    assert [c.prompt_id for c in nomination.candidates] == [1]
+    assert nomination.candidates[0].sources == ("prefix",)
+    assert [failure.component for failure in nomination.failures] == ["fingerprint", "meaning"]
+
+
+@pytest.mark.parametrize("mood", ["fails", "hangs", "nonsense"])
+async def test_a_moody_embedder_leaves_prefix_and_fingerprints(setup: Setup, mood: str) -> None:
+    """Without embeddings the other stages answer as ever, in time."""
+    setup.embedder.mood = mood
+    query = np.concatenate([tokens(2), tokens(1)[:200]])
+    started = time.perf_counter()
+    nomination = await setup.nominator.nominate("a", query, TEXT, allow_dense=True)
+    assert time.perf_counter() - started < 1.0
+    assert [c.sources for c in nomination.candidates] == [("fingerprint",)]
+    assert [failure.component for failure in nomination.failures] == ["embedding"]
+
+
+async def test_the_circuit_spares_a_dead_index(setup: Setup) -> None:
+    """After three failures the index is not asked again until the time is over, then it is."""
+    setup.index.mood = "fails"
+    for _ in range(3):
+        await setup.nominator.nominate("a", tokens(2), None, allow_dense=False)
+    num_calls = setup.index.num_calls
+    setup.index.mood = "works"
+    refused = await setup.nominator.nominate("a", tokens(2), None, allow_dense=False)
+    assert refused.failures == (Failure("fingerprint", "circuit open"),)
+    assert setup.index.num_calls == num_calls
+    assert setup.nominator.circuits["fingerprint"].is_open
+    setup.clock.now = 31.0
+    healed = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
+    assert healed.failures == ()
+    assert not setup.nominator.circuits["fingerprint"].is_open
+
+
+@pytest.mark.parametrize("mood", ["fails", "surprises", "hangs"])
+async def test_remembering_without_index_keeps_the_prefix(
+    setup: Setup, mood: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The failure is returned and logged, and the prompt is found by its prefix."""
+    setup.index.mood = mood
+    failures = await setup.nominator.remember(2, "a", tokens(2), TEXT)
+    assert [failure.component for failure in failures] == ["indexing"]
+    assert "could not remember in full: indexing" in caplog.text
+    setup.index.mood = "works"
+    nomination = await setup.nominator.nominate("a", tokens(2), None, allow_dense=False)
+    assert [c.prompt_id for c in nomination.candidates] == [2]
+
+
+@pytest.mark.parametrize("mood", ["fails", "hangs", "nonsense"])
+async def test_remembering_without_embedder_keeps_the_fingerprints(
+    setup: Setup, mood: str
+) -> None:
+    """A prompt whose text cannot be embedded is indexed without."""
+    setup.embedder.mood = mood
+    failures = await setup.nominator.remember(2, "a", tokens(2), TEXT)
+    assert [failure.component for failure in failures] == ["index embedding"]
+    assert setup.index.entries[2].embedding is None
+    assert len(setup.index.entries[2].fingerprints) > 10
+
+
+@pytest.mark.parametrize("mood", ["fails", "hangs"])
+async def test_forgetting_without_index_does_not_raise(setup: Setup, mood: str) -> None:
+    """The prefix forgets; the stale point of the backend stays until a rebuild, and says so."""
+    setup.index.mood = mood
+    failures = await setup.nominator.forget("a", [1]) + await setup.nominator.forget_namespace("a")
+    assert [failure.component for failure in failures] == ["indexing", "indexing"]
+    setup.index.mood = "works"
+    stale = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
+    assert [c.sources for c in stale.candidates] == [("fingerprint",)]
+    assert await setup.nominator.rebuild([]) == 0
+    gone = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
+    assert gone.candidates == ()
+
+
+async def test_rebuild_tells_the_operator_when_it_cannot(setup: Setup) -> None:
+    """Rebuilding is nobody's request, so it raises when nothing can be emptied."""
+    setup.index.mood = "fails"
+    with pytest.raises(IndexUnavailableError):
+        await setup.nominator.rebuild([PromptRecord(1, "a", tokens(1))])
+
+
+async def test_cancellation_passes_through(setup: Setup) -> None:
+    """A client that hangs up cancels the nomination, and that is no failure of the index."""
+    setup.index.mood = "hangs"
+    task = asyncio.create_task(setup.nominator.nominate("a", tokens(1), None, allow_dense=False))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert setup.nominator.circuits["fingerprint"].num_failures == 0
+
+
+async def test_failures_carry_no_text_and_no_tokens(setup: Setup) -> None:
+    """What is logged of a failure is the part and the reason."""
+    setup.embedder.mood = "nonsense"
+    secret = PromptText("SECRET", "SECRET")
+    nomination = await setup.nominator.nominate("a", tokens(5), secret, allow_dense=True)
+    assert nomination.failures
+    assert "SECRET" not in str(nomination.failures)
+    assert str(tokens(5)[0]) not in str(nomination.failures)
