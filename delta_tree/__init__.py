@@ -10,6 +10,7 @@ from delta_tree.align import align, common_prefix_length, common_runs, common_su
 from delta_tree.answers import Eviction, Insertion, Sharing, TreeStats
 from delta_tree.compose import compose
 from delta_tree.composition import Composition, Copy, DonorOutcome, DonorReport
+from delta_tree.edits import Edit, Match, Op
 from delta_tree.errors import (
     DeltaTreeError,
     EditRangeError,
@@ -35,8 +36,9 @@ from delta_tree.node import (
     new_segment_id,
 )
 from delta_tree.pieces import Piece, PieceTable, merge_pieces
-from delta_tree.script import Edit, EditScript, Match, Op
+from delta_tree.script import EditScript
 from delta_tree.spans import Span, TokenIds, gaps, merge, token_ids
+from delta_tree.storage import discard_store
 from delta_tree.tree import DeltaTree
 
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "common_runs",
     "common_suffix_length",
     "compose",
+    "discard_store",
     "gaps",
     "merge",
     "merge_pieces",

@@ -76,7 +76,7 @@ def owned_bytes(forest: Forest, node: Node) -> int:
     return sum(
         forest.segments[segment_id].num_bytes
         for segment_id in node.pieces.segment_ids
-        if forest.references[segment_id] == 1
+        if forest.num_references(segment_id) == 1
     )
 
 
@@ -88,7 +88,7 @@ def subtree_bytes(forest: Forest, node_id: NodeId) -> int:
     return sum(
         forest.segments[segment_id].num_bytes
         for segment_id, count in inside.items()
-        if forest.references[segment_id] == count
+        if forest.num_references(segment_id) == count
     )
 
 

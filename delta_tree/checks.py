@@ -7,6 +7,7 @@ The same checks stand before every insertion and after every load from disk.
 from collections.abc import Callable
 
 from delta_tree.errors import InvalidNodeError
+from delta_tree.forest import Forest
 from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.pieces import MAX_INT64
 
@@ -83,3 +84,23 @@ def _check_pieces(node: Node, segment_of: SegmentLookup) -> None:
                 f"exact_length {node.exact_length} covers position {span.start}, whose KV is of "
                 f"generation {segment.generation} and was computed for position {stored_at}"
             )
+
+
+def check_forest(forest: Forest) -> None:
+    """
+    Refuse a forest that no sequence of changes could have made.
+
+    Raises:  InvalidNodeError
+    """
+    for segment in forest.segments.values():
+        check_segment(segment)
+    for node in forest.nodes.values():
+        parent = None if node.parent is None else forest.nodes.get(node.parent)
+        check_node(node, parent, forest.segments.get)
+    roots = [node.node_id for node in forest.nodes.values() if node.parent is None]
+    num_rooted = sum(len(forest.subtree(node_id)) for node_id in roots)
+    if num_rooted != len(forest.nodes):
+        raise InvalidNodeError(f"{len(forest.nodes) - num_rooted} nodes descend from no root")
+    used = {s for node in forest.nodes.values() for s in node.pieces.segment_ids}
+    if used != forest.segments.keys():
+        raise InvalidNodeError("a segment belongs to no node")

@@ -18,9 +18,9 @@ from delta_tree.composition import (
     merge_copies,
 )
 from delta_tree.donors import Donor, Offer
+from delta_tree.edits import Match
 from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.runs import Hashes, Sieve, kgram_hashes
-from delta_tree.script import Match
 from delta_tree.spans import Span, TokenIds, gaps
 
 # Alignment is the dearest step; a fourth-best guess has never been seen to win in the end.

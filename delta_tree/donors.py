@@ -12,11 +12,11 @@ import numpy as np
 
 from delta_tree.align import common_prefix_length, common_suffix_length, heaviest_chain
 from delta_tree.composition import Copy, DonorOutcome
+from delta_tree.edits import Match
 from delta_tree.errors import UnknownSegmentError
 from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.pieces import Piece
 from delta_tree.runs import Hashes, Ids, Occurrences, Sieve, kgram_hashes, runs_in
-from delta_tree.script import Match
 from delta_tree.spans import Span, TokenIds
 
 _HIDDEN = -1  # no token id; what carries it matches nothing

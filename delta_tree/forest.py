@@ -45,7 +45,9 @@ class Forest:
     def __init__(self) -> None:
         self.nodes: dict[NodeId, Node] = {}
         self.segments: dict[SegmentId, Segment] = {}
-        self.references: dict[SegmentId, int] = {}  # nodes that refer to a segment, never 0
+        # Nodes that refer to a segment, where it is more than one: most have one, and thousands
+        # of dictionary entries saying so would cost more than the segments' own fields.
+        self._references: dict[SegmentId, int] = {}
         self._children: dict[NodeId, tuple[NodeId, ...]] = {}
         self._by_prompt: dict[bytes, NodeId] = {}
 
@@ -70,6 +72,10 @@ class Forest:
             return self.segments[segment_id]
         except KeyError:
             raise UnknownSegmentError(segment_id) from None
+
+    def num_references(self, segment_id: SegmentId) -> int:
+        """How many nodes refer to a segment; 0 if there is no such segment."""
+        return self._references.get(segment_id, 1) if segment_id in self.segments else 0
 
     def find(self, namespace: str, tokens: TokenIds) -> Node | None:
         """The node of exactly this prompt. The hash proposes, the tokens decide."""
@@ -104,12 +110,13 @@ class Forest:
         freed = tuple(
             segment_id
             for segment_id, count in lost.items()
-            if count > 0 and self.references[segment_id] == count
+            if count > 0 and self.num_references(segment_id) == count
         )
         return freed, sum(self.segments[segment_id].num_bytes for segment_id in freed)
 
     def apply(self, change: Change) -> None:
         """Make a change that has been worked out and stored."""
+        unclaimed = {segment.segment_id for segment in change.put_segments}
         for segment in change.put_segments:
             self.segments[segment.segment_id] = segment
         for node in change.put_nodes:
@@ -118,27 +125,32 @@ class Forest:
             if old is None:
                 self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
             if old is None or old.pieces != node.pieces:
-                self._count(node, 1)
+                self._refer(node, unclaimed)
                 if old is not None:
-                    self._count(old, -1)
+                    self._release(old)
             if old is None or old.parent != node.parent:
                 self._detach(old)
                 self._attach(node)
         for node_id in change.dropped_nodes:
             node = self.nodes.pop(node_id)
             del self._by_prompt[prompt_key(node.namespace, node.token_ids)]
-            self._count(node, -1)
+            self._release(node)
             self._detach(node)
         for segment_id in change.dropped_segments:
             del self.segments[segment_id]
 
-    def _count(self, node: Node, by: int) -> None:
+    def _refer(self, node: Node, unclaimed: set[SegmentId]) -> None:
         for segment_id in node.pieces.segment_ids:
-            count = self.references.get(segment_id, 0) + by
-            if count:
-                self.references[segment_id] = count
+            if segment_id in unclaimed:
+                unclaimed.discard(segment_id)  # the first reference needs no entry
             else:
-                del self.references[segment_id]
+                self._references[segment_id] = self._references.get(segment_id, 1) + 1
+
+    def _release(self, node: Node) -> None:
+        for segment_id in node.pieces.segment_ids:
+            count = self._references.pop(segment_id, 1) - 1
+            if count > 1:
+                self._references[segment_id] = count
 
     def _attach(self, node: Node) -> None:
         if node.parent is not None:

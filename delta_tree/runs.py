@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from delta_tree.script import Match
+from delta_tree.edits import Match
 from delta_tree.spans import Span
 
 Hashes = npt.NDArray[np.uint64]

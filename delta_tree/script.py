@@ -8,13 +8,12 @@ good script is found is align.py's business.
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from delta_tree.edits import Edit, Match, Op
 from delta_tree.errors import EditRangeError, InvalidTokensError
 from delta_tree.spans import Span, TokenIds, token_ids, tokens_from_bytes
 
@@ -25,51 +24,9 @@ _MAGIC = b"KVES"
 _VERSION = 1
 
 
-class Op(Enum):
-    """What an edit does to a stretch of the source."""
-
-    KEEP = "keep"
-    INSERT = "insert"
-    REPLACE = "replace"
-    DELETE = "delete"
-
-
 _OPS = (Op.KEEP, Op.INSERT, Op.REPLACE, Op.DELETE)
 _CODE_OF = {op: code for code, op in enumerate(_OPS)}
 _KEEP = _CODE_OF[Op.KEEP]
-
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """One step of a script: the source span it consumes, the target span it produces."""
-
-    op: Op
-    source: Span
-    target: Span
-    tokens: tuple[int, ...] = ()  # the target's tokens, for insert and replace only
-
-    def __post_init__(self) -> None:
-        num_new = len(self.target) if self.op in (Op.INSERT, Op.REPLACE) else 0
-        shapes = {
-            Op.KEEP: len(self.source) == len(self.target) > 0,
-            Op.INSERT: not self.source and bool(self.target),
-            Op.REPLACE: bool(self.source) and bool(self.target),
-            Op.DELETE: bool(self.source) and not self.target,
-        }
-        if not shapes[self.op] or len(self.tokens) != num_new:
-            raise EditRangeError(
-                f"a {self.op.value} cannot turn {len(self.source)} source tokens into "
-                f"{len(self.target)} with {len(self.tokens)} new ones"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """An equal stretch: `length` tokens at `source` in one prompt and at `target` in another."""
-
-    source: int
-    target: int
-    length: int
 
 
 class EditScript:

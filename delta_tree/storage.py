@@ -9,7 +9,7 @@ sqlite3; its errors are translated here.
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import groupby
 from pathlib import Path
 from urllib.parse import quote
@@ -88,7 +88,7 @@ class Storage:
         Raises:  StoreCorruptError if a row does not decode or its checksum is wrong
         """
         connection = self._open_connection()
-        with _translated(self._path):
+        with _translated(self._path), _transaction(connection, "DEFERRED"):
             try:
                 segments = [
                     rows.segment_of(row) for row in connection.execute(rows.SELECT_SEGMENTS)
@@ -153,6 +153,25 @@ class Storage:
         return self._connection
 
 
+def discard_store(path: Path) -> None:
+    """
+    Delete a store, whatever state it is in, with its journal. Missing is fine.
+
+    Raises:  StoreLockedError if a process has it open; StoreUnavailableError
+    """
+    try:
+        if path.exists():
+            with _translated(path), closing(sqlite3.connect(path, timeout=0)) as connection:
+                connection.execute("BEGIN EXCLUSIVE")
+    except StoreCorruptError:
+        pass  # the lock comes before the look: nobody holds the file
+    try:
+        for suffix in ("-journal", "-wal", "-shm", ""):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+    except OSError as exc:
+        raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
+
+
 def _prepare_file(path: Path, *, read_only: bool) -> None:
     if read_only:
         if not path.exists():
@@ -170,7 +189,8 @@ def _configure(
     connection: sqlite3.Connection, path: Path, identity: str, *, read_only: bool
 ) -> None:
     """Take the lock, make sure that the file is ours and whole, or make it so if it is empty."""
-    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    if not read_only:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA foreign_keys = ON")
     is_empty = _pragma(connection, "page_count") == 0
@@ -187,8 +207,8 @@ def _configure(
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA secure_delete = ON")  # a purge leaves no token ids behind
         # In exclusive mode the lock outlives the transaction: this process is the writer now.
-        connection.execute("BEGIN EXCLUSIVE")
-        connection.execute("COMMIT")
+        with _transaction(connection, "EXCLUSIVE"):
+            pass
     if is_empty:
         _create(connection, identity)
     _check_content(connection, path, identity)
@@ -219,7 +239,7 @@ def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
 def _check_content(connection: sqlite3.Connection, path: Path, identity: str) -> None:
     verdict = _pragma(connection, "quick_check(1)")
     if verdict != "ok":
-        raise StoreCorruptError(path, str(verdict))
+        raise StoreCorruptError(path, " ".join(str(verdict).split()))
     row = connection.execute("SELECT value FROM meta WHERE key = 'identity'").fetchone()
     if row is None:
         raise StoreCorruptError(path, "it does not say what it was written for")
@@ -232,8 +252,8 @@ def _pragma(connection: sqlite3.Connection, name: str) -> object:
 
 
 @contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    connection.execute("BEGIN IMMEDIATE")
+def _transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    connection.execute(f"BEGIN {kind}")
     try:
         yield
         connection.execute("COMMIT")

@@ -1,12 +1,11 @@
 """
 The delta tree: what prompts are stored, how they descend from one another, what they share.
 
-One lock guards every change and every question over many nodes; looking up a single node or
-segment takes no lock. A change is worked out, stored, then made in memory: if it cannot be stored
-nothing has happened. KV bytes live elsewhere; each answer says which segments to drop.
+One lock guards every change. A change is worked out, stored, then made in memory: if it cannot be
+stored, nothing has happened. KV bytes live elsewhere; each answer says which segments to drop.
 """
 
-import threading
+import logging
 import time
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import replace
@@ -15,44 +14,38 @@ from types import TracebackType
 from typing import Self
 
 from delta_tree.align import align
-from delta_tree.answers import (
-    Eviction,
-    Insertion,
-    Sharing,
-    TreeStats,
-    measure,
-    owned_bytes,
-    shared_with,
-    subtree_bytes,
-)
-from delta_tree.checks import check_node, check_segment
+from delta_tree.answers import Eviction, Insertion
+from delta_tree.checks import check_forest, check_node
+from delta_tree.drafts import check_new_segments, divide, parent_of, quality, segment_lookup
 from delta_tree.errors import (
     InvalidNodeError,
     InvalidTokensError,
     PinnedNodeError,
     StoreCorruptError,
-    UnknownNodeError,
+    StoreError,
 )
 from delta_tree.forest import Change, Forest, recompose
 from delta_tree.node import Node, NodeDraft, NodeId, Segment, SegmentId, new_node_id
+from delta_tree.reading import TreeReader
 from delta_tree.script import EditScript
 from delta_tree.spans import TokenIds, token_ids
 from delta_tree.storage import Storage
+
+log = logging.getLogger(__name__)
 
 _SCRIPT_MIN_RUN = 16  # a script tells how prompts descend; one-token matches would tell nothing
 _MAX_UNWRITTEN_USES = 256
 
 
-class DeltaTree:
+class DeltaTree(TreeReader):
     """Lives as long as the server. Use `open`; `close` is idempotent."""
 
     def __init__(
         self, storage: Storage | None, forest: Forest, *, clock: Callable[[], float]
     ) -> None:
+        super().__init__(forest)
         self._storage = storage
-        self._forest = forest
         self._clock = clock
-        self._lock = threading.RLock()
         self._used: set[NodeId] = set()  # nodes whose use counters are not on disk yet
 
     @classmethod
@@ -75,7 +68,11 @@ class DeltaTree:
         storage = Storage.open(path, identity=identity, read_only=read_only)
         try:
             segments, nodes = storage.load()
-            _fill(forest, segments, nodes, path)
+            forest.apply(Change(put_segments=tuple(segments), put_nodes=tuple(nodes)))
+            check_forest(forest)
+        except InvalidNodeError as exc:
+            storage.close()
+            raise StoreCorruptError(path, str(exc)) from exc
         except BaseException:
             storage.close()
             raise
@@ -85,10 +82,8 @@ class DeltaTree:
         """Write the use counters that are still due, and release the file."""
         with self._lock:
             if self._storage is not None and not self._storage.closed:
-                try:
-                    self._write_uses()
-                finally:
-                    self._storage.close()
+                self._write_uses()
+                self._storage.close()
 
     def __enter__(self) -> Self:
         return self
@@ -100,38 +95,6 @@ class DeltaTree:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    # --- one node or segment: no lock, a dictionary look-up -------------------------------------
-
-    def get(self, node_id: NodeId) -> Node | None:
-        """The node with this id, or None."""
-        return self._forest.nodes.get(node_id)
-
-    def node(self, node_id: NodeId) -> Node:
-        """
-        The node with this id.
-
-        Raises:  UnknownNodeError
-        """
-        return self._forest.node(node_id)
-
-    def segment(self, segment_id: SegmentId) -> Segment:
-        """
-        The segment with this id.
-
-        Raises:  UnknownSegmentError
-        """
-        return self._forest.segment(segment_id)
-
-    def find(self, namespace: str, tokens: Sequence[int] | TokenIds) -> Node | None:
-        """The node of exactly this prompt in this namespace, or None."""
-        return self._forest.find(namespace, token_ids(tokens))
-
-    def reference_count(self, segment_id: SegmentId) -> int:
-        """How many nodes refer to a segment; 0 if there is no such segment."""
-        return self._forest.references.get(segment_id, 0)
-
-    # --- changes --------------------------------------------------------------------------------
 
     def insert(self, draft: NodeDraft) -> Insertion:
         """
@@ -146,15 +109,15 @@ class DeltaTree:
         except InvalidTokensError as exc:
             raise InvalidNodeError(str(exc)) from exc
         known = self._forest.find(draft.namespace, tokens)
-        parent = self._parent_of(draft)
+        parent = parent_of(self._forest, draft)
         # Aligned before the lock is taken: it may take long, and tokens never change.
         script = None
         if parent is not None and known is None:
             script = align(parent.token_ids, tokens, min_run=_SCRIPT_MIN_RUN)
         with self._lock:
             known = self._forest.find(draft.namespace, tokens)
-            parent = self._parent_of(draft)
-            self._check_segments(draft)
+            parent = parent_of(self._forest, draft)
+            check_new_segments(self._forest, draft)
             if known is not None:
                 return self._insert_again(known, draft)
             if parent is not None and script is None:  # the known node left in between
@@ -232,76 +195,6 @@ class DeltaTree:
                 ]
             ).num_nodes
 
-    # --- questions over many nodes --------------------------------------------------------------
-
-    def nodes(self, namespace: str | None = None) -> tuple[Node, ...]:
-        """All nodes, or those of one namespace, in order of insertion."""
-        with self._lock:
-            return tuple(
-                node
-                for node in self._forest.nodes.values()
-                if namespace is None or node.namespace == namespace
-            )
-
-    def segments(self, namespace: str | None = None) -> tuple[Segment, ...]:
-        """All segments that nodes refer to, or those of one namespace."""
-        with self._lock:
-            return tuple(
-                segment
-                for segment in self._forest.segments.values()
-                if namespace is None or segment.namespace == namespace
-            )
-
-    def children(self, node_id: NodeId) -> tuple[NodeId, ...]:
-        """
-        The nodes whose script starts from this one.
-
-        Raises:  UnknownNodeError
-        """
-        with self._lock:
-            self.node(node_id)
-            return self._forest.children(node_id)
-
-    def eviction_candidates(self, namespace: str | None = None) -> tuple[Node, ...]:
-        """The nodes that are not pinned, least recently used first."""
-        unpinned = [node for node in self.nodes(namespace) if not node.pinned]
-        return tuple(sorted(unpinned, key=lambda node: node.last_used_at))
-
-    def stats(self, namespace: str | None = None) -> TreeStats:
-        """Figures over all nodes, or those of one namespace."""
-        with self._lock:
-            return measure(self._forest, self.nodes(namespace))
-
-    def owned_bytes(self, node_id: NodeId) -> int:
-        """
-        KV bytes that only this node refers to: what its eviction would free.
-
-        Raises:  UnknownNodeError
-        """
-        with self._lock:
-            return owned_bytes(self._forest, self.node(node_id))
-
-    def subtree_bytes(self, node_id: NodeId) -> int:
-        """
-        KV bytes that only this node and its descendants refer to.
-
-        Raises:  UnknownNodeError
-        """
-        with self._lock:
-            self.node(node_id)
-            return subtree_bytes(self._forest, node_id)
-
-    def shared_with(self, node_id: NodeId) -> tuple[Sharing, ...]:
-        """
-        The nodes that refer to the same KV as this one, and for how many of its tokens.
-
-        Raises:  UnknownNodeError
-        """
-        with self._lock:
-            return shared_with(self._forest, self.node(node_id))
-
-    # --- how a change is made -------------------------------------------------------------------
-
     def _make(self, change: Change) -> None:
         """Store, then make in memory; due use counters go along."""
         if self._storage is not None:
@@ -310,8 +203,12 @@ class DeltaTree:
         self._forest.apply(change)
 
     def _write_uses(self) -> None:
+        """Counters may be lost, a request must not: what cannot be written is given up."""
         if self._storage is not None and not self._storage.read_only and self._used:
-            self._storage.write(Change(), self._due_uses())
+            try:
+                self._storage.write(Change(), self._due_uses())
+            except StoreError as exc:
+                log.warning("use counters of %d nodes were not stored: %s", len(self._used), exc)
         self._used.clear()
 
     def _due_uses(self) -> list[Node]:
@@ -344,20 +241,20 @@ class DeltaTree:
             num_hits=0,
             pinned=False,
         )
-        check_node(node, self._parent_of(draft), self._lookup(draft))
-        needed, unneeded = _divide(draft)
+        check_node(node, parent_of(self._forest, draft), segment_lookup(self._forest, draft))
+        needed, unneeded = divide(draft)
         self._make(Change(put_segments=needed, put_nodes=(node,)))
         return _insertion(node, True, unneeded)
 
     def _insert_again(self, known: Node, draft: NodeDraft) -> Insertion:
         offered = replace(known, pieces=draft.pieces, exact_length=draft.exact_length)
         parent = None if known.parent is None else self.node(known.parent)
-        segment_of = self._lookup(draft)
+        segment_of = segment_lookup(self._forest, draft)
         check_node(offered, parent, segment_of)
-        if _quality(offered, segment_of) <= _quality(known, segment_of):
+        if quality(offered, segment_of) <= quality(known, segment_of):
             self.touch(known.node_id)
             return _insertion(self.node(known.node_id), False, draft.new_segments)
-        needed, unneeded = _divide(draft)
+        needed, unneeded = divide(draft)
         node = self._touched(offered)
         freed, num_bytes = self._forest.freed_by([node], ())
         self._make(Change(put_segments=needed, put_nodes=(node,), dropped_segments=freed))
@@ -377,50 +274,6 @@ class DeltaTree:
             node_id = new_node_id()
         return node_id
 
-    def _parent_of(self, draft: NodeDraft) -> Node | None:
-        if draft.parent is None:
-            return None
-        parent = self.get(draft.parent)
-        if parent is None:
-            raise InvalidNodeError(f"the parent, node {draft.parent}, is not in the tree")
-        if parent.namespace != draft.namespace:
-            raise InvalidNodeError(f"the parent, node {draft.parent}, is in another namespace")
-        return parent
-
-    def _check_segments(self, draft: NodeDraft) -> None:
-        seen: set[SegmentId] = set()
-        for segment in draft.new_segments:
-            check_segment(segment)
-            if segment.namespace != draft.namespace:
-                raise InvalidNodeError(
-                    f"segment {segment.segment_id} belongs to another namespace"
-                )
-            if segment.segment_id in seen or segment.segment_id in self._forest.segments:
-                raise InvalidNodeError(f"segment {segment.segment_id} is there twice")
-            seen.add(segment.segment_id)
-
-    def _lookup(self, draft: NodeDraft) -> Callable[[SegmentId], Segment | None]:
-        new = {segment.segment_id: segment for segment in draft.new_segments}
-        stored = self._forest.segments
-        return lambda segment_id: new.get(segment_id) or stored.get(segment_id)
-
-
-def _quality(node: Node, segment_of: Callable[[SegmentId], Segment | None]) -> tuple[int, int]:
-    """What makes one way to hold a prompt's KV better than another; larger is better."""
-    staleness = 0
-    for piece in node.pieces:
-        segment = segment_of(piece.segment_id)
-        assert segment is not None  # the node has been checked
-        staleness += segment.generation * piece.length
-    return node.exact_length, -staleness
-
-
-def _divide(draft: NodeDraft) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-    """The draft's new segments: those its pieces refer to, and the others."""
-    used = draft.pieces.segment_ids
-    needed = tuple(segment for segment in draft.new_segments if segment.segment_id in used)
-    return needed, tuple(s for s in draft.new_segments if s.segment_id not in used)
-
 
 def _insertion(node: Node, created: bool, unneeded: Sequence[Segment]) -> Insertion:
     return Insertion(
@@ -429,21 +282,3 @@ def _insertion(node: Node, created: bool, unneeded: Sequence[Segment]) -> Insert
         freed_segments=tuple(segment.segment_id for segment in unneeded),
         freed_bytes=sum(segment.num_bytes for segment in unneeded),
     )
-
-
-def _fill(forest: Forest, segments: list[Segment], nodes: list[Node], path: Path) -> None:
-    """Take over what was loaded, if it is what a tree would have stored."""
-    forest.apply(Change(put_segments=tuple(segments), put_nodes=tuple(nodes)))
-    try:
-        for segment in segments:
-            check_segment(segment)
-        for node in nodes:
-            parent = None if node.parent is None else forest.node(node.parent)
-            check_node(node, parent, forest.segments.get)
-    except (InvalidNodeError, UnknownNodeError) as exc:
-        raise StoreCorruptError(path, str(exc)) from exc
-    rooted = sum(len(forest.subtree(node.node_id)) for node in nodes if node.parent is None)
-    if rooted != len(nodes):
-        raise StoreCorruptError(path, f"{len(nodes) - rooted} nodes descend from no root")
-    if forest.references.keys() != forest.segments.keys():
-        raise StoreCorruptError(path, "a segment belongs to no node")

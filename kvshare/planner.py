@@ -7,10 +7,22 @@ repair asks for, is a placeholder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from delta_tree import Composition, Copy, Node, Segment, SegmentId, Span, TokenIds, compose, gaps
+from delta_tree import (
+    Composition,
+    Copy,
+    Node,
+    NodeId,
+    Segment,
+    SegmentId,
+    Span,
+    TokenIds,
+    common_prefix_length,
+    compose,
+    gaps,
+)
 from kvshare.cost import Rates
 from kvshare.plan import NoPlan, Plan, clip, without
 from kvshare.repair import structural_repairs
@@ -61,7 +73,8 @@ def make_plan(
     exact = _exact_plan(composition, rates)
     refusal = "rotation_unknown" if approximate and not limits.can_move_keys else None
     if may_approximate and any(copy.target_start >= composition.exact_length for copy in composition.copies):
-        plan = _approximate_plan(composition, segment_of, limits, rates)
+        context = {node.node_id: common_prefix_length(node.token_ids, token_ids) for node in candidates}
+        plan = _approximate_plan(composition, context, segment_of, limits, rates)
         refusal = _gate(plan, exact, limits)
         if refusal is None:
             return plan
@@ -91,6 +104,7 @@ def _exact_plan(composition: Composition, rates: Rates) -> Plan | None:
 
 def _approximate_plan(
     composition: Composition,
+    context: Mapping[NodeId, int],
     segment_of: Callable[[SegmentId], Segment],
     limits: PlannerLimits,
     rates: Rates,
@@ -114,11 +128,28 @@ def _approximate_plan(
         copies=copies,
         placeholders=placeholders,
         repairs=repairs,
-        generation=max((segment_of(copy.segment_id).generation + 1 for copy in kept), default=0),
+        generation=max(
+            (
+                _generation_after(copy, context[copy.donor], segment_of(copy.segment_id).generation)
+                for copy in kept
+            ),
+            default=0,
+        ),
         estimate=rates.estimate(
             num_tokens=num_tokens, num_computed=sum(len(span) for span in placeholders)
         ),
     )
+
+
+def _generation_after(copy: Copy, common_prefix: int, generation: int) -> int:
+    """
+    Generation of KV that attends to this copy.
+
+    A chat that goes on reuses its own approximate KV in its own context: nothing is added to its deviation, so
+    the generation does not grow with every turn.
+    """
+    continues = copy.donor_start == copy.target_start and copy.target.end <= common_prefix
+    return max(1, generation) if continues else generation + 1
 
 
 def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:

@@ -210,9 +210,20 @@ class Sharing:
                 return Lookup(plan, segments, stage_seconds=stages)
             broken = {copy.donor for copy in plan.copies if copy.segment_id in missing}
             nodes = [node for node in nodes if node.node_id not in broken]
-            self.counters["fallback:tier:missing"] += 1
+            self._discard(broken)
             if not nodes:
                 return Lookup(NoPlan("kv_gone"), stage_seconds=stages)
+
+    def _discard(self, broken: Iterable[NodeId]) -> None:
+        """Prompts whose KV cannot be read leave the tree, pinned or not: there is nothing left to pin."""
+        self.counters["fallback:tier:missing"] += 1
+        with self._commit_lock:
+            for node_id in broken:
+                if (node := self.tree.get(node_id)) is None:
+                    continue
+                self.tree.unpin(node_id)
+                self.tier.drop(self.tree.evict(node_id).freed_segments)
+                self._evicted.append((node.namespace, node_id))
 
     def _own_nodes(self, namespace: str, candidates: Sequence[Candidate]) -> list[Node]:
         """The candidates' nodes. The index filtered by namespace already; the truth is checked again here."""
@@ -232,7 +243,7 @@ class Sharing:
         segments: dict[SegmentId, SegmentKV] = {}
         missing: set[SegmentId] = set()
         for segment_id in {copy.segment_id for copy in plan.copies}:
-            segment = self.tier.get(segment_id)
+            segment = self.tier.get(segment_id, verify=True)
             if segment is None:
                 missing.add(segment_id)
             else:

@@ -1,7 +1,4 @@
-"""
-The operator's routes: what is stored, what would be shared, what to drop. Answers may name donors and
-prompts.
-"""
+"""The operator's routes: what is stored, what would be shared, what to drop. Answers may name donors."""
 
 from __future__ import annotations
 

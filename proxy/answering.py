@@ -33,9 +33,7 @@ class Job:
 
 
 async def answer(request: web.Request, job: Job) -> web.StreamResponse:
-    """
-    Run the job to its end. Leaving early, by error or by a client that goes away, frees the engine's slots.
-    """
+    """Run the job to its end. Leaving early, by an error or a disconnect, frees the engine's slots."""
     front, record = request.app[FRONT], request[RECORD]
     record.mode = job.requests[0].mode
     generation = Generation(front.engine, job.requests)

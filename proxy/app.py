@@ -1,7 +1,4 @@
-"""
-Wires the front: routes, middlewares, the engine's lifetime, listeners and signals. Everything is passed in
-here.
-"""
+"""Wires the front: routes, middlewares, the engine's lifetime, listeners and signals."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from kvshare.settings import Settings
 from proxy import admin, handlers
 from proxy.auth import Keyring
 from proxy.front import FRONT, Front
-from proxy.lifecycle import Lifecycle, Phase
+from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
 from proxy.middleware import add_request_id, observe
 
@@ -27,16 +24,14 @@ log = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0  # connections that still write after a drain get this long
 
-# aiohttp logs malformed requests with their bytes, keys included; what handlers raise is logged by the
-# middleware.
+# aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
 _aiohttp_log = logging.getLogger("proxy.aiohttp")
 _aiohttp_log.setLevel(logging.CRITICAL + 1)
 
 
 def build_app(settings: Settings, engine: Engine) -> web.Application:
     """
-    The application of the main port, which owns `engine`: it starts it in the background and stops it at
-    cleanup.
+    The application of the main port. It owns `engine`: starts it in the background, stops it at cleanup.
 
     Raises:  ConfigError if keys cannot be told apart
     """
@@ -99,15 +94,17 @@ async def serve(settings: Settings, engine: Engine, *, on_listening: Callable[[s
 
 
 async def _until_stopped(front: Front, first: asyncio.Event, second: asyncio.Event) -> None:
-    """Returns when drained; raises what the engine's start raised."""
+    """
+    Returns when drained, or told twice; what then still runs the application's shutdown aborts.
+
+    Raises what the engine's start raised.
+    """
     lifecycle = front.lifecycle
     await _first_of(lifecycle.wait_started(), first.wait())
     await first.wait()
     log.info("draining: %d requests run, at most %g s", lifecycle.num_running, front.settings.server.drain_s)
     await _first_of(lifecycle.drain(front.settings.server.drain_s), second.wait())
-    lifecycle.abort_running()
-    await asyncio.sleep(0)  # aborted streams write their last frames while the listeners close
-    log.info("stopped")
+    log.info("drained")
 
 
 async def _first_of(*awaitables: Coroutine[Any, Any, object]) -> None:
@@ -146,7 +143,7 @@ def _front(settings: Settings, engine: Engine) -> Front:
     lifecycle = Lifecycle(engine)
 
     def status() -> EngineStatus | None:
-        return None if lifecycle.phase in (Phase.STARTING, Phase.FAILED) else engine.status()
+        return engine.status() if lifecycle.is_engine_up else None
 
     return Front(
         settings=settings,
@@ -165,25 +162,25 @@ def _application(front: Front) -> web.Application:
 
 
 def _add_public_routes(app: web.Application) -> None:
-    add = app.router
-    add.add_get("/health", handlers.health)
-    add.add_get("/ready", handlers.ready)
-    add.add_get("/v1/models", handlers.models)
-    add.add_get("/v1/models/{model:.+}", handlers.model)
-    add.add_post("/v1/chat/completions", handlers.chat_completions)
-    add.add_post("/v1/completions", handlers.completions)
-    add.add_post("/v1/responses", handlers.responses)
+    router = app.router
+    router.add_get("/health", handlers.health)
+    router.add_get("/ready", handlers.ready)
+    router.add_get("/v1/models", handlers.models)
+    router.add_get("/v1/models/{model:.+}", handlers.model)
+    router.add_post("/v1/chat/completions", handlers.chat_completions)
+    router.add_post("/v1/completions", handlers.completions)
+    router.add_post("/v1/responses", handlers.responses)
 
 
 def _add_operator_routes(app: web.Application) -> None:
-    add = app.router
-    add.add_get("/metrics", admin.metrics)
-    add.add_get("/admin/stats", admin.question("stats"))
-    add.add_get("/admin/tree", admin.question("tree"))
-    add.add_get("/admin/node/{id}", admin.question("node"))
-    add.add_get("/admin/diff", admin.question("diff"))
-    add.add_post("/admin/explain", admin.explain)
-    add.add_post("/admin/evict", admin.evict)
+    router = app.router
+    router.add_get("/metrics", admin.metrics)
+    router.add_get("/admin/stats", admin.question("stats"))
+    router.add_get("/admin/tree", admin.question("tree"))
+    router.add_get("/admin/node/{id}", admin.question("node"))
+    router.add_get("/admin/diff", admin.question("diff"))
+    router.add_post("/admin/explain", admin.explain)
+    router.add_post("/admin/evict", admin.evict)
 
 
 def _runner(app: web.Application) -> web.AppRunner:

@@ -1,6 +1,4 @@
-"""
-A request body -> a JSON object, or a RequestError that says what is wrong with it. Never keeps the text.
-"""
+"""A request body -> a JSON object, or an error that says what is wrong with it. Never quotes it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """
-Running engine generations as one stream of events: several prompts at once, with a heartbeat while nothing
-comes.
+Runs engine generations as one stream of events: several prompts at once, a heartbeat while nothing comes.
 
 A pump task per prompt iterates the engine's generator; leaving `Generation.open` cancels the pumps and
 closes the generators, which frees the engine's slots. A client that reads slowly does not slow the engine

@@ -1,6 +1,4 @@
-"""
-The OpenAI routes: a body becomes engine requests and the shape of its answer; `answering` does the rest.
-"""
+"""The OpenAI routes: a body becomes engine requests and the shape of its answer, for `answering` to run."""
 
 from __future__ import annotations
 

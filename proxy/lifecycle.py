@@ -47,11 +47,17 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
         self._start_ended = asyncio.Event()
+        self._is_engine_up = False
         self._start_error: BaseException | None = None
 
     @property
     def phase(self) -> Phase:
         return self._phase
+
+    @property
+    def is_engine_up(self) -> bool:
+        """Whether the engine has started, also while the server drains."""
+        return self._is_engine_up
 
     @property
     def num_running(self) -> int:
@@ -97,6 +103,7 @@ class Lifecycle:
             self._start_error = exc
             self._phase = Phase.FAILED
         else:
+            self._is_engine_up = True
             if self._phase is Phase.STARTING:
                 self._phase = Phase.READY
             log.info("engine ready: model %s", self._engine.card.model_id)

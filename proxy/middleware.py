@@ -1,9 +1,7 @@
 """
-Around every handler: the request's id, its caller, errors in OpenAI's shape, its metrics and its line in
-the log.
+Around every handler: the request's id and caller, errors in OpenAI's shape, metrics, a line in the log.
 
-Prompt text is in none of them. An unforeseen error is logged by class and place, as its message may quote
-the prompt.
+Prompt text is in none of them: an error is logged by class and place, as its message may quote the prompt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""
-What is remembered of a request while it is answered, for its metrics and its one line in the log. No text.
-"""
+"""What is remembered of a request while it is answered, for its metrics and its line in the log. No text."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """
-The bodies of the two generating routes: what is read, which ranges hold, and what is refused rather than
-ignored.
+The bodies of the two generating routes: what is read, and which types and ranges hold.
 
-Unknown keys are let through, as OpenAI's clients send many; known ones must be right. A parameter that
-would change the answer but is not implemented is refused unless it has its neutral value (see
-`unsupported`).
+Unknown keys are let through, as OpenAI's clients send many; known ones must be right. What would change the
+answer and is not implemented is refused in `unsupported`.
 """
 
 from __future__ import annotations

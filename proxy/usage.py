@@ -7,20 +7,18 @@ from typing import Any
 
 from kvshare.engines.base import SharingReport
 
-_BY_STRENGTH = ("approx", "exact", "full")
+_BY_BOLDNESS = ("approx", "exact", "full")
 
 
 def combine(reports: Sequence[SharingReport]) -> SharingReport:
-    """
-    One account of several prompts: counts added, the most sharing decision, the first reason. No donors.
-    """
+    """One account of several prompts: counts added, the boldest decision, the first reason. No donors."""
     decisions = {report.decision for report in reports}
     return SharingReport(
         num_exact=sum(report.num_exact for report in reports),
         num_copied=sum(report.num_copied for report in reports),
         num_recomputed=sum(report.num_recomputed for report in reports),
         num_repaired=sum(report.num_repaired for report in reports),
-        decision=next((decision for decision in _BY_STRENGTH if decision in decisions), "full"),
+        decision=next((decision for decision in _BY_BOLDNESS if decision in decisions), "full"),
         reason=next((report.reason for report in reports if report.reason is not None), None),
     )
 

@@ -203,7 +203,7 @@ class QdrantEdgeIndex(VectorIndex):
             return self._create_shard(folder)
         self.schema.check(read_stamp(folder.with_name("schema.json")))
         with _edge_errors("open", hint="; recreate() starts an empty one"):
-            return edge.EdgeShard.load(str(folder))
+            return edge.EdgeShard.load(str(folder), _config(self.schema))
 
     def _recreate_shard(self) -> edge.EdgeShard:
         folder = self._shard_folder()
@@ -229,7 +229,11 @@ def _config(schema: IndexSchema) -> edge.EdgeConfig:
     # By default a filtered search over fewer points than 20,000 scans them all once a point was
     # deleted (2.5 ms at 5,000 points); the postings are always quicker here (0.1 ms).
     sparse = {"sparse": edge.EdgeSparseVectorParams(full_scan_threshold=1)}
-    return edge.EdgeConfig(vectors=dense if schema.dimension else None, sparse_vectors=sparse)
+    return edge.EdgeConfig(
+        vectors=dense if schema.dimension else None,
+        sparse_vectors=sparse,
+        max_search_threads=1,  # most searches meet one segment: a pool only adds hand-overs
+    )
 
 
 def _point(entry: Entry) -> edge.Point:

@@ -23,7 +23,7 @@ _BATCH = 64  # points per request: below 1 MB at 512 fingerprints and 1,024 dime
 
 class QdrantRemoteIndex(VectorIndex):
     """
-    One collection of a Qdrant server.
+    One collection of a Qdrant server. Prompt ids must be unique over all who share it.
 
     `url` is the server's address, or ":memory:" for the client's local mode, which is pure Python
     and far slower. `timeout_s` bounds every request to the server, writes too.
@@ -46,13 +46,20 @@ class QdrantRemoteIndex(VectorIndex):
         self._client: AsyncQdrantClient | None = None
 
     async def open(self) -> None:
-        client = self._connect()
-        async with _qdrant_errors("open"):
-            if await client.collection_exists(self._collection):
-                found = await client.get_collection(self._collection)
-                self.schema.check(found.config.metadata)
-            else:
-                await self._create(client)
+        client = self._client or self._connect()
+        try:
+            async with _qdrant_errors("open"):
+                if await client.collection_exists(self._collection):
+                    found = await client.get_collection(self._collection)
+                    self.schema.check(found.config.metadata)
+                else:
+                    await self._create(client)
+        except BaseException:
+            # An index that was not checked stays closed; the caller may try again later.
+            self._client = None
+            await client.close()
+            raise
+        self._client = client
 
     async def close(self) -> None:
         client, self._client = self._client, None
@@ -61,7 +68,7 @@ class QdrantRemoteIndex(VectorIndex):
                 await client.close()
 
     async def recreate(self) -> None:
-        client = self._connect()
+        client = self._client = self._client or self._connect()
         async with _qdrant_errors("recreate"):
             await client.delete_collection(self._collection)
             await self._create(client)
@@ -164,15 +171,13 @@ class QdrantRemoteIndex(VectorIndex):
             await client.create_payload_index(self._collection, "namespace", field_schema=keyword)
 
     def _connect(self) -> AsyncQdrantClient:
-        if self._client is None:
-            # The compatibility check would be a blocking request in the constructor.
-            self._client = AsyncQdrantClient(
-                location=self._url,
-                api_key=self._api_key,
-                timeout=self._timeout_s,
-                check_compatibility=False,
-            )
-        return self._client
+        # The compatibility check would be a blocking request in the constructor.
+        return AsyncQdrantClient(
+            location=self._url,
+            api_key=self._api_key,
+            timeout=self._timeout_s,
+            check_compatibility=False,
+        )
 
     def _opened(self) -> AsyncQdrantClient:
         if self._client is None:

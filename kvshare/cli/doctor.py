@@ -33,15 +33,14 @@ def run_checks(config: Path | None) -> list[Check]:
     """All checks; those that need the settings only when the config can be read."""
     from kvshare.cli import checks, model_checks, store_checks
 
-    done = [
+    settings, readable = checks.check_config(config)
+    machine = [
         checks.check_python(sys.version_info[:3]),
-        checks.check_torch(),
         checks.check_sqlite(sqlite3.sqlite_version_info),
+        readable,
     ]
-    settings, check = checks.check_config(config)
-    done.append(check)
     if settings is None:
-        return done
+        return machine
     look_at = (
         model_checks.check_model,
         model_checks.check_tokenizer,
@@ -51,4 +50,4 @@ def run_checks(config: Path | None) -> list[Check]:
         store_checks.check_embedder,
         checks.check_port,
     )
-    return done + [look(settings) for look in look_at]
+    return [*machine, checks.check_torch(), *(look(settings) for look in look_at)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 
 from kvshare import __version__
 from kvshare.cli.options import Format, OutputFormat
@@ -23,6 +22,8 @@ def version(output_format: Format = OutputFormat.TERMINAL) -> None:
 
 
 def _installed(name: str) -> str | None:
+    from importlib import metadata  # a third of the time that --help takes
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

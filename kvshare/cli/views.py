@@ -96,10 +96,9 @@ def evict(document: Document) -> list[RenderableType]:
     verb = "would drop" if document["dry_run"] else "dropped"
     if "damaged" in document:
         return [Text(f"{verb} the whole file: {document['damaged']}")]
-    return [
-        f"{verb} {_counted(document['num_nodes'], 'node')} and {_counted(document['num_segments'], 'segment')}, "
-        f"{_bytes(document['freed_bytes'])} of KV"
-    ]
+    nodes = _counted(document["num_nodes"], "node")
+    segments = _counted(document["num_segments"], "segment")
+    return [f"{verb} {nodes} and {segments}, {_bytes(document['freed_bytes'])} of KV"]
 
 
 def explain(document: Document) -> list[RenderableType]:

@@ -43,7 +43,7 @@ class Stage:
 
 
 STAGES = (
-    Stage(enough=0.85, num_tokens=4096, noise=1.0),
+    Stage(enough=0.85, num_tokens=2048, noise=1.0),
     Stage(
         enough=0.9,
         num_tokens=4096,
@@ -89,21 +89,19 @@ def slot_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
     return tuple(sorted({token for line in lines for token in tokenizer.encode(line)}))
 
 
-def noise(
-    rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, length: int
-) -> Conversation:
+def noise(rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, length: int) -> Conversation:
     """
     Short runs of random tokens, then the same runs in another order.
 
     Only finding the earlier run and copying on predicts the rest of a run. The order must
     change: at a fixed distance the model would learn the distance and never look.
     """
-    alphabet = slot_tokens(tokenizer)
+    tokens = iter(rng.sample(slot_tokens(tokenizer), length // 2))
     runs = []
     left = length // 2
     while left > 0:
         size = min(left, rng.randint(3, 8))
-        runs.append(rng.choices(alphabet, k=size))
+        runs.append([next(tokens) for _ in range(size)])
         left -= size
     ids: list[int] = [token for run in runs for token in run]
     answers: list[tuple[str, int, int]] = []

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
+from kvshare.demo.architecture import build_model
 from kvshare.demo.batches import Batch, Scores, next_batch
 from kvshare.demo.curriculum import STAGES, Stage
-from kvshare.demo.tokenizer import MAX_TOKENS, load_tokenizer, train_tokenizer
+from kvshare.demo.tokenizer import load_tokenizer, train_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -44,28 +45,6 @@ class Progress:
     seconds: float = 0.0
     tokens: int = 0
     recent: list[float] = field(default_factory=list)
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A fresh Llama of about three million parameters with tied embeddings."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=MAX_TOKENS,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]  # transformers has no hint
-    # Tied embeddings of the usual size cannot say a copied token loudly enough at the start.
-    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.06)
-    return model
 
 
 def build_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:

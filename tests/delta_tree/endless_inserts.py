@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 from delta_tree import DeltaTree
-from tests.delta_tree.fake_prompts import child_draft, fresh_draft
+from tests.delta_tree.fake_prompts import child_draft, count_segments_from, fresh_draft
 
 if __name__ == "__main__":
     rng = random.Random(int(sys.argv[2]))
+    count_segments_from((int(sys.argv[2]) + 1) * 10**9)
     with DeltaTree.open(Path(sys.argv[1]), identity="model") as tree:
         while True:
             nodes = tree.nodes()
@@ -24,7 +25,7 @@ if __name__ == "__main__":
                 parent = rng.choice(nodes)
                 kept = rng.randrange(parent.num_tokens + 1)
                 made = tree.insert(child_draft(parent, kept, added)).node.node_id
-            elif choice < 0.99:
+            elif choice < 0.997:
                 made = -rng.choice(nodes).node_id
                 tree.evict(-made)
             else:

@@ -15,6 +15,12 @@ NAMESPACE = "tenant-a"
 _segment_ids = count(1000)
 
 
+def count_segments_from(first: int) -> None:
+    """Give a second process ids of its own."""
+    global _segment_ids
+    _segment_ids = count(first)
+
+
 def segment(
     num_tokens: int,
     *,

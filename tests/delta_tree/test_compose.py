@@ -283,7 +283,7 @@ def test_among_equal_runs_the_least_moved_is_taken() -> None:
 
 
 def test_among_equally_moved_runs_the_context_decides() -> None:
-    """Of two donors with a text at the same place, the one with the same text before it is used."""
+    """Of two donors with a text at the same place, the one with equal text before it is used."""
     shelf = Shelf()
     before = list(range(700, 708))
     shelf.add([*DOCUMENTS[3][:22], *range(600, 608), *DOCUMENTS[0], 1])

@@ -21,6 +21,7 @@ from delta_tree import (
     StoreMissingError,
     StoreReadOnlyError,
     StoreUnavailableError,
+    discard_store,
     token_ids,
 )
 from delta_tree.storage import journal_mode_for
@@ -88,14 +89,16 @@ def test_use_counters_are_written_when_closing(path: Path) -> None:
         assert (again.num_hits, again.created_at, again.last_used_at) == (1, 5.0, 9.0)
 
 
-def test_many_touches_are_written_in_between(path: Path) -> None:
+def test_many_touches_are_written_in_between(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long no change comes, use counters reach the disk in batches."""
-    with DeltaTree.open(path, identity=IDENTITY) as tree:
-        for index in range(256):
-            tree.touch(tree.insert(fresh_draft([index])).node.node_id)
-        for node in tree.nodes():
-            tree.touch(node.node_id)
-        assert not tree._used  # nothing else shows it while the writer holds the file
+    monkeypatch.setattr("delta_tree.tree._MAX_UNWRITTEN_USES", 3)
+    with DeltaTree.open(path, identity=IDENTITY, clock=lambda: 5.0) as tree:
+        ids = [tree.insert(fresh_draft([index])).node.node_id for index in range(3)]
+        for node_id in ids:
+            tree.touch(node_id)
+        assert tree._storage is not None
+        _, stored = tree._storage.load()
+        assert [node.num_hits for node in stored] == [1, 1, 1]
 
 
 def test_the_store_is_its_owners_only(path: Path) -> None:
@@ -120,7 +123,7 @@ def test_a_purge_leaves_no_tokens_in_the_files(path: Path) -> None:
 
 def test_another_identity_is_refused(filled: Path) -> None:
     """A store of another model is refused, naming both, and saying what to do."""
-    with pytest.raises(StoreMismatchError, match="model-a@main.*model-b.*kvshare evict --all"):
+    with pytest.raises(StoreMismatchError, match=r"model-a@main.*model-b.*kvshare evict --all"):
         DeltaTree.open(filled, identity="model-b@main float16")
     DeltaTree.open(filled, identity=IDENTITY).close()
 
@@ -128,7 +131,7 @@ def test_another_identity_is_refused(filled: Path) -> None:
 def test_a_newer_version_is_refused(filled: Path) -> None:
     """A store of a later schema is refused, not guessed at."""
     edit(filled, "PRAGMA user_version = 2")
-    with pytest.raises(StoreMismatchError, match="schema version 2.*schema version 1"):
+    with pytest.raises(StoreMismatchError, match=r"schema version 2.*schema version 1"):
         DeltaTree.open(filled, identity=IDENTITY)
 
 
@@ -298,6 +301,38 @@ def test_a_closed_tree_refuses_changes(path: Path) -> None:
     with pytest.raises(StoreUnavailableError, match="closed"):
         tree.insert(fresh_draft([1]))
     assert tree.nodes() == ()
+
+
+def test_use_counters_never_fail_a_request(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Counters that cannot be written are given up with a warning; the hit goes on."""
+    monkeypatch.setattr("delta_tree.tree._MAX_UNWRITTEN_USES", 1)
+    with DeltaTree.open(filled, identity=IDENTITY) as tree:
+        assert tree._storage is not None
+        tree._storage._open_connection().execute("PRAGMA query_only = ON")
+        tree.touch(tree.nodes()[0].node_id)
+        assert tree.nodes()[0].num_hits == 1
+    assert "use counters of 1 nodes were not stored" in caplog.text
+
+
+@pytest.mark.parametrize("blob", [None, b"", b"no database" * 999])
+def test_a_store_can_be_discarded_in_any_state(filled: Path, blob: bytes | None) -> None:
+    """The remedy works on a whole store, an empty and a damaged one, and a new one can begin."""
+    if blob is not None:
+        filled.write_bytes(blob)
+    discard_store(filled)
+    discard_store(filled)
+    assert list(filled.parent.iterdir()) == []
+    with DeltaTree.open(filled, identity="model-b") as tree:
+        assert tree.nodes() == ()
+
+
+def test_a_store_in_use_is_not_discarded(filled: Path) -> None:
+    """Deleting under a running server is refused."""
+    with DeltaTree.open(filled, identity=IDENTITY), pytest.raises(StoreLockedError):
+        discard_store(filled)
+    assert filled.exists()
 
 
 def test_improved_pieces_survive_reopening(path: Path) -> None:

@@ -205,7 +205,7 @@ def test_a_purge_leaves_nothing_of_its_namespace(tree: DeltaTree) -> None:
 
 
 def test_nodes_without_their_kv_are_discarded(tree: DeltaTree) -> None:
-    """At the start, nodes whose segments are gone leave; their children stay if theirs are there."""
+    """At the start, nodes whose segments are gone leave; children that have theirs stay."""
     root = tree.insert(fresh_draft(list(range(40)))).node
     lost = tree.insert(child_draft(root, 30, [101, 102])).node
     leaf = tree.insert(child_draft(lost, 30, [103])).node

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.kvshare.cli.family import BYTES_PER_TOKEN, IDENTITY, OURS, THEIRS, Family, grow
 
 from delta_tree import DeltaTree
 from kvshare.errors import RequestError
 from kvshare.inspection import QUESTIONS, node, tree
+from tests.kvshare.cli.family import BYTES_PER_TOKEN, IDENTITY, OURS, THEIRS, Family, grow
 
 
 @pytest.fixture

@@ -177,6 +177,18 @@ def test_kv_of_a_deep_generation_is_not_copied(tree: DeltaTree) -> None:
     assert plan_for(tree, replaced(tokens, (100, 110)), node) == NoPlan("nothing_in_common")
 
 
+def test_a_chat_on_approximate_kv_does_not_age_with_every_turn(tree: DeltaTree) -> None:
+    """Its own earlier turns are copied in their own context: the generation stays; elsewhere it grows."""
+    tokens = prompt(400)
+    node = stored(tree, tokens, generation=1)
+    next_turn = token_ids(np.concatenate([tokens, prompt(30, seed=4)]))
+    going_on = plan_for(tree, next_turn, node)
+    edited = plan_for(tree, replaced(tokens, (50, 60)), node)
+    assert isinstance(going_on, Plan)
+    assert isinstance(edited, Plan)
+    assert (going_on.generation, edited.generation) == (1, 2)
+
+
 def test_equal_inputs_give_equal_plans(tree: DeltaTree) -> None:
     """The planner is a pure function, and a plan can be hashed."""
     tokens = prompt(600)

@@ -16,7 +16,10 @@ from vector_index import (
     IndexSchemaError,
     IndexUnavailableError,
     QdrantEdgeIndex,
+    qdrant_edge,
 )
+
+SLOWLY = "import time; time.sleep(0.5)\n"
 
 
 def prints(*values: int) -> Any:
@@ -145,28 +148,46 @@ async def test_an_index_without_embedder_has_no_dense_vectors(tmp_path: Path) ->
 
 
 async def test_optimising_leaves_the_loop_free_and_loses_nothing(
-    tmp_path: Path, schema: IndexSchema
+    tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a child optimises, searches are unavailable at once and writes wait their turn."""
+    monkeypatch.setattr(qdrant_edge, "_OPTIMISE", SLOWLY + qdrant_edge._OPTIMISE)
     index = QdrantEdgeIndex(schema, tmp_path, optimise_after=10)
     await index.open()
     await index.upsert([Entry(i, "a", prints(i)) for i in range(20)])
     optimising = asyncio.create_task(index.maintain())
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.05)
     with pytest.raises(IndexUnavailableError):
         await index.search_fingerprints("a", prints(1), 5)
     await index.upsert([Entry(20, "a", prints(20))])
-    assert optimising.done()
     await optimising
     assert await index.count("a") == 21
     assert await index.search_fingerprints("a", prints(20), 5) == [Hit(20, 1.0)]
     await index.close()
 
 
+async def test_a_failed_optimise_leaves_the_index_open(
+    tmp_path: Path,
+    schema: IndexSchema,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A child that fails is logged, and nothing is lost."""
+    monkeypatch.setattr(qdrant_edge, "_OPTIMISE", "raise SystemExit(3)")
+    index = QdrantEdgeIndex(schema, tmp_path)
+    await index.open()
+    await index.upsert([Entry(1, "a", prints(1))])
+    await index.optimise()
+    assert "exit status 3" in caplog.text
+    assert await index.count("a") == 1
+    await index.close()
+
+
 async def test_a_cancelled_optimise_leaves_the_index_open(
-    tmp_path: Path, schema: IndexSchema
+    tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelling ends the child and opens the shard again."""
+    monkeypatch.setattr(qdrant_edge, "_OPTIMISE", SLOWLY + qdrant_edge._OPTIMISE)
     index = QdrantEdgeIndex(schema, tmp_path)
     await index.open()
     await index.upsert([Entry(1, "a", prints(1))])

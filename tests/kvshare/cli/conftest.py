@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from tests.kvshare.cli.family import IDENTITY, Family, grow, write_store
 
 from delta_tree import DeltaTree
 from kvshare.errors import RequestError
 from kvshare.inspection import QUESTIONS
+from tests.kvshare.cli.family import IDENTITY, Family, grow, write_store
 
 ADMIN_KEY = "admin-key"
 MODEL = "served-model"

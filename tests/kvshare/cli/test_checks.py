@@ -1,0 +1,151 @@
+"""What `kvshare doctor` finds, check by check, on machines and configs that are not fine."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from kvshare.cli import checks, doctor, model_checks, store_checks
+from kvshare.cli.checks import State
+from kvshare.settings import Settings, load_settings
+from tests.kvshare.cli.family import write_store
+
+_TINY = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+SQLITE = [
+    ((3, 6, 23), False),
+    ((3, 7, 0), True),
+    ((3, 40, 1), True),
+    ((3, 44, 5), True),
+    ((3, 44, 6), False),
+    ((3, 50, 6), True),
+    ((3, 50, 7), False),
+    ((3, 51, 2), True),
+    ((3, 51, 3), False),
+    ((3, 53, 0), False),
+]
+
+
+def settings(tmp_path: Path, **overrides: Any) -> Settings:
+    given = {"store.path": str(tmp_path / "store"), "server.port": 0, **overrides}
+    return load_settings(None, given)
+
+
+@pytest.mark.parametrize(("version", "affected"), SQLITE)
+def test_sqlite_versions_with_the_wal_reset_bug(version: tuple[int, int, int], affected: bool) -> None:
+    """The bug came with 3.7.0 and went with 3.51.3, 3.50.7 and 3.44.6; where it is, doctor warns."""
+    assert checks.has_wal_reset_bug(version) is affected
+    assert checks.check_sqlite(version).state is (State.WARN if affected else State.OK)
+
+
+def test_an_old_python_fails() -> None:
+    """Python before 3.11 does not run this."""
+    assert checks.check_python((3, 10, 9)).state is State.FAIL
+    assert checks.check_python((3, 11, 0)).state is State.OK
+
+
+def test_a_taken_port_fails(tmp_path: Path) -> None:
+    """A port that somebody listens on is told with what to do; a free one is fine."""
+    assert checks.check_port(settings(tmp_path)).state is State.OK
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        check = checks.check_port(settings(tmp_path, **{"server.port": taken.getsockname()[1]}))
+    assert check.state is State.FAIL
+    assert "server.port" in check.remedy
+
+
+def test_a_store_is_created_read_or_refused(tmp_path: Path) -> None:
+    """A store that is not there yet is fine, one that is there is counted, a damaged one fails."""
+    chosen = settings(tmp_path)
+    assert store_checks.check_store(chosen).state is State.OK
+    assert not (tmp_path / "store").exists()
+    write_store(tmp_path / "store")
+    assert "4 prompts" in store_checks.check_store(chosen).detail
+    (tmp_path / "store" / "tree.sqlite3").write_bytes(b"not a database" * 100)
+    assert store_checks.check_store(chosen).state is State.FAIL
+
+
+def test_a_store_below_a_file_cannot_be_created(tmp_path: Path) -> None:
+    """Where no folder can be made, the store fails before the server does."""
+    (tmp_path / "store").write_text("a file")
+    assert store_checks.check_store(settings(tmp_path)).state is State.FAIL
+
+
+def test_the_edge_index_can_be_created(tmp_path: Path) -> None:
+    """Qdrant Edge makes a shard in a temporary folder and leaves nothing in the store."""
+    assert store_checks.check_index(settings(tmp_path)).state is State.OK
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_qdrant_server_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
+    """Without the index the server still serves, so this is no failure; without an address it is."""
+    away = {"index.backend": "server", "index.url": "http://127.0.0.1:1"}
+    assert store_checks.check_index(settings(tmp_path, **away)).state is State.WARN
+    assert store_checks.check_index(settings(tmp_path, **{"index.backend": "server"})).state is State.FAIL
+
+
+def test_the_embedder_is_looked_for(tmp_path: Path) -> None:
+    """Bundled weights are found, a folder without weights fails, and a name is downloaded later."""
+    assert store_checks.check_embedder(settings(tmp_path)).state is State.OK
+    empty = settings(tmp_path, **{"index.embedder": str(tmp_path)})
+    assert store_checks.check_embedder(empty).state is State.FAIL
+    named = settings(tmp_path, **{"index.embedder": "someone/some-embedder"})
+    assert store_checks.check_embedder(named).state is State.WARN
+
+
+def test_a_missing_model_fails(tmp_path: Path) -> None:
+    """A model that is not there fails in every check that needs it, each in one line."""
+    chosen = settings(tmp_path, **{"model.path": str(tmp_path / "nowhere")})
+    looks = (model_checks.check_model, model_checks.check_tokenizer, model_checks.check_geometry)
+    for check in [look(chosen) for look in looks]:
+        assert check.state is State.FAIL
+        assert "\n" not in check.detail
+        assert check.remedy
+
+
+def test_the_geometry_is_proved_without_weights(tmp_path: Path) -> None:
+    """A folder with nothing but a configuration is enough to know that keys can be moved."""
+    LlamaConfig(**_TINY, rope_parameters=_LLAMA3).save_pretrained(tmp_path)
+    chosen = settings(tmp_path, **{"model.path": str(tmp_path)})
+    assert model_checks.check_model(chosen).state is State.OK
+    assert model_checks.check_geometry(chosen).state is State.OK
+
+
+def test_a_geometry_that_is_not_handled_is_a_warning(tmp_path: Path) -> None:
+    """Where keys cannot be moved the server still shares prefixes; doctor says why."""
+    LlamaConfig(**_TINY, rope_parameters=_DYNAMIC).save_pretrained(tmp_path)
+    check = model_checks.check_geometry(settings(tmp_path, **{"model.path": str(tmp_path)}))
+    assert check.state is State.WARN
+    assert "dynamic" in check.detail
+
+
+def test_doctor_asks_everything_once(tmp_path: Path) -> None:
+    """Each question has one answer, in the order in which a server would stumble."""
+    config = tmp_path / "kvshare.yaml"
+    config.write_text(f"store: {{path: {tmp_path / 'store'}}}\nmodel: {{path: {tmp_path}}}\n")
+    names = [check.name for check in doctor.run_checks(config)]
+    assert names == [
+        "python", "sqlite", "config", "torch", "model", "tokenizer", "geometry",
+        "store", "index", "embedder", "port",
+    ]  # fmt: skip

@@ -1,0 +1,47 @@
+"""The in-memory tier: counts its bytes, never overwrites, treats corruption as a miss."""
+
+import pytest
+import torch
+
+from delta_tree import SegmentId
+from kvshare.kv.memory_tier import MemoryTier
+from kvshare.kv.segment import SegmentKV
+
+
+def segment(tokens: int = 4, dtype: torch.dtype = torch.float32) -> SegmentKV:
+    return SegmentKV(torch.randn(2, tokens, 3, 8).to(dtype), torch.randn(2, tokens, 3, 8).to(dtype))
+
+
+def test_bytes_are_counted_in_and_out() -> None:
+    """What went in comes out; unknown ids are ignored."""
+    tier = MemoryTier(10**6)
+    first, second = segment(4), segment(6)
+    tier.put(SegmentId(1), first, first.checksum())
+    tier.put(SegmentId(2), second, second.checksum())
+    assert tier.num_bytes == first.num_bytes + second.num_bytes
+    assert tier.drop([SegmentId(1), SegmentId(9)]) == first.num_bytes
+    assert tier.num_bytes == second.num_bytes
+    assert SegmentId(1) not in tier
+    assert len(tier) == 1
+
+
+def test_a_segment_is_never_overwritten() -> None:
+    """Ids are unique; a second put under the same id is a bug and says so."""
+    tier, kv = MemoryTier(10**6), segment()
+    tier.put(SegmentId(1), kv, kv.checksum())
+    with pytest.raises(ValueError, match="already stored"):
+        tier.put(SegmentId(1), segment(), 0)
+    assert tier.get(SegmentId(1)) is kv
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_flipped_value_is_a_miss(dtype: torch.dtype) -> None:
+    """The checksum covers every byte of K and V, in both dtypes."""
+    tier = MemoryTier(10**6)
+    for number, name in enumerate(("k", "v")):
+        kv = segment(dtype=dtype)
+        tier.put(SegmentId(number), kv, kv.checksum())
+        assert tier.get(SegmentId(number), verify=True) is kv
+        getattr(kv, name)[1, 3, 2, 7] += 1
+        assert tier.get(SegmentId(number), verify=True) is None
+    assert tier.num_bytes == 0

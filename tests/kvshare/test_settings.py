@@ -1,0 +1,81 @@
+"""config.yaml and `Settings` are in step; what does not fit is refused by its path."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvshare.errors import ConfigError
+from kvshare.settings import Settings, default_config_path, load_settings
+
+
+def test_config_yaml_holds_every_setting_and_no_other() -> None:
+    """Each key of the file is a field and each field is in the file."""
+    tree = yaml.safe_load(default_config_path().read_text(encoding="utf-8"))
+
+    def keys(model: type) -> set[str]:
+        return {field.alias or name for name, field in model.model_fields.items()}
+
+    assert set(tree) == keys(Settings)
+    for section, field in Settings.model_fields.items():
+        assert set(tree[section]) == keys(field.annotation), section
+
+
+def test_every_setting_says_why() -> None:
+    """Each line of config.yaml with a value carries a comment, on it or above it."""
+    lines = default_config_path().read_text(encoding="utf-8").splitlines()
+    bare = [line for line in lines if line.startswith("  ") and ":" in line and "#" not in line]
+    names = {line.split(":")[0].strip() for line in bare}
+    assert names <= {"host", "level", "collection", "embed_timeout_s", "prior_load_bytes_per_s"}
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("sharing: {min_rum: 3}", "sharing.min_rum"),
+        ("sharign: {}", "sharign"),
+        ("server: {port: many}", "server.port"),
+        ("server: {port: 70000}", "server.port"),
+        ("server: 3", "server"),
+        ("sharing: {mode: sometimes}", "sharing.mode"),
+        ("auth: {keys: [{name: a, sha256: abc, tenant: t}]}", "auth.keys.0.sha256"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_by_its_path(tmp_path: Path, text: str, path: str) -> None:
+    """The operator reads which key is wrong, and what was expected."""
+    file = tmp_path / "config.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(file)
+    assert caught.value.key_path == path
+
+
+@pytest.mark.parametrize("text", ["- a\n- b", "a: [", "\x00"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    """Lists, broken YAML and binary are config errors that name the file."""
+    file = tmp_path / "config.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="config.yaml"):
+        load_settings(file)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    """A typo in the path never means defaults."""
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load_settings(tmp_path / "nowhere.yaml")
+
+
+def test_a_file_needs_only_the_keys_it_changes(tmp_path: Path) -> None:
+    """Everything else keeps its default; overrides win over the file."""
+    file = tmp_path / "config.yaml"
+    file.write_text("sharing: {min_run: 32}\nserver: {port: 9000}", encoding="utf-8")
+    settings = load_settings(file, {"server.port": 9001})
+    assert settings.sharing.min_run == 32
+    assert settings.server.port == 9001
+    assert settings.repair == load_settings().repair
+
+
+def test_the_qdrant_address_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses and secrets stay out of files that are committed."""
+    monkeypatch.setenv("KVSHARE_QDRANT_URL", "http://127.0.0.1:6333")
+    assert load_settings().index.url == "http://127.0.0.1:6333"

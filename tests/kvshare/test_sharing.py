@@ -1,0 +1,235 @@
+"""Sharing fails open, keeps its books, and never lets foreign KV through."""
+
+import numpy as np
+import pytest
+
+from delta_tree import DeltaTree, Node, TokenIds, token_ids
+from kvshare.bench.random_models import tiny_model
+from kvshare.cost import CostModel
+from kvshare.engines.base import Prompt, SharingMode
+from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.kv.memory_tier import MemoryTier
+from kvshare.plan import NoPlan, Plan
+from kvshare.planner import PlannerLimits
+from kvshare.settings import load_settings
+from kvshare.sharing import Computed, Lookup, Sharing
+from vector_index import (
+    Candidate,
+    IndexSchema,
+    IndexUnavailableError,
+    Nomination,
+    Nominator,
+    NominatorSettings,
+    PromptText,
+    QdrantRemoteIndex,
+)
+
+TEXT = PromptText(last_user_turn="", body="")
+
+
+class FixedNominator(Nominator):
+    """Nominates what it is told to: a real nominator with its decision replaced."""
+
+    def __init__(self, *node_ids: int) -> None:
+        super().__init__(_index())
+        self.node_ids = node_ids
+
+    async def nominate(self, *_: object, **__: object) -> Nomination:
+        candidates = tuple(Candidate(node_id, ("fingerprint",), 1.0) for node_id in self.node_ids)
+        return Nomination(candidates, 0, {}, ())
+
+
+class BrokenNominator(FixedNominator):
+    """Fails in a way its contract rules out."""
+
+    async def nominate(self, *_: object, **__: object) -> Nomination:
+        raise RuntimeError("the index is on fire")
+
+
+class UnavailableIndex(QdrantRemoteIndex):
+    """A backend that is down."""
+
+    async def search_fingerprints(self, *_: object, **__: object) -> list:  # type: ignore[type-arg]  # raises
+        raise IndexUnavailableError("down")
+
+
+def _schema() -> IndexSchema:
+    return NominatorSettings().schema(None)
+
+
+def _index() -> QdrantRemoteIndex:
+    return QdrantRemoteIndex(_schema(), ":memory:")
+
+
+def sharing_with(nominator: Nominator, model: EmbeddedModel, *, max_bytes: int = 10**9) -> Sharing:
+    settings = load_settings()
+    return Sharing(
+        tree=DeltaTree.open(None, identity="test"),
+        tier=MemoryTier(max_bytes),
+        nominator=nominator,
+        limits=PlannerLimits(sharing=settings.sharing, repair=settings.repair),
+        cost=CostModel(
+            prior_prefill_tokens_per_s=1000.0,
+            prior_load_bytes_per_s=2e9,
+            smoothing=0.2,
+            bytes_per_token=model.geometry.bytes_per_token,
+        ),
+    )
+
+
+def prompt(length: int, seed: int = 0) -> Prompt:
+    tokens = np.random.default_rng(seed).integers(3, 300, length)
+    return Prompt(token_ids(tokens), TEXT)
+
+
+@pytest.fixture(scope="module")
+def model() -> EmbeddedModel:
+    return EmbeddedModel(tiny_model("llama"), name="llama")
+
+
+def keep(
+    sharing: Sharing,
+    model: EmbeddedModel,
+    tokens: TokenIds,
+    *,
+    namespace: str = "ns",
+    plan: Plan | NoPlan | None = None,
+) -> Node | None:
+    """Commit a prompt whose KV is whatever the buffer holds: only the books are looked at."""
+    kv = model.new_sequence(len(tokens))
+    kv.k.zero_()
+    kv.v.zero_()
+    return sharing.commit(Computed(namespace, tokens, plan or NoPlan("no_candidates"), kv))
+
+
+def donor_for(sharing: Sharing, model: EmbeddedModel, tokens: TokenIds, **where: str) -> Node:
+    node = keep(sharing, model, tokens, **where)
+    assert node is not None
+    sharing.nominator.node_ids = (node.node_id,)  # type: ignore[attr-defined]  # FixedNominator
+    return node
+
+
+async def look_up(sharing: Sharing, wanted: Prompt, *, namespace: str = "ns") -> Lookup:
+    return await sharing.prepare(namespace, wanted, SharingMode.APPROX)
+
+
+async def test_any_failure_in_the_lookup_serves_the_request_unshared(model: EmbeddedModel) -> None:
+    """Even a bug in the nominator costs a hit and a count, not a request."""
+    sharing = sharing_with(BrokenNominator(), model)
+    lookup = await look_up(sharing, prompt(100))
+    assert lookup.plan == NoPlan("lookup_failed")
+    assert sharing.counters["fallback:sharing:error"] == 1
+
+
+async def test_an_index_that_is_down_is_counted_by_component(model: EmbeddedModel) -> None:
+    """The nominator reports the failure; sharing counts it and goes on."""
+    index = UnavailableIndex(_schema(), ":memory:")
+    await index.open()
+    sharing = sharing_with(Nominator(index), model)
+    lookup = await look_up(sharing, prompt(100))
+    assert lookup.plan == NoPlan("no_candidates")
+    assert [name for name in sharing.counters if name.startswith("fallback:fingerprint")]
+    await index.close()
+
+
+async def test_a_foreign_candidate_is_dropped_counted_and_alarmed(
+    model: EmbeddedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Should the index ever hand out another namespace's prompt, the loaded node gives it away."""
+    sharing = sharing_with(FixedNominator(), model)
+    wanted = prompt(100)
+    donor_for(sharing, model, wanted.token_ids, namespace="theirs")
+    lookup = await look_up(sharing, wanted, namespace="ours")
+    assert lookup.plan == NoPlan("no_candidates")
+    assert sharing.counters["isolation_denials"] == 1
+    assert "another namespace" in caplog.text
+
+
+async def test_a_donor_whose_bytes_are_gone_is_a_miss(model: EmbeddedModel) -> None:
+    """The tree knows the segment, the tier does not: planned again without that donor."""
+    sharing = sharing_with(FixedNominator(), model)
+    wanted = prompt(100)
+    node = donor_for(sharing, model, wanted.token_ids)
+    sharing.tier.drop(piece.segment_id for piece in node.pieces)
+    lookup = await look_up(sharing, wanted)
+    assert lookup.plan == NoPlan("kv_gone")
+    assert sharing.counters["fallback:tier:missing"] == 1
+    assert sharing.tree.get(node.node_id) is None
+
+
+async def test_corrupt_bytes_are_a_miss(model: EmbeddedModel) -> None:
+    """A segment that does not match its checksum is never laid out."""
+    sharing = sharing_with(FixedNominator(), model)
+    wanted = prompt(100)
+    node = donor_for(sharing, model, wanted.token_ids)
+    segment = sharing.tier.get(next(iter(node.pieces)).segment_id)
+    assert segment is not None
+    segment.k[1, 50] += 1.0
+    lookup = await look_up(sharing, wanted)
+    assert lookup.plan == NoPlan("kv_gone")
+
+
+async def test_a_plan_is_committed_as_pieces_over_the_donors_segments(model: EmbeddedModel) -> None:
+    """Only what was computed costs bytes; the rest of the node points to the donor's segment."""
+    sharing = sharing_with(FixedNominator(), model)
+    base = prompt(400)
+    donor = donor_for(sharing, model, base.token_ids)
+    changed = np.array(base.token_ids)
+    changed[100:110] = 299
+    wanted = Prompt(token_ids(changed), TEXT)
+    lookup = await look_up(sharing, wanted)
+    assert isinstance(lookup.plan, Plan)
+    before = sharing.tier.num_bytes
+    node = keep(sharing, model, wanted.token_ids, plan=lookup.plan)
+    assert node is not None
+    assert node.parent == donor.node_id
+    # Behind the edit, up to the first copy, everything was computed after exact KV: it is exact.
+    assert node.exact_length == lookup.plan.first_approximate
+    grown = sharing.tier.num_bytes - before
+    assert grown == lookup.plan.num_computed * model.geometry.bytes_per_token
+    generations = [sharing.tree.segment(piece.segment_id).generation for piece in node.pieces]
+    assert generations == [0, 0, 0, 1]  # prefix, edit and window, copy, tail
+    assert sharing.tree.stats().num_bytes == sharing.tier.num_bytes
+
+
+async def test_the_same_prompt_twice_is_stored_once(model: EmbeddedModel) -> None:
+    """Its second KV is let go."""
+    sharing = sharing_with(FixedNominator(), model)
+    tokens = prompt(100).token_ids
+    first, second = keep(sharing, model, tokens), keep(sharing, model, tokens)
+    assert first is not None
+    assert second is not None
+    assert first.node_id == second.node_id
+    assert len(sharing.tier) == 1
+    assert sharing.tier.num_bytes == 100 * model.geometry.bytes_per_token
+
+
+async def test_a_donor_in_use_is_not_evicted(model: EmbeddedModel) -> None:
+    """While a request holds its donors, room is made elsewhere or not at all."""
+    bytes_per_token = model.geometry.bytes_per_token
+    sharing = sharing_with(FixedNominator(), model, max_bytes=250 * bytes_per_token)
+    wanted = prompt(100)
+    donor = donor_for(sharing, model, wanted.token_ids)
+    lookup = await look_up(sharing, wanted)
+    sharing.hold(lookup.plan)
+    assert keep(sharing, model, prompt(200, seed=1).token_ids) is None
+    assert sharing.tree.get(donor.node_id) is not None
+    sharing.release(lookup.plan)
+    assert keep(sharing, model, prompt(200, seed=1).token_ids) is not None
+    assert sharing.tree.get(donor.node_id) is None
+
+
+async def test_a_commit_on_an_evicted_donor_stores_nothing(model: EmbeddedModel) -> None:
+    """An administrator may evict a donor while a recipient runs: that recipient is just not kept."""
+    sharing = sharing_with(FixedNominator(), model)
+    base = prompt(400)
+    donor = donor_for(sharing, model, base.token_ids)
+    changed = np.array(base.token_ids)
+    changed[100:110] = 299
+    wanted = Prompt(token_ids(changed), TEXT)
+    lookup = await look_up(sharing, wanted)
+    sharing.tier.drop(sharing.tree.evict(donor.node_id).freed_segments)
+    assert keep(sharing, model, wanted.token_ids, plan=lookup.plan) is None
+    assert sharing.tree.stats().num_nodes == 0
+    assert sharing.tier.num_bytes == 0
+    assert sharing.counters["fallback:commit:refused"] == 1
