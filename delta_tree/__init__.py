@@ -9,7 +9,7 @@ no tensors, no HTTP, no vector index.
 from delta_tree.align import align, common_prefix_length, common_runs, common_suffix_length
 from delta_tree.answers import Eviction, Insertion, Sharing, TreeStats
 from delta_tree.compose import compose
-from delta_tree.composition import Composition, Copy, DonorOutcome, DonorReport
+from delta_tree.composition import Composition, Copy, DonorReason, DonorReport
 from delta_tree.edits import Edit, Match, Op
 from delta_tree.errors import (
     DeltaTreeError,
@@ -46,7 +46,7 @@ __all__ = [
     "Copy",
     "DeltaTree",
     "DeltaTreeError",
-    "DonorOutcome",
+    "DonorReason",
     "DonorReport",
     "Edit",
     "EditRangeError",

@@ -13,7 +13,7 @@ import numpy as np
 from delta_tree.composition import (
     Composition,
     Copy,
-    DonorOutcome,
+    DonorReason,
     DonorReport,
     merge_copies,
 )
@@ -21,10 +21,12 @@ from delta_tree.donors import Donor, Offer
 from delta_tree.edits import Match
 from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.runs import Hashes, Sieve, kgram_hashes
-from delta_tree.spans import Span, TokenIds, gaps
+from delta_tree.spans import Span, TokenIds, gaps, token_ids
 
-# Alignment is the dearest step; a fourth-best guess has never been seen to win in the end.
+# Alignment is the dearest step. A donor that can cover hardly more than the best so far is not
+# aligned, and no more than the three most promising are: `fill` asks all of them anyway.
 _MAX_ALIGNED = 3
+_GOOD_ENOUGH = 31 / 32
 # Each round lays at least one run; two are the rule, and hostile prompts must not buy many.
 _MAX_ROUNDS = 8
 
@@ -49,6 +51,7 @@ def compose(
     """
     if min_run < 1:
         raise ValueError(f"min_run must be at least 1, got {min_run}")
+    target = token_ids(target)
     donors = [
         Donor(node, place, segment_of, min_run=min_run, max_generation=max_generation)
         for place, node in enumerate(candidates)
@@ -56,34 +59,27 @@ def compose(
     if not allow_approximate:
         for donor in donors:
             donor.forbid_approximate()
-    layout = _Layout(target, min_run=min_run)
-    layout.lay_exact_prefix(donors)
-    if allow_approximate:
-        sharing = layout.sharing(donors)
-        layout.lay_best_donor(sharing, max_donors=max_donors)
-        layout.fill(sharing, max_donors=max_donors)
+    exact_lengths = [donor.exact_prefix(target) for donor in donors]
+    layout = _Layout(target, exact_length=max(exact_lengths, default=0), min_run=min_run)
+    sharing = layout.sharing(donors) if allow_approximate else []
+    best = layout.lay_best_donor(sharing, max_donors=max_donors)
+    holders = [d for d, n in zip(donors, exact_lengths, strict=True) if n == layout.exact_length]
+    layout.lay_exact_prefix(holders, preferred=best)
+    layout.fill(sharing, max_donors=max_donors)
     return layout.result(donors)
 
 
 class _Layout:
     """The new prompt while it is being covered."""
 
-    def __init__(self, target: TokenIds, *, min_run: int) -> None:
+    def __init__(self, target: TokenIds, *, exact_length: int, min_run: int) -> None:
+        self.exact_length = exact_length
         self._target = target
         self._min_run = min_run
-        self._exact_length = 0
         self._copies: list[Copy] = []
         self._is_open = np.ones(len(target), dtype=np.bool_)
         self._mixed: set[int] = set()  # places of the donors of approximate copies
         self._hashes: Hashes | None = None
-
-    def lay_exact_prefix(self, donors: Sequence[Donor]) -> None:
-        """Take the longest exact prefix, from the first candidate that has it."""
-        lengths = [donor.exact_prefix(self._target) for donor in donors]
-        self._exact_length = max(lengths, default=0)
-        if self._exact_length:
-            donor = donors[lengths.index(self._exact_length)]
-            self._lay(donor, Match(0, 0, self._exact_length))
 
     def sharing(self, donors: Sequence[Donor]) -> list[Donor]:
         """The donors with any usable run of the prompt in them, be it in the exact prefix."""
@@ -91,15 +87,19 @@ class _Layout:
         sieve, known = Sieve(hashes), frozenset(hashes.tolist())
         found = [donor for donor in donors if donor.usable and donor.shares(sieve, known)]
         for donor in found:
-            if donor.outcome is not DonorOutcome.USED:
-                donor.outcome = DonorOutcome.NOTHING_LEFT
+            if donor.reason is not DonorReason.USED:
+                donor.reason = DonorReason.NOTHING_LEFT
         return found
 
-    def lay_best_donor(self, donors: Sequence[Donor], *, max_donors: int) -> None:
-        """Lay the runs of the donor that covers most when nothing is moved out of order."""
-        rest = Span(self._exact_length, len(self._target))
-        if len(rest) < self._min_run or max_donors < 1:
-            return
+    def lay_best_donor(self, donors: Sequence[Donor], *, max_donors: int) -> Donor | None:
+        """
+        Lay the runs of the donor that covers most when nothing is moved out of order.
+
+        Only after the exact prefix, which is laid later: best from the same donor.
+        """
+        rest = Span(self.exact_length, len(self._target))
+        if len(rest) < self._min_run or max_donors < 1 or not donors:
+            return None
         sieve, hashes = self._sieve([rest]), self._all_hashes()
         bounds = {donor.place: donor.most_in_order(sieve) for donor in donors}
         in_place = {donor.place: donor.num_in_place(self._target, rest.start) for donor in donors}
@@ -109,17 +109,25 @@ class _Layout:
         )
         best: tuple[int, Donor, list[Match]] | None = None
         for donor in hopeful[:_MAX_ALIGNED]:
-            if best is not None and best[0] >= bounds[donor.place]:
+            if best is not None and best[0] >= bounds[donor.place] * _GOOD_ENOUGH:
                 break
             runs = donor.in_order(self._target, rest, sieve, hashes)
             num_covered = sum(run.length for run in runs)
             if num_covered > (best[0] if best else 0):
                 best = (num_covered, donor, runs)
-        if best is not None:
-            _, donor, runs = best
-            for run in runs:
-                self._lay(donor, run)
-            self._mixed.add(donor.place)
+        if best is None:
+            return None
+        _, donor, runs = best
+        for run in runs:
+            self._lay(donor, run)
+        self._mixed.add(donor.place)
+        return donor
+
+    def lay_exact_prefix(self, holders: Sequence[Donor], *, preferred: Donor | None) -> None:
+        """Lay the exact prefix, from the preferred of its holders if it is one, or the first."""
+        if self.exact_length:
+            donor = preferred if preferred is not None and preferred in holders else holders[0]
+            self._lay(donor, Match(0, 0, self.exact_length))
 
     def fill(self, donors: Sequence[Donor], *, max_donors: int) -> None:
         """Fill open stretches until no donor that may be used has a run for any of them."""
@@ -144,14 +152,14 @@ class _Layout:
 
     def result(self, donors: Sequence[Donor]) -> Composition:
         """What has been laid so far, and what became of each candidate."""
-        copies = merge_copies(self._copies, exact_length=self._exact_length)
+        copies = merge_copies(self._copies, exact_length=self.exact_length)
         return Composition(
             num_tokens=len(self._target),
-            exact_length=self._exact_length,
+            exact_length=self.exact_length,
             copies=copies,
             gaps=gaps((copy.target for copy in copies), len(self._target)),
             reports=tuple(
-                DonorReport(donor.node.node_id, donor.num_used, donor.outcome) for donor in donors
+                DonorReport(donor.node.node_id, donor.num_used, donor.reason) for donor in donors
             ),
         )
 
@@ -159,7 +167,7 @@ class _Layout:
         if donor.place in self._mixed or len(self._mixed) < max_donors:
             return True
         if not donor.num_used:
-            donor.outcome = DonorOutcome.MAX_DONORS
+            donor.reason = DonorReason.MAX_DONORS
         return False
 
     def _accept(self, offer: Offer) -> None:
@@ -174,7 +182,7 @@ class _Layout:
         self._copies.extend(donor.copies(run, self._target))
         self._is_open[run.target : run.target + run.length] = False
         donor.num_used += run.length
-        donor.outcome = DonorOutcome.USED
+        donor.reason = DonorReason.USED
 
     def _open_spans(self) -> list[Span]:
         return self._open_parts(Span(0, len(self._target)))

@@ -6,7 +6,7 @@ Values only; how a good one is found is compose.py's business.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from delta_tree.node import NodeId, SegmentId
 from delta_tree.spans import Span
@@ -35,15 +35,17 @@ class Copy:
         return self.target_start - self.source_position
 
     def continues(self, previous: "Copy") -> bool:
-        """Whether this copy and `previous` are one stretch of one segment, moved together."""
+        """Whether the two are one stretch of one segment and of one donor, moved together."""
         return (
             self.segment_id == previous.segment_id
             and self.offset == previous.offset + previous.length
             and self.target_start == previous.target_start + previous.length
+            and self.donor == previous.donor
+            and self.donor_start == previous.donor_start + previous.length
         )
 
 
-class DonorOutcome(Enum):
+class DonorReason(StrEnum):
     """What became of a candidate."""
 
     USED = "used"
@@ -61,12 +63,7 @@ class DonorReport:
 
     node_id: NodeId
     num_tokens_used: int
-    outcome: DonorOutcome
-
-    @property
-    def reason(self) -> str:
-        """The outcome in a word."""
-        return self.outcome.value
+    reason: DonorReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +110,7 @@ class Composition:
 
 
 def merge_copies(copies: Iterable[Copy], *, exact_length: int) -> tuple[Copy, ...]:
-    """
-    Sorted copies, those that continue each other joined, the joint at `exact_length` left open.
-
-    A joined copy names the donor of its first part: the segment is the same, so is the KV.
-    """
+    """Sorted copies, those that continue each other joined; the joint at `exact_length` stays."""
     merged: list[Copy] = []
     for copy in sorted(copies, key=lambda copy: copy.target_start):
         if merged and copy.continues(merged[-1]) and copy.target_start != exact_length:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_tree.align import common_prefix_length, common_suffix_length, heaviest_chain
-from delta_tree.composition import Copy, DonorOutcome
+from delta_tree.composition import Copy, DonorReason
 from delta_tree.edits import Match
 from delta_tree.errors import UnknownSegmentError
 from delta_tree.node import Node, Segment, SegmentId
@@ -42,8 +42,8 @@ class Donor:
         "_starts",
         "node",
         "num_used",
-        "outcome",
         "place",
+        "reason",
         "visible",
     )
 
@@ -59,7 +59,7 @@ class Donor:
         self.node = node
         self.place = place  # in the list of candidates, the last tie-break
         self.num_used = 0
-        self.outcome = DonorOutcome.BELOW_MIN_RUN
+        self.reason = DonorReason.BELOW_MIN_RUN
         self.visible: Ids = node.token_ids
         self._min_run = min_run
         self._hashes: Hashes | None = None
@@ -72,7 +72,7 @@ class Donor:
             except UnknownSegmentError:
                 segment = None  # evicted since the candidate was nominated
             if segment is None or segment.namespace != node.namespace:
-                self.outcome = DonorOutcome.MISSING_SEGMENT
+                self.reason = DonorReason.MISSING_SEGMENT
                 self._pieces, self._starts = [], []
                 return
             if segment.generation > max_generation:
@@ -85,17 +85,17 @@ class Donor:
                 masked[span.start : span.end] = _HIDDEN
             self.visible = masked
             if sum(map(len, hidden)) == node.num_tokens:
-                self.outcome = DonorOutcome.GENERATION
+                self.reason = DonorReason.GENERATION
 
     @property
     def usable(self) -> bool:
         """Whether anything of this donor may be copied at all."""
-        return self.outcome not in (DonorOutcome.MISSING_SEGMENT, DonorOutcome.GENERATION)
+        return self.reason not in (DonorReason.MISSING_SEGMENT, DonorReason.GENERATION)
 
     def forbid_approximate(self) -> None:
         """Explain that only an exact prefix was asked for."""
         if self.usable:
-            self.outcome = DonorOutcome.EXACT_ONLY
+            self.reason = DonorReason.EXACT_ONLY
 
     def exact_prefix(self, target: TokenIds) -> int:
         """Leading tokens of `target` whose KV this donor holds exactly."""

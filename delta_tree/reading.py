@@ -8,6 +8,7 @@ nodes takes the tree's lock for as long as it counts.
 import threading
 from collections.abc import Sequence
 
+from delta_tree import spans
 from delta_tree.answers import (
     Sharing,
     TreeStats,
@@ -18,7 +19,7 @@ from delta_tree.answers import (
 )
 from delta_tree.forest import Forest
 from delta_tree.node import Node, NodeId, Segment, SegmentId
-from delta_tree.spans import TokenIds, token_ids
+from delta_tree.spans import TokenIds
 
 
 class TreeReader:
@@ -48,9 +49,9 @@ class TreeReader:
         """
         return self._forest.segment(segment_id)
 
-    def find(self, namespace: str, tokens: Sequence[int] | TokenIds) -> Node | None:
+    def find(self, namespace: str, token_ids: Sequence[int] | TokenIds) -> Node | None:
         """The node of exactly this prompt in this namespace, or None."""
-        return self._forest.find(namespace, token_ids(tokens))
+        return self._forest.find(namespace, spans.token_ids(token_ids))
 
     def reference_count(self, segment_id: SegmentId) -> int:
         """How many nodes refer to a segment; 0 if there is no such segment."""

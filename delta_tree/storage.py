@@ -52,11 +52,12 @@ class Storage:
         self.read_only = read_only
 
     @classmethod
-    def open(cls, path: Path, *, identity: str, read_only: bool) -> "Storage":
+    def open(cls, path: Path, *, identity: str | None, read_only: bool) -> "Storage":
         """
         Open the file, or create it; a new folder is readable by its owner only.
 
-        `identity` names the model and everything else the stored KV depends on.
+        `identity` names the model and everything else the stored KV depends on; None takes an existing
+        store as it is, for an administrator who inspects or empties it.
         Raises:  StoreError, see errors.py
         """
         _prepare_file(path, read_only=read_only)
@@ -186,7 +187,7 @@ def _prepare_file(path: Path, *, read_only: bool) -> None:
 
 
 def _configure(
-    connection: sqlite3.Connection, path: Path, identity: str, *, read_only: bool
+    connection: sqlite3.Connection, path: Path, identity: str | None, *, read_only: bool
 ) -> None:
     """Take the lock, make sure that the file is ours and whole, or make it so if it is empty."""
     if not read_only:
@@ -194,7 +195,7 @@ def _configure(
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA foreign_keys = ON")
     is_empty = _pragma(connection, "page_count") == 0
-    if is_empty and read_only:
+    if is_empty and (read_only or identity is None):
         raise StoreMissingError(path)
     if not is_empty:
         _check_stamp(connection, path)
@@ -209,7 +210,7 @@ def _configure(
         # In exclusive mode the lock outlives the transaction: this process is the writer now.
         with _transaction(connection, "EXCLUSIVE"):
             pass
-    if is_empty:
+    if is_empty and identity is not None:
         _create(connection, identity)
     _check_content(connection, path, identity)
 
@@ -236,14 +237,14 @@ def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def _check_content(connection: sqlite3.Connection, path: Path, identity: str) -> None:
+def _check_content(connection: sqlite3.Connection, path: Path, identity: str | None) -> None:
     verdict = _pragma(connection, "quick_check(1)")
     if verdict != "ok":
         raise StoreCorruptError(path, " ".join(str(verdict).split()))
     row = connection.execute("SELECT value FROM meta WHERE key = 'identity'").fetchone()
     if row is None:
         raise StoreCorruptError(path, "it does not say what it was written for")
-    if row[0] != identity:
+    if identity is not None and row[0] != identity:
         raise StoreMismatchError(path, f"identity {row[0]}", f"identity {identity}")
 
 

@@ -53,7 +53,7 @@ class DeltaTree(TreeReader):
         cls,
         path: Path | None,
         *,
-        identity: str,
+        identity: str | None,
         read_only: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> Self:

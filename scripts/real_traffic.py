@@ -91,7 +91,7 @@ def _start(config: Path) -> tuple[subprocess.Popen[str], str]:
         line = server.stderr.readline()
         if not line:
             raise SystemExit(f"the server did not start: exit code {server.poll()}")
-        url = next((word.rstrip("/") for word in line.split() if word.startswith("http://")), "")
+        url = next((word.rstrip("/,") for word in line.split() if word.startswith("http://")), "")
     import threading
 
     threading.Thread(target=lambda: [None for _ in server.stderr or ()], daemon=True).start()

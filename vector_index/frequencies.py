@@ -10,18 +10,9 @@ a hundred per fingerprint. Two fingerprints in one bucket only make each other l
 """
 
 import threading
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Selection:
-    """The fingerprints worth asking for, and how many of the others a prompt should have."""
-
-    asked: NDArray[np.uint32]
-    expected_unasked: float
 
 
 class FingerprintFrequencies:
@@ -49,7 +40,7 @@ class FingerprintFrequencies:
             self._counts[:] = 0
             self._num_added.clear()
 
-    def select(
+    def rarest(
         self,
         namespace: str,
         prints: NDArray[np.uint32],
@@ -57,7 +48,7 @@ class FingerprintFrequencies:
         num_prompts: int,
         max_postings: int,
         min_asked: int,
-    ) -> Selection:
+    ) -> NDArray[np.uint32]:
         """
         The rarest of `prints`, as many as `max_postings` postings allow and at least `min_asked`.
 
@@ -69,12 +60,9 @@ class FingerprintFrequencies:
             counts = self._counts[prints % len(self._counts)]
             num_added = self._num_added.get(namespace, 0)
         if num_added == 0 or num_prompts == 0:
-            return Selection(asked=prints, expected_unasked=0.0)
+            return prints
         shares = np.minimum(counts / num_added, 1.0)
         order = np.argsort(shares, kind="stable")
         postings = np.cumsum(shares[order] * num_prompts)
         num_asked = max(min_asked, int(np.searchsorted(postings, max_postings, side="right")))
-        return Selection(
-            asked=np.sort(prints[order[:num_asked]]),
-            expected_unasked=float(shares[order[num_asked:]].sum()),
-        )
+        return np.sort(prints[order[:num_asked]])

@@ -95,10 +95,14 @@ class Indexer:
         return await self._write(lambda: self._index.delete_namespace(namespace))
 
     async def clear(self) -> None:
-        """Empty everything. Raises VectorIndexError if the backend cannot be emptied."""
+        """
+        Empty everything, healing a damaged or outdated backend on the way.
+
+        Raises:  VectorIndexError if the backend cannot be emptied; nothing is forgotten then
+        """
+        await self._index.recreate()
         self._prefix_table.clear()
         self._frequencies.clear()
-        await self._index.clear()
 
     def close(self) -> None:
         """Let the embedding thread go."""

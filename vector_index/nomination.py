@@ -24,7 +24,8 @@ class NominatorSettings:
     kgram, window         a common stretch of kgram + window - 1 tokens is found for sure
     max_postings          what a search may cost: stored prompts walked through, summed over the
                           fingerprints asked for (about 1.3 ns each); rare fingerprints go first
-    min_asked             fingerprints asked for even where all are common
+    min_asked             fingerprints asked for even where all are common, and how many must be
+                          left uncovered for another search
     dense_min_uncovered   share of the prompt that prefix and fingerprints must have left open
     max_distance          cosine, of embeddings
     write_timeout_s       for indexing after the response; generous, an index may be optimising

@@ -19,12 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from vector_index.base import VectorIndex
+from vector_index.base import Hit, VectorIndex
 from vector_index.circuit import Circuit, Failure
 from vector_index.frequencies import FingerprintFrequencies
 from vector_index.indexer import Indexer
 from vector_index.nomination import Nomination, NominatorSettings, PromptRecord
-from vector_index.passages import Passages, PassageSearch
+from vector_index.passages import PassageSearch, rank_passages
 from vector_index.prefix_table import PrefixHit, PrefixTable
 from vector_index.prompt_text import PromptText, TextEmbedder, embed_prompts
 from vector_index.tally import Tally
@@ -142,6 +142,7 @@ class Nominator:
         """
         Empty the index and add all records; returns how many the backend took.
 
+        The index need not be open or readable: it is created anew.
         Records whose text could not be embedded are added without embedding, with a log line.
 
         Raises:  VectorIndexError if the index cannot be emptied: this is the operator's call
@@ -170,22 +171,23 @@ class Nominator:
     async def _by_fingerprints(
         self, namespace: str, token_ids: NDArray[np.int32], tally: Tally
     ) -> None:
-        async def search() -> Passages:
-            # Only of what the prefix leaves: a system prompt that everybody starts with is
-            # neither searched for nor able to crowd out those who share the rest.
-            prints = self._indexer.fingerprints(namespace, token_ids[tally.num_prefix_tokens :])
-            return await self._passages.find(namespace, prints)
-
-        timeout_s = self.settings.search_timeout_s
-        found = await self.circuits["fingerprint"].attempt(search, timeout_s=timeout_s)
-        if isinstance(found, Failure):
-            tally.failures.append(found)
-        else:
-            prefix = tally.prefix
-            tally.covered_rest = found.covered
-            for hit in found.hits:
-                shares = prefix and self._prefix_table.shares(namespace, hit.prompt_id, prefix)
-                tally.add_passages(hit, shares_prefix=bool(shares))
+        # Only of what the prefix leaves: a system prompt that everybody starts with is neither
+        # searched for nor able to crowd out those who share the rest.
+        prints = self._indexer.fingerprints(namespace, token_ids[tally.num_prefix_tokens :])
+        if not len(prints):
+            return
+        hits: list[Hit] = []
+        failure = await self.circuits["fingerprint"].attempt(
+            lambda: self._passages.collect(namespace, prints, hits),
+            timeout_s=self.settings.search_timeout_s,
+        )
+        if isinstance(failure, Failure):
+            tally.failures.append(failure)
+        passages, prefix = rank_passages(prints, hits), tally.prefix
+        tally.covered_rest = passages.covered
+        for hit in passages.hits:
+            shares = prefix and self._prefix_table.shares(namespace, hit.prompt_id, prefix)
+            tally.add_passages(hit, shares_prefix=bool(shares))
 
     async def _by_meaning(self, namespace: str, prompt_text: PromptText, tally: Tally) -> None:
         embedder = self._embedder

@@ -2,8 +2,8 @@
 Donors by shared passages: few of them, that together cover as much of the prompt as can be.
 
 The prompts that share most are often alike (they all have the popular document), while the donor
-of a rare passage shares little else and stays behind them. So what the first hits leave uncovered
-is searched for once more, and hits are put in the order of a greedy cover.
+of a rare passage shares little else and stays behind them. So what the hits leave uncovered is
+searched for again, and hits are put in the order of a greedy cover.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,8 @@ from vector_index.base import Hit, VectorIndex
 from vector_index.frequencies import FingerprintFrequencies
 from vector_index.nomination import NominatorSettings
 from vector_index.prefix_table import PrefixTable
+
+_MAX_SEARCHES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Passages:
 
 
 class PassageSearch:
-    """Two searches by fingerprints at most, each within the budget of postings."""
+    """A few searches by fingerprints, each within the budget of postings."""
 
     def __init__(
         self,
@@ -49,40 +51,24 @@ class PassageSearch:
         self._frequencies = frequencies
         self._settings = settings
 
-    async def find(self, namespace: str, prints: NDArray[np.uint32]) -> Passages:
+    async def collect(self, namespace: str, prints: NDArray[np.uint32], hits: list[Hit]) -> None:
         """
-        Donors of these sorted fingerprints, most useful first: each adds most to those before.
+        Add donors of these sorted fingerprints to `hits`, search by search.
 
-        Raises:  IndexUnavailableError as the index does
+        Raises:  IndexUnavailableError as the index does; earlier searches' hits stay in the list
         """
-        if not len(prints):
-            return Passages()
-        hits, expected = await self._search(namespace, prints)
-        holds = _holdings(hits, prints)
-        left = prints[~holds.any(axis=0)]
-        if hits and len(left) >= self._settings.min_asked:
-            more, _ = await self._search(namespace, left)
+        left = prints
+        for _ in range(_MAX_SEARCHES):
             known = {hit.prompt_id for hit in hits}
-            more = [hit for hit in more if hit.prompt_id not in known]
-            hits = [*hits, *more]
-            holds = np.concatenate([holds, _holdings(more, prints)])
-        shares = [
-            (held.sum() if hit.fingerprints is not None else hit.score + expected) / len(prints)
-            for hit, held in zip(hits, holds, strict=True)
-        ]
-        found = [
-            PassageHit(hit.prompt_id, min(1.0, float(share)))
-            for hit, share in zip(hits, shares, strict=True)
-        ]
-        together = float(holds.any(axis=0).mean())
-        return Passages(
-            hits=tuple(found[i] for i in _cover_order(holds, shares)),
-            covered=max([together, *(hit.share for hit in found)]),
-        )
+            found = await self._search(namespace, left)
+            new = [hit for hit in found if hit.prompt_id not in known]
+            hits += new
+            left = prints[~_holdings(prints, hits).any(axis=0)]
+            if not new or len(left) < self._settings.min_asked:
+                return
 
-    async def _search(self, namespace: str, prints: NDArray[np.uint32]) -> tuple[list[Hit], float]:
-        """Hits, and how many of the fingerprints not asked for each is expected to have."""
-        chosen = self._frequencies.select(
+    async def _search(self, namespace: str, prints: NDArray[np.uint32]) -> list[Hit]:
+        asked = self._frequencies.rarest(
             namespace,
             prints,
             num_prompts=self._prefix_table.num_prompts(namespace),
@@ -90,11 +76,31 @@ class PassageSearch:
             min_asked=self._settings.min_asked,
         )
         limit = self._settings.max_candidates
-        hits = await self._index.search_fingerprints(namespace, chosen.asked, limit)
-        return hits, chosen.expected_unasked
+        return await self._index.search_fingerprints(namespace, asked, limit)
 
 
-def _holdings(hits: Sequence[Hit], prints: NDArray[np.uint32]) -> NDArray[np.bool_]:
+def rank_passages(prints: NDArray[np.uint32], hits: Sequence[Hit]) -> Passages:
+    """Donors in the order of usefulness: each adds most to those before it."""
+    if not hits:
+        return Passages()
+    holds = _holdings(prints, hits)
+    # A backend that does not tell a hit's fingerprints still tells how many were shared.
+    counts = [
+        hit.score if hit.fingerprints is None else float(held.sum())
+        for hit, held in zip(hits, holds, strict=True)
+    ]
+    donors = [
+        PassageHit(hit.prompt_id, share=min(1.0, count / len(prints)))
+        for hit, count in zip(hits, counts, strict=True)
+    ]
+    together = float(holds.any(axis=0).mean())
+    return Passages(
+        hits=tuple(donors[i] for i in _cover_order(holds, counts)),
+        covered=max([together, *(donor.share for donor in donors)]),
+    )
+
+
+def _holdings(prints: NDArray[np.uint32], hits: Sequence[Hit]) -> NDArray[np.bool_]:
     """(H, F): which hit holds which fingerprint; none where the backend does not tell."""
     holds = np.zeros((len(hits), len(prints)), dtype=np.bool_)
     for row, hit in zip(holds, hits, strict=True):
@@ -105,14 +111,14 @@ def _holdings(hits: Sequence[Hit], prints: NDArray[np.uint32]) -> NDArray[np.boo
     return holds
 
 
-def _cover_order(holds: NDArray[np.bool_], shares: Sequence[float]) -> list[int]:
-    """Greedy set cover; those that add nothing follow by their share."""
-    rest = sorted(range(len(shares)), key=lambda i: -shares[i])
+def _cover_order(holds: NDArray[np.bool_], counts: Sequence[float]) -> list[int]:
+    """Greedy set cover; those that add nothing follow by what they share."""
+    rest = sorted(range(len(counts)), key=lambda i: -counts[i])
     uncovered = np.ones(holds.shape[1], dtype=np.bool_)
     order = []
     while rest:
         gains = holds[rest][:, uncovered].sum(axis=1)
-        best = int(gains.argmax())  # the first of equals: the one with the largest share
+        best = int(gains.argmax())  # the first of equals: the one that shares most
         if gains[best] == 0:
             break
         uncovered &= ~holds[rest[best]]

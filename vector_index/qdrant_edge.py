@@ -15,9 +15,7 @@ Two measured facts about qdrant-edge-py 0.9 shape this file:
 
 import asyncio
 import contextlib
-import logging
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,18 +26,11 @@ import qdrant_edge as edge
 from numpy.typing import NDArray
 
 from vector_index.base import Entry, Hit, VectorIndex
+from vector_index.edge_child import optimise_in_child
 from vector_index.errors import IndexUnavailableError
 from vector_index.schema import IndexSchema, read_stamp, write_stamp
 
-log = logging.getLogger(__name__)
-
 _SLICE = 16  # points per native write: about 0.6 ms at 120 fingerprints and 384 dimensions
-_OPTIMISE = """
-import sys, qdrant_edge
-shard = qdrant_edge.EdgeShard.load(sys.argv[1])
-shard.optimize()
-shard.close()
-"""
 
 
 class QdrantEdgeIndex(VectorIndex):
@@ -149,7 +140,7 @@ class QdrantEdgeIndex(VectorIndex):
             self._opened()
             self._close_shard()
             try:
-                await _optimise_in_child(self._shard_folder())
+                await optimise_in_child(self._shard_folder())
             finally:
                 # Also when cancelled: the index must not stay closed.
                 self._shard = self._open_shard()
@@ -267,19 +258,6 @@ def _is_in_use(folder: Path) -> bool:
     except IndexUnavailableError as error:
         return "WouldBlock" in str(error.__cause__)
     return False
-
-
-async def _optimise_in_child(folder: Path) -> None:
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _OPTIMISE, str(folder), stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        if await child.wait() != 0:
-            log.warning("optimising the Edge index failed with exit status %d", child.returncode)
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await asyncio.shield(child.wait())
 
 
 @contextlib.contextmanager

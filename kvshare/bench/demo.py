@@ -120,6 +120,7 @@ async def _answer(
         else:
             report = event.report
     assert report is not None
+    await engine.settle()
     return text.strip(), report
 
 

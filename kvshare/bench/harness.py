@@ -101,6 +101,7 @@ async def ask(
         else:
             answer.finished = event
     answer.total_s = time.perf_counter() - began
+    await engine.settle()  # so that arms do not pay for each other's commits
     return answer
 
 

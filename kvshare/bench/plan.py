@@ -197,7 +197,7 @@ def _variant(rng: np.random.Generator, template: TokenIds) -> TokenIds:
 def _text(rng: np.random.Generator) -> str:
     """A page of words that no other template has in this order."""
     words = ("report", "value", "patient", "street", "order", "late", "invoice", "exam", "red", "sum", "cat")
-    return " ".join(rng.choice(words, 180).tolist())
+    return " ".join(rng.choice(words, 120).tolist())
 
 
 def _batches(items: Iterator[tuple[int, Node]], size: int) -> Iterator[list[tuple[int, Node]]]:

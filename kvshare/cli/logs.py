@@ -23,8 +23,10 @@ class JsonLines(logging.Formatter):
 
 
 def configure(*, level: str, json_lines: bool) -> None:
-    """Send everything from `level` ("info", ...) up to stderr."""
+    """Send our records from `level` ("info", ...) up to stderr, and those of libraries from warnings up."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if json_lines else text)
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    for package in ("kvshare", "proxy", "delta_tree", "vector_index"):
+        logging.getLogger(package).setLevel(level.upper())

@@ -18,7 +18,7 @@ def check_model(settings: Settings) -> Check:
     except ModelError as exc:
         remedy = "download the model, or set model.path to a folder in Hugging Face format"
         return Check("model", State.FAIL, str(exc), remedy)
-    return Check("model", State.OK, f"{model_path(settings)} ({config.model_type})")
+    return Check("model", State.OK, f"{settings.model.path or 'the demo model'} ({config.model_type})")
 
 
 def check_tokenizer(settings: Settings) -> Check:

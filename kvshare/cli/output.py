@@ -19,6 +19,11 @@ def hush() -> None:
     _quiet = True
 
 
+def is_quiet() -> bool:
+    """Whether `hush` was called."""
+    return _quiet
+
+
 def show(view: str, document: Mapping[str, Any], output_format: OutputFormat) -> None:
     """Write the document to stdout; `view` is a key of `kvshare.cli.views.VIEWS`."""
     if output_format is OutputFormat.JSON:

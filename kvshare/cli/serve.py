@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvshare.cli.options import Config, Format, OutputFormat
-from kvshare.cli.output import note, show
+from kvshare.cli.output import is_quiet, note, show
 from kvshare.errors import EngineError
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def serve(
         show("settings", settings.model_dump(mode="json", by_alias=True), output_format)
         return
 
-    logs.configure(level=settings.logging.level, json_lines=settings.logging.json_lines)
+    level = "error" if is_quiet() else settings.logging.level
+    logs.configure(level=level, json_lines=settings.logging.json_lines)
     _run(settings, output_format)
 
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from kvshare.cli.client import AdminClient
 
 METADATA_FILE = "tree.sqlite3"
-_FOUND_IDENTITY = "identity "  # how StoreMismatchError.found begins when only the identity differs
+# How StoreMismatchError.found begins, when only the identity differs and when another program wrote the file.
+_FOUND_IDENTITY = "identity "
+_FOUND_FOREIGN = "another program"
 
 
 class Source(ABC):
@@ -86,15 +88,19 @@ class StoreSource(Source):
 
         path = metadata_path(self._where())
         read_only = what != "evict" or bool(arguments["dry_run"])
+        drop_file = not read_only and "all" in arguments  # also forgets for which model it was written
         try:
             with opened(path, read_only=read_only) as tree:
-                return QUESTIONS[what](tree, arguments).document
-        except DamagedStoreError as exc:
+                document = QUESTIONS[what](tree, arguments).document
+                if drop_file:
+                    _delete(path)  # while it is locked
+        except UnreadableStoreError as exc:
             if what != "evict" or "all" not in arguments:
                 raise
-            if not read_only:
+            if drop_file:
                 _delete(path)
-            return {"dry_run": read_only, "damaged": str(exc)}
+            document = {"dry_run": read_only, "unreadable": str(exc)}
+        return document
 
     def explain(self, request: Mapping[str, Any]) -> dict[str, Any]:
         from kvshare.explain import explain_offline
@@ -118,8 +124,8 @@ def metadata_path(folder: Path) -> Path:
     return folder / METADATA_FILE
 
 
-class DamagedStoreError(StoreError):
-    """Nothing can be read from the store; it can only be deleted, and it is only a cache."""
+class UnreadableStoreError(StoreError):
+    """The store is damaged or of another version. It is only a cache: `kvshare evict --all` may delete it."""
 
 
 @contextmanager
@@ -127,16 +133,19 @@ def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
     """
     The tree in a metadata file that exists, whatever model it was written for.
 
-    Raises:  StoreError, saying what to do, if it is missing, of another version or held by a server;
-             DamagedStoreError
+    Raises:  StoreError, saying what to do, if it is missing or held by a server; UnreadableStoreError
     """
-    from delta_tree import DeltaTree, DeltaTreeError, StoreCorruptError
+    from delta_tree import DeltaTree, DeltaTreeError, StoreCorruptError, StoreMismatchError
 
     try:
         with DeltaTree.open(path, identity=_identity(path), read_only=read_only) as tree:
             yield tree
+    except StoreMismatchError as exc:
+        if exc.found.startswith(_FOUND_FOREIGN):
+            raise StoreError(f"{path}: this is no KVShare store; set another store path") from exc
+        raise UnreadableStoreError(str(exc)) from exc
     except StoreCorruptError as exc:
-        raise DamagedStoreError(str(exc)) from exc
+        raise UnreadableStoreError(str(exc)) from exc
     except DeltaTreeError as exc:
         raise StoreError(str(exc)) from exc
 

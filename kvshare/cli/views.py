@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -23,8 +24,11 @@ def draw(view: str, document: Document) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH_OFF_TERMINAL
-    for part in VIEWS[view](document):
-        console.print(part)
+    with console.capture() as captured:
+        for part in VIEWS[view](document):
+            console.print(part)
+    for line in captured.get().splitlines():
+        typer.echo(line.rstrip())
 
 
 def stats(document: Document) -> list[RenderableType]:
@@ -51,7 +55,7 @@ def node(document: Document) -> list[RenderableType]:
             "namespace": document["namespace"],
             "tokens": f"{document['num_tokens']:,}, {document['exact_length']:,} exact",
             "KV": f"{own} own, {subtree} with what is below",
-            "used": f"{document['num_hits']} hits, last {_ago(document['idle_s'])}",
+            "used": f"{_counted(document['num_hits'], 'hit')}, last {_ago(document['idle_s'])}",
             "stored": _ago(document["age_s"]),
             "pinned": "yes" if document["pinned"] else "no",
             "parents": " < ".join(str(parent) for parent in document["parents"]) or "none: a root",
@@ -94,8 +98,8 @@ def diff(document: Document) -> list[RenderableType]:
 
 def evict(document: Document) -> list[RenderableType]:
     verb = "would drop" if document["dry_run"] else "dropped"
-    if "damaged" in document:
-        return [Text(f"{verb} the whole file: {document['damaged']}")]
+    if "unreadable" in document:
+        return [Text(f"{verb} the whole file, which cannot be read: {document['unreadable']}")]
     nodes = _counted(document["num_nodes"], "node")
     segments = _counted(document["num_segments"], "segment")
     return [f"{verb} {nodes} and {segments}, {_bytes(document['freed_bytes'])} of KV"]
@@ -189,7 +193,7 @@ def _node_label(entry: Document) -> str:
     return (
         f"[bold]{entry['id']}[/]  {entry['num_tokens']:,} tokens ({entry['exact_length']:,} exact)  "
         f"{_bytes(entry['own_bytes'])} own / {_bytes(entry['subtree_bytes'])}  "
-        f"{entry['num_hits']} hits  {_ago(entry['idle_s'])}{pin}"
+        f"{_counted(entry['num_hits'], 'hit')}  {_ago(entry['idle_s'])}{pin}"
     )
 
 

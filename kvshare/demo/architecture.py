@@ -8,6 +8,7 @@ import math
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kvshare.demo.tokenizer import MAX_TOKENS
 
@@ -17,8 +18,14 @@ CONSTANT = 0.36
 """What every embedding holds in its first coordinate; it shifts all logits alike."""
 SHARPNESS = 6.7
 """Length of the constant part of queries and keys, per frequency."""
-NUM_FREQUENCIES = 6
-"""Only the fastest rotations can tell neighbouring positions apart."""
+NUM_TURNED = 6
+"""How many rotations tell neighbours apart; only the fastest can."""
+NUM_FAST = 10
+"""How many rotations are too fast for matching words over hundreds of tokens."""
+MATCH = 6.0
+"""How strongly equal words attract attention."""
+COPY = 8.0
+"""How loudly a copied word is said, compared with the last word of the prompt."""
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -38,32 +45,52 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]  # transformers has no hint
-    look_back(model)
+    give_head_start(model)
     return model
 
 
 @torch.no_grad()
-def look_back(model: LlamaForCausalLM) -> None:
+def give_head_start(model: LlamaForCausalLM) -> None:
     """
-    Let head h of the first layer begin by attending to the token h + 1 places back.
+    Let the model begin as a copying machine; all weights stay free to change.
 
-    A model must know what stood just before a token to find a value by its label; learning
-    that from nothing took most of the training time. A constant coordinate of the embedding
-    gives every query and key the same direction, and the query's is turned back by h + 1
-    positions. All weights stay free to change.
+    Head h of the first layer attends to the token h + 1 places back and notes it in a subspace
+    of its own. Head h of the second layer looks for a place where the token h places back is
+    noted there, so that all heads look behind an earlier run of the same tokens, and copies
+    what stands at that place. Learning this from nothing took longer than all the rest.
     """
+    width, num_heads = model.config.hidden_size, model.config.num_attention_heads
+    head_dim = width // num_heads
     embedding = model.model.embed_tokens.weight
     torch.nn.init.normal_(embedding, std=EMBEDDING_STD)
     embedding[:, 0] = CONSTANT
-    attention = model.model.layers[0].self_attn
-    head_dim = attention.head_dim
+    first, second = (model.model.layers[index].self_attn for index in (0, 1))
+    _look_back(first, num_heads=num_heads, head_dim=head_dim)
+    notes = torch.linalg.qr(torch.randn(width, width)).Q
+    words = (torch.randn(head_dim, width) / math.sqrt(width)).repeat(num_heads, 1)
+    copies = torch.randn(width, width) / math.sqrt(width)
+    words[:, 0] = copies[:, 0] = 0.0  # the constant says nothing about the token
+    sought = torch.cat((words[:head_dim], notes.T[:-head_dim]))
+    noted = notes.T.clone()
+    noted[:, 0] = sought[:, 0] = 0.0
+    slow = (torch.arange(width) % (head_dim // 2) >= NUM_FAST).float()[:, None]
+    first.v_proj.weight.copy_(words)
+    first.o_proj.weight.copy_(EMBEDDING_STD * notes)
+    second.q_proj.weight.copy_(MATCH * slow * sought)
+    second.k_proj.weight.copy_(slow * noted)
+    second.v_proj.weight.copy_(copies)
+    second.o_proj.weight.copy_(COPY * EMBEDDING_STD * copies.T)
+
+
+def _look_back(attention: LlamaAttention, *, num_heads: int, head_dim: int) -> None:
+    """A constant coordinate gives all queries and keys one direction; the query's is turned."""
     half = head_dim // 2
-    after_norm = CONSTANT / math.sqrt(EMBEDDING_STD**2 + CONSTANT**2 / model.config.hidden_size)
-    for head in range(model.config.num_attention_heads):
-        for frequency in range(NUM_FREQUENCIES):
+    after_norm = CONSTANT / math.sqrt(EMBEDDING_STD**2 + CONSTANT**2 / (num_heads * head_dim))
+    scale = SHARPNESS / after_norm
+    for head in range(num_heads):
+        for frequency in range(NUM_TURNED):
             angle = (head + 1) * ROPE_THETA ** (-frequency / half)
-            real, imaginary = head * head_dim + frequency, head * head_dim + frequency + half
-            scale = SHARPNESS / after_norm
+            real = head * head_dim + frequency
             attention.k_proj.weight[real, 0] = scale
             attention.q_proj.weight[real, 0] = scale * math.cos(angle)
-            attention.q_proj.weight[imaginary, 0] = -scale * math.sin(angle)
+            attention.q_proj.weight[real + half, 0] = -scale * math.sin(angle)

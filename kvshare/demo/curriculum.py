@@ -42,27 +42,29 @@ class Stage:
     """How often each kind of question is asked, in the order of KINDS."""
 
 
+LOOKUPS_ONLY = (1.0, 0.0, 0.0)
 STAGES = (
     Stage(enough=0.85, num_tokens=2048, noise=1.0),
+    Stage(enough=0.75, num_tokens=4096, noise=0.3, recitals=0.7, max_records=2),
     Stage(
-        enough=0.9,
-        num_tokens=4096,
-        noise=0.2,
-        recitals=0.5,
-        max_records=2,
-        num_questions=10,
-        kind_weights=(1.0, 0.0, 0.0),
+        enough=0.85,
+        num_tokens=2048,
+        noise=0.05,
+        recitals=0.1,
+        max_records=1,
+        num_questions=16,
+        kind_weights=LOOKUPS_ONLY,
     ),
     Stage(
         enough=0.9,
         num_tokens=4096,
         noise=0.05,
-        recitals=0.3,
+        recitals=0.1,
         max_records=3,
-        kind_weights=(1.0, 0.0, 0.0),
+        kind_weights=LOOKUPS_ONLY,
     ),
-    Stage(enough=0.9, num_tokens=6144, recitals=0.1, kind_weights=(0.6, 0.2, 0.2)),
-    Stage(enough=0.95, whole_forms=0.3),
+    Stage(enough=0.9, num_tokens=6144, recitals=0.05, kind_weights=(0.5, 0.25, 0.25)),
+    Stage(enough=0.95, whole_forms=0.3, kind_weights=(0.4, 0.35, 0.25)),
     Stage(enough=1.0, whole_forms=0.9, num_questions=24, kind_weights=(0.4, 0.4, 0.2)),
 )
 

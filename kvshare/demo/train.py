@@ -26,7 +26,7 @@ from kvshare.demo.tokenizer import load_tokenizer, train_tokenizer
 
 log = logging.getLogger(__name__)
 
-PEAK_RATE = 2e-3
+PEAK_RATE = 1.5e-3
 WARMUP_STEPS = 50
 DECAY_SHARE = 0.25
 """The last quarter of the time the learning rate falls to nothing."""

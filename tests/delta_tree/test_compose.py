@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -109,6 +110,13 @@ class Shelf:
                     self.stored[copy.segment_id, copy.offset + i] == target[copy.target_start + i]
                 )
             assert copy.source_position == own.first_position + copy.offset
+            donor = next(node for node in self.nodes if node.node_id == copy.donor)
+            theirs = donor.token_ids[copy.donor_start : copy.donor_start + copy.length].tolist()
+            assert theirs == list(target[copy.target.start : copy.target.end])
+        for before, after in pairwise(made.copies):
+            assert not after.continues(before) or after.target_start == made.exact_length
+        for copy in made.copies:
+            own = self.segments[copy.segment_id]
             assert own.generation <= max_generation
             if copy.target_start < made.exact_length:
                 assert copy.target.end <= made.exact_length
@@ -268,6 +276,14 @@ def test_the_exact_prefix_may_come_from_one_more_donor() -> None:
     shelf.add([*SYSTEM, 6, *DOCUMENTS[4]])
     made = shelf.compose([*SYSTEM, 6, 7, *DOCUMENTS[0]], max_donors=1)
     assert (made.exact_length, made.gaps) == (31, (Span(31, 32),))
+
+
+def test_the_exact_prefix_comes_from_the_best_donor_if_it_has_it() -> None:
+    """Of several holders of the exact prefix, the one that fills the rest gives it, too."""
+    shelf = Shelf()
+    shelf.add([*SYSTEM, 5, *DOCUMENTS[1]])
+    shelf.add([*SYSTEM, 6, *DOCUMENTS[0]])
+    assert shelf.compose([*SYSTEM, 7, *DOCUMENTS[0]]).donors == (NodeId(2),)
 
 
 def test_among_equal_runs_the_least_moved_is_taken() -> None:

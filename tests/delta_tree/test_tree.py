@@ -1,5 +1,6 @@
 """The tree of prompts, in memory."""
 
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -285,3 +286,30 @@ def test_a_piece_may_be_any_part_of_a_known_segment(tree: DeltaTree) -> None:
     node = tree.insert(NodeDraft(NAMESPACE, token_ids([3, 4, 1, 2]), None, table, (), 0)).node
     assert tree.reference_count(piece.segment_id) == 2
     assert tree.shared_with(node.node_id)[0].num_tokens == 4
+
+
+def test_a_stored_prompt_costs_little_memory() -> None:
+    """2,000 tokens with 10 % of them changed in four places take at most 12 KB of metadata."""
+    tree = DeltaTree.open(None, identity="model")
+    root = tree.insert(fresh_draft(list(range(2000)))).node
+    (base,) = root.pieces
+    num_nodes = 100
+    tracemalloc.start()
+    try:
+        for index in range(num_nodes):
+            ids, rows, own, at = list(range(2000)), [], [], 0
+            for start in (200, 700, 1200, 1700):
+                ids[start : start + 50] = range(5000 + index, 5050 + index)
+                own.append(segment(50, first_position=start, generation=1))
+                rows += [Piece(base.segment_id, at, start - at), whole(own[-1])]
+                at = start + 50
+            rows.append(Piece(base.segment_id, at, 2000 - at))
+            draft = NodeDraft(
+                NAMESPACE, token_ids(ids), root.node_id, PieceTable(rows), tuple(own), 200
+            )
+            tree.insert(draft)
+            del ids, rows, own, draft
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes / num_nodes < 12_000

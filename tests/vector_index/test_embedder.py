@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from vector_index import Embedder, EmbedderError, PromptText, embed_prompts
 
@@ -77,6 +78,27 @@ def test_threads_may_share_the_embedder(embedder: Embedder) -> None:
         thread.join()
     for offset, vectors in together.items():
         assert vectors == pytest.approx(alone[offset : offset + 4], abs=1e-5)
+
+
+def test_only_the_embedding_thread_is_limited(embedder: Embedder) -> None:
+    """One torch thread where texts are embedded; the engine's threads keep what they had."""
+    seen: dict[str, int] = {}
+
+    def note(name: str) -> None:
+        seen[name] = torch.get_num_threads()
+
+    def embed_and_note() -> None:
+        embedder.embed(["x"])
+        note("embedding")
+
+    before = threading.Thread(target=note, args=("before",))
+    embedding = threading.Thread(target=embed_and_note)
+    after = threading.Thread(target=note, args=("after",))
+    for thread in (before, embedding, after):
+        thread.start()
+        thread.join()
+    assert seen["embedding"] == 1
+    assert seen["after"] == seen["before"]
 
 
 def test_a_model_that_is_not_there_is_an_embedder_error(tmp_path: Path) -> None:

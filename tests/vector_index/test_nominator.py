@@ -16,6 +16,7 @@ from vector_index import (
     PromptRecord,
     PromptText,
     QdrantEdgeIndex,
+    VectorIndexError,
 )
 
 SETTINGS = NominatorSettings(
@@ -231,6 +232,21 @@ async def test_a_rebuilt_index_answers_like_the_original(nominator: Nominator) -
     assert await answers(nominator) != before
     assert await nominator.rebuild(records()) == 40
     assert await answers(nominator) == before
+
+
+async def test_rebuild_heals_a_damaged_index(tmp_path: Path) -> None:
+    """One call makes an index that cannot be opened whole again."""
+    index = QdrantEdgeIndex(SETTINGS.schema(None), tmp_path)
+    await index.open()
+    await index.close()
+    (tmp_path / "schema.json").write_text("{}")
+    with pytest.raises(VectorIndexError):
+        await index.open()
+    nominator = Nominator(index, settings=SETTINGS)
+    assert await nominator.rebuild(records()) == 40
+    assert await index.count() == 40
+    nominator.close()
+    await index.close()
 
 
 async def test_restore_completes_an_index_that_survived_on_disk(tmp_path: Path) -> None:

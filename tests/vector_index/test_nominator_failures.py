@@ -37,6 +37,8 @@ class MoodyIndex(VectorIndex):
     """An index in a dictionary that works, fails, or hangs, as told."""
 
     mood = "works"
+    num_good_calls = 10**9
+    tells_fingerprints = True
 
     def __init__(self) -> None:
         super().__init__(SETTINGS.schema(MoodyEmbedder()))
@@ -49,7 +51,8 @@ class MoodyIndex(VectorIndex):
             raise IndexUnavailableError("connection refused")
         if self.mood == "surprises":
             raise RuntimeError("a bug")
-        if self.mood == "hangs":
+        self.num_good_calls -= 1
+        if self.mood == "hangs" or self.num_good_calls < 0:
             await asyncio.sleep(60)
 
     async def open(self) -> None:
@@ -82,12 +85,16 @@ class MoodyIndex(VectorIndex):
         self, namespace: str, fingerprints: Any, limit: int
     ) -> list[Hit]:
         await self._mood()
-        scores = {
-            entry.prompt_id: len(np.intersect1d(entry.fingerprints, fingerprints))
+        hits = [
+            Hit(
+                entry.prompt_id,
+                float(len(np.intersect1d(entry.fingerprints, fingerprints))),
+                entry.fingerprints if self.tells_fingerprints else None,
+            )
             for entry in self.entries.values()
             if entry.namespace == namespace
-        }
-        return [Hit(i, float(score)) for i, score in scores.items() if score][:limit]
+        ]
+        return [hit for hit in hits if hit.score][:limit]
 
     async def search_embedding(
         self, namespace: str, embedding: Any, limit: int, max_distance: float
@@ -171,6 +178,24 @@ async def test_a_moody_index_leaves_the_prefix(setup: Setup, mood: str) -> None:
     assert [failure.component for failure in nomination.failures] == ["fingerprint", "meaning"]
 
 
+async def test_what_was_found_before_the_failure_counts(setup: Setup) -> None:
+    """An index that stops answering after the first search leaves that search's candidates."""
+    query = np.concatenate([tokens(2), tokens(1)[:200]])
+    setup.index.num_good_calls = 1
+    nomination = await setup.nominator.nominate("a", query, None, allow_dense=False)
+    assert [c.sources for c in nomination.candidates] == [("fingerprint",)]
+    assert [failure.component for failure in nomination.failures] == ["fingerprint"]
+
+
+async def test_a_backend_that_tells_no_fingerprints_still_nominates(setup: Setup) -> None:
+    """Without a hit's own fingerprints its score gives the share."""
+    setup.index.tells_fingerprints = False
+    query = np.concatenate([tokens(2)[:300], tokens(1)[:300]])
+    nomination = await setup.nominator.nominate("a", query, None, allow_dense=False)
+    assert nomination.failures == ()
+    assert nomination.candidates[0].score == pytest.approx(0.5, abs=0.15)
+
+
 @pytest.mark.parametrize("mood", ["fails", "hangs", "nonsense"])
 async def test_a_moody_embedder_leaves_prefix_and_fingerprints(setup: Setup, mood: str) -> None:
     """Without embeddings the other stages answer as ever, in time."""
@@ -241,10 +266,12 @@ async def test_forgetting_without_index_does_not_raise(setup: Setup, mood: str) 
 
 
 async def test_rebuild_tells_the_operator_when_it_cannot(setup: Setup) -> None:
-    """Rebuilding is nobody's request, so it raises when nothing can be emptied."""
+    """Rebuilding is nobody's request, so it raises when it cannot start, and forgets nothing."""
     setup.index.mood = "fails"
     with pytest.raises(IndexUnavailableError):
         await setup.nominator.rebuild([PromptRecord(1, "a", tokens(1))])
+    nomination = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
+    assert [c.sources for c in nomination.candidates] == [("prefix",)]
 
 
 async def test_cancellation_passes_through(setup: Setup) -> None:

@@ -16,7 +16,7 @@ from vector_index import (
     IndexSchemaError,
     IndexUnavailableError,
     QdrantEdgeIndex,
-    qdrant_edge,
+    edge_child,
 )
 
 SLOWLY = "import time; time.sleep(0.5)\n"
@@ -151,7 +151,7 @@ async def test_optimising_leaves_the_loop_free_and_loses_nothing(
     tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a child optimises, searches are unavailable at once and writes wait their turn."""
-    monkeypatch.setattr(qdrant_edge, "_OPTIMISE", SLOWLY + qdrant_edge._OPTIMISE)
+    monkeypatch.setattr(edge_child, "PROGRAM", SLOWLY + edge_child.PROGRAM)
     index = QdrantEdgeIndex(schema, tmp_path, optimise_after=10)
     await index.open()
     await index.upsert([Entry(i, "a", prints(i)) for i in range(20)])
@@ -173,7 +173,7 @@ async def test_a_failed_optimise_leaves_the_index_open(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A child that fails is logged, and nothing is lost."""
-    monkeypatch.setattr(qdrant_edge, "_OPTIMISE", "raise SystemExit(3)")
+    monkeypatch.setattr(edge_child, "PROGRAM", "raise SystemExit(3)")
     index = QdrantEdgeIndex(schema, tmp_path)
     await index.open()
     await index.upsert([Entry(1, "a", prints(1))])
@@ -187,7 +187,7 @@ async def test_a_cancelled_optimise_leaves_the_index_open(
     tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelling ends the child and opens the shard again."""
-    monkeypatch.setattr(qdrant_edge, "_OPTIMISE", SLOWLY + qdrant_edge._OPTIMISE)
+    monkeypatch.setattr(edge_child, "PROGRAM", SLOWLY + edge_child.PROGRAM)
     index = QdrantEdgeIndex(schema, tmp_path)
     await index.open()
     await index.upsert([Entry(1, "a", prints(1))])

@@ -60,7 +60,8 @@ from kvshare.sharing import Computed, Sharing
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_PROMPT_WINDOW = 16  # tokens of the warm-up pass
+_WARM_UP_TOKENS = 16
+_SETTLE_S = 0.25
 
 
 class EmbeddedEngine(Engine):
@@ -82,6 +83,7 @@ class EmbeddedEngine(Engine):
         self._num_running = 0
         self._running = False
         self._background: set[asyncio.Task[None]] = set()
+        self._commits: dict[str, set[asyncio.Task[None]]] = {}  # namespace -> being stored right now
         self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvshare-engine")
 
     @classmethod
@@ -169,11 +171,16 @@ class EmbeddedEngine(Engine):
             return
         self._running = False
         await self._off_loop(self._scheduler.stop)
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.settle()
         await self._index.close()
         self._sharing.close()
         await self._off_loop(self._tree.close)
         self._executor.shutdown()
+
+    async def settle(self) -> None:
+        """For benchmarks and tests: wait until all that was computed is stored and indexed."""
+        while self._background:
+            await asyncio.wait(set(self._background))
 
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         return Namespace(tenant=tenant, scope=scope, **self._namespace_fields)
@@ -191,6 +198,7 @@ class EmbeddedEngine(Engine):
         max_tokens = self._max_tokens(request)
         async with self._slot():
             namespace = request.namespace.digest
+            await self._commits_settled(namespace)
             lookup = await self._sharing.prepare(namespace, request.prompt, request.mode)
             report = lookup.report(request.prompt.num_tokens)
             yield Started(report)
@@ -208,19 +216,15 @@ class EmbeddedEngine(Engine):
             )
             self._sharing.hold(lookup.plan)
             self._scheduler.submit(task)
-            kept: asyncio.Task[None] | None = None
             try:
                 while (item := await queue.get()) is not None:
                     if isinstance(item, BaseException):
                         raise EngineError("the engine failed while computing this request") from item
                     yield item
-                kept = self._spawn(self._keep(task))
-                await asyncio.shield(kept)
                 yield Finished(report, task.num_completion_tokens, task.stage_seconds)
             finally:
-                if kept is None:
-                    self._scheduler.cancel(task)
-                    self._spawn(self._keep(task))
+                self._scheduler.cancel(task)  # a no-op where it has ended by itself
+                self._commit_in_background(namespace, task)
 
     def status(self) -> EngineStatus:
         if not self._running:
@@ -299,6 +303,23 @@ class EmbeddedEngine(Engine):
             self._num_running -= 1
             self._slots.release()
 
+    def _commit_in_background(self, namespace: str, task: Task) -> None:
+        pending = self._commits.setdefault(namespace, set())
+        commit = self._spawn(self._keep(task))
+        pending.add(commit)
+
+        def done(_: asyncio.Task[None]) -> None:
+            pending.discard(commit)
+            if not pending:
+                self._commits.pop(namespace, None)
+
+        commit.add_done_callback(done)
+
+    async def _commits_settled(self, namespace: str) -> None:
+        """Who sends one prompt after another finds the first one: wait a moment for what is being stored."""
+        if pending := self._commits.get(namespace):
+            await asyncio.wait(set(pending), timeout=_SETTLE_S)
+
     async def _keep(self, task: Task) -> None:
         """After the worker let go of a task: store what it computed, index it, release its donors."""
         await task.released.wait()
@@ -308,12 +329,10 @@ class EmbeddedEngine(Engine):
             computed = Computed(
                 task.request.namespace.digest, task.computed_tokens, task.plan, task.computed_kv
             )
-            began = time.perf_counter()
             node = await self._off_loop(self._sharing.commit, computed)
             if node is not None:
                 await self._sharing.remember(node, None)
                 self._spawn(self._sharing.remember(node, task.request.prompt.text))
-            task.stage_seconds["commit"] = time.perf_counter() - began
         finally:
             self._sharing.release(task.plan)
 
@@ -362,6 +381,6 @@ class EmbeddedEngine(Engine):
 
     def _warm_up(self) -> None:
         """The first forward pass allocates and compiles; better now than in somebody's request."""
-        kv = self._model.new_sequence(_PROMPT_WINDOW)
-        tokens = np.zeros(_PROMPT_WINDOW, dtype=np.int32)
-        self._model.compute(PartialPass(kv, (Span(0, _PROMPT_WINDOW),)), tokens)
+        kv = self._model.new_sequence(_WARM_UP_TOKENS)
+        tokens = np.zeros(_WARM_UP_TOKENS, dtype=np.int32)
+        self._model.compute(PartialPass(kv, (Span(0, _WARM_UP_TOKENS),)), tokens)

@@ -49,10 +49,10 @@ class Scheduler:
             self._wake.notify()
 
     def cancel(self, task: Task) -> None:
-        """The task leaves at the latest after the quantum in progress."""
+        """The task leaves at the latest after the quantum in progress; one that has left is not touched."""
         with self._wake:
-            self._cancelled.add(id(task))
-            self._wake.notify()
+            if not task.released.is_set():
+                self._cancelled.add(id(task))
 
     def _run(self) -> None:
         while (task := self._next()) is not None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import inspect
 from pathlib import Path
 
+import pytest
 import yaml
 
 from kvshare import __version__
+from kvshare.cli import bench
 from kvshare.settings import load_settings
 from tests.kvshare.cli.conftest import Cli
 
+BENCHES = ["parity", "ttft", "plan", "storage", "demo", "proxy"]
 COMMANDS = ["serve", "doctor", "version", "explain", "stats", "tree", "node", "diff", "evict", "hash-key"]
 
 
@@ -97,8 +102,16 @@ def test_bench_lists_its_commands(cli: Cli) -> None:
     """`kvshare bench --help` names what can be measured."""
     outcome = cli("bench", "--help")
     assert outcome.code == 0
-    for name in ("parity", "ttft", "plan", "storage", "demo", "proxy"):
+    for name in BENCHES:
         assert f"  {name} " in outcome.stdout
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_bench_passes_what_a_benchmark_takes(name: str) -> None:
+    """Each command's options are the arguments of its benchmark, so that no default is written twice."""
+    taken = set(inspect.signature(importlib.import_module(f"kvshare.bench.{name}").run).parameters)
+    offered = set(inspect.signature(getattr(bench, name)).parameters)
+    assert offered - {"as_json", "output_format"} == taken
 
 
 def test_bench_refuses_wrong_options(cli: Cli) -> None:

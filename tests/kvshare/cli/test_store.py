@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ import pytest
 from delta_tree import DeltaTree
 from tests.kvshare.cli.conftest import Cli
 from tests.kvshare.cli.family import IDENTITY, OURS, THEIRS, Family
+
+
+def set_pragma(store: Path, assignment: str) -> None:
+    with closing(sqlite3.connect(store / "tree.sqlite3")) as connection:
+        connection.execute(f"PRAGMA {assignment}")
 
 
 def test_stats_as_json(cli: Cli, store: Path, family: Family) -> None:
@@ -70,14 +76,13 @@ def test_evicting_a_node_takes_it_out_of_the_store(cli: Cli, store: Path, family
 
 
 def test_evicting_everything_waits_for_yes(cli: Cli, store: Path, family: Family) -> None:
-    """--all only announces; with --yes it drops, and says so in the same form."""
+    """--all only announces; with --yes it drops, and another model may then use the store."""
     announced = cli("evict", "--all", "--store", store, "--format", "json")
     assert announced.document["dry_run"] is True
     assert "--yes" in announced.stderr
     done = cli("evict", "--all", "--yes", "--store", store, "--format", "json")
     assert done.document == {**announced.document, "dry_run": False}
-    with DeltaTree.open(store / "tree.sqlite3", identity=IDENTITY, read_only=True) as tree:
-        assert tree.nodes() == ()
+    DeltaTree.open(store / "tree.sqlite3", identity="another model").close()
 
 
 def test_quiet_leaves_only_the_data(cli: Cli, store: Path, family: Family) -> None:
@@ -116,17 +121,25 @@ def test_a_damaged_store_is_refused_and_can_be_dropped(cli: Cli, store: Path, fa
     assert "kvshare evict --all" in refused.stderr
     dropped = cli("evict", "--all", "--yes", "--store", store, "--format", "json")
     assert (dropped.code, file.exists()) == (0, False)
-    assert "damaged" in dropped.document
+    assert "damaged" in dropped.document["unreadable"]
 
 
 def test_a_store_of_a_newer_version_is_refused(cli: Cli, store: Path, family: Family) -> None:
-    """A schema this version does not know is left as it is, with a message and exit code 1."""
-    with sqlite3.connect(store / "tree.sqlite3") as connection:
-        connection.execute("PRAGMA user_version = 99")
-    connection.close()
+    """A schema this version does not know is left as it is, unless everything is to be evicted."""
+    set_pragma(store, "user_version = 99")
     outcome = cli("stats", "--store", store)
     assert outcome.code == 1
     assert "schema version 99" in outcome.stderr
+    assert cli("evict", "--all", "--yes", "--store", store).code == 0
+    assert not (store / "tree.sqlite3").exists()
+
+
+def test_a_file_of_another_program_is_never_deleted(cli: Cli, store: Path, family: Family) -> None:
+    """A database that is no KVShare store stays where it is, even if everything is to be evicted."""
+    set_pragma(store, "application_id = 7")
+    outcome = cli("evict", "--all", "--yes", "--store", store)
+    assert outcome.code == 1
+    assert "no KVShare store" in outcome.stderr
     assert (store / "tree.sqlite3").exists()
 
 

@@ -65,7 +65,9 @@ async def request(
 
 
 async def events(engine: EmbeddedEngine, wanted: GenerationRequest) -> list[Event]:
-    return [event async for event in engine.generate(wanted)]
+    found = [event async for event in engine.generate(wanted)]
+    await engine.settle()
+    return found
 
 
 def tokens_of(found: list[Event]) -> list[str]:
@@ -130,6 +132,15 @@ async def test_modes_limit_what_is_accepted(engine: EmbeddedEngine) -> None:
     assert (exact.report.num_exact, exact.report.num_copied) == (100, 0)
     assert (off.report.num_cached, off.report.reason) == (0, "off")
     assert exact.text == off.text
+
+
+async def test_a_prompt_is_found_by_the_very_next_request(engine: EmbeddedEngine) -> None:
+    """Storing happens after the answer, yet who asks again at once finds it."""
+    tokens = prompt(200)
+    for expected in (0, 199):
+        stream = engine.generate(await request(engine, tokens))
+        report = next(e.report for e in [event async for event in stream] if isinstance(e, Started))
+        assert report.num_exact == expected
 
 
 async def test_another_tenant_gets_nothing(engine: EmbeddedEngine) -> None:
