@@ -38,9 +38,7 @@ def align(source: TokenIds, target: TokenIds, *, min_run: int) -> EditScript:
     is exact reuse, and worth having at any length.
     Shapes:  (S,) and (T,) int32
     """
-    return EditScript.from_keeps(
-        len(source), target, in_order_matches(source, target, min_run=min_run)
-    )
+    return EditScript.from_keeps(len(source), target, in_order_matches(source, target, min_run=min_run))
 
 
 def in_order_matches(
@@ -108,9 +106,7 @@ def heaviest_chain(runs: list[Match]) -> list[Match]:
     return chain[::-1]
 
 
-def _middle_matches(
-    source: TokenIds, target: TokenIds, min_run: int, max_pairs: int
-) -> list[Match]:
+def _middle_matches(source: TokenIds, target: TokenIds, min_run: int, max_pairs: int) -> list[Match]:
     if min(len(source), len(target)) < min_run:
         return []
     if len(source) * len(target) > max_pairs:

@@ -27,9 +27,7 @@ def check_node(node: Node, parent: Node | None, segment_of: SegmentLookup) -> No
             f"the pieces cover {node.pieces.num_tokens} tokens of a prompt of {node.num_tokens}"
         )
     if not 0 <= node.exact_length <= node.num_tokens:
-        raise InvalidNodeError(
-            f"exact_length {node.exact_length} does not fit {node.num_tokens} tokens"
-        )
+        raise InvalidNodeError(f"exact_length {node.exact_length} does not fit {node.num_tokens} tokens")
     if parent is not None and parent.namespace != node.namespace:
         raise InvalidNodeError("the parent is in another namespace")
     _check_script(node, parent)

@@ -158,9 +158,7 @@ class _Layout:
             exact_length=self.exact_length,
             copies=copies,
             gaps=gaps((copy.target for copy in copies), len(self._target)),
-            reports=tuple(
-                DonorReport(donor.node.node_id, donor.num_used, donor.reason) for donor in donors
-            ),
+            reports=tuple(DonorReport(donor.node.node_id, donor.num_used, donor.reason) for donor in donors),
         )
 
     def _admits(self, donor: Donor, max_donors: int) -> bool:

@@ -134,9 +134,7 @@ class Donor:
         """
         return heaviest_chain(self._runs(target, [rest], sieve, hashes))
 
-    def offers(
-        self, target: TokenIds, open_spans: list[Span], sieve: Sieve, hashes: Hashes
-    ) -> list[Offer]:
+    def offers(self, target: TokenIds, open_spans: list[Span], sieve: Sieve, hashes: Hashes) -> list[Offer]:
         """Runs for the positions that are still open, wherever they stand in this donor."""
         runs = self._runs(target, open_spans, sieve, hashes)
         return [Offer(self, run, self._rank(run, target)) for run in runs]
@@ -164,9 +162,7 @@ class Donor:
             self._hashes = kgram_hashes(self.visible, self._min_run)
         return self._hashes
 
-    def _runs(
-        self, target: TokenIds, spans: list[Span], sieve: Sieve, hashes: Hashes
-    ) -> list[Match]:
+    def _runs(self, target: TokenIds, spans: list[Span], sieve: Sieve, hashes: Hashes) -> list[Match]:
         source_hashes = self._kgrams()
         places = sieve.passing(source_hashes)
         if not len(places):

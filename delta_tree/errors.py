@@ -130,7 +130,6 @@ class StoreUnavailableError(StoreError):
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(
             path,
-            f"the store cannot be used now ({detail}); nothing was changed. Check disk space and "
-            "permissions",
+            f"the store cannot be used now ({detail}); nothing was changed. Check disk space and permissions",
         )
         self.detail = detail

@@ -96,9 +96,7 @@ class Forest:
             found.extend(self.children(seen))
         return found
 
-    def freed_by(
-        self, put: Iterable[Node], dropped: Iterable[NodeId]
-    ) -> tuple[tuple[SegmentId, ...], int]:
+    def freed_by(self, put: Iterable[Node], dropped: Iterable[NodeId]) -> tuple[tuple[SegmentId, ...], int]:
         """Segments nobody refers to once the change is made, and their bytes together."""
         lost: Counter[SegmentId] = Counter()
         for node in put:

@@ -165,9 +165,7 @@ def first_difference(a: Ids, b: Ids) -> int:
     return limit
 
 
-def _longest_run(
-    source: Ids, target: Ids, rest: Span, places: npt.NDArray[np.int64]
-) -> Match | None:
+def _longest_run(source: Ids, target: Ids, rest: Span, places: npt.NDArray[np.int64]) -> Match | None:
     """The longest run that starts at `rest.start`, from the nearest place among equals."""
     text = target[rest.start : rest.end]
     best: Match | None = None

@@ -62,9 +62,7 @@ class EditScript:
         )
 
     @classmethod
-    def from_keeps(
-        cls, source_length: int, target: TokenIds, keeps: Sequence[Match]
-    ) -> "EditScript":
+    def from_keeps(cls, source_length: int, target: TokenIds, keeps: Sequence[Match]) -> "EditScript":
         """
         The script that keeps `keeps` and replaces, inserts or deletes whatever lies between.
 
@@ -164,9 +162,7 @@ class EditScript:
         Raises:  EditRangeError if `source` has another length than the script was made for
         """
         if len(source) != self.source_length:
-            raise EditRangeError(
-                f"the script is for {self.source_length} source tokens, got {len(source)}"
-            )
+            raise EditRangeError(f"the script is for {self.source_length} source tokens, got {len(source)}")
         origin, fresh = self._origin()
         if not len(source):
             return token_ids(fresh)
@@ -274,6 +270,4 @@ def _increasing_runs(origin: npt.NDArray[np.int64]) -> list[Match]:
     sources = origin[positions]
     breaks = (np.diff(positions) != 1) | (np.diff(sources) != 1)
     edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(positions)]
-    return [
-        Match(int(sources[low]), int(positions[low]), high - low) for low, high in pairwise(edges)
-    ]
+    return [Match(int(sources[low]), int(positions[low]), high - low) for low, high in pairwise(edges)]

@@ -107,9 +107,7 @@ def token_ids(values: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
     if array.size == 0 and array.ndim == 1:
         array = array.astype(np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidTokensError(
-            f"token ids must be flat integers, got shape {array.shape} of {array.dtype}"
-        )
+        raise InvalidTokensError(f"token ids must be flat integers, got shape {array.shape} of {array.dtype}")
     if array.size and (int(array.min()) < 0 or int(array.max()) > _MAX_TOKEN_ID):
         raise InvalidTokensError(
             f"token ids must lie in [0, {_MAX_TOKEN_ID}], "

@@ -91,9 +91,7 @@ class Storage:
         connection = self._open_connection()
         with _translated(self._path), _transaction(connection, "DEFERRED"):
             try:
-                segments = [
-                    rows.segment_of(row) for row in connection.execute(rows.SELECT_SEGMENTS)
-                ]
+                segments = [rows.segment_of(row) for row in connection.execute(rows.SELECT_SEGMENTS)]
                 tables = {
                     node_id: PieceTable(Piece(SegmentId(s), start, n) for _, s, start, n in group)
                     for node_id, group in groupby(
@@ -186,9 +184,7 @@ def _prepare_file(path: Path, *, read_only: bool) -> None:
         raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
 
 
-def _configure(
-    connection: sqlite3.Connection, path: Path, identity: str | None, *, read_only: bool
-) -> None:
+def _configure(connection: sqlite3.Connection, path: Path, identity: str | None, *, read_only: bool) -> None:
     """Take the lock, make sure that the file is ours and whole, or make it so if it is empty."""
     if not read_only:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -232,9 +228,7 @@ def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
         )
     version = _pragma(connection, "user_version")
     if version != SCHEMA_VERSION:
-        raise StoreMismatchError(
-            path, f"schema version {version}", f"schema version {SCHEMA_VERSION}"
-        )
+        raise StoreMismatchError(path, f"schema version {version}", f"schema version {SCHEMA_VERSION}")
 
 
 def _check_content(connection: sqlite3.Connection, path: Path, identity: str | None) -> None:

@@ -40,9 +40,7 @@ _MAX_UNWRITTEN_USES = 256
 class DeltaTree(TreeReader):
     """Lives as long as the server. Use `open`; `close` is idempotent."""
 
-    def __init__(
-        self, storage: Storage | None, forest: Forest, *, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, storage: Storage | None, forest: Forest, *, clock: Callable[[], float]) -> None:
         super().__init__(forest)
         self._storage = storage
         self._clock = clock
@@ -219,14 +217,10 @@ class DeltaTree(TreeReader):
         moved = recompose(self._forest, dropped.keys())
         freed, num_bytes = self._forest.freed_by((), dropped)
         if dropped:
-            self._make(
-                Change(put_nodes=moved, dropped_nodes=tuple(dropped), dropped_segments=freed)
-            )
+            self._make(Change(put_nodes=moved, dropped_nodes=tuple(dropped), dropped_segments=freed))
         return Eviction(len(dropped), freed, num_bytes)
 
-    def _insert_first(
-        self, draft: NodeDraft, tokens: TokenIds, script: EditScript | None
-    ) -> Insertion:
+    def _insert_first(self, draft: NodeDraft, tokens: TokenIds, script: EditScript | None) -> Insertion:
         now = self._clock()
         node = Node(
             node_id=self._free_node_id(),

@@ -1,4 +1,7 @@
-"""The index that config.yaml describes: opened without ever keeping the server from starting, and kept in shape."""
+"""
+The index that config.yaml describes: opened without ever keeping the server from starting, and kept in
+shape.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,7 @@ def _backend(settings: IndexSettings, store_path: Path, schema: IndexSchema) -> 
     if settings.backend == "memory":
         return QdrantRemoteIndex(schema, ":memory:", collection=settings.collection)
     if settings.url is None:
-        raise ConfigError("index.url", "expected the address of a Qdrant server for backend 'server', got null")
+        raise ConfigError("index.url", "expected a Qdrant server's address for backend 'server', got null")
     return QdrantRemoteIndex(
         schema,
         settings.url,

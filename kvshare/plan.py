@@ -1,5 +1,6 @@
 """
-A plan says, position by position, where a prompt's KV comes from. It is a value: printable, serialisable, hashable.
+A plan says, position by position, where a prompt's KV comes from. It is a value: printable, serialisable,
+hashable.
 
     position   0                                                        num_tokens
                [ exact prefix ][ placeholder ][repair][ copy ][ph][ copy ][ tail ]
@@ -73,7 +74,10 @@ class Plan:
 
     @property
     def charged_budget(self) -> float:
-        """Layer-tokens given fresh Q/K/V in prefill, over layers x prompt tokens; there is no selection pass."""
+        """
+        Layer-tokens given fresh Q/K/V in prefill, over layers x prompt tokens; there is no selection
+        pass.
+        """
         return self.num_computed / self.num_tokens
 
     @property

@@ -135,9 +135,7 @@ def _approximate_plan(
             ),
             default=0,
         ),
-        estimate=rates.estimate(
-            num_tokens=num_tokens, num_computed=sum(len(span) for span in placeholders)
-        ),
+        estimate=rates.estimate(num_tokens=num_tokens, num_computed=sum(len(span) for span in placeholders)),
     )
 
 
@@ -145,8 +143,8 @@ def _generation_after(copy: Copy, common_prefix: int, generation: int) -> int:
     """
     Generation of KV that attends to this copy.
 
-    A chat that goes on reuses its own approximate KV in its own context: nothing is added to its deviation, so
-    the generation does not grow with every turn.
+    A chat that goes on reuses its own approximate KV in its own context: nothing is added to its deviation,
+    so the generation does not grow with every turn.
     """
     continues = copy.donor_start == copy.target_start and copy.target.end <= common_prefix
     return max(1, generation) if continues else generation + 1
@@ -176,4 +174,3 @@ def _within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:
     """The copies clipped to a span, ascending by target."""
     clipped = (clip(copy, span) for copy in copies)
     return tuple(sorted((copy for copy in clipped if copy is not None), key=lambda copy: copy.target_start))
-

@@ -1,8 +1,9 @@
 """
 The structural repair set: positions whose tokens match but whose context changed, chosen by place alone.
 
-After an edit, a contiguous window behind it carries most of what the edited value left in the text (measured in
-arXiv:2609.17983); a copy that comes from elsewhere needs its head, where attention sinks sit (EPIC,
+After an edit, a contiguous window behind it carries most of what the edited value left in the text
+(measured in arXiv:2609.17983); a copy that comes from elsewhere needs its head, where attention sinks sit
+(EPIC,
 arXiv:2410.15332); the tail of the prompt is always fresh, because the answer starts from it.
 """
 
@@ -45,9 +46,7 @@ def structural_repairs(
     return merge(repairs)
 
 
-def _head_length(
-    copy: Copy, before: Copy | None, *, max_small_shift: int, settings: RepairSettings
-) -> int:
+def _head_length(copy: Copy, before: Copy | None, *, max_small_shift: int, settings: RepairSettings) -> int:
     """Tokens to recompute at the start of a copy: none where the donor's own text simply goes on."""
     same_donor = before is not None and before.donor == copy.donor
     if (

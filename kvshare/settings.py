@@ -128,9 +128,7 @@ def default_config_path() -> Path:
     return packaged if packaged.exists() else Path(__file__).parents[1] / "config.yaml"
 
 
-def load_settings(
-    path: Path | None = None, overrides: Mapping[str, object] | None = None
-) -> Settings:
+def load_settings(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> Settings:
     """
     The defaults, overlaid by the file at `path`, then by `overrides` ("server.port" -> 8001).
 

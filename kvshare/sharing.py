@@ -70,7 +70,9 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """A finished sequence: its tokens, the plan it came from, and the KV of its first len(token_ids) slots."""
+    """
+    A finished sequence: its tokens, the plan it came from, and the KV of its first len(token_ids) slots.
+    """
 
     namespace: str
     token_ids: TokenIds  # (T,) prompt and generated tokens whose KV is computed
@@ -120,8 +122,8 @@ class Sharing:
             lookup = await asyncio.get_running_loop().run_in_executor(
                 self._executor, self._plan, namespace, prompt.token_ids, candidates, mode
             )
-        except Exception as exc:  # noqa: BLE001 - the one place where sharing fails open
-            log.warning("sharing failed, the request is served without it: %s", type(exc).__name__, exc_info=exc)
+        except Exception as exc:
+            log.warning("sharing failed, the request is served without it", exc_info=exc)
             self.counters["fallback:sharing:error"] += 1
             return Lookup(NoPlan("lookup_failed"))
         self.cost.observe_lookup(time.perf_counter() - began)
@@ -155,13 +157,15 @@ class Sharing:
             # A donor may have been evicted by an administrator in the meantime. Nothing was stored.
             log.warning("prompt not kept: %s", exc)
             self.counters["fallback:commit:refused"] += 1
-        except Exception as exc:  # noqa: BLE001 - keeping is an optimisation, the answer is already out
+        except Exception as exc:
             log.warning("prompt not kept: %s", type(exc).__name__, exc_info=exc)
             self.counters["fallback:commit:error"] += 1
         return None
 
     async def remember(self, node: Node, text: PromptText | None) -> None:
-        """Index a node (without text only prefix and fingerprints), and take evicted ones out of the index."""
+        """
+        Index a node (without text only prefix and fingerprints), and take evicted ones out of the index.
+        """
         evicted = [self._evicted.popleft() for _ in range(len(self._evicted))]
         await self.forget(evicted)
         await self.nominator.remember(node.node_id, node.namespace, node.token_ids, text)

@@ -4,8 +4,9 @@ Real prompts through a real server with the real `openai` client: streaming, sev
     .venv/bin/python scripts/real_traffic.py FILE.jsonl.gz [FILE ...] --requests 240
 
 Files are JSON lines with `messages` (role, content), gzipped or not. Every user turn of a conversation is a
-request with the turns before it as history. The server is started on a free port with four keys of two tenants,
-and stopped at the end. Prints one JSON document: requests, errors by code, tokens by source. No prompt text.
+request with the turns before it as history. The server is started on a free port with four keys of two
+tenants, and stopped at the end. Prints one JSON document: requests, errors by code, tokens by source. No
+prompt text.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -46,6 +48,8 @@ def main() -> None:
         server, url = _start(config)
         try:
             result = asyncio.run(_send_all(requests, url, arguments.concurrency, arguments.max_tokens))
+            with urllib.request.urlopen(f"{url}/health", timeout=10) as response:
+                result["alive_afterwards"] = response.status == 200
         finally:
             server.terminate()
             result_code = server.wait(timeout=60)
@@ -92,8 +96,6 @@ def _start(config: Path) -> tuple[subprocess.Popen[str], str]:
         if not line:
             raise SystemExit(f"the server did not start: exit code {server.poll()}")
         url = next((word.rstrip("/,") for word in line.split() if word.startswith("http://")), "")
-    import threading
-
     threading.Thread(target=lambda: [None for _ in server.stderr or ()], daemon=True).start()
     for _ in range(600):
         try:
@@ -165,8 +167,6 @@ async def _send_all(
         await client.close()
 
     await asyncio.gather(*(run_key(number) for number in range(len(names))))
-    with urllib.request.urlopen(f"{url}/health", timeout=10) as response:
-        alive = response.status == 200
     return {
         "requests": len(requests),
         "outcomes": dict(outcomes),
@@ -175,7 +175,6 @@ async def _send_all(
         "decisions": dict(decisions),
         "keys": len(names),
         "tenants": len(set(KEYS.values())),
-        "alive_afterwards": alive,
         "wall_s": round(time.perf_counter() - began, 1),
     }
 

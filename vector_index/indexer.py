@@ -125,9 +125,7 @@ class Indexer:
             self._frequencies.add(record.namespace, prints)
         return Entry(record.prompt_id, record.namespace, prints)
 
-    async def _embed(
-        self, texts: list[PromptText | None]
-    ) -> list[NDArray[np.float32] | None] | Failure:
+    async def _embed(self, texts: list[PromptText | None]) -> list[NDArray[np.float32] | None] | Failure:
         embedder = self._embedder
         known = [text for text in texts if text is not None]
         if embedder is None or not known:
@@ -147,9 +145,7 @@ class Indexer:
         return [done] if isinstance(done, Failure) else []
 
 
-def _with_embeddings(
-    entries: list[Entry], embeddings: list[NDArray[np.float32] | None]
-) -> list[Entry]:
+def _with_embeddings(entries: list[Entry], embeddings: list[NDArray[np.float32] | None]) -> list[Entry]:
     pairs = zip(entries, embeddings, strict=True)
     return [replace(entry, embedding=embedding) for entry, embedding in pairs]
 

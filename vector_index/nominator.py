@@ -168,9 +168,7 @@ class Nominator:
         elif hit is not None:
             tally.add_prefix(hit)
 
-    async def _by_fingerprints(
-        self, namespace: str, token_ids: NDArray[np.int32], tally: Tally
-    ) -> None:
+    async def _by_fingerprints(self, namespace: str, token_ids: NDArray[np.int32], tally: Tally) -> None:
         # Only of what the prefix leaves: a system prompt that everybody starts with is neither
         # searched for nor able to crowd out those who share the rest.
         prints = self._indexer.fingerprints(namespace, token_ids[tally.num_prefix_tokens :])

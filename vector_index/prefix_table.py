@@ -139,9 +139,7 @@ class PrefixTable:
         low, high = position, position
         while low > 0 and position - low < self._max_hits and keys[low - 1].startswith(prefix):
             low -= 1
-        while (
-            high < len(keys) and high - position < self._max_hits and keys[high].startswith(prefix)
-        ):
+        while high < len(keys) and high - position < self._max_hits and keys[high].startswith(prefix):
             high += 1
         ids = sorted((_prompt_id(key) for key in keys[low:high]), reverse=True)
         return PrefixHit(

@@ -56,9 +56,7 @@ def windows(prompt: PromptText, *, window_chars: int = WINDOW_CHARS) -> tuple[st
     return tuple(dict.fromkeys(part for part in stripped if part))
 
 
-def embed_prompts(
-    embedder: TextEmbedder, prompts: Sequence[PromptText]
-) -> list[NDArray[np.float32] | None]:
+def embed_prompts(embedder: TextEmbedder, prompts: Sequence[PromptText]) -> list[NDArray[np.float32] | None]:
     """
     One unit vector (D,) per prompt: the mean of its windows' vectors; None for a textless prompt.
 
@@ -71,8 +69,7 @@ def embed_prompts(
     vectors = embedder.embed(texts)
     if vectors.shape != (len(texts), embedder.dimension) or not np.isfinite(vectors).all():
         raise EmbedderError(
-            f"embeddings of shape {vectors.shape} or not finite, "
-            f"wanted ({len(texts)}, {embedder.dimension})"
+            f"embeddings of shape {vectors.shape} or not finite, wanted ({len(texts)}, {embedder.dimension})"
         )
     means: list[NDArray[np.float32] | None] = []
     start = 0

@@ -146,9 +146,7 @@ class QdrantEdgeIndex(VectorIndex):
                 self._shard = self._open_shard()
                 self._num_changes = 0
 
-    def _search(
-        self, namespace: str, query: Any, limit: int, min_score: float | None
-    ) -> list[Hit]:
+    def _search(self, namespace: str, query: Any, limit: int, min_score: float | None) -> list[Hit]:
         request = edge.QueryRequest(
             limit=limit,
             query=query,

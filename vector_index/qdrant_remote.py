@@ -165,9 +165,7 @@ class QdrantRemoteIndex(VectorIndex):
             metadata=self.schema.as_stamp(),
         )
         if self._url != LOCAL:  # local mode has no payload indexes and warns about them
-            keyword = models.KeywordIndexParams(
-                type=models.KeywordIndexType.KEYWORD, is_tenant=True
-            )
+            keyword = models.KeywordIndexParams(type=models.KeywordIndexType.KEYWORD, is_tenant=True)
             await client.create_payload_index(self._collection, "namespace", field_schema=keyword)
 
     def _connect(self) -> AsyncQdrantClient:

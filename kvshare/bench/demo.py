@@ -1,8 +1,8 @@
 """
 `kvshare bench demo`: are the answers right? The demo model on held-out near-duplicate pairs.
 
-Every question turns on a value that differs between donor and recipient, so reuse that keeps the donor's value
-shows as a wrong answer. Arms, greedy decoding, exact match:
+Every question turns on a value that differs between donor and recipient, so reuse that keeps the donor's
+value shows as a wrong answer. Arms, greedy decoding, exact match:
     full               everything computed
     kvshare            the engine as configured: copies, placeholders, repair
     placeholders_only  copies and placeholders, no repair but the last token

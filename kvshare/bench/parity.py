@@ -67,9 +67,7 @@ def _oracles(name: str, num_tokens: int, seed: int) -> dict[str, float]:
     }
 
 
-def compute(
-    model: EmbeddedModel, kv: SequenceKV, runs: tuple[Span, ...], tokens: TokenIds
-) -> torch.Tensor:
+def compute(model: EmbeddedModel, kv: SequenceKV, runs: tuple[Span, ...], tokens: TokenIds) -> torch.Tensor:
     """Logits after every position of the runs: (N, V)."""
     current = PartialPass(kv, runs)
     ids = np.concatenate([tokens[run.start : run.end] for run in runs])

@@ -1,9 +1,10 @@
 """
-`kvshare bench plan`: nomination + alignment + planning for a prompt, over many stored ones, without any model.
+`kvshare bench plan`: nomination + alignment + planning for a prompt, over many stored ones, without any
+model.
 
 The store holds variants of a few hundred templates, so a query has good donors among many strangers. Meaning
-vectors of stored prompts are noisy copies of their template's (embedding all would take minutes and is not what
-is measured); the query's text is really embedded in the `with_dense` arm.
+vectors of stored prompts are noisy copies of their template's (embedding all would take minutes and is not
+what is measured); the query's text is really embedded in the `with_dense` arm.
 """
 
 from __future__ import annotations
@@ -77,9 +78,7 @@ async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) ->
         for nodes in _batches(_stored(rng, tree, templates, num_stored), 64):
             await nominator.remember_all(
                 [
-                    PromptRecord(
-                        int(node.node_id), _NAMESPACE, node.token_ids, PromptText(texts[number], "")
-                    )
+                    PromptRecord(int(node.node_id), _NAMESPACE, node.token_ids, PromptText(texts[number], ""))
                     for number, node in nodes
                 ]
             )

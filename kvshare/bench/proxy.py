@@ -1,8 +1,8 @@
 """
 `kvshare bench proxy`: what the HTTP front and sharing add to a request with nothing to share.
 
-The same new prompt length, alternating: through HTTP on loopback, and straight into the model. Embedding is off,
-as it happens after the response; the difference of the medians is the added latency.
+The same new prompt length, alternating: through HTTP on loopback, and straight into the model. Embedding is
+off, as it happens after the response; the difference of the medians is the added latency.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`kvshare bench storage`: KV bytes owned by near-duplicate prompts, over what storing each whole would cost."""
+"""
+`kvshare bench storage`: KV bytes owned by near-duplicate prompts, over what storing each whole would
+cost.
+"""
 
 from __future__ import annotations
 

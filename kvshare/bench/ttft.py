@@ -34,7 +34,7 @@ def run(
 ) -> dict[str, Any]:
     """Medians over `repeats` recipients, each new to the store. Raises RequestError for another engine."""
     if engine != "embedded":
-        raise RequestError(f"engine {engine!r} has no ttft benchmark yet; expected 'embedded'", param="engine")
+        raise RequestError(f"engine {engine!r} is not benchmarked; expected 'embedded'", param="engine")
     return asyncio.run(_run(prompt_tokens, changed, edits, repeats, seed))
 
 

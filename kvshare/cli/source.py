@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from kvshare.cli.client import AdminClient
 
 METADATA_FILE = "tree.sqlite3"
-# How StoreMismatchError.found begins, when only the identity differs and when another program wrote the file.
-_FOUND_IDENTITY = "identity "
-_FOUND_FOREIGN = "another program"
+_FOUND_FOREIGN = "another program"  # how StoreMismatchError.found begins when that wrote the file
 
 
 class Source(ABC):
@@ -138,7 +136,7 @@ def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
     from delta_tree import DeltaTree, DeltaTreeError, StoreCorruptError, StoreMismatchError
 
     try:
-        with DeltaTree.open(path, identity=_identity(path), read_only=read_only) as tree:
+        with DeltaTree.open(path, identity=None, read_only=read_only) as tree:
             yield tree
     except StoreMismatchError as exc:
         if exc.found.startswith(_FOUND_FOREIGN):
@@ -148,19 +146,6 @@ def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
         raise UnreadableStoreError(str(exc)) from exc
     except DeltaTreeError as exc:
         raise StoreError(str(exc)) from exc
-
-
-def _identity(path: Path) -> str:
-    """What the store was written for. It says so when it is opened, read-only, for something else."""
-    from delta_tree import DeltaTree, StoreMismatchError
-
-    try:
-        DeltaTree.open(path, identity="", read_only=True).close()
-    except StoreMismatchError as exc:
-        if exc.found.startswith(_FOUND_IDENTITY):
-            return exc.found.removeprefix(_FOUND_IDENTITY)
-        raise
-    return ""
 
 
 def _delete(path: Path) -> None:

@@ -128,9 +128,7 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(rows)
 
 
-def _of(
-    outcomes: list[Outcome], *, kind: Kind | None = None, size: int | None = None
-) -> list[Outcome]:
+def _of(outcomes: list[Outcome], *, kind: Kind | None = None, size: int | None = None) -> list[Outcome]:
     return [
         outcome
         for outcome in outcomes

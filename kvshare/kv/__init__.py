@@ -1,1 +1,4 @@
-"""Keys and values as tensors: segments, the buffer of one sequence, rotation, editing, partial attention, tiers."""
+"""
+Keys and values as tensors: segments, the buffer of one sequence, rotation, editing, partial attention,
+tiers.
+"""

@@ -1,9 +1,10 @@
 """
 Partial attention: the placeholders of a prompt are computed, everything else is only attended to.
 
-A placeholder at position p attends to every slot in [0, p], reused or fresh, and to nothing after p. Reused KV
-does not change during the pass and a layer writes all its new rows before it attends, so one pass over all runs
-equals prefilling run after run from left to right (DESIGN section 8).
+A placeholder at position p attends to every slot in [0, p], reused or fresh, and to nothing after p. Reused
+KV does not change during the pass and a layer writes all its new rows before it attends, so one pass over
+all
+runs equals prefilling run after run from left to right (DESIGN section 8).
 
     slots      0        4        9     12           <- one sequence, 12 tokens
                [ reused ][ run A ][reus][ run B ]
@@ -102,7 +103,8 @@ def take_pass(
     """
     The next pass of at most `max_queries` queries, from the left, and the placeholders that remain.
 
-    The result of a prefill does not depend on the split: an earlier pass writes the rows a later one attends to.
+    The result of a prefill does not depend on the split: an earlier pass writes the rows a later one
+    attends to.
     """
     runs: list[Span] = []
     room = max_queries

@@ -36,7 +36,7 @@ def lay_out(
         k = segment.k[:, source].to(kv.k.device, non_blocking=True)
         if copy.shift != 0:
             if rotation is None:
-                raise ValueError(f"copy moves by {copy.shift} tokens, but the rotation of this model is not known")
+                raise ValueError(f"copy moves by {copy.shift} tokens, but this model's rotation is not known")
             k = rotation.moved(k, copy.shift)
         kv.k[:, target] = k
         kv.v[:, target] = segment.v[:, source]

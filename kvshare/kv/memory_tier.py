@@ -13,8 +13,8 @@ class MemoryTier:
     """
     A dictionary of segments that knows its size. Thread-safe; dies with the process.
 
-    A segment that was dropped while a request still reads it stays alive until that request lets go of it: the
-    tensors are reference counted by Python, only the accounting ends at once.
+    A segment that was dropped while a request still reads it stays alive until that request lets go of it:
+    the tensors are reference counted by Python, only the accounting ends at once.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -52,9 +52,7 @@ def fresh_draft(
 ) -> NodeDraft:
     """A prompt that was computed in full."""
     own = segment(len(tokens), namespace=namespace)
-    return NodeDraft(
-        namespace, token_ids(tokens), parent, PieceTable([whole(own)]), (own,), len(tokens)
-    )
+    return NodeDraft(namespace, token_ids(tokens), parent, PieceTable([whole(own)]), (own,), len(tokens))
 
 
 def child_draft(parent: Node, num_kept: int, added: Sequence[int]) -> NodeDraft:

@@ -22,9 +22,7 @@ from tests.delta_tree.fake_prompts import ADVERSARIAL, edited_pairs
 
 
 @given(edited_pairs(), st.integers(1, 8))
-def test_keeps_are_equal_ordered_and_long_enough(
-    pair: tuple[list[int], list[int]], min_run: int
-) -> None:
+def test_keeps_are_equal_ordered_and_long_enough(pair: tuple[list[int], list[int]], min_run: int) -> None:
     """Keeps ascend, hold equal tokens, and are min_run long unless they are the common prefix."""
     source, target = map(token_ids, pair)
     at_source = at_target = 0

@@ -33,9 +33,7 @@ class Shelf:
     segments: dict[SegmentId, Segment] = field(default_factory=dict)
     stored: dict[tuple[SegmentId, int], int] = field(default_factory=dict)
 
-    def add(
-        self, ids: Sequence[int], generations: Sequence[int] = (0,), namespace: str = NAMESPACE
-    ) -> Node:
+    def add(self, ids: Sequence[int], generations: Sequence[int] = (0,), namespace: str = NAMESPACE) -> Node:
         """A prompt cut into as many segments as there are generations."""
         cuts = np.linspace(0, len(ids), len(generations) + 1).astype(int).tolist()
         rows, exact_length, exact = [], 0, True
@@ -106,9 +104,7 @@ class Shelf:
         for copy in made.copies:
             own = self.segments[copy.segment_id]
             for i in range(copy.length):
-                assert (
-                    self.stored[copy.segment_id, copy.offset + i] == target[copy.target_start + i]
-                )
+                assert self.stored[copy.segment_id, copy.offset + i] == target[copy.target_start + i]
             assert copy.source_position == own.first_position + copy.offset
             donor = next(node for node in self.nodes if node.node_id == copy.donor)
             theirs = donor.token_ids[copy.donor_start : copy.donor_start + copy.length].tolist()
@@ -155,9 +151,7 @@ def test_compositions_against_brute_force(data: st.DataObject) -> None:
 
     def exact_prefix(node: Node) -> int:
         pairs = zip(node.token_ids.tolist()[: node.exact_length], target, strict=False)
-        return next(
-            (i for i, (a, b) in enumerate(pairs) if a != b), min(node.exact_length, len(target))
-        )
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(node.exact_length, len(target)))
 
     assert made.exact_length == max(map(exact_prefix, shelf.nodes), default=0)
     known_runs = {

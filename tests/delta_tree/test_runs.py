@@ -30,9 +30,7 @@ def check_runs(source: list[int], target: list[int], min_run: int) -> list[Match
 
 
 @given(edited_pairs(), st.integers(1, 8))
-def test_runs_are_equal_apart_and_leave_nothing_out(
-    pair: tuple[list[int], list[int]], min_run: int
-) -> None:
+def test_runs_are_equal_apart_and_leave_nothing_out(pair: tuple[list[int], list[int]], min_run: int) -> None:
     """Runs hold equal tokens, do not overlap, and no common stretch lies between them."""
     check_runs(*pair, min_run)
 

@@ -116,9 +116,7 @@ def test_scripts_with_holes_are_refused(edits: list[Edit]) -> None:
         (Op.DELETE, Span(0, 1), Span(0, 1), ()),
     ],
 )
-def test_impossible_edits_are_refused(
-    op: Op, source: Span, target: Span, new: tuple[int, ...]
-) -> None:
+def test_impossible_edits_are_refused(op: Op, source: Span, target: Span, new: tuple[int, ...]) -> None:
     """Each operation allows only its own shape of spans and tokens."""
     with pytest.raises(EditRangeError):
         Edit(op, source, target, new)

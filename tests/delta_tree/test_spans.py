@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from delta_tree import EditRangeError, InvalidTokensError, Span, gaps, merge, token_ids
 from delta_tree.spans import tokens_from_bytes
 
-spans = st.lists(
-    st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda p: Span(p[0], p[0] + p[1]))
-)
+spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda p: Span(p[0], p[0] + p[1])))
 
 
 @given(spans)

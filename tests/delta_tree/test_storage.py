@@ -157,9 +157,7 @@ def test_another_programs_database_is_left_alone(path: Path) -> None:
     ],
     ids=["text", "half", "first page", "half a header", "no header", "two pages of noise"],
 )
-def test_damaged_files_are_refused_with_a_remedy(
-    filled: Path, damage: Callable[[bytes], bytes]
-) -> None:
+def test_damaged_files_are_refused_with_a_remedy(filled: Path, damage: Callable[[bytes], bytes]) -> None:
     """A damaged file raises StoreCorruptError that says what to do, the second time too."""
     filled.write_bytes(damage(filled.read_bytes()))
     for _ in range(2):

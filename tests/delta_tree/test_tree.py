@@ -250,9 +250,7 @@ GOOD = draft_over([1, 2, 3], [SEGMENT], exact_length=3)
         (replace(GOOD, parent=GONE), "not in the tree"),
     ],
 )
-def test_drafts_that_are_no_whole_prompt_are_refused(
-    tree: DeltaTree, draft: NodeDraft, message: str
-) -> None:
+def test_drafts_that_are_no_whole_prompt_are_refused(tree: DeltaTree, draft: NodeDraft, message: str) -> None:
     """A bad draft raises InvalidNodeError, says what is wrong, and changes nothing."""
     with pytest.raises(InvalidNodeError, match=message):
         tree.insert(draft)
@@ -304,9 +302,7 @@ def test_a_stored_prompt_costs_little_memory() -> None:
                 rows += [Piece(base.segment_id, at, start - at), whole(own[-1])]
                 at = start + 50
             rows.append(Piece(base.segment_id, at, 2000 - at))
-            draft = NodeDraft(
-                NAMESPACE, token_ids(ids), root.node_id, PieceTable(rows), tuple(own), 200
-            )
+            draft = NodeDraft(NAMESPACE, token_ids(ids), root.node_id, PieceTable(rows), tuple(own), 200)
             tree.insert(draft)
             del ids, rows, own, draft
         num_bytes, _ = tracemalloc.get_traced_memory()

@@ -73,9 +73,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert made.created == (key not in self.model)
         self.num_bytes.update({s.segment_id: s.num_bytes for s in draft.new_segments})
         before = self.referred() | draft.pieces.segment_ids
-        known = self.model.setdefault(
-            key, Known(made.node.node_id, None, made.node.pieces.segment_ids)
-        )
+        known = self.model.setdefault(key, Known(made.node.node_id, None, made.node.pieces.segment_ids))
         assert known.node_id == made.node.node_id
         known.segment_ids = made.node.pieces.segment_ids
         assert set(made.freed_segments) == self.freed(before)

@@ -1,5 +1,7 @@
 """The planner: pure, covers every position once, refuses with a reason."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -61,7 +63,7 @@ def assert_covers_once(plan: Plan) -> None:
     covered = sorted([*targets, *plan.placeholders])
     assert covered[0].start == 0
     assert covered[-1].end == plan.num_tokens
-    for left, right in zip(covered, covered[1:], strict=False):
+    for left, right in pairwise(covered):
         assert left.end == right.start
     assert plan.placeholders == gaps(targets, plan.num_tokens)
 

@@ -55,7 +55,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
     """Lists, broken YAML and binary are config errors that name the file."""
     file = tmp_path / "config.yaml"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match="config.yaml"):
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
         load_settings(file)
 
 

@@ -50,8 +50,7 @@ def test_fingerprints_equal_the_definition(values: list[int], kgram: int, window
     """The vectorised minima are those of a plain loop over the k-grams' hashes."""
     ids = tokens(values)
     hashes = [
-        int(fingerprints(ids[i : i + kgram], kgram=kgram, window=1)[0])
-        for i in range(len(ids) - kgram + 1)
+        int(fingerprints(ids[i : i + kgram], kgram=kgram, window=1)[0]) for i in range(len(ids) - kgram + 1)
     ]
     reach = min(window, len(hashes))
     minima = {min(hashes[i : i + reach]) for i in range(len(hashes) - reach + 1)} if hashes else {}
@@ -87,9 +86,7 @@ def test_fingerprints_are_the_same_in_another_process() -> None:
         "ids = np.arange(200, dtype=np.int32); "
         "print(bind(fingerprints(ids, kgram=16, window=32), 'a').tolist())"
     )
-    there = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
+    there = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     here = bind(fingerprints(np.arange(200, dtype=np.int32), kgram=16, window=32), "a")
     assert there.strip() == str(here.tolist())
 

@@ -62,9 +62,7 @@ def test_forgotten_prompts_do_not_make_a_fingerprint_common() -> None:
 
 def test_an_unknown_namespace_asks_for_everything() -> None:
     """Without counts, as after a start over an index on disk, nothing is held to be common."""
-    chosen = FingerprintFrequencies().rarest(
-        "b", COMMON, num_prompts=5, max_postings=1, min_asked=1
-    )
+    chosen = FingerprintFrequencies().rarest("b", COMMON, num_prompts=5, max_postings=1, min_asked=1)
     assert chosen.tolist() == COMMON.tolist()
 
 

@@ -118,9 +118,7 @@ async def test_deleting_a_namespace_leaves_the_others(index: VectorIndex) -> Non
 
 
 @pytest.mark.parametrize("verb", ["clear", "recreate"])
-async def test_clear_and_recreate_leave_an_empty_usable_index(
-    index: VectorIndex, verb: str
-) -> None:
+async def test_clear_and_recreate_leave_an_empty_usable_index(index: VectorIndex, verb: str) -> None:
     """After either verb nothing is stored and new prompts can be."""
     await index.upsert([Entry(1, "a", prints(1))])
     await getattr(index, verb)()

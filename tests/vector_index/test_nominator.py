@@ -139,9 +139,7 @@ async def test_the_donor_of_a_rare_passage_is_not_crowded_out(nominator: Nominat
     assert found[0] != 50
 
 
-async def test_meaning_is_asked_only_where_it_can_pay(
-    nominator: Nominator, embedder: TopicEmbedder
-) -> None:
+async def test_meaning_is_asked_only_where_it_can_pay(nominator: Nominator, embedder: TopicEmbedder) -> None:
     """A covered, a short or an unpermitted prompt is not embedded; an open long one is."""
     await nominator.remember(1, "a", tokens(1), WEATHER)
     embedder.num_texts = 0

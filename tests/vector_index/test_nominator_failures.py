@@ -81,9 +81,7 @@ class MoodyIndex(VectorIndex):
         await self._mood()
         self.entries.clear()
 
-    async def search_fingerprints(
-        self, namespace: str, fingerprints: Any, limit: int
-    ) -> list[Hit]:
+    async def search_fingerprints(self, namespace: str, fingerprints: Any, limit: int) -> list[Hit]:
         await self._mood()
         hits = [
             Hit(
@@ -151,9 +149,7 @@ class Setup:
         self.index = MoodyIndex()
         self.embedder = MoodyEmbedder()
         self.clock = Clock()
-        self.nominator = Nominator(
-            self.index, embedder=self.embedder, settings=SETTINGS, clock=self.clock
-        )
+        self.nominator = Nominator(self.index, embedder=self.embedder, settings=SETTINGS, clock=self.clock)
 
 
 @pytest.fixture
@@ -240,9 +236,7 @@ async def test_remembering_without_index_keeps_the_prefix(
 
 
 @pytest.mark.parametrize("mood", ["fails", "hangs", "nonsense"])
-async def test_remembering_without_embedder_keeps_the_fingerprints(
-    setup: Setup, mood: str
-) -> None:
+async def test_remembering_without_embedder_keeps_the_fingerprints(setup: Setup, mood: str) -> None:
     """A prompt whose text cannot be embedded is indexed without."""
     setup.embedder.mood = mood
     failures = await setup.nominator.remember(2, "a", tokens(2), TEXT)

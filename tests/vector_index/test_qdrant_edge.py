@@ -72,9 +72,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("change", [{"embedder": "other"}, {"dimension": 16}, {"kgram": 8}])
-async def test_another_schema_is_refused(
-    tmp_path: Path, schema: IndexSchema, change: dict[str, Any]
-) -> None:
+async def test_another_schema_is_refused(tmp_path: Path, schema: IndexSchema, change: dict[str, Any]) -> None:
     """Other vectors mean nothing here: the message names the field, recreate starts afresh."""
     await filled(tmp_path, schema)
     other = IndexSchema(**{**schema.as_stamp(), **change})  # type: ignore[arg-type]  # plain values

@@ -370,7 +370,8 @@ class EmbeddedEngine(Engine):
 
         Raises:  StoreError with what to do
         """
-        identity = ":".join(self._namespace_fields[key] for key in ("model", "revision", "tokenizer", "dtype"))
+        parts = ("model", "revision", "tokenizer", "dtype")
+        identity = ":".join(self._namespace_fields[part] for part in parts)
         try:
             tree = DeltaTree.open(Path(self._settings.store.path) / "tree.sqlite3", identity=identity)
             forgotten = [(node.namespace, int(node.node_id)) for node in tree.nodes()]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AttentionInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from delta_tree import Span, TokenIds
@@ -129,7 +129,10 @@ class EmbeddedModel:
 
     @property
     def revision(self) -> str:
-        """Digest of the configuration and of a sample of every weight: another checkpoint is another revision."""
+        """
+        Digest of the configuration and of a sample of every weight: another checkpoint is another
+        revision.
+        """
         digest = hashlib.sha256(self._model.config.to_json_string(use_diff=False).encode())
         for name, tensor in sorted(self._model.state_dict().items()):
             flat = tensor.detach().flatten()
@@ -196,7 +199,7 @@ class EmbeddedModel:
         rotation = Rotation(torch.as_tensor(module.inv_freq))
         if rotation.head_dim != self.geometry.head_dim:
             raise UnsupportedGeometryError(
-                f"{rotation.head_dim} of {self.geometry.head_dim} dimensions of a head are rotated; expected all"
+                f"{rotation.head_dim} of {self.geometry.head_dim} dimensions of a head are rotated, expected all"
             )
         self._prove(rotation)
         return rotation
@@ -239,8 +242,8 @@ def _context_length(config: Any, wanted: int | None) -> int:
         limits.append(int(window))
     foreign = set(layer_types) - {"full_attention", "sliding_attention"}
     if foreign:
-        raise ModelError(f"layer types {sorted(foreign)} are not handled; expected full attention in every layer")
+        raise ModelError(f"layer types {sorted(foreign)} are not handled; expected full attention throughout")
     longest = min(limits)
     if wanted is not None and wanted > longest:
-        raise ModelError(f"max_model_len {wanted} is more than the {longest} tokens this model can be run with")
+        raise ModelError(f"max_model_len {wanted} is more than the {longest} tokens this model can run")
     return wanted or longest

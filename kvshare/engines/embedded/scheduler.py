@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Round-robin over tasks. `on_release(task, error)` is called in the worker thread when a task leaves it."""
+    """
+    Round-robin over tasks. `on_release(task, error)` is called in the worker thread when a task leaves
+    it.
+    """
 
     def __init__(
         self, *, chunk_tokens: int, on_release: Callable[[Task, BaseException | None], None]
@@ -61,7 +64,7 @@ class Scheduler:
             if not self._is_cancelled(task):
                 try:
                     more = task.advance(max_queries=self._chunk_for(task))
-                except Exception as exc:  # noqa: BLE001 - one request must not take the others down
+                except Exception as exc:
                     log.error("a request failed while computing: %s", type(exc).__name__, exc_info=exc)
                     error = exc
             if more:

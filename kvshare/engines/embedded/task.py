@@ -184,9 +184,6 @@ class Task:
         top = tuple(self._describe(other, value) for other, value in likeliest)
         return (self._describe(token_id, logprob, top),)
 
-    def _describe(
-        self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()
-    ) -> TokenLogprob:
+    def _describe(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return TokenLogprob(token_id, text, text.encode("utf-8", errors="replace"), logprob, top)
-

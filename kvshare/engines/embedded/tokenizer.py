@@ -48,13 +48,19 @@ class PromptEncoder:
 
     @property
     def digest(self) -> str:
-        """Of the vocabulary, the merges and the chat template: other text to other ids is another namespace."""
+        """
+        Of the vocabulary, the merges and the chat template: other text to other ids is another
+        namespace.
+        """
         digest = hashlib.sha256(self.backend.to_str().encode())
         digest.update(str(self._tokenizer.chat_template).encode())
         return digest.hexdigest()
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        """The prompt that asks for the assistant's next message. Raises RequestError if the template refuses."""
+        """
+        The prompt that asks for the assistant's next message. Raises RequestError if the template
+        refuses.
+        """
         if self._tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         try:
@@ -76,9 +82,7 @@ class PromptEncoder:
         """Token ids as they come. Raises RequestError if one is not in the vocabulary."""
         size = len(self._tokenizer)
         if bad := [token_id for token_id in ids if not 0 <= token_id < size]:
-            raise RequestError(
-                f"token id {bad[0]} is not in the vocabulary of {size} tokens", param="prompt"
-            )
+            raise RequestError(f"token id {bad[0]} is not in the vocabulary of {size} tokens", param="prompt")
         array = token_ids(np.asarray(ids, dtype=np.int32))
         body = self.backend.decode(list(ids), skip_special_tokens=True)
         return Prompt(array, PromptText(last_user_turn="", body=body))

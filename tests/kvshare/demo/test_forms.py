@@ -47,15 +47,11 @@ def answer_from_text(text: str, question: str) -> str:
     return facts[ordinals[0], field].split(" (")[0]
 
 
-def _winner(
-    facts: dict[tuple[int, str], str], ordinals: list[int], field: str, *, wants_larger: bool
-) -> str:
+def _winner(facts: dict[tuple[int, str], str], ordinals: list[int], field: str, *, wants_larger: bool) -> str:
     values = {n: int(facts[n, field].split()[0]) for n in ordinals}
     best = sorted(ordinals, key=lambda n: values[n], reverse=wants_larger)[0]
     (name,) = (
-        value
-        for (n, key), value in facts.items()
-        if n == best and key in ("patient", "student", "customer")
+        value for (n, key), value in facts.items() if n == best and key in ("patient", "student", "customer")
     )
     return name
 

@@ -21,9 +21,7 @@ def bundled() -> PreTrainedTokenizerFast:
 def chat(*contents: str, generate: bool = False) -> str:
     """A chat of a system message and then user and assistant in turn, as text."""
     roles = ["system", *(("user", "assistant") * len(contents))]
-    messages = [
-        {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
-    ]
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
     text = bundled().apply_chat_template(messages, add_generation_prompt=generate, tokenize=False)
     assert isinstance(text, str)
     return text

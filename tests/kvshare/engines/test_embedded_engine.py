@@ -1,7 +1,11 @@
-"""The embedded engine end to end on a tiny random model: same answers with and without sharing, fair, bounded."""
+"""
+The embedded engine end to end on a tiny random model: same answers with and without sharing, fair,
+bounded.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -75,9 +79,7 @@ def tokens_of(found: list[Event]) -> list[str]:
 
 
 async def stored(engine: EmbeddedEngine, tokens: TokenIds, *, max_tokens: int = 1) -> Answer:
-    return await ask(
-        engine, tokens, mode=SharingMode.APPROX, tenant="t", store=True, max_tokens=max_tokens
-    )
+    return await ask(engine, tokens, mode=SharingMode.APPROX, tenant="t", store=True, max_tokens=max_tokens)
 
 
 async def test_an_exact_hit_gives_the_answer_of_a_full_prefill(engine: EmbeddedEngine) -> None:
@@ -242,7 +244,7 @@ async def test_streams_interleave(engine: EmbeddedEngine) -> None:
 
     wanted = [await request(engine, prompt(60, seed=k), max_tokens=40) for k in range(2)]
     await asyncio.gather(follow("a", wanted[0]), follow("b", wanted[1]))
-    switches = sum(left != right for left, right in zip(order, order[1:], strict=False))
+    switches = sum(left != right for left, right in pairwise(order))
     assert switches >= 20
 
 
@@ -317,7 +319,7 @@ async def test_the_store_of_another_model_is_refused(tmp_path: Path) -> None:
     first = engine_at(tmp_path)
     await first.start()
     await first.stop()
-    with pytest.raises(StoreError, match="tree.sqlite3"):
+    with pytest.raises(StoreError, match=r"tree\.sqlite3"):
         await engine_at(tmp_path, seed=1).start()
     again = engine_at(tmp_path)
     await again.start()
@@ -328,6 +330,6 @@ async def test_a_corrupt_store_is_refused_with_advice(tmp_path: Path) -> None:
     """A damaged file is neither repaired by guessing nor overwritten."""
     path = tmp_path / "tree.sqlite3"
     path.write_bytes(b"this is no database" * 100)
-    with pytest.raises(StoreError, match="tree.sqlite3"):
+    with pytest.raises(StoreError, match=r"tree\.sqlite3"):
         await engine_at(tmp_path).start()
     assert path.read_bytes().startswith(b"this is no database")

@@ -1,5 +1,7 @@
 """Text leaves the engine whole: stop strings are caught across tokens, characters are never torn."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ def test_a_stop_string_is_found_wherever_the_text_is_cut(
     stops = tuple(data.draw(st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1)))
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     matcher, shown, stopped = StopMatcher(stops), "", False
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         piece, stopped = matcher.add(text[start:end])
         shown += piece
         if stopped:

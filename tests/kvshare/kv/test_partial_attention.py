@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-
 from delta_tree import Copy, NodeId, SegmentId, Span, token_ids
 from kvshare.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
@@ -36,7 +35,9 @@ def embedded(name: str, dtype: torch.dtype = torch.float32) -> EmbeddedModel:
     return EmbeddedModel(tiny_model(name, dtype=dtype), name=name)
 
 
-def run_pass(model: EmbeddedModel, kv: SequenceKV, runs: tuple[Span, ...], tokens: np.ndarray) -> torch.Tensor:
+def run_pass(
+    model: EmbeddedModel, kv: SequenceKV, runs: tuple[Span, ...], tokens: np.ndarray
+) -> torch.Tensor:
     """Logits after every computed position, (N, V)."""
     current = PartialPass(kv, runs)
     ids = np.concatenate([tokens[run.start : run.end] for run in runs])
