@@ -123,7 +123,7 @@ def _laid_back(model: EmbeddedModel, kv: SequenceKV, num_tokens: int) -> Sequenc
 def _moved_error(model: EmbeddedModel, tokens: TokenIds) -> float:
     if model.rotation is None:
         return float("inf")
-    num_tokens, shift = 64, 173
+    num_tokens, shift = min(64, len(tokens)), min(173, len(tokens))
     near = model.new_sequence(num_tokens)
     compute(model, near, (Span(0, num_tokens),), tokens)
     far = model.new_sequence(num_tokens + shift)

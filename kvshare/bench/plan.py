@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_tree import DeltaTree, Node, NodeDraft, Piece, PieceTable, Segment, TokenIds, new_segment_id
+from delta_tree import DeltaTree, Node, NodeDraft, Piece, PieceTable, Segment, Span, TokenIds, new_segment_id
 from kvshare.bench.harness import edited, milliseconds, random_prompt
 from kvshare.cost import Rates
 from kvshare.plan import Plan
@@ -73,7 +73,7 @@ async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) ->
         nominator = Nominator(index, embedder=embedder, settings=nominator_settings)
         tree = DeltaTree.open(None, identity="bench")
         gc.collect()
-        before = _resident_bytes()
+        before = {kind: _memory_bytes(kind) for kind in ("RssAnon", "RssFile")}
         embedder.replay = True
         for nodes in _batches(_stored(rng, tree, templates, num_stored), 64):
             await nominator.remember_all(
@@ -84,7 +84,7 @@ async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) ->
             )
         embedder.replay = False
         gc.collect()
-        grown = _resident_bytes() - before
+        grown = {kind: (_memory_bytes(kind) - value) / num_stored for kind, value in before.items()}
         arms = {}
         for name, dense in (("without_dense", False), ("with_dense", True)):
             arms[name] = await _measure(
@@ -101,7 +101,8 @@ async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) ->
         **arms,
         "p50_ms": arms["without_dense"]["p50_ms"],
         "p99_ms": arms["without_dense"]["p99_ms"],
-        "metadata_bytes_per_prompt": grown / num_stored,
+        "metadata_bytes_per_prompt": grown["RssAnon"],
+        "mapped_file_bytes_per_prompt": grown["RssFile"],
     }
 
 
@@ -170,23 +171,54 @@ class _Embedder(TextEmbedder):
 def _stored(
     rng: np.random.Generator, tree: DeltaTree, templates: Sequence[TokenIds], num_stored: int
 ) -> Iterator[tuple[int, Node]]:
-    """Variants inserted as whole prompts, each with a segment of its own."""
+    """The templates, then variants as an engine leaves them: with pieces of the template and own segments."""
+    bases: list[Node] = []
     for count in range(num_stored):
         number = count % len(templates)
-        tokens = _variant(rng, templates[number])
-        segment = Segment(
-            segment_id=new_segment_id(),
-            namespace=_NAMESPACE,
-            first_position=0,
-            num_tokens=len(tokens),
-            prefix_hash=bytes(16),
-            generation=0,
-            num_bytes=len(tokens) * _RATES.bytes_per_token,
-            checksum=0,
-        )
-        pieces = PieceTable([Piece(segment.segment_id, 0, len(tokens))])
-        draft = NodeDraft(_NAMESPACE, tokens, None, pieces, (segment,), len(tokens))
-        yield number, tree.insert(draft).node
+        if count < len(templates):
+            node = _insert(tree, templates[number], None)
+            bases.append(node)
+        else:
+            node = _insert(tree, _variant(rng, templates[number]), bases[number])
+        yield number, node
+
+
+def _insert(tree: DeltaTree, tokens: TokenIds, base: Node | None) -> Node:
+    """A prompt of which everything, or what differs from `base`, is KV of its own."""
+    edges = [0, len(tokens)]
+    if base is not None:
+        differs = base.token_ids != tokens
+        edges = [0, *(np.flatnonzero(np.diff(differs)) + 1).tolist(), len(tokens)]
+    pieces: list[Piece] = []
+    segments: list[Segment] = []
+    for start, end in pairwise(edges):
+        if base is not None and base.token_ids[start] == tokens[start]:
+            pieces += base.pieces.slice(Span(start, end))
+            continue
+        segments.append(_segment(start, end - start, generation=0 if base is None else 1))
+        pieces.append(Piece(segments[-1].segment_id, 0, end - start))
+    draft = NodeDraft(
+        namespace=_NAMESPACE,
+        token_ids=tokens,
+        parent=None if base is None else base.node_id,
+        pieces=PieceTable(pieces),
+        new_segments=tuple(segments),
+        exact_length=len(tokens) if base is None else edges[1],
+    )
+    return tree.insert(draft).node
+
+
+def _segment(first_position: int, num_tokens: int, *, generation: int) -> Segment:
+    return Segment(
+        segment_id=new_segment_id(),
+        namespace=_NAMESPACE,
+        first_position=first_position,
+        num_tokens=num_tokens,
+        prefix_hash=bytes(16),
+        generation=generation,
+        num_bytes=num_tokens * _RATES.bytes_per_token,
+        checksum=0,
+    )
 
 
 def _variant(rng: np.random.Generator, template: TokenIds) -> TokenIds:
@@ -210,7 +242,9 @@ def _batches(items: Iterator[tuple[int, Node]], size: int) -> Iterator[list[tupl
         yield batch
 
 
-def _resident_bytes() -> int:
-    """Memory of this process, native parts included."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def _memory_bytes(kind: str) -> int:
+    """Memory of this process, native parts included: "RssAnon" is its own, "RssFile" page cache it maps."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{kind}:"):
+            return 1024 * int(line.split()[1])
+    raise OSError(f"/proc/self/status has no {kind}")

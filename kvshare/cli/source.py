@@ -133,9 +133,11 @@ def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
 
     Raises:  StoreError, saying what to do, if it is missing or held by a server; UnreadableStoreError
     """
-    from delta_tree import DeltaTree, DeltaTreeError, StoreCorruptError, StoreMismatchError
+    from delta_tree import DeltaTree, DeltaTreeError, StoreCorruptError, StoreMismatchError, StoreMissingError
 
     try:
+        if not path.exists():
+            raise StoreMissingError(path)  # opening it for writing would leave an empty file
         with DeltaTree.open(path, identity=None, read_only=read_only) as tree:
             yield tree
     except StoreMismatchError as exc:

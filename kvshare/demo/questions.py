@@ -108,13 +108,12 @@ def wording(rng: random.Random, sheet: Sheet, query: Query) -> str:
     ordinals = [record + 1 for record in query.records]
     if query.kind == "derived":
         low, middle, high = template.verdicts
-        return f"Is the {field} of {label} {ordinals[0]} {low}, {middle} or {high}?"
+        return f"In {label} {ordinals[0]}, is the {field} {low}, {middle} or {high}?"
     if query.kind == "lookup":
         asks = "who" if field == person else "what"
         return rng.choice(
             (
                 f"In {label} {ordinals[0]}, {asks} is the {field}?",
-                f"{asks.capitalize()} is the {field} of {label} {ordinals[0]}?",
                 f"{template.label} {ordinals[0]}, {field}?",
             )
         )

@@ -199,7 +199,7 @@ class EmbeddedModel:
         rotation = Rotation(torch.as_tensor(module.inv_freq))
         if rotation.head_dim != self.geometry.head_dim:
             raise UnsupportedGeometryError(
-                f"{rotation.head_dim} of {self.geometry.head_dim} dimensions of a head are rotated, expected all"
+                f"{rotation.head_dim} of {self.geometry.head_dim} dimensions of a head rotate, expected all"
             )
         self._prove(rotation)
         return rotation

@@ -35,7 +35,7 @@ def answer_from_text(text: str, question: str) -> str:
     """The answer to a question, worked out from the words of form and question alone."""
     facts = facts_in(text)
     ordinals = [int(n) for n in re.findall(r"(?:report|exam|ticket) (\d)", question)]
-    if found := re.match(r"Is the (\w+) of \w+ \d (\w+), (\w+) or (\w+)\?", question):
+    if found := re.match(r"In \w+ \d, is the (\w+) (\w+), (\w+) or (\w+)\?", question):
         field, *verdicts = found.groups()
         value, low, high = (int(n) for n in re.findall(r"\d+", facts[ordinals[0], field]))
         return verdicts[(value >= low) + (value > high)]
@@ -43,7 +43,7 @@ def answer_from_text(text: str, question: str) -> str:
         return _winner(facts, ordinals, "age", wants_larger="older" in question)
     if found := re.match(r"Who has the higher (\w+),", question):
         return _winner(facts, ordinals, found.group(1), wants_larger=True)
-    (field,) = re.findall(r"is the (\w+)", question)
+    (field,) = re.findall(r"(\w+)\?$", question)
     return facts[ordinals[0], field].split(" (")[0]
 
 
