@@ -60,7 +60,7 @@ class Storage:
         store as it is, for an administrator who inspects or empties it.
         Raises:  StoreError, see errors.py
         """
-        _prepare_file(path, read_only=read_only)
+        _prepare_file(path, must_exist=read_only or identity is None)
         with _translated(path):
             connection = sqlite3.connect(
                 f"file:{quote(str(path.absolute()))}?mode=rw",
@@ -171,8 +171,8 @@ def discard_store(path: Path) -> None:
         raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
 
 
-def _prepare_file(path: Path, *, read_only: bool) -> None:
-    if read_only:
+def _prepare_file(path: Path, *, must_exist: bool) -> None:
+    if must_exist:
         if not path.exists():
             raise StoreMissingError(path)
         return

@@ -20,8 +20,8 @@ class Rates:
     def estimate(self, *, num_tokens: int, num_computed: int) -> Estimate:
         """Full prefill against computing `num_computed` tokens and loading the others."""
         load_bytes = (num_tokens - num_computed) * self.bytes_per_token
-        shared = self.lookup_s + load_bytes / self.load_bytes_per_s + num_computed / self.prefill_tokens_per_s
-        return Estimate(full_s=num_tokens / self.prefill_tokens_per_s, shared_s=shared)
+        shared = load_bytes / self.load_bytes_per_s + num_computed / self.prefill_tokens_per_s
+        return Estimate(num_tokens / self.prefill_tokens_per_s, shared, self.lookup_s)
 
 
 class CostModel:

@@ -51,7 +51,7 @@ def explanation(
         if isinstance(plan, Plan)
         else planning.rates.estimate(num_tokens=num_tokens, num_computed=num_tokens)
     )
-    shared_s = estimate.shared_s if isinstance(plan, Plan) else estimate.full_s
+    shared_s = estimate.lookup_s + (estimate.shared_s if isinstance(plan, Plan) else estimate.full_s)
     return {
         "decision": report.decision,
         "reason": report.reason,

@@ -18,14 +18,19 @@ from delta_tree import Copy, NodeId, Span, merge
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a plan should take, from measured rates. Seconds."""
+    """
+    What a prefill should take, from measured rates. Seconds.
+
+    The lookup is paid before there is a plan: it counts in what sharing saves, not in whether a plan pays.
+    """
 
     full_s: float
     shared_s: float
+    lookup_s: float = 0.0
 
     @property
     def saved_s(self) -> float:
-        return self.full_s - self.shared_s
+        return self.full_s - self.shared_s - self.lookup_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def make_plan(
             return plan
     if exact is None:
         return NoPlan(refusal or "nothing_in_common")
-    if exact.estimate.saved_s < limits.min_saved_s:
+    if exact.estimate.full_s - exact.estimate.shared_s < limits.min_saved_s:
         return NoPlan("does_not_pay")
     return replace(exact, reason=refusal)
 

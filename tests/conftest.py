@@ -1,6 +1,72 @@
-"""Shared by all tests: no hub is ever reached, and torch leaves a core to the server under test."""
+"""Shared by all tests: no hub is ever reached; a real server as its users start it."""
 
+import hashlib
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+KEYS = {
+    "ann": ("north", "tenant", "infer"),
+    "bob": ("north", "tenant", "infer"),
+    "cid": ("south", "tenant", "infer"),
+    "dot": ("north", "private", "infer"),
+    "eve": ("north", "private", "infer"),
+    "root": ("operators", "tenant", "admin"),
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `kvshare serve`; `key(name)` is the API key of one of `KEYS`."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    @staticmethod
+    def key(name: str) -> str:
+        return f"kvs-{name}"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo model behind the real command, with several tenants, on a free port of loopback."""
+    folder = tmp_path_factory.mktemp("server")
+    keys = [
+        {
+            "name": name,
+            "sha256": hashlib.sha256(Server.key(name).encode()).hexdigest(),
+            "tenant": tenant,
+            "scope": scope,
+            "role": role,
+        }
+        for name, (tenant, scope, role) in KEYS.items()
+    ]
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump({"auth": {"keys": keys}, "store": {"path": str(folder / "store")}}))
+    kvshare = Path(sys.executable).with_name("kvshare")
+    command = [kvshare, "serve", "--port", "0", "--config", config, "--format", "json"]
+    with (folder / "stderr").open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        try:
+            ready = ""
+            for line in process.stdout:
+                ready += line
+                if line.rstrip() == "}" or line.rstrip().endswith("}"):
+                    break
+            assert ready, (folder / "stderr").read_text()
+            yield Server(json.loads(ready)["url"], process)
+        finally:
+            process.terminate()
+            assert process.wait(timeout=60) == 0
+            process.stdout.close()

@@ -56,15 +56,13 @@ STAGES = (
         kind_weights=LOOKUPS_ONLY,
     ),
     Stage(
-        enough=0.9,
+        enough=0.85,
         num_tokens=4096,
-        noise=0.05,
-        recitals=0.1,
+        recitals=0.05,
         max_records=3,
-        kind_weights=LOOKUPS_ONLY,
+        kind_weights=(0.6, 0.15, 0.25),
     ),
-    Stage(enough=0.9, num_tokens=6144, recitals=0.05, kind_weights=(0.5, 0.25, 0.25)),
-    Stage(enough=0.95, whole_forms=0.3, kind_weights=(0.4, 0.35, 0.25)),
+    Stage(enough=0.94, num_tokens=6144, whole_forms=0.3, kind_weights=(0.4, 0.35, 0.25)),
     Stage(enough=1.0, whole_forms=0.9, num_questions=24, kind_weights=(0.4, 0.4, 0.2)),
 )
 

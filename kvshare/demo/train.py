@@ -31,7 +31,7 @@ WARMUP_STEPS = 50
 DECAY_SHARE = 0.25
 """The last quarter of the time the learning rate falls to nothing."""
 TEXT_WEIGHT = 0.05
-SAVE_EVERY_S = 120.0
+SAVE_EVERY_S = 60.0
 REPORT_EVERY = 20
 HELD_OUT_EVERY = 200
 

@@ -378,3 +378,20 @@ def edit(path: Path, statement: str) -> None:
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute(statement)
     connection.close()
+
+
+def test_an_administrator_opens_a_store_of_any_model(filled: Path) -> None:
+    """Without an identity an existing store is taken as it is, to be read or emptied."""
+    with DeltaTree.open(filled, identity=None) as tree:
+        assert tree.stats().num_nodes > 0
+        tree.purge_all()
+    with DeltaTree.open(filled, identity=None, read_only=True) as tree:
+        assert tree.stats().num_nodes == 0
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_without_an_identity_no_store_is_made(path: Path, read_only: bool) -> None:
+    """Whoever does not know the model has nothing to create a store for."""
+    with pytest.raises(StoreMissingError):
+        DeltaTree.open(path, identity=None, read_only=read_only)
+    assert not path.exists()

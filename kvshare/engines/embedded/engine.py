@@ -201,7 +201,6 @@ class EmbeddedEngine(Engine):
             await self._commits_settled(namespace)
             lookup = await self._sharing.prepare(namespace, request.prompt, request.mode)
             report = lookup.report(request.prompt.num_tokens)
-            yield Started(report)
             queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
             task = Task(
                 request,
@@ -214,17 +213,24 @@ class EmbeddedEngine(Engine):
                 emit=lambda delta: self._call_soon(queue.put_nowait, delta),
                 on_end=queue.put_nowait,
             )
-            self._sharing.hold(lookup.plan)
-            self._scheduler.submit(task)
+            del lookup  # the task lets go of the donors' KV once it is laid out
+            submitted = False
+            self._sharing.hold(task.plan)
             try:
+                yield Started(report)
+                self._submit(task)
+                submitted = True
                 while (item := await queue.get()) is not None:
                     if isinstance(item, BaseException):
                         raise EngineError("the engine failed while computing this request") from item
                     yield item
                 yield Finished(report, task.num_completion_tokens, task.stage_seconds)
             finally:
-                self._scheduler.cancel(task)  # a no-op where it has ended by itself
-                self._commit_in_background(namespace, task)
+                if submitted:
+                    self._scheduler.cancel(task)  # a no-op where it has ended by itself
+                    self._commit_in_background(namespace, task)
+                else:
+                    self._sharing.release(task.plan)
 
     def status(self) -> EngineStatus:
         if not self._running:
@@ -286,6 +292,12 @@ class EmbeddedEngine(Engine):
             )
         return wanted if wanted is not None else room
 
+    def _submit(self, task: Task) -> None:
+        """Raises ShuttingDownError where the engine was stopped while this request waited."""
+        if not self._running:
+            raise ShuttingDownError("the engine is not running")
+        self._scheduler.submit(task)
+
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
         """One of `max_running` places; at most `max_waiting` wait for one, in order."""
@@ -298,6 +310,8 @@ class EmbeddedEngine(Engine):
             self._num_waiting -= 1
         self._num_running += 1
         try:
+            if not self._running:
+                raise ShuttingDownError("the engine was stopped while this request waited")
             yield
         finally:
             self._num_running -= 1

@@ -34,7 +34,7 @@ def facts_in(text: str) -> dict[tuple[int, str], str]:
 def answer_from_text(text: str, question: str) -> str:
     """The answer to a question, worked out from the words of form and question alone."""
     facts = facts_in(text)
-    ordinals = [int(n) for n in re.findall(r"(?:report|exam|ticket) (\d)", question)]
+    ordinals = [int(n) for n in re.findall(r"(?:report|exam|ticket) (\d)", question.lower())]
     if found := re.match(r"In \w+ \d, is the (\w+) (\w+), (\w+) or (\w+)\?", question):
         field, *verdicts = found.groups()
         value, low, high = (int(n) for n in re.findall(r"\d+", facts[ordinals[0], field]))

@@ -1,0 +1,17 @@
+"""Two users send nearly the same form to a running `kvshare serve`; watch where the second's tokens come from."""
+
+import os
+
+import openai
+
+from kvshare.demo.pairs import near_duplicate_pairs
+
+client = openai.OpenAI(
+    base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),
+    api_key=os.environ.get("OPENAI_API_KEY", "none"),
+)
+pair = next(near_duplicate_pairs(seed=1, count=1))
+for messages in (pair.donor_messages, pair.recipient_messages):
+    reply = client.chat.completions.create(model="kvshare-demo", messages=messages, temperature=0)
+    print(reply.choices[0].message.content, reply.usage.kvshare)  # noqa: T201
+print("right answer to the second:", pair.answer)  # noqa: T201
