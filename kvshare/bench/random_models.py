@@ -20,7 +20,7 @@ from transformers import (
 
 VOCAB_SIZE = 300
 
-_TINY: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -42,12 +42,12 @@ _LLAMA3_ROPE = {
 }
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_TINY),
-    "llama3-rope": lambda: LlamaConfig(**_TINY, rope_parameters=_LLAMA3_ROPE),
-    "qwen2": lambda: Qwen2Config(**_TINY, use_sliding_window=False),
-    "qwen3": lambda: Qwen3Config(**_TINY, head_dim=16, use_sliding_window=False),
-    "mistral": lambda: MistralConfig(**_TINY, sliding_window=None),
-    "phi3": lambda: Phi3Config(**_TINY, sliding_window=None),
+    "llama": lambda: LlamaConfig(**TINY),
+    "llama3-rope": lambda: LlamaConfig(**TINY, rope_parameters=_LLAMA3_ROPE),
+    "qwen2": lambda: Qwen2Config(**TINY, use_sliding_window=False),
+    "qwen3": lambda: Qwen3Config(**TINY, head_dim=16, use_sliding_window=False),
+    "mistral": lambda: MistralConfig(**TINY, sliding_window=None),
+    "phi3": lambda: Phi3Config(**TINY, sliding_window=None),
 }
 
 

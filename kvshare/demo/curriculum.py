@@ -62,7 +62,14 @@ STAGES = (
         max_records=3,
         kind_weights=(0.6, 0.15, 0.25),
     ),
-    Stage(enough=0.94, num_tokens=6144, whole_forms=0.3, kind_weights=(0.4, 0.35, 0.25)),
+    Stage(
+        enough=0.94,
+        num_tokens=6144,
+        whole_forms=0.2,
+        min_records=2,
+        num_questions=24,
+        kind_weights=(0.25, 0.6, 0.15),
+    ),
     Stage(enough=1.0, whole_forms=0.9, num_questions=24, kind_weights=(0.4, 0.4, 0.2)),
 )
 

@@ -84,7 +84,7 @@ class EmbeddedModel:
         self.vocab_size: int = config.vocab_size
         self.max_model_len = _context_length(config, max_model_len)
         parameter = next(model.parameters())
-        heads = config.num_key_value_heads or config.num_attention_heads
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.geometry = KVGeometry(
             num_layers=config.num_hidden_layers,
             num_kv_heads=heads,
