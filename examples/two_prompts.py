@@ -1,4 +1,4 @@
-"""Two users send nearly the same form to a running `kvshare serve`: where do the second's tokens come from?"""
+"""Two users send nearly the same form to a running `kvshare serve`: where do the tokens come from?"""
 
 import os
 

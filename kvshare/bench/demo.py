@@ -43,7 +43,7 @@ async def _run(num_pairs: int, seed: int) -> dict[str, Any]:
     reports: list[SharingReport] = []
     async with running_engine(None, {"index.dense": False}) as engine:
         configured = engine.sharing.limits
-        bare = replace(configured.repair, edit_window=0, relocated_head=0, tail=1)
+        bare = configured.repair.model_copy(update={"edit_window": 0, "relocated_head": 0, "tail": 1})
         for number, pair in enumerate(near_duplicate_pairs(seed, num_pairs)):
             tenant = f"pair-{number}"  # a namespace of its own: the donor is this one and no other
             donor = await engine.encode_chat(pair.donor_messages)

@@ -72,5 +72,5 @@ def _telling_queries(donor: Sheet, recipient: Sheet, kind: Kind) -> list[Query]:
     return [
         query
         for query in queries(recipient, kind)
-        if query.depends_on(recipient) & changed and answer_to(donor, query) != answer_to(recipient, query)
+        if query.slots & changed and answer_to(donor, query) != answer_to(recipient, query)
     ]

@@ -25,14 +25,11 @@ class Query:
     kind: Kind
     field: str
     records: tuple[int, ...]
-    wants_larger: bool = True
 
-    def depends_on(self, sheet: Sheet) -> frozenset[Slot]:
+    @property
+    def slots(self) -> frozenset[Slot]:
         """The slots that the answer is computed from."""
-        slots = {Slot(record, self.field) for record in self.records}
-        if self.kind == "compare":
-            slots |= {Slot(record, sheet.template.person) for record in self.records}
-        return frozenset(slots)
+        return frozenset(Slot(record, self.field) for record in self.records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,7 @@ def ask(
     """
     wanted = frozenset(sheet.slots if about is None else about)
     found = {
-        one: [query for query in queries(sheet, one) if query.depends_on(sheet) & wanted]
+        one: [query for query in queries(sheet, one) if query.slots & wanted]
         for one in (KINDS if kind is None else (kind,))
     }
     possible = [one for one in found if found[one]]
@@ -79,12 +76,11 @@ def queries(sheet: Sheet, kind: Kind) -> list[Query]:
     if kind == "derived":
         return [Query(kind, field, (record,)) for field in numbers for record in records]
     return [
-        Query(kind, field, (first, second), wants_larger)
+        Query(kind, field, (first, second))
         for field in (AGE, *numbers)
         for first in records
         for second in records
         if first != second and _gap(sheet, field, first, second) >= MIN_GAP
-        for wants_larger in ((True, False) if field == AGE else (True,))
     ]
 
 
@@ -95,10 +91,8 @@ def answer_to(sheet: Sheet, query: Query) -> str:
         return sheet.value(first)
     if query.kind == "derived":
         return _verdict(sheet, first)
-    winner = (max if query.wants_larger else min)(
-        query.records, key=lambda record: int(sheet.value(Slot(record, query.field)))
-    )
-    return sheet.value(Slot(winner, sheet.template.person))
+    winner = max(query.records, key=lambda record: int(sheet.value(Slot(record, query.field))))
+    return f"{sheet.template.label.lower()} {winner + 1}"
 
 
 def wording(rng: random.Random, sheet: Sheet, query: Query) -> str:
@@ -117,12 +111,8 @@ def wording(rng: random.Random, sheet: Sheet, query: Query) -> str:
                 f"{template.label} {ordinals[0]}, {field}?",
             )
         )
-    if field == AGE:
-        relation = "is older" if query.wants_larger else "is younger"
-    else:
-        relation = f"has the higher {field}"
-    first, second = (f"the {person} of {label} {ordinal}" for ordinal in ordinals)
-    return f"Who {relation}, {first} or {second}?"
+    first, second = (f"{label} {ordinal}, {field}" for ordinal in ordinals)
+    return f"Which is higher: {first} or {second}?"
 
 
 def _gap(sheet: Sheet, field: str, first: int, second: int) -> int:
