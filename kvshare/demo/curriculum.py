@@ -118,9 +118,7 @@ def noise(rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, length: int
     return Conversation(ids, [span for span in answers if span[1] < span[2]])
 
 
-def recite(
-    rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, num_records: int
-) -> Conversation:
+def recite(rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, num_records: int) -> Conversation:
     """The slot lines of a sheet, then again in another order: the second values are learned."""
     sheet = make_sheet(rng, num_records=num_records)
     slots = [slot for slot in sheet.slots if slot.field != REMARK]

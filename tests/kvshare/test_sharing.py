@@ -8,11 +8,12 @@ from kvshare.bench.random_models import tiny_model
 from kvshare.cost import CostModel
 from kvshare.engines.base import Prompt, SharingMode
 from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.keeping import Computed
 from kvshare.kv.memory_tier import MemoryTier
 from kvshare.plan import NoPlan, Plan
 from kvshare.planner import PlannerLimits
 from kvshare.settings import load_settings
-from kvshare.sharing import Computed, Lookup, Sharing
+from kvshare.sharing import Lookup, Sharing
 from vector_index import (
     Candidate,
     IndexSchema,
@@ -99,7 +100,7 @@ def keep(
     kv = model.new_sequence(len(tokens))
     kv.k.zero_()
     kv.v.zero_()
-    return sharing.commit(Computed(namespace, tokens, plan or NoPlan("no_candidates"), kv))
+    return sharing.keeper.commit(Computed(namespace, tokens, plan or NoPlan("no_candidates"), kv))
 
 
 def donor_for(sharing: Sharing, model: EmbeddedModel, tokens: TokenIds, **where: str) -> Node:
@@ -211,10 +212,10 @@ async def test_a_donor_in_use_is_not_evicted(model: EmbeddedModel) -> None:
     wanted = prompt(100)
     donor = donor_for(sharing, model, wanted.token_ids)
     lookup = await look_up(sharing, wanted)
-    sharing.hold(lookup.plan)
+    sharing.keeper.hold(lookup.plan)
     assert keep(sharing, model, prompt(200, seed=1).token_ids) is None
     assert sharing.tree.get(donor.node_id) is not None
-    sharing.release(lookup.plan)
+    sharing.keeper.release(lookup.plan)
     assert keep(sharing, model, prompt(200, seed=1).token_ids) is not None
     assert sharing.tree.get(donor.node_id) is None
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +34,8 @@ from kvshare.engines.base import (
     SharingMode,
     Started,
 )
+from kvshare.engines.embedded.admission import Admission
+from kvshare.engines.embedded.background import Background
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.scheduler import Scheduler
 from kvshare.engines.embedded.task import Task
@@ -42,7 +43,6 @@ from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import (
     ContextLengthError,
     EngineError,
-    OverloadedError,
     RequestError,
     ShuttingDownError,
     StoreError,
@@ -50,18 +50,19 @@ from kvshare.errors import (
 from kvshare.explain import Planning, explanation
 from kvshare.index_factory import ServedIndex
 from kvshare.inspection import QUESTIONS
+from kvshare.keeping import Computed
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.memory_tier import MemoryTier
 from kvshare.namespace import Namespace
 from kvshare.planner import PlannerLimits
 from kvshare.settings import Settings
-from kvshare.sharing import Computed, Sharing
+from kvshare.sharing import Sharing
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _WARM_UP_TOKENS = 16
-_SETTLE_S = 0.25
+_SETTLE_S = 0.25  # a prompt is stored after its answer; who asks again at once waits for that, so long
 
 
 class EmbeddedEngine(Engine):
@@ -78,12 +79,11 @@ class EmbeddedEngine(Engine):
         self._load = load
         self._model_id = model_id
         self._created = int(time.time())
-        self._slots = asyncio.Semaphore(settings.engine.max_running)
-        self._num_waiting = 0
-        self._num_running = 0
+        self._admission = Admission(
+            max_running=settings.engine.max_running, max_waiting=settings.engine.max_waiting
+        )
+        self._background = Background()
         self._running = False
-        self._background: set[asyncio.Task[None]] = set()
-        self._commits: dict[str, set[asyncio.Task[None]]] = {}  # namespace -> being stored right now
         self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvshare-engine")
 
     @classmethod
@@ -179,8 +179,7 @@ class EmbeddedEngine(Engine):
 
     async def settle(self) -> None:
         """For benchmarks and tests: wait until all that was computed is stored and indexed."""
-        while self._background:
-            await asyncio.wait(set(self._background))
+        await self._background.settle()
 
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         return Namespace(tenant=tenant, scope=scope, **self._namespace_fields)
@@ -196,9 +195,10 @@ class EmbeddedEngine(Engine):
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         max_tokens = self._max_tokens(request)
-        async with self._slot():
+        async with self._admission.slot():
+            self._check_running()
             namespace = request.namespace.digest
-            await self._commits_settled(namespace)
+            await self._background.caught_up(namespace, timeout_s=_SETTLE_S)
             lookup = await self._sharing.prepare(namespace, request.prompt, request.mode)
             report = lookup.report(request.prompt.num_tokens)
             queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
@@ -215,10 +215,11 @@ class EmbeddedEngine(Engine):
             )
             del lookup  # the task lets go of the donors' KV once it is laid out
             submitted = False
-            self._sharing.hold(task.plan)
+            self._sharing.keeper.hold(task.plan)
             try:
                 yield Started(report)
-                self._submit(task)
+                self._check_running()
+                self._scheduler.submit(task)
                 submitted = True
                 while (item := await queue.get()) is not None:
                     if isinstance(item, BaseException):
@@ -228,9 +229,9 @@ class EmbeddedEngine(Engine):
             finally:
                 if submitted:
                     self._scheduler.cancel(task)  # a no-op where it has ended by itself
-                    self._commit_in_background(namespace, task)
+                    self._background.spawn(self._keep(task), namespace=namespace)
                 else:
-                    self._sharing.release(task.plan)
+                    self._sharing.keeper.release(task.plan)
 
     def status(self) -> EngineStatus:
         if not self._running:
@@ -239,8 +240,8 @@ class EmbeddedEngine(Engine):
         return EngineStatus(
             ready=True,
             detail="ok",
-            num_running=self._num_running,
-            num_waiting=self._num_waiting,
+            num_running=self._admission.num_running,
+            num_waiting=self._admission.num_waiting,
             num_nodes=stats.num_nodes,
             num_segments=stats.num_segments,
             kv_bytes=self._sharing.tier.num_bytes,
@@ -277,8 +278,7 @@ class EmbeddedEngine(Engine):
 
     def _max_tokens(self, request: GenerationRequest) -> int:
         """How much the request may generate. Raises ContextLengthError, RequestError, ShuttingDownError."""
-        if not self._running:
-            raise ShuttingDownError("the engine is not running")
+        self._check_running()
         num_prompt_tokens = request.prompt.num_tokens
         if num_prompt_tokens == 0:
             raise RequestError("the prompt is empty", param="messages")
@@ -292,47 +292,10 @@ class EmbeddedEngine(Engine):
             )
         return wanted if wanted is not None else room
 
-    def _submit(self, task: Task) -> None:
-        """Raises ShuttingDownError where the engine was stopped while this request waited."""
+    def _check_running(self) -> None:
+        """Raises ShuttingDownError, also where the engine was stopped while the request waited."""
         if not self._running:
             raise ShuttingDownError("the engine is not running")
-        self._scheduler.submit(task)
-
-    @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        """One of `max_running` places; at most `max_waiting` wait for one, in order."""
-        if self._slots.locked() and self._num_waiting >= self._settings.engine.max_waiting:
-            raise OverloadedError(f"{self._num_waiting} requests are waiting already; try again later")
-        self._num_waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self._num_waiting -= 1
-        self._num_running += 1
-        try:
-            if not self._running:
-                raise ShuttingDownError("the engine was stopped while this request waited")
-            yield
-        finally:
-            self._num_running -= 1
-            self._slots.release()
-
-    def _commit_in_background(self, namespace: str, task: Task) -> None:
-        pending = self._commits.setdefault(namespace, set())
-        commit = self._spawn(self._keep(task))
-        pending.add(commit)
-
-        def done(_: asyncio.Task[None]) -> None:
-            pending.discard(commit)
-            if not pending:
-                self._commits.pop(namespace, None)
-
-        commit.add_done_callback(done)
-
-    async def _commits_settled(self, namespace: str) -> None:
-        """Who sends one prompt after another finds the first one: wait a moment for what is being stored."""
-        if pending := self._commits.get(namespace):
-            await asyncio.wait(set(pending), timeout=_SETTLE_S)
 
     async def _keep(self, task: Task) -> None:
         """After the worker let go of a task: store what it computed, index it, release its donors."""
@@ -343,12 +306,12 @@ class EmbeddedEngine(Engine):
             computed = Computed(
                 task.request.namespace.digest, task.computed_tokens, task.plan, task.computed_kv
             )
-            node = await self._off_loop(self._sharing.commit, computed)
+            node = await self._off_loop(self._sharing.keeper.commit, computed)
             if node is not None:
                 await self._sharing.remember(node, None)
-                self._spawn(self._sharing.remember(node, task.request.prompt.text))
+                self._background.spawn(self._sharing.remember(node, task.request.prompt.text))
         finally:
-            self._sharing.release(task.plan)
+            self._sharing.keeper.release(task.plan)
 
     def _on_release(self, task: Task, error: BaseException | None) -> None:
         """In the worker's thread: the task will not be touched by it again."""
@@ -356,13 +319,6 @@ class EmbeddedEngine(Engine):
 
     def _call_soon(self, callback: Callable[..., object], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(callback, *arguments)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task owned by the engine: `stop` awaits it."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
 
     async def _off_loop(self, function: Callable[..., _T], *arguments: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
