@@ -98,7 +98,7 @@ class ServedIndex:
                 continue
             try:
                 await self._index.maintain()
-            except VectorIndexError as exc:
+            except (VectorIndexError, OSError) as exc:
                 log.warning("the index could not be maintained: %s", exc)
 
 

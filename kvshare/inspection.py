@@ -156,7 +156,9 @@ def evict(tree: DeltaTree, arguments: Arguments) -> Answer:
     return _purge(tree, _namespace(tree, arguments), dry_run=dry_run)
 
 
-QUESTIONS: Mapping[str, Callable[[DeltaTree, Arguments], Answer]] = {
+Question = Callable[[DeltaTree, Arguments], Answer]
+
+QUESTIONS: Mapping[str, Question] = {
     "stats": stats,
     "tree": tree,
     "node": node,

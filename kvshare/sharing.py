@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from delta_tree import DeltaTree, Node, NodeId, SegmentId, TokenIds
+from delta_tree import DeltaTree, Node, NodeId, SegmentId, TokenIds, UnknownSegmentError
 from kvshare.cost import CostModel
 from kvshare.engines.base import Prompt, SharingMode, SharingReport
 from kvshare.keeping import Keeper
@@ -26,6 +26,8 @@ from kvshare.planner import PlannerLimits, make_plan
 from vector_index import Candidate, Nominator, PromptText
 
 log = logging.getLogger(__name__)
+
+_MAX_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,25 +69,27 @@ class Sharing:
         nominator: Nominator,
         limits: PlannerLimits,
         cost: CostModel,
+        owns_index: bool = True,
     ) -> None:
+        """`owns_index`: nobody else writes to the index, so what the tree does not know may be taken out."""
         self.tree = tree
         self.tier = tier
         self.nominator = nominator
         self.limits = limits
         self.cost = cost
         self.counters: Counter[str] = Counter()
+        self._owns_index = owns_index
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-plan")
         self.keeper = Keeper(tree, tier, min_tokens=limits.sharing.min_prompt_tokens, counters=self.counters)
 
     def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """Let plans in progress finish; later ones fail open."""
+        self._executor.shutdown(wait=True)
 
     async def prepare(self, namespace: str, prompt: Prompt, mode: SharingMode) -> Lookup:
         """Find and plan the reuse for a prompt. Fails open: any error is NoPlan with a reason."""
-        if mode is SharingMode.OFF:
-            return Lookup(NoPlan("off"))
-        if prompt.num_tokens < self.limits.sharing.min_prompt_tokens:
-            return Lookup(NoPlan("short_prompt"))
+        if not self.wants(prompt, mode):
+            return Lookup(NoPlan("off" if mode is SharingMode.OFF else "short_prompt"))
         began = time.perf_counter()
         try:
             candidates, stages = await self._nominate(namespace, prompt, mode)
@@ -99,15 +103,27 @@ class Sharing:
         self.cost.observe_lookup(time.perf_counter() - began)
         return Lookup(lookup.plan, lookup.segments, candidates, {**stages, **lookup.stage_seconds})
 
+    def wants(self, prompt: Prompt, mode: SharingMode) -> bool:
+        """Whether anything is looked up for a prompt at all."""
+        return mode is not SharingMode.OFF and prompt.num_tokens >= self.limits.sharing.min_prompt_tokens
+
     async def remember(self, node: Node, text: PromptText | None) -> None:
         """
         Index a node (without text only prefix and fingerprints), and take evicted ones out of the index.
         """
-        await self.forget(self.keeper.take_evicted())
+        await self.forget_evicted()
+        if self.tree.get(node.node_id) is None:
+            return
         await self.nominator.remember(node.node_id, node.namespace, node.token_ids, text)
+        if self.tree.get(node.node_id) is None:  # evicted while it was embedded: it must not come back
+            await self.forget([(node.namespace, node.node_id)])
+
+    async def forget_evicted(self) -> None:
+        """Take what left the tree out of the index."""
+        await self.forget(self.keeper.take_evicted())
 
     async def forget(self, nodes: Iterable[tuple[str, int]]) -> None:
-        """Take nodes out of the index. Stale entries would be harmless: the tree no longer knows them."""
+        """Take nodes out of the index. Stale entries are never used, but they crowd out living donors."""
         by_namespace: dict[str, list[int]] = {}
         for namespace, node_id in nodes:
             by_namespace.setdefault(namespace, []).append(node_id)
@@ -127,42 +143,55 @@ class Sharing:
     def _plan(
         self, namespace: str, token_ids: TokenIds, candidates: Sequence[Candidate], mode: SharingMode
     ) -> Lookup:
-        """Align, plan and fetch. A donor whose KV is gone leaves the tree, and the rest is planned again."""
-        stages: dict[str, float] = {}
-        nodes = self._own_nodes(namespace, candidates)
-        while True:
+        """
+        Align, plan and fetch.
+
+        Donors may be evicted, or get better KV, while this runs; then the rest is planned again. A donor
+        whose KV is really gone leaves the tree.
+        """
+        stages = {"plan": 0.0, "load": 0.0}
+        for attempt in range(_MAX_ATTEMPTS):
+            nodes = self.own_nodes(namespace, candidates)
+            if attempt and not nodes:
+                break
             began = time.perf_counter()
-            plan = make_plan(
-                token_ids,
-                nodes,
-                self.tree.segment,
-                approximate=mode is SharingMode.APPROX,
-                limits=self.limits,
-                rates=self.cost.rates,
-            )
-            stages["plan"] = stages.get("plan", 0.0) + time.perf_counter() - began
+            try:
+                plan = self._make_plan(token_ids, nodes, mode)
+            except UnknownSegmentError:
+                continue
+            finally:
+                stages["plan"] += time.perf_counter() - began
             if isinstance(plan, NoPlan):
                 return Lookup(plan, stage_seconds=stages)
             began = time.perf_counter()
             segments, missing = self._fetch(plan)
-            stages["load"] = stages.get("load", 0.0) + time.perf_counter() - began
+            stages["load"] += time.perf_counter() - began
             if not missing:
                 for donor in plan.donors:
                     self.tree.touch(donor)
                 return Lookup(plan, segments, stage_seconds=stages)
-            broken = {copy.donor for copy in plan.copies if copy.segment_id in missing}
-            nodes = [node for node in nodes if node.node_id not in broken]
             self.counters["fallback:tier:missing"] += 1
-            self.keeper.discard(broken)
-            if not nodes:
-                return Lookup(NoPlan("kv_gone"), stage_seconds=stages)
+            self.keeper.discard_unreadable(copy.donor for copy in plan.copies if copy.segment_id in missing)
+        return Lookup(NoPlan("kv_gone"), stage_seconds=stages)
 
-    def _own_nodes(self, namespace: str, candidates: Sequence[Candidate]) -> list[Node]:
+    def _make_plan(self, token_ids: TokenIds, nodes: Sequence[Node], mode: SharingMode) -> Plan | NoPlan:
+        return make_plan(
+            token_ids,
+            nodes,
+            self.tree.segment,
+            approximate=mode is SharingMode.APPROX,
+            limits=self.limits,
+            rates=self.cost.rates,
+        )
+
+    def own_nodes(self, namespace: str, candidates: Sequence[Candidate]) -> list[Node]:
         """The candidates' nodes. The index filtered by namespace already; the truth is checked again here."""
         nodes = []
         for candidate in candidates:
             node = self.tree.get(NodeId(candidate.prompt_id))
             if node is None:
+                if self._owns_index:
+                    self.keeper.note_evicted(namespace, candidate.prompt_id)
                 continue
             if node.namespace != namespace:
                 self.counters["isolation_denials"] += 1

@@ -63,14 +63,14 @@ STAGES = (
         kind_weights=(0.6, 0.15, 0.25),
     ),
     Stage(
-        enough=0.94,
+        enough=0.93,
         num_tokens=6144,
-        whole_forms=0.2,
+        whole_forms=0.3,
         min_records=2,
         num_questions=24,
-        kind_weights=(0.25, 0.6, 0.15),
+        kind_weights=(0.35, 0.45, 0.2),
     ),
-    Stage(enough=1.0, whole_forms=0.9, num_questions=24, kind_weights=(0.4, 0.4, 0.2)),
+    Stage(enough=1.0, whole_forms=0.8, num_questions=24, kind_weights=(0.4, 0.4, 0.2)),
 )
 
 

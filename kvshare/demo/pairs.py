@@ -69,8 +69,11 @@ def _pair(rng: random.Random, kind: Kind, num_records: int) -> Pair:
 
 def _telling_queries(donor: Sheet, recipient: Sheet, kind: Kind) -> list[Query]:
     changed = changed_slots(donor, recipient)
+    clear_before = frozenset(queries(donor, kind))
     return [
         query
         for query in queries(recipient, kind)
-        if query.slots & changed and answer_to(donor, query) != answer_to(recipient, query)
+        if query in clear_before
+        and query.slots & changed
+        and answer_to(donor, query) != answer_to(recipient, query)
     ]

@@ -91,8 +91,7 @@ def answer_to(sheet: Sheet, query: Query) -> str:
         return sheet.value(first)
     if query.kind == "derived":
         return _verdict(sheet, first)
-    winner = max(query.records, key=lambda record: int(sheet.value(Slot(record, query.field))))
-    return f"{sheet.template.label.lower()} {winner + 1}"
+    return max((sheet.value(Slot(record, query.field)) for record in query.records), key=int)
 
 
 def wording(rng: random.Random, sheet: Sheet, query: Query) -> str:
@@ -111,8 +110,8 @@ def wording(rng: random.Random, sheet: Sheet, query: Query) -> str:
                 f"{template.label} {ordinals[0]}, {field}?",
             )
         )
-    first, second = (f"{label} {ordinal}, {field}" for ordinal in ordinals)
-    return f"Which is higher: {first} or {second}?"
+    first, second = (f"{label} {ordinal}" for ordinal in ordinals)
+    return f"In {first} or {second}, what is the higher {field}?"
 
 
 def _gap(sheet: Sheet, field: str, first: int, second: int) -> int:

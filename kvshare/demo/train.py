@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 PEAK_RATE = 1.5e-3
 WARMUP_STEPS = 50
-DECAY_SHARE = 0.25
-"""The last quarter of the time the learning rate falls to nothing."""
+DECAY_SHARE = 0.4
+"""Over this last share of the time the learning rate falls to nothing."""
 TEXT_WEIGHT = 0.05
 SAVE_EVERY_S = 60.0
 REPORT_EVERY = 20
@@ -93,7 +93,7 @@ class Run:
         torch.manual_seed(seed)
         self._model = build_model(self._tokenizer)
         if torch.cuda.is_available():
-            self._model.cuda()
+            torch.nn.Module.cuda(self._model)  # the model's own method has no usable hint
         self._optimizer = build_optimizer(self._model)
         self._progress = Progress()
         self._scores = Scores()

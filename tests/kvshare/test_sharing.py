@@ -1,5 +1,7 @@
 """Sharing fails open, keeps its books, and never lets foreign KV through."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
@@ -197,10 +199,9 @@ async def test_the_same_prompt_twice_is_stored_once(model: EmbeddedModel) -> Non
     """Its second KV is let go."""
     sharing = sharing_with(FixedNominator(), model)
     tokens = prompt(100).token_ids
-    first, second = keep(sharing, model, tokens), keep(sharing, model, tokens)
-    assert first is not None
-    assert second is not None
-    assert first.node_id == second.node_id
+    assert keep(sharing, model, tokens) is not None
+    assert keep(sharing, model, tokens) is None
+    assert sharing.tree.stats().num_nodes == 1
     assert len(sharing.tier) == 1
     assert sharing.tier.num_bytes == 100 * model.geometry.bytes_per_token
 
@@ -233,4 +234,77 @@ async def test_a_commit_on_an_evicted_donor_stores_nothing(model: EmbeddedModel)
     assert keep(sharing, model, wanted.token_ids, plan=lookup.plan) is None
     assert sharing.tree.stats().num_nodes == 0
     assert sharing.tier.num_bytes == 0
-    assert sharing.counters["fallback:commit:refused"] == 1
+    assert sharing.counters["fallback:commit:donor_gone"] == 1
+
+
+async def test_a_prompt_evicted_while_it_is_indexed_does_not_come_back(model: EmbeddedModel) -> None:
+    """Embedding takes its time; what was evicted meanwhile leaves the index again."""
+
+    class SlowNominator(FixedNominator):
+        async def remember(self, *arguments: object, **more: object) -> tuple[()]:
+            sharing.tier.drop(sharing.tree.evict(node.node_id).freed_segments)
+            self.events.append("remember")
+            return ()
+
+        async def forget(self, namespace: str, prompt_ids: object) -> tuple[()]:
+            self.events.append(f"forget {prompt_ids == [node.node_id]}")
+            return ()
+
+        events: ClassVar[list[str]] = []
+
+    nominator = SlowNominator()
+    sharing = sharing_with(nominator, model)
+    kept = keep(sharing, model, prompt(100).token_ids)
+    assert kept is not None
+    node = kept
+    await sharing.remember(node, TEXT)
+    assert nominator.events == ["remember", "forget True"]
+
+
+async def test_an_index_entry_without_a_node_is_taken_out(model: EmbeddedModel) -> None:
+    """Entries that nobody knows would crowd out living donors."""
+    sharing = sharing_with(FixedNominator(77), model)
+    assert (await look_up(sharing, prompt(100))).plan == NoPlan("no_candidates")
+    assert sharing.keeper.take_evicted() == [("ns", 77)]
+
+
+async def test_only_what_is_really_unreadable_is_discarded(model: EmbeddedModel) -> None:
+    """A donor that was stored anew between planning and fetching is healthy, and pinned ones stay."""
+    sharing = sharing_with(FixedNominator(), model)
+    node = donor_for(sharing, model, prompt(100).token_ids)
+    sharing.tree.pin(node.node_id)
+    sharing.keeper.discard_unreadable([node.node_id])
+    assert sharing.tree.node(node.node_id).pinned
+    sharing.tier.drop(node.pieces.segment_ids)
+    sharing.keeper.discard_unreadable([node.node_id])
+    assert sharing.tree.get(node.node_id) is None
+
+
+async def test_nobody_is_evicted_for_a_prompt_that_would_not_fit_anyway(model: EmbeddedModel) -> None:
+    """With most of the memory pinned, a large prompt is refused and the small ones stay."""
+    bytes_per_token = model.geometry.bytes_per_token
+    sharing = sharing_with(FixedNominator(), model, max_bytes=300 * bytes_per_token)
+    pinned = keep(sharing, model, prompt(200, seed=1).token_ids)
+    small = keep(sharing, model, prompt(50, seed=2).token_ids)
+    assert pinned is not None
+    assert small is not None
+    sharing.tree.pin(pinned.node_id)
+    assert keep(sharing, model, prompt(150, seed=3).token_ids) is None
+    assert sharing.tree.get(small.node_id) is not None
+    assert sharing.counters["fallback:commit:no_room"] == 1
+
+
+async def test_exact_kv_is_kept_though_its_donor_is_gone(model: EmbeddedModel) -> None:
+    """A prefix taken from an evicted donor is in the slots, and exact: the prompt is stored whole."""
+    sharing = sharing_with(FixedNominator(), model)
+    base = prompt(100)
+    donor = donor_for(sharing, model, base.token_ids)
+    longer = token_ids(np.concatenate([base.token_ids, prompt(50, seed=1).token_ids]))
+    lookup = await look_up(sharing, Prompt(longer, TEXT))
+    assert isinstance(lookup.plan, Plan)
+    assert lookup.plan.decision == "exact"
+    sharing.tier.drop(sharing.tree.evict(donor.node_id).freed_segments)
+    node = keep(sharing, model, longer, plan=lookup.plan)
+    assert node is not None
+    assert node.exact_length == 150
+    assert sharing.tier.num_bytes == 150 * model.geometry.bytes_per_token

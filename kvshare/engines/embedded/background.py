@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 class Background:
@@ -15,10 +18,10 @@ class Background:
         self._pending: dict[str, set[asyncio.Task[None]]] = {}
 
     def spawn(self, work: Coroutine[Any, Any, None], *, namespace: str | None = None) -> None:
-        """Run `work`, owned here. Its exceptions are its own to log."""
+        """Run `work`, owned here; what it raises is logged."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         if namespace is not None:
             self._pending.setdefault(namespace, set()).add(task)
             task.add_done_callback(lambda done: self._forget(namespace, done))
@@ -32,6 +35,16 @@ class Background:
         """Wait until nothing runs."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
+
+    async def below(self, limit: int) -> None:
+        """Wait until fewer than `limit` tasks run: what they hold on to stays bounded."""
+        while len(self._tasks) >= limit:
+            await asyncio.wait(set(self._tasks), return_when=asyncio.FIRST_COMPLETED)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            log.error("work after an answer failed: %s", type(exc).__name__, exc_info=exc)
 
     def _forget(self, namespace: str, task: asyncio.Task[None]) -> None:
         pending = self._pending[namespace]

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from delta_tree import DeltaTree, DeltaTreeError, NodeId, Span
+from delta_tree import DeltaTree, DeltaTreeError, Span
 from kvshare.cost import CostModel
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.base import (
@@ -57,11 +58,13 @@ from kvshare.namespace import Namespace
 from kvshare.planner import PlannerLimits
 from kvshare.settings import Settings
 from kvshare.sharing import Sharing
+from vector_index import Nominator
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _WARM_UP_TOKENS = 16
+_MAX_PENDING = 4  # commits and embeddings waiting, per slot
 _SETTLE_S = 0.25  # a prompt is stored after its answer; who asks again at once waits for that, so long
 
 
@@ -84,7 +87,6 @@ class EmbeddedEngine(Engine):
         )
         self._background = Background()
         self._running = False
-        self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvshare-engine")
 
     @classmethod
     def from_settings(cls, settings: Settings) -> EmbeddedEngine:
@@ -134,14 +136,44 @@ class EmbeddedEngine(Engine):
         return self._sharing
 
     async def start(self) -> None:
+        async with AsyncExitStack() as opened:
+            await self._open(opened)
+            self._running = True
+            self._opened = opened.pop_all()
+
+    async def stop(self) -> None:
+        if self._running:
+            self._running = False
+            await self._opened.aclose()
+
+    async def _open(self, opened: AsyncExitStack) -> None:
+        """Open one part after the other; `opened` closes them in reverse, also where a later one fails."""
+        settings = self._settings
+        self._loop = asyncio.get_running_loop()
+        self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvshare-engine")
+        opened.callback(self._executor.shutdown)
+        self._commits = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-commit")
+        opened.callback(self._commits.shutdown)
         self._model, self._encoder = await self._off_loop(self._load)
         self._namespace_fields = await self._off_loop(self._describe_model)
         self._tree, forgotten = await self._off_loop(self._open_tree)
-        settings = self._settings
+        opened.callback(self._tree.close)
         self._index = ServedIndex(settings.index, Path(settings.store.path))
         nominator = await self._index.open(forgotten)
-        geometry = self._model.geometry
-        self._sharing = Sharing(
+        opened.push_async_callback(self._index.close)
+        self._sharing = self._new_sharing(nominator)
+        opened.callback(self._sharing.close)
+        self._scheduler = Scheduler(
+            chunk_tokens=settings.engine.prefill_chunk_tokens, on_release=self._on_release
+        )
+        await self._off_loop(self._warm_up)
+        opened.push_async_callback(self._background.settle)
+        self._scheduler.start()
+        opened.push_async_callback(self._off_loop, self._scheduler.stop)
+
+    def _new_sharing(self, nominator: Nominator) -> Sharing:
+        settings = self._settings
+        return Sharing(
             tree=self._tree,
             tier=MemoryTier(settings.store.kv_bytes),
             nominator=nominator,
@@ -155,27 +187,10 @@ class EmbeddedEngine(Engine):
                 prior_prefill_tokens_per_s=settings.cost.prior_prefill_tokens_per_s,
                 prior_load_bytes_per_s=settings.cost.prior_load_bytes_per_s,
                 smoothing=settings.cost.smoothing,
-                bytes_per_token=geometry.bytes_per_token,
+                bytes_per_token=self._model.geometry.bytes_per_token,
             ),
+            owns_index=settings.index.backend != "server",
         )
-        self._scheduler = Scheduler(
-            chunk_tokens=settings.engine.prefill_chunk_tokens, on_release=self._on_release
-        )
-        self._loop = asyncio.get_running_loop()
-        self._scheduler.start()
-        await self._off_loop(self._warm_up)
-        self._running = True
-
-    async def stop(self) -> None:
-        if not self._running:
-            return
-        self._running = False
-        await self._off_loop(self._scheduler.stop)
-        await self.settle()
-        await self._index.close()
-        self._sharing.close()
-        await self._off_loop(self._tree.close)
-        self._executor.shutdown()
 
     async def settle(self) -> None:
         """For benchmarks and tests: wait until all that was computed is stored and indexed."""
@@ -191,14 +206,24 @@ class EmbeddedEngine(Engine):
         return await self._off_loop(self._encoder.encode_text, text)
 
     async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        return await self._off_loop(self._encoder.encode_tokens, token_ids)
+        prompt = await self._off_loop(self._encoder.encode_tokens, token_ids)
+        if prompt.num_tokens and int(prompt.token_ids.max()) >= self._model.vocab_size:
+            raise RequestError(
+                f"token id {int(prompt.token_ids.max())} is not in the vocabulary of "
+                f"{self._model.vocab_size} tokens",
+                param="prompt",
+            )
+        return prompt
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         max_tokens = self._max_tokens(request)
         async with self._admission.slot():
             self._check_running()
+            # Ended requests hold their KV until it is stored: new ones wait if storing cannot keep up.
+            await self._background.below(_MAX_PENDING * self._settings.engine.max_running)
             namespace = request.namespace.digest
-            await self._background.caught_up(namespace, timeout_s=_SETTLE_S)
+            if self._sharing.wants(request.prompt, request.mode):
+                await self._background.caught_up(namespace, timeout_s=_SETTLE_S)
             lookup = await self._sharing.prepare(namespace, request.prompt, request.mode)
             report = lookup.report(request.prompt.num_tokens)
             queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
@@ -252,11 +277,7 @@ class EmbeddedEngine(Engine):
 
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:
         lookup = await self._sharing.prepare(request.namespace.digest, request.prompt, request.mode)
-        nodes = [
-            node
-            for candidate in lookup.candidates
-            if (node := self._tree.get(NodeId(candidate.prompt_id))) is not None
-        ]
+        nodes = self._sharing.own_nodes(request.namespace.digest, lookup.candidates)
         planning = Planning(
             self._tree.segment,
             self._sharing.limits,
@@ -269,10 +290,8 @@ class EmbeddedEngine(Engine):
         question = QUESTIONS.get(what)
         if question is None:
             raise RequestError(f"unknown question {what!r}; expected one of: {', '.join(sorted(QUESTIONS))}")
-        answer = await self._off_loop(question, self._tree, arguments)
-        self._sharing.tier.drop(answer.freed_segments)
-        if answer.removed_nodes:
-            await self._sharing.forget(answer.removed_nodes)
+        answer = await self._off_loop(self._sharing.keeper.ask, question, arguments)
+        await self._sharing.forget_evicted()
         document: dict[str, Any] = answer.document
         return document
 
@@ -301,12 +320,12 @@ class EmbeddedEngine(Engine):
         """After the worker let go of a task: store what it computed, index it, release its donors."""
         await task.released.wait()
         try:
-            if not (task.prefilled and task.request.store):
+            if task.failed or not (task.prefilled and task.request.store):
                 return
             computed = Computed(
                 task.request.namespace.digest, task.computed_tokens, task.plan, task.computed_kv
             )
-            node = await self._off_loop(self._sharing.keeper.commit, computed)
+            node = await self._loop.run_in_executor(self._commits, self._sharing.keeper.commit, computed)
             if node is not None:
                 await self._sharing.remember(node, None)
                 self._background.spawn(self._sharing.remember(node, task.request.prompt.text))

@@ -18,7 +18,7 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from delta_tree import Span, TokenIds
+from delta_tree import Span, TokenIds, token_ids
 from kvshare.errors import ModelError, UnsupportedGeometryError
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.geometry import KVGeometry
@@ -30,6 +30,11 @@ log = logging.getLogger(__name__)
 _ATTENTION = "kvshare_partial"
 # Frequencies that never change with the length of the sequence. Dynamic NTK and LongRoPE do change.
 _FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+# What some models ask of their attention, and ours does not do. A sliding window is not among them: it caps
+# the context instead.
+_CHANGES_ATTENTION = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 class _SlotCache(Cache):
@@ -57,9 +62,11 @@ def _attend(
     *,
     scaling: float | None = None,
     partial_pass: PartialPass,
-    **_: Any,
+    **extras: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature; the mask is ignored because the pass knows its runs."""
+    if wanted := [name for name in _CHANGES_ATTENTION if extras.get(name) is not None]:
+        raise ModelError(f"attention with {', '.join(wanted)} is not handled")
     output = partial_pass.attend(query, key, value, scaling=scaling)
     return output.transpose(1, 2).contiguous(), None  # (1, N, H_q, D)
 
@@ -80,7 +87,6 @@ class EmbeddedModel:
             raise ModelError(f"{name} is an encoder-decoder model; expected a decoder")
         self.name = name
         self._model = model.train(False)
-        self._model.set_attn_implementation(_ATTENTION)
         self.vocab_size: int = config.vocab_size
         self.max_model_len = _context_length(config, max_model_len)
         parameter = next(model.parameters())
@@ -92,6 +98,7 @@ class EmbeddedModel:
             dtype=parameter.dtype,
             device=parameter.device,
         )
+        self._prove_attention()
         self.rotation: Rotation | None = None
         self.rotation_refusal = ""
         try:
@@ -168,12 +175,18 @@ class EmbeddedModel:
         return self.logits(current, token_ids, keep=1)[0]
 
     @torch.inference_mode()
-    def logits(self, current: PartialPass, token_ids: TokenIds, *, keep: int) -> torch.Tensor:
-        """Like `compute`, with the logits after the last `keep` positions: (keep, V), float32."""
+    def logits(
+        self, current: PartialPass, token_ids: TokenIds, *, keep: int, moved_by: int = 0
+    ) -> torch.Tensor:
+        """
+        Like `compute`, with the logits after the last `keep` positions: (keep, V), float32.
+
+        `moved_by` makes the model believe that all positions are so much higher; slots stay as they are.
+        """
         device = self.geometry.device
         output = self._model(
             input_ids=torch.from_numpy(token_ids.astype(np.int64)).to(device).unsqueeze(0),
-            position_ids=current.positions.unsqueeze(0),
+            position_ids=(current.positions + moved_by).unsqueeze(0),
             past_key_values=_SlotCache(current),
             use_cache=True,
             logits_to_keep=keep,
@@ -201,32 +214,70 @@ class EmbeddedModel:
             raise UnsupportedGeometryError(
                 f"{rotation.head_dim} of {self.geometry.head_dim} dimensions of a head rotate, expected all"
             )
-        self._prove(rotation)
+        self._prove_rotation(rotation)
         return rotation
 
-    def _prove(self, rotation: Rotation) -> None:
+    def _prove_attention(self) -> None:
         """
-        A key at layer 0 depends on token and position only: compute it at two places and compare.
+        Run a few tokens through the model's own eager attention and through ours.
 
-        Catches interleaved, multi-axis and layer-dependent geometries by what they do, not by name.
+        Raises:  ModelError where they differ: such a model asks more of its attention than ours does
         """
-        num_tokens, shift = 8, min(37, self.max_model_len - 8)
-        tokens = torch.arange(num_tokens).remainder(self.vocab_size).to(torch.int32).numpy()
-        near, far = self.new_sequence(num_tokens + shift), self.new_sequence(num_tokens + shift)
-        for tensor in (far.k, far.v):
-            tensor.zero_()
-        self.logits(PartialPass(near, (Span(0, num_tokens),)), tokens, keep=1)
-        self.logits(PartialPass(far, (Span(shift, shift + num_tokens),)), tokens, keep=1)
-        moved = rotation.moved(near.k[0, :num_tokens], shift)
-        computed = far.k[0, shift : shift + num_tokens]
-        error = (moved.float() - computed.float()).abs().max().item()
-        scale = computed.float().abs().max().item()
-        tolerance = (1e-4 if self.geometry.dtype == torch.float32 else 3e-2) * max(scale, 1e-6)
-        if error > tolerance:
-            raise UnsupportedGeometryError(
-                f"keys moved by {shift} positions differ from computed ones by {error:.2g}, "
-                f"expected at most {tolerance:.2g}"
+        tokens = self._probe_tokens()
+        self._model.set_attn_implementation("eager")
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.geometry.device)
+        with torch.inference_mode():
+            expected = self._model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
+        self._model.set_attn_implementation(_ATTENTION)
+        current = PartialPass(self.new_sequence(len(tokens)), (Span(0, len(tokens)),))
+        found = self.logits(current, tokens, keep=len(tokens))
+        error, allowed = _difference(found, expected), self._tolerance * _magnitude(expected)
+        if not error <= allowed:
+            raise ModelError(
+                f"{self.name}: logits differ by {error:.2g} from the model's own attention, "
+                f"expected at most {allowed:.2g}; its attention is not handled"
             )
+
+    def _prove_rotation(self, rotation: Rotation) -> None:
+        """
+        Compute the same tokens twice, the second time further on, and move the first keys there.
+
+        Attention is relative, so hidden states are the same and every layer can be compared. Catches
+        interleaved, multi-axis and layer-dependent geometries by what they do, not by name.
+        """
+        tokens = self._probe_tokens()
+        shift = min(37, self.max_model_len - len(tokens))
+        near, far = self.new_sequence(len(tokens)), self.new_sequence(len(tokens))
+        span = Span(0, len(tokens))
+        self.logits(PartialPass(near, (span,)), tokens, keep=1)
+        self.logits(PartialPass(far, (span,)), tokens, keep=1, moved_by=shift)
+        moved = rotation.moved(near.k, shift)
+        for layer in range(self.geometry.num_layers):
+            error = _difference(moved[layer], far.k[layer])
+            allowed = self._tolerance * _magnitude(far.k[layer])
+            if not error <= allowed:
+                raise UnsupportedGeometryError(
+                    f"keys of layer {layer} moved by {shift} positions differ from computed ones by "
+                    f"{error:.2g}, expected at most {allowed:.2g}"
+                )
+
+    def _probe_tokens(self) -> TokenIds:
+        """A few different tokens, fewer where the context is shorter."""
+        count = min(16, self.max_model_len)
+        return token_ids((3 + 7 * np.arange(count)) % self.vocab_size)
+
+    @property
+    def _tolerance(self) -> float:
+        """Relative to the largest value compared: rounding of a few layers, far below any real difference."""
+        return 1e-3 if self.geometry.dtype == torch.float32 else 6e-2
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).abs().max())
+
+
+def _magnitude(tensor: torch.Tensor) -> float:
+    return max(float(tensor.float().abs().max()), 1e-6)
 
 
 def _context_length(config: Any, wanted: int | None) -> int:

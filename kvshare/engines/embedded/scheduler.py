@@ -28,7 +28,6 @@ class Scheduler:
         self._chunk_tokens = chunk_tokens
         self._on_release = on_release
         self._tasks: deque[Task] = deque()
-        self._cancelled: set[int] = set()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvshare-compute", daemon=True)
@@ -52,16 +51,14 @@ class Scheduler:
             self._wake.notify()
 
     def cancel(self, task: Task) -> None:
-        """The task leaves at the latest after the quantum in progress; one that has left is not touched."""
-        with self._wake:
-            if not task.released.is_set():
-                self._cancelled.add(id(task))
+        """The task leaves at the latest after the quantum in progress."""
+        task.cancelled = True
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
             error: BaseException | None = None
             more = False
-            if not self._is_cancelled(task):
+            if not task.cancelled:
                 try:
                     more = task.advance(max_queries=self._chunk_for(task))
                 except Exception as exc:
@@ -71,9 +68,9 @@ class Scheduler:
                 with self._wake:
                     self._tasks.append(task)
             else:
-                self._release(task, error)
+                self._on_release(task, error)
         for task in self._tasks:
-            self._release(task, RuntimeError("the engine was stopped"))
+            self._on_release(task, RuntimeError("the engine was stopped"))
 
     def _next(self) -> Task | None:
         with self._wake:
@@ -85,12 +82,3 @@ class Scheduler:
         with self._wake:
             others_decode = any(other.prefilled for other in self._tasks)
         return max(1, self._chunk_tokens // 4) if others_decode else self._chunk_tokens
-
-    def _is_cancelled(self, task: Task) -> bool:
-        with self._wake:
-            return id(task) in self._cancelled
-
-    def _release(self, task: Task, error: BaseException | None) -> None:
-        with self._wake:
-            self._cancelled.discard(id(task))
-        self._on_release(task, error)

@@ -20,7 +20,7 @@ from kvshare.cost import CostModel
 from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.sampling import Sampler, top_logprobs
-from kvshare.engines.embedded.text import Detokenizer, StopMatcher
+from kvshare.engines.embedded.text import Detokenizer, StopMatcher, token_text
 from kvshare.kv.attention import PartialPass, take_pass
 from kvshare.kv.editor import lay_out
 from kvshare.kv.sequence import SequenceKV
@@ -63,6 +63,8 @@ class Task:
         self.stage_seconds = dict(lookup.stage_seconds)
         self.released = asyncio.Event()
         self.prefilled = False
+        self.cancelled = False  # set by anybody, looked at between quanta
+        self.failed = False
         self._model = model
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
@@ -94,6 +96,9 @@ class Task:
 
     def end(self, error: BaseException | None) -> None:
         """On the event loop, once the worker has let go: nothing more will come."""
+        self.failed = error is not None
+        for choice in self._choices[1:]:
+            choice.kv = self._choices[0].kv  # only the first choice is kept; the others' memory goes now
         self.released.set()
         self._on_end(error)
 
@@ -185,5 +190,5 @@ class Task:
         return (self._describe(token_id, logprob, top),)
 
     def _describe(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return TokenLogprob(token_id, text, text.encode("utf-8", errors="replace"), logprob, top)
+        text, raw = token_text(self._tokenizer, token_id)
+        return TokenLogprob(token_id, text, raw, logprob, top)

@@ -8,6 +8,29 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's byte-level alphabet: printable bytes stand for themselves, the others for U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_of_character()
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
+    """A token's text and its bytes; where it holds part of a character only the bytes are exact."""
+    text: str = tokenizer.decode([token_id], skip_special_tokens=False)
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        return text, text.encode()
+    piece = tokenizer.id_to_token(token_id) or ""
+    if piece.startswith("<0x") and piece.endswith(">"):  # byte fallback of SentencePiece models
+        return text, bytes([int(piece[3:-1], 16)])
+    if all(character in _BYTES for character in piece):
+        return text, bytes(_BYTES[character] for character in piece)
+    return text, text.encode()
+
+
 class Detokenizer:
     """Text of a growing token sequence; a character that is not complete yet is held back."""
 

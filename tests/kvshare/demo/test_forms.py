@@ -39,12 +39,9 @@ def answer_from_text(text: str, question: str) -> str:
         field, *verdicts = found.groups()
         value, low, high = (int(n) for n in re.findall(r"\d+", facts[ordinals[0], field]))
         return verdicts[(value >= low) + (value > high)]
-    if found := re.match(r"Which is higher: (\w+) \d, (\w+) or", question):
-        label, field = found.groups()
-        values = {int(facts[n, field].split()[0]): n for n in ordinals}
-        return f"{label} {values[max(values)]}"
     (field,) = re.findall(r"(\w+)\?$", question)
-    return facts[ordinals[0], field].split(" (")[0]
+    values = [facts[ordinal, field].split(" (")[0] for ordinal in ordinals]
+    return max(values, key=int) if "higher" in question else values[0]
 
 
 def test_same_seed_gives_same_sheet() -> None:

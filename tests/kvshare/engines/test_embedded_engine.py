@@ -5,6 +5,7 @@ bounded.
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,7 +30,14 @@ from kvshare.engines.base import (
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.tokenizer import PromptEncoder
-from kvshare.errors import ContextLengthError, OverloadedError, RequestError, StoreError
+from kvshare.errors import (
+    ContextLengthError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    ShuttingDownError,
+    StoreError,
+)
 from kvshare.settings import load_settings
 
 VOCAB = 290
@@ -333,3 +341,53 @@ async def test_a_corrupt_store_is_refused_with_advice(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"tree\.sqlite3"):
         await engine_at(tmp_path).start()
     assert path.read_bytes().startswith(b"this is no database")
+
+
+async def test_a_start_that_fails_leaves_the_store_free(tmp_path: Path) -> None:
+    """Whatever was opened is closed again, so that the next start in this process works."""
+    broken = engine_at(tmp_path)
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    broken._warm_up = fail  # type: ignore[method-assign]  # the last step of a start
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await broken.start()
+    again = engine_at(tmp_path)
+    await again.start()
+    await again.stop()
+
+
+async def test_requests_that_share_nothing_do_not_wait_for_commits(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a short prompt nor mode off has anything to find."""
+    monkeypatch.setattr("kvshare.engines.embedded.engine._SETTLE_S", 3600.0)
+    release = asyncio.Event()
+
+    async def commit() -> None:
+        await release.wait()
+
+    namespace = engine.namespace(tenant="t", scope="tenant").digest
+    engine._background.spawn(commit(), namespace=namespace)
+    stream = engine.generate(replace(await request(engine, prompt(60)), mode=SharingMode.OFF))
+    assert isinstance(await asyncio.wait_for(anext(stream), timeout=60), Started)
+    await stream.aclose()
+    release.set()
+
+
+async def test_stopping_ends_what_runs_and_what_waits(tmp_path: Path) -> None:
+    """Nobody hangs: running requests fail, waiting ones are told that the engine stops."""
+    engine = engine_at(tmp_path, **{"engine.max_running": 1})
+    await engine.start()
+    running = engine.generate(await request(engine, prompt(60), max_tokens=900))
+    await anext(running)
+    await anext(running)
+    waiting = asyncio.create_task(events(engine, await request(engine, prompt(60, seed=1))))
+    await asyncio.sleep(0.05)
+    await engine.stop()
+    with pytest.raises(EngineError):
+        async for _ in running:
+            pass
+    with pytest.raises(ShuttingDownError):
+        await asyncio.wait_for(waiting, timeout=10)

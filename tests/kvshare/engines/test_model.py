@@ -7,11 +7,13 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
+    SmolLM3Config,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -49,6 +51,21 @@ def test_rotations_that_are_not_handled_are_refused_by_name(config: PreTrainedCo
     model = embedded(config)
     assert model.rotation is None
     assert reason in model.rotation_refusal
+
+
+def test_layers_without_positions_are_found_out() -> None:
+    """SmolLM3 leaves every fourth layer unrotated: moving its keys would be wrong there."""
+    config = SmolLM3Config(**{**TINY, "num_hidden_layers": 4}, use_sliding_window=False)
+    model = embedded(config)
+    assert model.rotation is None
+    assert "layer 3" in model.rotation_refusal
+
+
+def test_attention_that_does_more_is_refused() -> None:
+    """Gemma-2 caps its attention scores, ours does not: no answer is better than a wrong one."""
+    config = Gemma2Config(**{**TINY, "head_dim": 16}, attn_logit_softcapping=50.0, sliding_window=512)
+    with pytest.raises(ModelError, match="softcap"):
+        embedded(config)
 
 
 def test_yarn_is_handled() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.embedded.text import Detokenizer, StopMatcher
+from kvshare.engines.embedded.text import Detokenizer, StopMatcher, token_text
 
 
 @given(text=st.text(alphabet="abc", max_size=40), cuts=st.lists(st.integers(0, 40)), data=st.data())
@@ -52,3 +52,13 @@ def test_pieces_add_up_to_the_text(text: str) -> None:
     pieces = [detokenizer.add(token_id) for token_id in ids]
     assert "".join(pieces) == text
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+def test_the_bytes_of_tokens_add_up_to_the_text() -> None:
+    """Also where a token holds a part of a character, whose text alone is a replacement mark."""
+    tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
+    text = "größe 🙂 漢字"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    pieces = [token_text(tokenizer, token_id) for token_id in ids]
+    assert b"".join(raw for _, raw in pieces).decode() == text
+    assert any("\N{REPLACEMENT CHARACTER}" in shown for shown, _ in pieces)
