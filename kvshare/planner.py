@@ -70,7 +70,7 @@ def make_plan(
         max_generation=sharing.max_generation,
         allow_approximate=may_approximate,
     )
-    exact = _exact_plan(composition, rates)
+    exact = _exact_plan(composition, rates, min_length=sharing.min_run)
     refusal = "rotation_unknown" if approximate and not limits.can_move_keys else None
     if may_approximate and any(copy.target_start >= composition.exact_length for copy in composition.copies):
         context = {node.node_id: common_prefix_length(node.token_ids, token_ids) for node in candidates}
@@ -85,11 +85,15 @@ def make_plan(
     return replace(exact, reason=refusal)
 
 
-def _exact_plan(composition: Composition, rates: Rates) -> Plan | None:
-    """Only the equal prefix; the last token is always computed, its logits are the answer's beginning."""
+def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> Plan | None:
+    """
+    Only the equal prefix; the last token is always computed, its logits are the answer's beginning.
+
+    All chats begin with the same few tokens of the template: less than `min_length` is not worth a plan.
+    """
     num_tokens = composition.num_tokens
     length = min(composition.exact_length, num_tokens - 1)
-    if length <= 0:
+    if length < min_length:
         return None
     return Plan(
         num_tokens=num_tokens,

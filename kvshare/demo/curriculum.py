@@ -70,7 +70,13 @@ STAGES = (
         num_questions=24,
         kind_weights=(0.35, 0.45, 0.2),
     ),
-    Stage(enough=1.0, whole_forms=0.8, num_questions=24, kind_weights=(0.4, 0.4, 0.2)),
+    Stage(
+        enough=1.0,
+        num_tokens=6144,
+        whole_forms=0.6,
+        num_questions=32,
+        kind_weights=(0.45, 0.4, 0.15),
+    ),
 )
 
 

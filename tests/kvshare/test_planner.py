@@ -146,6 +146,13 @@ def test_refusals_have_a_reason(tree: DeltaTree, recipient: TokenIds, reason: st
     assert plan_for(tree, recipient, stored(tree, prompt(400))) == NoPlan(reason)
 
 
+def test_the_few_tokens_that_all_chats_begin_with_are_no_plan(tree: DeltaTree) -> None:
+    """An equal prefix shorter than min_run saves nothing worth mentioning."""
+    tokens, other = prompt(200), np.array(prompt(200, seed=7))
+    other[:10] = tokens[:10]
+    assert plan_for(tree, token_ids(other), stored(tree, tokens)) == NoPlan("nothing_in_common")
+
+
 def test_no_candidates_is_no_plan(tree: DeltaTree) -> None:
     """An empty nomination is the usual first case."""
     assert plan_for(tree, prompt(100)) == NoPlan("no_candidates")
