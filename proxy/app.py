@@ -63,16 +63,29 @@ def build_admin_app(app: web.Application) -> web.Application:
     return admin_app
 
 
-def run(settings: Settings, engine: Engine, *, on_listening: Callable[[str], None] | None = None) -> None:
+def run(
+    settings: Settings,
+    engine: Engine,
+    *,
+    on_listening: Callable[[str], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT. Raises what the engine's start raises, and OSError for a taken port."""
-    asyncio.run(serve(settings, engine, on_listening=on_listening or _log_listening))
+    asyncio.run(serve(settings, engine, on_listening=on_listening or _log_listening, on_ready=on_ready))
 
 
-async def serve(settings: Settings, engine: Engine, *, on_listening: Callable[[str], None]) -> None:
+async def serve(
+    settings: Settings,
+    engine: Engine,
+    *,
+    on_listening: Callable[[str], None],
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
     """
     Listen at once, load the engine meanwhile, drain at the first SIGTERM or SIGINT, stop at the second.
 
-    `on_listening` gets the base URL, with the port that was taken where the settings say 0.
+    `on_listening` and, once the engine is up, `on_ready` get the base URL, with the port that was taken where
+    the settings say 0.
     """
     app = build_app(settings, engine)
     runners = [_runner(app)]
@@ -86,7 +99,11 @@ async def serve(settings: Settings, engine: Engine, *, on_listening: Callable[[s
             for runner, port in zip(runners, ports, strict=True):
                 await runner.setup()
                 await web.TCPSite(runner, settings.server.host, port).start()
-            on_listening(_base_url(runners[0]))
+            url = _base_url(runners[0])
+            on_listening(url)
+            await _first_of(app[FRONT].lifecycle.wait_started(), first.wait())
+            if on_ready is not None and app[FRONT].lifecycle.is_engine_up:
+                on_ready(url)
             await _until_stopped(app[FRONT], first, second)
         finally:
             for runner in reversed(runners):
@@ -96,11 +113,8 @@ async def serve(settings: Settings, engine: Engine, *, on_listening: Callable[[s
 async def _until_stopped(front: Front, first: asyncio.Event, second: asyncio.Event) -> None:
     """
     Returns when drained, or told twice; what then still runs the application's shutdown aborts.
-
-    Raises what the engine's start raised.
     """
     lifecycle = front.lifecycle
-    await _first_of(lifecycle.wait_started(), first.wait())
     await first.wait()
     log.info("draining: %d requests run, at most %g s", lifecycle.num_running, front.settings.server.drain_s)
     await _first_of(lifecycle.drain(front.settings.server.drain_s), second.wait())

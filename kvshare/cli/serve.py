@@ -78,23 +78,19 @@ def _run(settings: Settings, output_format: OutputFormat) -> None:
     from proxy.app import run
 
     started = time.perf_counter()
-    address = ""
+    engine = EmbeddedEngine.from_settings(settings)
 
-    class AnnouncedEngine(EmbeddedEngine):
-        """Says when it can serve."""
-
-        async def start(self) -> None:
-            await super().start()
-            ready_s = time.perf_counter() - started
-            show("ready", {"url": address, "model": self.card.model_id, "ready_s": ready_s}, output_format)
-
-    def remember(url: str) -> None:
-        nonlocal address
-        address = url
-        note(f"listening on {url}, loading the model")
+    def announce(url: str) -> None:
+        ready_s = time.perf_counter() - started
+        show("ready", {"url": url, "model": engine.card.model_id, "ready_s": ready_s}, output_format)
 
     try:
-        run(settings, AnnouncedEngine.from_settings(settings), on_listening=remember)
+        run(
+            settings,
+            engine,
+            on_listening=lambda url: note(f"listening on {url}, loading the model"),
+            on_ready=announce,
+        )
     except OSError as exc:
         where = f"{settings.server.host}:{settings.server.port}"
         raise EngineError(

@@ -71,9 +71,7 @@ def next_batch(
     whole = rng.random() < stage.whole_forms
     length = rng.choice(NOISE_LENGTHS)
     # The larger of two draws: sheets with many records are the harder ones.
-    records = num_records or max(
-        rng.randint(stage.min_records, stage.max_records) for _ in range(2)
-    )
+    records = num_records or max(rng.randint(stage.min_records, stage.max_records) for _ in range(2))
     rows: list[Conversation] = []
     while not rows or (len(rows) + 1) * max(len(row.ids) for row in rows) <= stage.num_tokens:
         if is_noise:
