@@ -37,6 +37,7 @@ class PlannerLimits:
     repair: RepairSettings
     can_move_keys: bool = True
     min_saved_s: float = 0.0
+    dense_min_prefill_s: float = 0.0  # search by meaning only where prefill would take this long
 
 
 def make_plan(

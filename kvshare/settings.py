@@ -96,6 +96,7 @@ class IndexSettings(_Section):
     search_timeout_s: float = Field(gt=0)
     dense: bool
     dense_min_tokens: int = Field(ge=0)
+    dense_min_prefill_s: float = Field(ge=0)
     dense_min_uncovered: float = Field(ge=0, le=1)
     max_distance: float = Field(ge=0, le=2)
     embedder: str | None

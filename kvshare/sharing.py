@@ -133,8 +133,10 @@ class Sharing:
     async def _nominate(
         self, namespace: str, prompt: Prompt, mode: SharingMode
     ) -> tuple[tuple[Candidate, ...], dict[str, float]]:
+        prefill_s = prompt.num_tokens / self.cost.rates.prefill_tokens_per_s
+        pays = prefill_s >= self.limits.dense_min_prefill_s
         nomination = await self.nominator.nominate(
-            namespace, prompt.token_ids, prompt.text, allow_dense=mode is SharingMode.APPROX
+            namespace, prompt.token_ids, prompt.text, allow_dense=pays and mode is SharingMode.APPROX
         )
         for failure in nomination.failures:
             self.counters[f"fallback:{failure.component}:{failure.reason}"] += 1

@@ -1,5 +1,6 @@
 """Sharing fails open, keeps its books, and never lets foreign KV through."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -308,3 +309,21 @@ async def test_exact_kv_is_kept_though_its_donor_is_gone(model: EmbeddedModel) -
     assert node is not None
     assert node.exact_length == 150
     assert sharing.tier.num_bytes == 150 * model.geometry.bytes_per_token
+
+
+async def test_meaning_is_searched_only_where_prefill_takes_long(model: EmbeddedModel) -> None:
+    """An embedding of tens of milliseconds is not paid for a prefill of a few."""
+
+    class Asked(FixedNominator):
+        async def nominate(self, *_: object, allow_dense: bool) -> Nomination:  # type: ignore[override]  # narrower
+            self.dense.append(allow_dense)
+            return Nomination((), 0, {}, ())
+
+        dense: ClassVar[list[bool]] = []
+
+    nominator = Asked()
+    sharing = sharing_with(nominator, model)
+    sharing.limits = replace(sharing.limits, dense_min_prefill_s=0.5)  # 500 tokens at the prior rate
+    for length, mode in ((499, "approx"), (500, "approx"), (500, "exact")):
+        await sharing.prepare("ns", prompt(length), SharingMode(mode))
+    assert nominator.dense == [False, True, False]

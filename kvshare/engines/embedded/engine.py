@@ -182,6 +182,7 @@ class EmbeddedEngine(Engine):
                 repair=settings.repair,
                 can_move_keys=self._model.rotation is not None,
                 min_saved_s=settings.cost.min_saved_s,
+                dense_min_prefill_s=settings.index.dense_min_prefill_s,
             ),
             cost=CostModel(
                 prior_prefill_tokens_per_s=settings.cost.prior_prefill_tokens_per_s,
