@@ -75,7 +75,7 @@ STAGES = (
         num_tokens=6144,
         whole_forms=0.6,
         num_questions=32,
-        kind_weights=(0.45, 0.4, 0.15),
+        kind_weights=(0.35, 0.5, 0.15),
     ),
 )
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 PEAK_RATE = 1.5e-3
 WARMUP_STEPS = 50
-DECAY_SHARE = 0.35
+DECAY_SHARE = 0.3
 """Over this last share of the time the learning rate falls to nothing."""
 TEXT_WEIGHT = 0.05
 SAVE_EVERY_S = 60.0

@@ -17,6 +17,9 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pending: dict[str, set[asyncio.Task[None]]] = {}
 
+    def __len__(self) -> int:
+        return len(self._tasks)
+
     def spawn(self, work: Coroutine[Any, Any, None], *, namespace: str | None = None) -> None:
         """Run `work`, owned here; what it raises is logged."""
         task = asyncio.get_running_loop().create_task(work)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from delta_tree import DeltaTree, DeltaTreeError, Span
+from delta_tree import DeltaTree, DeltaTreeError, Node, Span
 from kvshare.cost import CostModel
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.base import (
@@ -58,13 +58,14 @@ from kvshare.namespace import Namespace
 from kvshare.planner import PlannerLimits
 from kvshare.settings import Settings
 from kvshare.sharing import Sharing
-from vector_index import Nominator
+from vector_index import Nominator, PromptText
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _WARM_UP_TOKENS = 16
-_MAX_PENDING = 4  # commits and embeddings waiting, per slot
+_MAX_PENDING = 4  # commits waiting, per slot
+_MAX_EMBEDDING = 16  # prompts waiting to be embedded; they hold text only
 _SETTLE_S = 0.25  # a prompt is stored after its answer; who asks again at once waits for that, so long
 
 
@@ -86,6 +87,7 @@ class EmbeddedEngine(Engine):
             max_running=settings.engine.max_running, max_waiting=settings.engine.max_waiting
         )
         self._background = Background()
+        self._embedding = Background()
         self._running = False
 
     @classmethod
@@ -167,7 +169,7 @@ class EmbeddedEngine(Engine):
             chunk_tokens=settings.engine.prefill_chunk_tokens, on_release=self._on_release
         )
         await self._off_loop(self._warm_up)
-        opened.push_async_callback(self._background.settle)
+        opened.push_async_callback(self.settle)
         self._scheduler.start()
         opened.push_async_callback(self._off_loop, self._scheduler.stop)
 
@@ -196,6 +198,7 @@ class EmbeddedEngine(Engine):
     async def settle(self) -> None:
         """For benchmarks and tests: wait until all that was computed is stored and indexed."""
         await self._background.settle()
+        await self._embedding.settle()
 
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         return Namespace(tenant=tenant, scope=scope, **self._namespace_fields)
@@ -329,9 +332,16 @@ class EmbeddedEngine(Engine):
             node = await self._loop.run_in_executor(self._commits, self._sharing.keeper.commit, computed)
             if node is not None:
                 await self._sharing.remember(node, None)
-                self._background.spawn(self._sharing.remember(node, task.request.prompt.text))
+                self._embed_later(node, task.request.prompt.text)
         finally:
             self._sharing.keeper.release(task.plan)
+
+    def _embed_later(self, node: Node, text: PromptText) -> None:
+        """Index a prompt by meaning too, unless that lags behind: then it is found by its tokens only."""
+        if len(self._embedding) >= _MAX_EMBEDDING:
+            self._sharing.counters["fallback:embedding:backlog"] += 1
+            return
+        self._embedding.spawn(self._sharing.remember(node, text))
 
     def _on_release(self, task: Task, error: BaseException | None) -> None:
         """In the worker's thread: the task will not be touched by it again."""
