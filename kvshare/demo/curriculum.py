@@ -15,7 +15,7 @@ from functools import cache
 
 from transformers import PreTrainedTokenizerFast
 
-from kvshare.demo.questions import KINDS, Kind, ask
+from kvshare.demo.questions import KINDS, Kind, ask, queries
 from kvshare.demo.sheets import MAX_RECORDS, REMARK, Sheet, make_sheet, to_messages
 from kvshare.demo.templates import SYSTEM_MESSAGE
 from kvshare.demo.tokenizer import encode_chat
@@ -74,8 +74,7 @@ STAGES = (
         enough=1.0,
         num_tokens=6144,
         whole_forms=0.6,
-        num_questions=32,
-        kind_weights=(0.35, 0.5, 0.15),
+        kind_weights=(0.25, 0.45, 0.3),
     ),
 )
 
@@ -155,7 +154,7 @@ def converse(
     questions = {}
     for _ in range(stage.num_questions):
         kind = rng.choices(KINDS, stage.kind_weights)[0]
-        one = ask(rng, sheet, kind="lookup" if kind == "compare" and num_records < 2 else kind)
+        one = ask(rng, sheet, kind=kind if queries(sheet, kind) else "lookup")
         questions[one.query] = one
     asked = list(questions.values())
     messages = to_messages(sheet, asked[0].text)

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvshare.demo import MODEL_PATH
-from kvshare.demo.questions import KINDS, Kind, Question, ask
+from kvshare.demo.questions import KINDS, Kind, Question, ask, queries
 from kvshare.demo.sheets import MAX_RECORDS, make_sheet, to_messages
 from kvshare.demo.tokenizer import encode_chat, load_tokenizer
 
@@ -55,6 +55,8 @@ def held_out_cases(count: int, *, seed: int = HELD_OUT_SEED) -> Iterator[Case]:
     for index in range(count):
         kind, num_records = shapes[index % len(shapes)]
         sheet = make_sheet(rng, num_records=num_records)
+        while not queries(sheet, kind):  # no value leads the others clearly
+            sheet = make_sheet(rng, num_records=num_records)
         question = ask(rng, sheet, kind=kind)
         yield Case(to_messages(sheet, question.text), question, num_records)
 

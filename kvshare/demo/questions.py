@@ -14,13 +14,13 @@ from kvshare.demo.sheets import AGE, REMARK, Sheet, Slot, field_names, number_fi
 
 Kind = Literal["lookup", "compare", "derived"]
 KINDS: tuple[Kind, ...] = ("lookup", "compare", "derived")
-MIN_GAP = 5
-"""Two numbers are compared only when they lie at least this far apart."""
+MIN_GAP = 10
+"""Numbers are compared only when the highest leads the second by at least this much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What is asked: a field of one record, or of the two records that are compared."""
+    """What is asked: a field of one record, or of all records, compared."""
 
     kind: Kind
     field: str
@@ -76,11 +76,9 @@ def queries(sheet: Sheet, kind: Kind) -> list[Query]:
     if kind == "derived":
         return [Query(kind, field, (record,)) for field in numbers for record in records]
     return [
-        Query(kind, field, (first, second))
+        Query(kind, field, tuple(records))
         for field in (AGE, *numbers)
-        for first in records
-        for second in records
-        if first != second and _gap(sheet, field, first, second) >= MIN_GAP
+        if len(records) > 1 and _lead(sheet, field) >= MIN_GAP
     ]
 
 
@@ -110,12 +108,12 @@ def wording(rng: random.Random, sheet: Sheet, query: Query) -> str:
                 f"{template.label} {ordinals[0]}, {field}?",
             )
         )
-    first, second = (f"{label} {ordinal}" for ordinal in ordinals)
-    return f"In {first} or {second}, what is the higher {field}?"
+    return f"Of all {label}s, what is the highest {field}?"
 
 
-def _gap(sheet: Sheet, field: str, first: int, second: int) -> int:
-    return abs(int(sheet.value(Slot(first, field))) - int(sheet.value(Slot(second, field))))
+def _lead(sheet: Sheet, field: str) -> int:
+    values = sorted(int(record[field]) for record in sheet.records)
+    return values[-1] - values[-2]
 
 
 def _verdict(sheet: Sheet, slot: Slot) -> str:

@@ -1,0 +1,91 @@
+"""
+Runs every benchmark that the README quotes, one after the other, and prints its table.
+
+    .venv/bin/python scripts/measure.py [NAME ...] > table.md      # documents: docs/measured/NAME.json
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "docs" / "measured"
+Document = dict[str, Any]
+
+
+def _ttft(d: Document) -> str:
+    return (
+        f"{d['speedup']:.1f}x faster than full prefill, {100 * d['of_ideal']:.0f} % of the ideal "
+        f"({d['ideal_speedup']:.1f}x); a prefix cache alone: {d['exact_prefix_speedup']:.1f}x; "
+        f"{100 * d['recomputed_fraction']:.0f} % of the tokens computed"
+    )
+
+
+def _plan(d: Document) -> str:
+    dense = d["with_dense"]
+    return (
+        f"{d['p50_ms']:.1f} ms median, {d['p99_ms']:.1f} ms p99; with an embedding {dense['p50_ms']:.0f} ms; "
+        f"{d['metadata_bytes_per_prompt'] / 1000:.1f} KB of memory and "
+        f"{d['mapped_file_bytes_per_prompt'] / 1000:.1f} KB of mapped files a prompt"
+    )
+
+
+def _demo(d: Document) -> str:
+    arms = ("full", "kvshare", "placeholders_only", "full_reuse")
+    shown = ", ".join(f"{arm.replace('_', ' ')} {100 * d['accuracy'][arm]:.1f} %" for arm in arms)
+    return f"{shown}; KVShare computed {100 * d['kvshare_computed_fraction']:.0f} % of the tokens"
+
+
+ROWS: dict[str, tuple[str, str, Callable[[Document], str]]] = {
+    "ttft-2000": (
+        "Time to first token, 2,000 tokens, 10 % changed in 5 places",
+        "ttft --engine embedded --prompt-tokens 2000 --changed 0.1 --edits 5",
+        _ttft,
+    ),
+    "ttft-4000": (
+        "The same with 4,000 tokens",
+        "ttft --engine embedded --prompt-tokens 4000 --changed 0.1 --edits 5",
+        _ttft,
+    ),
+    "parity": (
+        "Largest logit error where KVShare must equal the model, float32",
+        "parity",
+        lambda d: f"{d['max_abs_logit_error']:.1e}",
+    ),
+    "plan": (
+        "Nomination, alignment and planning of a 2,000-token prompt over 10,000 stored ones",
+        "plan --stored 10000",
+        _plan,
+    ),
+    "storage": (
+        "KV owned by 100 near-duplicates over storing each whole",
+        "storage",
+        lambda d: f"{d['ratio']:.2f} ({100 * d['changed']:.0f} % changed in {d['edits']} places)",
+    ),
+    "demo": ("Right answers of the demo model on near-duplicate pairs", "demo", _demo),
+    "proxy": (
+        "Added to a request with nothing to share, median",
+        "proxy",
+        lambda d: f"{d['added_ms']:.1f} ms ({d['prompt_tokens']} tokens)",
+    ),
+}
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    kvshare = Path(sys.executable).with_name("kvshare")
+    lines = ["| what | measured | command |", "|---|---|---|"]
+    for name in sys.argv[1:] or ROWS:
+        title, command, show = ROWS[name]
+        run = subprocess.run(
+            [kvshare, "bench", *command.split(), "--json"], stdout=subprocess.PIPE, check=True, text=True
+        )
+        (FOLDER / f"{name}.json").write_text(run.stdout, encoding="utf-8")
+        lines.append(f"| {title} | {show(json.loads(run.stdout))} | `kvshare bench {command} --json` |")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
