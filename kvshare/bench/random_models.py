@@ -51,10 +51,14 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+def tiny_model(
+    name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, max_position_embeddings: int = 1024
+) -> PreTrainedModel:
     """A random model of an architecture, with weights so large that attention is far from uniform."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name]())  # type: ignore[no-untyped-call]  # no types
+    config = ARCHITECTURES[name]()
+    config.max_position_embeddings = max_position_embeddings
+    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # no types
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" not in parameter_name:

@@ -18,7 +18,7 @@ _VOCAB_SIZE = 290
 
 
 def run(
-    *, prompts: int = 100, prompt_tokens: int = 800, changed: float = 0.05, edits: int = 3, seed: int = 0
+    *, prompts: int = 100, prompt_tokens: int = 2000, changed: float = 0.1, edits: int = 5, seed: int = 0
 ) -> dict[str, Any]:
     """Sends `prompts` variants of one prompt through an engine and counts what the tree then owns."""
     return asyncio.run(_run(prompts, prompt_tokens, changed, edits, seed))
@@ -26,7 +26,8 @@ def run(
 
 async def _run(num_prompts: int, num_tokens: int, changed: float, edits: int, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    async with running_engine(tiny_model("llama"), {"index.dense": False}) as engine:
+    model = tiny_model("llama", max_position_embeddings=num_tokens + 64)
+    async with running_engine(model, {"index.dense": False}) as engine:
         base = random_prompt(rng, num_tokens, _VOCAB_SIZE)
         stored_tokens = 0
         for number in range(num_prompts):

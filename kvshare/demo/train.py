@@ -1,5 +1,5 @@
 """
-Train the demo model from nothing: `python -m kvshare.demo.train --out DIR --minutes 90 --seed 1`.
+Train the demo model from nothing: `python -m kvshare.demo.train --out DIR --minutes 68 --seed 1`.
 
 Owns the loop, the learning rate and the checkpoints; what is shown when is in curriculum.
 A run that was stopped goes on from its last checkpoint when started again with the same
@@ -193,7 +193,7 @@ def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description="Train the KVShare demo model.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=90.0)
+    parser.add_argument("--minutes", type=float, default=68.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()

@@ -43,7 +43,7 @@ def test_conversation_marks_its_answers(whole_form: bool) -> None:
     stage = Stage(enough=1.0, num_questions=8)
     chat = converse(random.Random(4), tokenizer, stage, num_records=3, whole_form=whole_form)
     assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
-    assert chat.ids.count(assistant) == len(chat.answers)
+    assert sum(token == assistant for token in chat.ids) == len(chat.answers)
     for _, start, end in chat.answers:
         assert chat.ids[start - 1] == assistant
         assert chat.ids[end - 1] == tokenizer.eos_token_id
