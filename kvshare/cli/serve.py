@@ -74,10 +74,10 @@ def serve(
 
 def _run(settings: Settings, output_format: OutputFormat) -> None:
     """Load the engine's code, then listen; the model loads while the server already answers /health."""
+    started = time.perf_counter()
     from kvshare.engines.embedded.engine import EmbeddedEngine
     from proxy.app import run
 
-    started = time.perf_counter()
     engine = EmbeddedEngine.from_settings(settings)
 
     def announce(url: str) -> None:
