@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -137,15 +138,15 @@ class EmbeddedModel:
     @property
     def revision(self) -> str:
         """
-        Digest of the configuration and of a sample of every weight: another checkpoint is another
-        revision.
+        Digest of the configuration and of every weight: another checkpoint is another revision.
+
+        The weights go through xxh3, which reads gigabytes in seconds; nobody forges checkpoints here.
         """
         digest = hashlib.sha256(self._model.config.to_json_string(use_diff=False).encode())
         for name, tensor in sorted(self._model.state_dict().items()):
-            flat = tensor.detach().flatten()
-            sample = flat[:: max(1, len(flat) // 64)].float().cpu().contiguous()
+            weights = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
             digest.update(name.encode())
-            digest.update(sample.numpy().tobytes())
+            digest.update(xxhash.xxh3_128(weights).digest())
         return digest.hexdigest()
 
     @property

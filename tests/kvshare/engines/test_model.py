@@ -148,6 +148,10 @@ def test_revisions_tell_checkpoints_apart() -> None:
     first = EmbeddedModel(tiny_model("llama", seed=0), name="a").revision
     assert first == EmbeddedModel(tiny_model("llama", seed=0), name="b").revision
     assert first != EmbeddedModel(tiny_model("llama", seed=1), name="a").revision
+    touched = tiny_model("llama", seed=0)
+    with torch.no_grad():
+        next(touched.parameters()).view(-1)[12345] += 1e-3
+    assert first != EmbeddedModel(touched, name="a").revision
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
