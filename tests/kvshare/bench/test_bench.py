@@ -1,0 +1,72 @@
+"""Every benchmark runs, at a small size, and gives the keys that scripts read. No timing is a limit here."""
+
+import pytest
+
+from kvshare.bench import demo, parity, plan, proxy, storage, ttft
+from kvshare.errors import RequestError
+
+
+def test_parity_holds_on_every_architecture() -> None:
+    """The promise of the README, at a shorter length."""
+    document = parity.run(tokens=80)
+    assert document["max_abs_logit_error"] <= 1e-4
+    assert len(document["errors"]) >= 6
+    for oracles in document["errors"].values():
+        assert oracles["identity"] == 0.0
+
+
+def test_near_duplicates_cost_a_part_of_their_whole() -> None:
+    """Owned bytes are counted by the tier, the whole by tokens."""
+    document = storage.run(prompts=5, prompt_tokens=1000)
+    assert document["nodes"] == 5
+    assert 0.2 < document["ratio"] < 0.5
+    assert document["whole_bytes"] == 5 * 1000 * 2 * 3 * 2 * 16 * 4
+
+
+@pytest.mark.slow
+def test_answers_stay_right_under_sharing_and_not_under_full_reuse() -> None:
+    """The demo model reads the recipient's values; with the donor's KV it gives the donor's answers."""
+    document = demo.run(pairs=15)
+    accuracy = document["accuracy"]
+    assert accuracy["full"] >= 0.9
+    assert accuracy["kvshare"] >= accuracy["full"] - 0.07  # one of fifteen
+    assert accuracy["full_reuse"] <= 0.3
+    assert document["decisions"]["approx"] >= 12
+    assert document["kvshare_computed_fraction"] < 0.5
+
+
+@pytest.mark.slow
+def test_time_to_first_token_is_measured_in_four_arms() -> None:
+    """All ratios are there, and the shared arm really shared."""
+    document = ttft.run(prompt_tokens=300, repeats=1)
+    assert document["decision"] == "approx"
+    assert set(document["median_ttft_s"]) == {"full", "shared", "exact_prefix", "ideal"}
+    assert document["recomputed_fraction"] < 1
+    assert sum(document["tokens"].values()) == 300
+    for key in ("speedup", "ideal_speedup", "exact_prefix_speedup", "of_ideal"):
+        assert document[key] > 0
+
+
+def test_another_engine_is_refused() -> None:
+    """Not every engine has this benchmark; the error says which has."""
+    with pytest.raises(RequestError, match="embedded"):
+        ttft.run(engine="steam")
+
+
+@pytest.mark.model
+def test_planning_is_measured_with_and_without_meaning() -> None:
+    """Percentiles of both arms, and the memory of a prompt."""
+    document = plan.run(stored=250, prompt_tokens=400, queries=5)
+    for arm in ("without_dense", "with_dense"):
+        assert document[arm]["p99_ms"] >= document[arm]["p50_ms"] > 0
+        assert document[arm]["saved_fraction"] > 0.5
+    assert document["metadata_bytes_per_prompt"] > 0
+
+
+@pytest.mark.slow
+def test_the_front_is_measured_against_the_bare_model() -> None:
+    """Through HTTP it takes longer than the model alone; how much is not a test's business."""
+    document = proxy.run(repeats=3)
+    assert document["through_http_p50_ms"] > 0
+    assert document["model_only_p50_ms"] > 0
+    assert document["prompt_tokens"] > 100
