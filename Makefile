@@ -4,7 +4,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-export HF_HUB_OFFLINE ?= 1
 
 .PHONY: serve test check lint types unit format clean
 .DEFAULT_GOAL := serve

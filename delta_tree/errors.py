@@ -87,7 +87,7 @@ class StoreCorruptError(StoreError):
         super().__init__(
             path,
             f"the metadata store is damaged ({detail}). It is only a cache: move the file and its "
-            "journal away, or run `kvshare evict --all`, then start again",
+            f"journal away, or run `kvshare evict --all --yes --store {path.parent}`, then start again",
         )
         self.detail = detail
 
@@ -99,8 +99,8 @@ class StoreMismatchError(StoreError):
         super().__init__(
             path,
             f"the store was written for {found}, this process expects {expected}. Set another "
-            "store path, or restore the old settings or version, or run `kvshare evict --all` "
-            "to drop what is stored",
+            "store path, or restore the old settings or version, or run "
+            f"`kvshare evict --all --yes --store {path.parent}` to drop what is stored",
         )
         self.found = found
         self.expected = expected
@@ -113,7 +113,7 @@ class StoreLockedError(StoreError):
         super().__init__(
             path,
             "another process has this store open. Stop that server, ask it through its admin "
-            "API, or give this one another store path",
+            "API (--url), or give this one another store path",
         )
 
 

@@ -38,6 +38,7 @@ class CostModel:
         self._prefill = prior_prefill_tokens_per_s
         self._load = prior_load_bytes_per_s
         self._lookup = 0.0
+        self._seen_cold_lookup = False
         self._smoothing = smoothing
         self._bytes_per_token = bytes_per_token
         self._lock = threading.Lock()
@@ -58,8 +59,11 @@ class CostModel:
                 self._load = self._blend(self._load, num_bytes / seconds)
 
     def observe_lookup(self, seconds: float) -> None:
+        """The very first lookup finds everything cold and says nothing about the others."""
         with self._lock:
-            self._lookup = self._blend(self._lookup, seconds)
+            if self._seen_cold_lookup:
+                self._lookup = self._blend(self._lookup, seconds)
+            self._seen_cold_lookup = True
 
     def _blend(self, old: float, new: float) -> float:
         return old + self._smoothing * (new - old)

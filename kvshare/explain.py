@@ -51,7 +51,8 @@ def explanation(
         if isinstance(plan, Plan)
         else planning.rates.estimate(num_tokens=num_tokens, num_computed=num_tokens)
     )
-    shared_s = estimate.lookup_s + (estimate.shared_s if isinstance(plan, Plan) else estimate.full_s)
+    lookup_s = 0.0 if report.reason in ("off", "short_prompt") else estimate.lookup_s
+    shared_s = lookup_s + (estimate.shared_s if isinstance(plan, Plan) else estimate.full_s)
     return {
         "decision": report.decision,
         "reason": report.reason,

@@ -1,7 +1,7 @@
 """
 Who may share with whom. A namespace is an exact identity; nothing about it is fuzzy.
 
-Fields are length-framed before hashing, so that ("a", "bc") and ("ab", "c") differ (DESIGN section 11).
+Fields are length-framed before hashing, so that ("a", "bc") and ("ab", "c") differ.
 """
 
 from __future__ import annotations

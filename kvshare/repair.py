@@ -25,7 +25,7 @@ def structural_repairs(
     Spans inside approximate `copies` that are computed again.
 
     Units:   token positions of the recipient, half-open; copies ascending by target
-    Source:  DESIGN section 10; windows shrink evenly when they exceed `settings.max_budget` of the prompt
+    Source:  see above; windows shrink evenly when they exceed `settings.max_budget` of the prompt
     """
     heads = [
         _head_length(copy, before, max_small_shift=max_small_shift, settings=settings)

@@ -97,7 +97,7 @@ class StoreSource(Source):
                 raise
             if drop_file:
                 _delete(path)
-            document = {"dry_run": read_only, "unreadable": str(exc)}
+            document = {"dry_run": read_only, "unreadable": exc.problem}
         return document
 
     def explain(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,15 @@ def metadata_path(folder: Path) -> Path:
 
 
 class UnreadableStoreError(StoreError):
-    """The store is damaged or of another version. It is only a cache: `kvshare evict --all` may delete it."""
+    """
+    The store is damaged or of another version. It is only a cache: `kvshare evict --all` may delete it.
+
+    `problem` says what is wrong without saying what to do.
+    """
+
+    def __init__(self, message: str, problem: str) -> None:
+        super().__init__(message)
+        self.problem = problem
 
 
 @contextmanager
@@ -143,9 +151,9 @@ def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
     except StoreMismatchError as exc:
         if exc.found.startswith(_FOUND_FOREIGN):
             raise StoreError(f"{path}: this is no KVShare store; set another store path") from exc
-        raise UnreadableStoreError(str(exc)) from exc
+        raise UnreadableStoreError(str(exc), f"{path}: written for {exc.found}") from exc
     except StoreCorruptError as exc:
-        raise UnreadableStoreError(str(exc)) from exc
+        raise UnreadableStoreError(str(exc), f"{path}: {exc.detail}") from exc
     except DeltaTreeError as exc:
         raise StoreError(str(exc)) from exc
 

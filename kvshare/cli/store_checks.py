@@ -21,6 +21,7 @@ _CONNECT_TIMEOUT_S = 2.0
 
 def check_store(settings: Settings) -> Check:
     """The metadata store is there and whole, or can be created."""
+    from delta_tree import StoreLockedError
     from kvshare.cli.source import metadata_path, opened
 
     path = metadata_path(Path(settings.store.path))
@@ -30,6 +31,10 @@ def check_store(settings: Settings) -> Check:
         with opened(path, read_only=True) as tree:
             num_nodes = tree.stats().num_nodes
     except StoreError as exc:
+        if isinstance(exc.__cause__, StoreLockedError):
+            return Check(
+                "store", State.WARN, f"{path}: a running server has it", "ask that server with --url"
+            )
         return Check("store", State.FAIL, str(exc), "see the message, or set store.path to another folder")
     return Check("store", State.OK, f"{path}: {num_nodes:,} prompts")
 

@@ -4,7 +4,7 @@ Partial attention: the placeholders of a prompt are computed, everything else is
 A placeholder at position p attends to every slot in [0, p], reused or fresh, and to nothing after p. Reused
 KV does not change during the pass and a layer writes all its new rows before it attends, so one pass over
 all
-runs equals prefilling run after run from left to right (DESIGN section 8).
+runs equals prefilling run after run from left to right.
 
     slots      0        4        9     12           <- one sequence, 12 tokens
                [ reused ][ run A ][reus][ run B ]

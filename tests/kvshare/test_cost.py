@@ -16,6 +16,7 @@ def test_averages_move_towards_what_is_measured() -> None:
     cost = model()
     cost.observe_prefill(1000, 0.5)
     cost.observe_load(10**9, 0.25)
+    cost.observe_lookup(5.0)  # cold
     cost.observe_lookup(0.01)
     assert cost.rates.prefill_tokens_per_s == pytest.approx(1500)
     assert cost.rates.load_bytes_per_s == pytest.approx(2.5e9)

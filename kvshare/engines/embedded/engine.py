@@ -44,6 +44,7 @@ from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import (
     ContextLengthError,
     EngineError,
+    ModelError,
     RequestError,
     ShuttingDownError,
     StoreError,
@@ -98,6 +99,8 @@ class EmbeddedEngine(Engine):
         name = chosen.served_name or (Path(path).name if chosen.path else "kvshare-demo")
 
         def load() -> tuple[EmbeddedModel, PromptEncoder]:
+            if path.startswith(("/", ".")) and not Path(path).is_dir():
+                raise ModelError(f"model.path: there is no folder {path}")
             if settings.engine.num_threads is not None:
                 torch.set_num_threads(settings.engine.num_threads)
             encoder = PromptEncoder.load(path)
@@ -157,6 +160,7 @@ class EmbeddedEngine(Engine):
         self._commits = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-commit")
         opened.callback(self._commits.shutdown)
         self._model, self._encoder = await self._off_loop(self._load)
+        self._encoder.limit_to(self._model.max_model_len)
         self._namespace_fields = await self._off_loop(self._describe_model)
         self._tree, forgotten = await self._off_loop(self._open_tree)
         opened.callback(self._tree.close)

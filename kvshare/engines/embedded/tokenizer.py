@@ -14,8 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from delta_tree import token_ids
 from kvshare.engines.base import Prompt
-from kvshare.errors import ModelError, RequestError
+from kvshare.errors import ContextLengthError, ModelError, RequestError
 from vector_index import PromptText
+
+_NORMALISED_AWAY = 4  # a normaliser may drop characters before they are tokenized; most of a text stays
 
 
 class PromptEncoder:
@@ -23,6 +25,12 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
+        self._longest_token = max((len(token) for token in self.backend.get_vocab()), default=1)
+        self._max_model_len: int | None = None
+
+    def limit_to(self, max_model_len: int) -> None:
+        """Refuse texts unseen that cannot fit: tokenizing megabytes takes seconds."""
+        self._max_model_len = max_model_len
 
     @classmethod
     def load(cls, path: str | Path) -> PromptEncoder:
@@ -87,6 +95,16 @@ class PromptEncoder:
         body = self.backend.decode(list(ids), skip_special_tokens=True)
         return Prompt(array, PromptText(last_user_turn="", body=body))
 
+    def _check_length(self, text: str) -> None:
+        """Raises ContextLengthError where even the longest tokens could not make the text short enough."""
+        at_least = len(text) // (_NORMALISED_AWAY * self._longest_token)
+        if self._max_model_len is not None and at_least > self._max_model_len:
+            raise ContextLengthError(
+                num_prompt_tokens=at_least, max_tokens=1, max_model_len=self._max_model_len
+            )
+
     def _encode(self, text: str, prompt_text: PromptText, *, special: bool) -> Prompt:
-        encoding = self.backend.encode(text, add_special_tokens=special)
+        self._check_length(text)
+        # Unlike `encode`, a batch lets go of the GIL: other requests go on meanwhile.
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=special)
         return Prompt(token_ids(np.asarray(encoding.ids, dtype=np.int32)), prompt_text)

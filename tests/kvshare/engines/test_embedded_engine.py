@@ -304,6 +304,15 @@ async def test_prompts_that_do_not_fit_are_refused_before_they_start(engine: Emb
     assert engine.status().num_nodes == 0
 
 
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megabytes take seconds to tokenize; that they are too long can be seen from their length."""
+    monkeypatch.setattr(engine._encoder, "_tokenizer", None)  # whoever tokenizes, fails otherwise
+    with pytest.raises(ContextLengthError):
+        await engine.encode_text("word " * 1_000_000)
+
+
 async def test_a_restart_forgets_prompts_whose_kv_is_gone(tmp_path: Path) -> None:
     """KV dies with the process; the metadata that pointed to it leaves at the next start."""
     engine = engine_at(tmp_path)
