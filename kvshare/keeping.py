@@ -240,8 +240,6 @@ def _exact_length(plan: Plan | NoPlan, num_tokens: int) -> int:
 
 
 def _describe(computed: Computed, span: Span, kv: SegmentKV) -> Segment:
-    plan = computed.plan
-    exact = isinstance(plan, NoPlan) or span.start < plan.first_approximate
     prefix = computed.token_ids[: span.start]
     return Segment(
         segment_id=new_segment_id(),
@@ -249,10 +247,17 @@ def _describe(computed: Computed, span: Span, kv: SegmentKV) -> Segment:
         first_position=span.start,
         num_tokens=len(span),
         prefix_hash=hashlib.sha256(prefix.astype("<i4").tobytes()).digest()[:16],
-        generation=0 if exact else plan.generation if isinstance(plan, Plan) else 0,
+        generation=_generation(computed.plan, span),
         num_bytes=kv.num_bytes,
         checksum=kv.checksum(),
     )
+
+
+def _generation(plan: Plan | NoPlan, span: Span) -> int:
+    """0 before the first approximate copy, the plan's behind it."""
+    if isinstance(plan, NoPlan) or span.start < plan.first_approximate:
+        return 0
+    return plan.generation
 
 
 def _piece_table(plan: Plan | NoPlan, spans: Sequence[Span], segments: Sequence[Segment]) -> PieceTable:

@@ -73,11 +73,6 @@ class Plan:
         return self.num_tokens - self.exact_length - self.num_computed
 
     @property
-    def num_moved(self) -> int:
-        """Tokens whose keys have to be rotated."""
-        return sum(copy.length for copy in self.copies if copy.shift != 0)
-
-    @property
     def charged_budget(self) -> float:
         """
         Layer-tokens given fresh Q/K/V in prefill, over layers x prompt tokens; there is no selection

@@ -3,8 +3,7 @@ The structural repair set: positions whose tokens match but whose context change
 
 After an edit, a contiguous window behind it carries most of what the edited value left in the text
 (measured in arXiv:2609.17983); a copy that comes from elsewhere needs its head, where attention sinks sit
-(EPIC,
-arXiv:2410.15332); the tail of the prompt is always fresh, because the answer starts from it.
+(EPIC, arXiv:2410.15332); the tail of the prompt is always fresh, because the answer starts from it.
 """
 
 from __future__ import annotations

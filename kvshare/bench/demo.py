@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from delta_tree import Op, Span, TokenIds, align, common_suffix_length
-from kvshare.bench.harness import running_engine
+from kvshare.bench.harness import ask, running_engine
 from kvshare.demo.pairs import Pair, near_duplicate_pairs
-from kvshare.engines.base import Delta, GenerationRequest, Prompt, SamplingParams, SharingMode, SharingReport
+from kvshare.engines.base import Prompt, SharingMode, SharingReport
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.text import Detokenizer
@@ -104,24 +104,10 @@ def _summary(
 async def _answer(
     engine: EmbeddedEngine, tenant: str, prompt: Prompt, mode: SharingMode, *, store: bool = False
 ) -> tuple[str, SharingReport]:
-    request = GenerationRequest(
-        request_id="bench",
-        namespace=engine.namespace(tenant=tenant, scope="tenant"),
-        prompt=prompt,
-        sampling=SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0),
-        mode=mode,
-        store=store,
-    )
-    text = ""
-    report: SharingReport | None = None
-    async for event in engine.generate(request):
-        if isinstance(event, Delta):
-            text += event.text
-        else:
-            report = event.report
-    assert report is not None
-    await engine.settle()
-    return text.strip(), report
+    tokens = prompt.token_ids
+    answer = await ask(engine, tokens, mode=mode, tenant=tenant, store=store, max_tokens=_MAX_TOKENS)
+    assert answer.report is not None
+    return answer.text.strip(), answer.report
 
 
 def _full_reuse(engine: EmbeddedEngine, donor: Prompt, recipient: Prompt) -> str:

@@ -66,7 +66,6 @@ class Answer:
         self.report: SharingReport | None = None
         self.finished: Finished | None = None
         self.first_token_s = float("nan")
-        self.total_s = float("nan")
         self.text = ""
 
 
@@ -95,12 +94,11 @@ async def ask(
         if isinstance(event, Started):
             answer.report = event.report
         elif isinstance(event, Delta):
-            if answer.text == "" and np.isnan(answer.first_token_s):
+            if np.isnan(answer.first_token_s):
                 answer.first_token_s = time.perf_counter() - began
             answer.text += event.text
         else:
             answer.finished = event
-    answer.total_s = time.perf_counter() - began
     await engine.settle()  # so that arms do not pay for each other's commits
     return answer
 

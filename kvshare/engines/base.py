@@ -84,7 +84,6 @@ class SharingReport:
     decision: str  # "exact" | "approx" | "full"
     reason: str | None = None  # why not more was shared; a fixed word, see `NoPlan`
     donors: tuple[int, ...] = ()  # node ids: for admins only
-    shadow: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_cached(self) -> int:
