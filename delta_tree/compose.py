@@ -17,7 +17,8 @@ from delta_tree.composition import (
     DonorReport,
     merge_copies,
 )
-from delta_tree.donors import Donor, Offer
+from delta_tree.crowd import Crowd
+from delta_tree.donors import Donor, KGrams, Offer
 from delta_tree.edits import Match
 from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.runs import Hashes, Sieve, kgram_hashes
@@ -80,12 +81,19 @@ class _Layout:
         self._is_open = np.ones(len(target), dtype=np.bool_)
         self._mixed: set[int] = set()  # places of the donors of approximate copies
         self._hashes: Hashes | None = None
+        self._crowd = Crowd((), min_run)
+        self._number: dict[int, int] = {}  # in the crowd, by the donor's place
 
     def sharing(self, donors: Sequence[Donor]) -> list[Donor]:
         """The donors with any usable run of the prompt in them, be it in the exact prefix."""
+        usable = [donor for donor in donors if donor.usable]
+        if not usable:
+            return []
+        self._crowd = Crowd([donor.visible for donor in usable], self._min_run)
+        self._number = {donor.place: number for number, donor in enumerate(usable)}
         hashes = self._all_hashes()
-        sieve, known = Sieve(hashes), frozenset(hashes.tolist())
-        found = [donor for donor in donors if donor.usable and donor.shares(sieve, known)]
+        kgrams, known = self._kgrams(Sieve(hashes)), frozenset(hashes.tolist())
+        found = [donor for donor in usable if donor.shares(kgrams[donor.place], known)]
         for donor in found:
             if donor.reason is not DonorReason.USED:
                 donor.reason = DonorReason.NOTHING_LEFT
@@ -100,8 +108,8 @@ class _Layout:
         rest = Span(self.exact_length, len(self._target))
         if len(rest) < self._min_run or max_donors < 1 or not donors:
             return None
-        sieve, hashes = self._sieve([rest]), self._all_hashes()
-        bounds = {donor.place: donor.most_in_order(sieve) for donor in donors}
+        kgrams, hashes = self._kgrams(self._sieve([rest])), self._all_hashes()
+        bounds = {donor.place: donor.most_in_order(kgrams[donor.place]) for donor in donors}
         in_place = {donor.place: donor.num_in_place(self._target, rest.start) for donor in donors}
         hopeful = sorted(
             (donor for donor in donors if bounds[donor.place]),
@@ -111,7 +119,7 @@ class _Layout:
         for donor in hopeful[:_MAX_ALIGNED]:
             if best is not None and best[0] >= bounds[donor.place] * _GOOD_ENOUGH:
                 break
-            runs = donor.in_order(self._target, rest, sieve, hashes)
+            runs = donor.in_order(self._target, rest, kgrams[donor.place], hashes)
             num_covered = sum(run.length for run in runs)
             if num_covered > (best[0] if best else 0):
                 best = (num_covered, donor, runs)
@@ -136,11 +144,11 @@ class _Layout:
             open_spans = self._open_spans()
             if not open_spans or not asked:
                 return
-            sieve, hashes = self._sieve(open_spans), self._all_hashes()
+            kgrams, hashes = self._kgrams(self._sieve(open_spans)), self._all_hashes()
             offers: list[Offer] = []
             giving: list[Donor] = []
             for donor in asked:
-                given = donor.offers(self._target, open_spans, sieve, hashes)
+                given = donor.offers(self._target, open_spans, kgrams[donor.place], hashes)
                 offers += given
                 # Open stretches only shrink: who has nothing now will have nothing later.
                 if given:
@@ -197,6 +205,14 @@ class _Layout:
             for start, end in zip(edges[::2], edges[1::2], strict=True)
             if end - start >= self._min_run
         ]
+
+    def _kgrams(self, sieve: Sieve) -> dict[int, KGrams]:
+        """What the sieve lets pass of each usable donor, by place."""
+        passing = self._crowd.passing(sieve)
+        return {
+            place: KGrams(self._crowd.hashes(number), passing[number])
+            for place, number in self._number.items()
+        }
 
     def _sieve(self, spans: Sequence[Span]) -> Sieve:
         """The k-grams that lie within one of the spans."""

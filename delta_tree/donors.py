@@ -12,11 +12,11 @@ import numpy as np
 
 from delta_tree.align import common_prefix_length, common_suffix_length, heaviest_chain
 from delta_tree.composition import Copy, DonorReason
+from delta_tree.crowd import Places
 from delta_tree.edits import Match
 from delta_tree.errors import UnknownSegmentError
 from delta_tree.node import Node, Segment, SegmentId
-from delta_tree.pieces import Piece
-from delta_tree.runs import Hashes, Ids, Occurrences, Sieve, kgram_hashes, runs_in
+from delta_tree.runs import Hashes, Ids, Occurrences, runs_in
 from delta_tree.spans import Span, TokenIds
 
 _HIDDEN = -1  # no token id; what carries it matches nothing
@@ -32,14 +32,21 @@ class Offer:
     rank: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KGrams:
+    """A donor's k-grams as hashes, and the places of those that may stand in the part asked about."""
+
+    hashes: Hashes
+    places: Places
+
+
 class Donor:
     """A candidate with its pieces resolved. Lives as long as one call of `compose`."""
 
     __slots__ = (
-        "_hashes",
         "_min_run",
-        "_pieces",
-        "_starts",
+        "_rows",
+        "_segments",
         "node",
         "num_used",
         "place",
@@ -62,23 +69,21 @@ class Donor:
         self.reason = DonorReason.BELOW_MIN_RUN
         self.visible: Ids = node.token_ids
         self._min_run = min_run
-        self._hashes: Hashes | None = None
-        self._starts: list[int] = []
-        self._pieces: list[tuple[Piece, Segment]] = []
+        self._rows = node.pieces.rows()
+        self._segments: list[Segment] = []
         hidden: list[Span] = []
-        for span, piece in node.pieces.spans():
+        for start, segment_id, _, length in self._rows:
             try:
-                segment = segment_of(piece.segment_id)
+                segment = segment_of(segment_id)
             except UnknownSegmentError:
                 segment = None  # evicted since the candidate was nominated
             if segment is None or segment.namespace != node.namespace:
                 self.reason = DonorReason.MISSING_SEGMENT
-                self._pieces, self._starts = [], []
+                self._rows, self._segments = [], []
                 return
             if segment.generation > max_generation:
-                hidden.append(span)
-            self._starts.append(span.start)
-            self._pieces.append((piece, segment))
+                hidden.append(Span(start, start + length))
+            self._segments.append(segment)
         if hidden:
             masked = node.token_ids.copy()
             for span in hidden:
@@ -112,31 +117,29 @@ class Donor:
         same = self.visible[exact_length:end] == target[exact_length:end]
         return int(np.count_nonzero(same))
 
-    def shares(self, sieve: Sieve, target_hashes: frozenset[int]) -> bool:
+    def shares(self, kgrams: KGrams, target_hashes: frozenset[int]) -> bool:
         """Whether any run of the target is in this donor; `target_hashes` confirm the sieve."""
-        hashes = self._kgrams()
-        return not target_hashes.isdisjoint(hashes[sieve.passing(hashes)].tolist())
+        return not target_hashes.isdisjoint(kgrams.hashes[kgrams.places].tolist())
 
-    def most_in_order(self, sieve: Sieve) -> int:
+    def most_in_order(self, kgrams: KGrams) -> int:
         """An upper bound on the tokens an alignment with the target can keep."""
-        places = sieve.passing(self._kgrams())
-        if not len(places):
+        if not len(kgrams.places):
             return 0
-        steps = np.minimum(np.diff(places), self._min_run)
+        steps = np.minimum(np.diff(kgrams.places), self._min_run)
         return int(steps.sum()) + self._min_run
 
-    def in_order(self, target: TokenIds, rest: Span, sieve: Sieve, hashes: Hashes) -> list[Match]:
+    def in_order(self, target: TokenIds, rest: Span, kgrams: KGrams, hashes: Hashes) -> list[Match]:
         """
         The runs an in-order alignment keeps in the target positions `rest`.
 
         By common k-grams: as many tokens as rapidfuzz keeps once short runs are dropped, in a
         quarter of the time at 2,000 tokens and a twentieth at 8,000.
         """
-        return heaviest_chain(self._runs(target, [rest], sieve, hashes))
+        return heaviest_chain(self._runs(target, [rest], kgrams, hashes))
 
-    def offers(self, target: TokenIds, open_spans: list[Span], sieve: Sieve, hashes: Hashes) -> list[Offer]:
+    def offers(self, target: TokenIds, open_spans: list[Span], kgrams: KGrams, hashes: Hashes) -> list[Offer]:
         """Runs for the positions that are still open, wherever they stand in this donor."""
-        runs = self._runs(target, open_spans, sieve, hashes)
+        runs = self._runs(target, open_spans, kgrams, hashes)
         return [Offer(self, run, self._rank(run, target)) for run in runs]
 
     def copies(self, run: Match, target: TokenIds) -> Iterator[Copy]:
@@ -144,30 +147,23 @@ class Donor:
         # The promise of the whole package: what is copied is equal, token for token.
         source = self.node.token_ids[run.source : run.source + run.length]
         assert np.array_equal(source, target[run.target : run.target + run.length])
-        for start, piece, segment in self._pieces_of(run):
+        for start, offset, length, segment in self._pieces_of(run):
             skip = max(run.source - start, 0)
-            stop = min(run.source + run.length - start, piece.length)
+            stop = min(run.source + run.length - start, length)
             yield Copy(
                 donor=self.node.node_id,
-                segment_id=piece.segment_id,
-                offset=piece.offset + skip,
+                segment_id=segment.segment_id,
+                offset=offset + skip,
                 length=stop - skip,
                 target_start=run.target + start + skip - run.source,
-                source_position=segment.first_position + piece.offset + skip,
+                source_position=segment.first_position + offset + skip,
                 donor_start=start + skip,
             )
 
-    def _kgrams(self) -> Hashes:
-        if self._hashes is None:
-            self._hashes = kgram_hashes(self.visible, self._min_run)
-        return self._hashes
-
-    def _runs(self, target: TokenIds, spans: list[Span], sieve: Sieve, hashes: Hashes) -> list[Match]:
-        source_hashes = self._kgrams()
-        places = sieve.passing(source_hashes)
-        if not len(places):
+    def _runs(self, target: TokenIds, spans: list[Span], kgrams: KGrams, hashes: Hashes) -> list[Match]:
+        if not len(kgrams.places):
             return []
-        found = Occurrences.of(source_hashes, places)
+        found = Occurrences.of(kgrams.hashes, kgrams.places)
         k = self._min_run
         return [
             run
@@ -175,16 +171,18 @@ class Donor:
             for run in runs_in(self.visible, target, span, found=found, hashes=hashes, k=k)
         ]
 
-    def _pieces_of(self, run: Match) -> Iterator[tuple[int, Piece, Segment]]:
-        first = bisect_right(self._starts, run.source) - 1
-        last = bisect_left(self._starts, run.source + run.length)
+    def _pieces_of(self, run: Match) -> Iterator[tuple[int, int, int, Segment]]:
+        """(position in the prompt, offset, length, segment) of the pieces that the run touches."""
+        first = bisect_right(self._rows, run.source, key=_start) - 1
+        last = bisect_left(self._rows, run.source + run.length, key=_start)
         for index in range(first, last):
-            yield self._starts[index], *self._pieces[index]
+            start, _, offset, length = self._rows[index]
+            yield start, offset, length, self._segments[index]
 
     def _rank(self, run: Match, target: TokenIds) -> tuple[int, ...]:
         shift, generation = 0, 0
-        for start, piece, segment in self._pieces_of(run):
-            stored = segment.first_position + piece.offset
+        for start, offset, _, segment in self._pieces_of(run):
+            stored = segment.first_position + offset
             shift = max(shift, abs(run.target + start - run.source - stored))
             generation = max(generation, segment.generation)
         before = max(run.source - _CONTEXT, 0), max(run.target - _CONTEXT, 0)
@@ -192,3 +190,7 @@ class Donor:
             self.node.token_ids[before[0] : run.source], target[before[1] : run.target]
         )
         return (-run.length, shift, -context, generation, self.place, run.target)
+
+
+def _start(row: tuple[int, SegmentId, int, int]) -> int:
+    return row[0]

@@ -48,7 +48,8 @@ class Forest:
         # Nodes that refer to a segment, where it is more than one: most have one, and thousands
         # of dictionary entries saying so would cost more than the segments' own fields.
         self._references: dict[SegmentId, int] = {}
-        self._children: dict[NodeId, tuple[NodeId, ...]] = {}
+        # Dictionaries as ordered sets: a template may have a hundred thousand children.
+        self._children: dict[NodeId, dict[NodeId, None]] = {}
         self._by_prompt: dict[bytes, NodeId] = {}
 
     def node(self, node_id: NodeId) -> Node:
@@ -87,7 +88,7 @@ class Forest:
 
     def children(self, node_id: NodeId) -> tuple[NodeId, ...]:
         """The nodes whose script starts from this one."""
-        return self._children.get(node_id, ())
+        return tuple(self._children.get(node_id, ()))
 
     def subtree(self, node_id: NodeId) -> list[NodeId]:
         """A node and all its descendants."""
@@ -152,16 +153,17 @@ class Forest:
 
     def _attach(self, node: Node) -> None:
         if node.parent is not None:
-            self._children[node.parent] = (*self.children(node.parent), node.node_id)
+            self._children.setdefault(node.parent, {})[node.node_id] = None
 
     def _detach(self, node: Node | None) -> None:
         if node is None or node.parent is None:
             return
-        rest = tuple(child for child in self.children(node.parent) if child != node.node_id)
-        if rest:
-            self._children[node.parent] = rest
-        else:
-            self._children.pop(node.parent, None)
+        siblings = self._children.get(node.parent)
+        if siblings is None:
+            return
+        siblings.pop(node.node_id, None)
+        if not siblings:
+            del self._children[node.parent]
 
 
 def recompose(forest: Forest, dropped: Collection[NodeId]) -> tuple[Node, ...]:

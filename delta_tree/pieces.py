@@ -90,6 +90,15 @@ class PieceTable:
     def __len__(self) -> int:
         return len(self._rows) // 24
 
+    def rows(self) -> list[tuple[int, SegmentId, int, int]]:
+        """Each piece as (position in the prompt, segment id, offset, length): cheaper than `spans`."""
+        rows: list[tuple[int, SegmentId, int, int]] = []
+        position = 0
+        for segment_id, offset, length in self._table().tolist():
+            rows.append((position, SegmentId(segment_id), offset, length))
+            position += length
+        return rows
+
     def spans(self) -> Iterator[tuple[Span, Piece]]:
         """Each piece with the prompt positions it covers."""
         position = 0

@@ -40,10 +40,18 @@ _MAX_UNWRITTEN_USES = 256
 class DeltaTree(TreeReader):
     """Lives as long as the server. Use `open`; `close` is idempotent."""
 
-    def __init__(self, storage: Storage | None, forest: Forest, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        storage: Storage | None,
+        forest: Forest,
+        *,
+        clock: Callable[[], float],
+        new_id: Callable[[], NodeId] = new_node_id,
+    ) -> None:
         super().__init__(forest)
         self._storage = storage
         self._clock = clock
+        self._new_id = new_id
         self._used: set[NodeId] = set()  # nodes whose use counters are not on disk yet
 
     @classmethod
@@ -54,15 +62,18 @@ class DeltaTree(TreeReader):
         identity: str | None,
         read_only: bool = False,
         clock: Callable[[], float] = time.time,
+        new_id: Callable[[], NodeId] = new_node_id,
     ) -> Self:
         """
         The tree stored at `path`, a file made if it is missing; None keeps it in memory only.
+
+        `clock` and `new_id` are for replays that must come out the same twice.
 
         Raises:  StoreError: missing (read-only), corrupt, of another identity or version, locked
         """
         forest = Forest()
         if path is None:
-            return cls(None, forest, clock=clock)
+            return cls(None, forest, clock=clock, new_id=new_id)
         storage = Storage.open(path, identity=identity, read_only=read_only)
         try:
             segments, nodes = storage.load()
@@ -74,7 +85,7 @@ class DeltaTree(TreeReader):
         except BaseException:
             storage.close()
             raise
-        return cls(storage, forest, clock=clock)
+        return cls(storage, forest, clock=clock, new_id=new_id)
 
     def close(self) -> None:
         """Write the use counters that are still due, and release the file."""
@@ -263,9 +274,9 @@ class DeltaTree(TreeReader):
         return replace(node, last_used_at=self._clock(), num_hits=node.num_hits + 1)
 
     def _free_node_id(self) -> NodeId:
-        node_id = new_node_id()
+        node_id = self._new_id()
         while node_id in self._forest.nodes:
-            node_id = new_node_id()
+            node_id = self._new_id()
         return node_id
 
 

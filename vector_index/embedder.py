@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 log = logging.getLogger(__name__)
+
+Precision = Literal["float32", "bfloat16"]
 
 BUNDLED_NAME = "all-MiniLM-L6-v2"
 _BATCH = 8  # texts per turn at the model, so that a request's text waits for few others
@@ -33,6 +35,9 @@ class Embedder:
     `num_threads` is how many CPU threads torch may use for a call. More than one is slower as
     soon as something else wants the cores: beside a busy model on two cores a short text took
     18 ms with one thread and 260 ms with two.
+
+    `dtype` "bfloat16" runs the large products in it, where the processor can: 1.8 times as many texts
+    (AVX-512 BF16), cosine distances off by 3e-5. It is part of the name: other vectors, another index.
     """
 
     def __init__(
@@ -41,18 +46,21 @@ class Embedder:
         device: str = "cpu",
         *,
         num_threads: int = 1,
+        dtype: Precision = "float32",
     ) -> None:
         self._source = model_name_or_path
         self._device = device
         self._num_threads = num_threads
+        self._dtype = dtype
         self._limited = threading.local()
         self._model: SentenceTransformer | None = None
         self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
-        """The configured name or path, or the bundled model's name."""
-        return self._source or BUNDLED_NAME
+        """The configured name or path, or the bundled model's name; with the precision if not float32."""
+        name = self._source or BUNDLED_NAME
+        return name if self._dtype == "float32" else f"{name} {self._dtype}"
 
     @property
     def dimension(self) -> int:
@@ -83,7 +91,7 @@ class Embedder:
         for start in range(0, len(texts), _BATCH):
             batch = list(texts[start : start + _BATCH])
             # Fast tokenizers are not safe to share ("Already borrowed"), hence one at a time.
-            with self._lock:
+            with self._lock, _computing_in(self._dtype, self._device):
                 batches.append(_encode(model, batch, self.name))
         return np.concatenate(batches)
 
@@ -120,6 +128,17 @@ def _load(source: str | None, device: str, name: str) -> "SentenceTransformer":
             return SentenceTransformer(source or str(get_model_path()), device=device)
     except Exception as error:
         raise EmbedderError(f"embedder {name} cannot be loaded: {type(error).__name__}") from error
+
+
+@contextmanager
+def _computing_in(dtype: Precision, device: str) -> Iterator[None]:
+    if dtype == "float32":
+        yield
+        return
+    import torch
+
+    with torch.autocast(device.split(":")[0], dtype=getattr(torch, dtype)):
+        yield
 
 
 def _encode(model: "SentenceTransformer", texts: list[str], name: str) -> NDArray[np.float32]:

@@ -1,12 +1,17 @@
 """
-How common each fingerprint is, so that a search does not walk the postings of the whole namespace.
+How many stored prompts hold each fingerprint, so that no search walks a whole namespace.
 
-A system prompt that everybody shares puts its fingerprints into every stored prompt; asking for
-them costs time linear in the number of prompts and tells candidates apart not at all. So a search
-asks for the rarest fingerprints first, until their postings use up a budget.
+A system prompt that everybody shares puts its fingerprints into every prompt. Asking for them would
+cost time linear in the number of prompts, so two bounds hold:
 
-The counts live in one fixed table of buckets (4 MB), not in a dictionary: a few bytes instead of
-a hundred per fingerprint. Two fingerprints in one bucket only make each other look more common.
+- a fingerprint that `max_holders` prompts hold already is not stored with another one: thousands
+  of donors of a passage are plenty. When one is forgotten, the next prompt takes its place;
+- a search asks for the rarest fingerprints first, until their postings use up a budget.
+
+The counts live in two tables of buckets (8 MB), not in a dictionary: a few bytes instead of a
+hundred per fingerprint. The smaller of a fingerprint's two buckets counts; neighbours in a bucket
+only make it look more common. What each prompt was counted for is kept, 4 bytes a fingerprint, so
+that forgetting the prompt takes back just that.
 """
 
 import threading
@@ -14,55 +19,75 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
+_BITS = 20
+_FACTOR = np.uint32(0x9E3779B1)  # odd: spreads the second table's buckets by the high bits
+
 
 class FingerprintFrequencies:
     """Counts of namespace-bound fingerprints (`fingerprints.bind`); safe to use from threads."""
 
-    def __init__(self, num_buckets: int = 1 << 20) -> None:
-        self._counts = np.zeros(num_buckets, dtype=np.uint32)
-        self._num_added: dict[str, int] = {}
+    def __init__(self, *, max_holders: int) -> None:
+        if max_holders < 1:
+            raise ValueError(f"max_holders {max_holders} must be >= 1")
+        self._max_holders = max_holders
+        self._counts = np.zeros((2, 1 << _BITS), dtype=np.uint32)
+        self._held: dict[str, dict[int, bytes]] = {}
         self._lock = threading.Lock()
 
-    def add(self, namespace: str, prints: NDArray[np.uint32]) -> None:
-        """Count one more prompt with these fingerprints."""
+    def add(self, namespace: str, prompt_id: int, prints: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Count a prompt, instead of an earlier one of its id; returns those of `prints` it is to hold."""
         with self._lock:
-            np.add.at(self._counts, prints % len(self._counts), 1)
-            self._num_added[namespace] = self._num_added.get(namespace, 0) + 1
+            self._take_out(namespace, prompt_id)
+            held = prints[self._num_holders(prints) < self._max_holders]
+            for counts, buckets in zip(self._counts, _buckets(held), strict=True):
+                np.add.at(counts, buckets, 1)
+            self._held.setdefault(namespace, {})[prompt_id] = held.tobytes()
+            return held
+
+    def remove(self, namespace: str, prompt_id: int) -> None:
+        """Take a prompt out of the counts; unknown ones are ignored."""
+        with self._lock:
+            self._take_out(namespace, prompt_id)
 
     def forget_namespace(self, namespace: str) -> None:
-        """Forget how many prompts a namespace had; its buckets stay as a little noise."""
+        """Take all prompts of a namespace out of the counts."""
         with self._lock:
-            self._num_added.pop(namespace, None)
+            for prompt_id in list(self._held.get(namespace, ())):
+                self._take_out(namespace, prompt_id)
 
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
             self._counts[:] = 0
-            self._num_added.clear()
+            self._held.clear()
 
-    def rarest(
-        self,
-        namespace: str,
-        prints: NDArray[np.uint32],
-        *,
-        num_prompts: int,
-        max_postings: int,
-        min_asked: int,
-    ) -> NDArray[np.uint32]:
-        """
-        The rarest of `prints`, as many as `max_postings` postings allow and at least `min_asked`.
-
-        `num_prompts` is how many prompts the namespace holds now. Forgotten prompts are not
-        uncounted (their fingerprints are no longer known); the share of all prompts ever added
-        is scaled to the living ones instead.
-        """
+    def rarest(self, prints: NDArray[np.uint32], *, max_postings: int, min_asked: int) -> NDArray[np.uint32]:
+        """The rarest of `prints`, as many as `max_postings` postings allow and at least `min_asked`."""
         with self._lock:
-            counts = self._counts[prints % len(self._counts)]
-            num_added = self._num_added.get(namespace, 0)
-        if num_added == 0 or num_prompts == 0:
-            return prints
-        shares = np.minimum(counts / num_added, 1.0)
-        order = np.argsort(shares, kind="stable")
-        postings = np.cumsum(shares[order] * num_prompts)
+            counts = self._num_holders(prints)
+        order = np.argsort(counts, kind="stable")
+        postings = np.cumsum(counts[order], dtype=np.int64)
         num_asked = max(min_asked, int(np.searchsorted(postings, max_postings, side="right")))
         return np.sort(prints[order[:num_asked]])
+
+    def _num_holders(self, prints: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """How many prompts hold each, or a few more."""
+        first, second = _buckets(prints)
+        holders: NDArray[np.uint32] = np.minimum(self._counts[0, first], self._counts[1, second])
+        return holders
+
+    def _take_out(self, namespace: str, prompt_id: int) -> None:
+        shelf = self._held.get(namespace)
+        held = None if shelf is None else shelf.pop(prompt_id, None)
+        if shelf is None or held is None:
+            return
+        if not shelf:
+            del self._held[namespace]
+        for counts, buckets in zip(self._counts, _buckets(np.frombuffer(held, np.uint32)), strict=True):
+            np.subtract.at(counts, buckets, 1)
+
+
+def _buckets(prints: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """(F,) fingerprints -> their bucket in each table."""
+    low = prints & np.uint32((1 << _BITS) - 1)
+    return low, (prints * _FACTOR) >> np.uint32(32 - _BITS)

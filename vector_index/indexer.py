@@ -65,6 +65,10 @@ class Indexer:
                 embeddings = [None] * len(batch)
             complete = _with_embeddings(entries, embeddings)
             failed = await self._write(partial(self._index.upsert, complete))
+            if failed:
+                # What nobody holds must not count as common.
+                for entry in entries:
+                    self._frequencies.remove(entry.namespace, entry.prompt_id)
             failures += failed
             num_indexed += 0 if failed else len(batch)
             await asyncio.sleep(0)  # a rebuild must leave the event loop its turns
@@ -86,6 +90,7 @@ class Indexer:
             return []
         for prompt_id in prompt_ids:
             self._prefix_table.remove(namespace, prompt_id)
+            self._frequencies.remove(namespace, prompt_id)
         return await self._write(lambda: self._index.delete(namespace, prompt_ids))
 
     async def forget_namespace(self, namespace: str) -> list[Failure]:
@@ -120,10 +125,10 @@ class Indexer:
 
     def _enter(self, record: PromptRecord) -> Entry:
         """Take a prompt into prefix table and frequencies; the entry lacks its embedding."""
-        prints = self.fingerprints(record.namespace, record.token_ids)
-        if self._prefix_table.add(record.namespace, record.prompt_id, record.token_ids):
-            self._frequencies.add(record.namespace, prints)
-        return Entry(record.prompt_id, record.namespace, prints)
+        namespace, prompt_id = record.namespace, record.prompt_id
+        self._prefix_table.add(namespace, prompt_id, record.token_ids)
+        prints = self.fingerprints(namespace, record.token_ids)
+        return Entry(prompt_id, namespace, self._frequencies.add(namespace, prompt_id, prints))
 
     async def _embed(self, texts: list[PromptText | None]) -> list[NDArray[np.float32] | None] | Failure:
         embedder = self._embedder

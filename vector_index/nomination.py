@@ -22,6 +22,8 @@ class NominatorSettings:
     How hard to look, in tokens and seconds.
 
     kgram, window         a common stretch of kgram + window - 1 tokens is found for sure
+    max_holders           prompts of a namespace stored with one fingerprint; later ones go without,
+                          so that what everybody shares costs no more than what thousands share
     max_postings          what a search may cost: stored prompts walked through, summed over the
                           fingerprints asked for (about 1.3 ns each); rare fingerprints go first
     min_asked             fingerprints asked for even where all are common, and how many must be
@@ -36,6 +38,7 @@ class NominatorSettings:
     max_fingerprints: int = 512
     block_size: int = 32
     max_candidates: int = 8
+    max_holders: int = 10_000
     max_postings: int = 100_000
     min_asked: int = 4
     max_distance: float = 0.05

@@ -53,8 +53,8 @@ class Nominator:
         self.settings = settings or NominatorSettings()
         self._index = index
         self._prefix_table = prefix_table or PrefixTable(self.settings.block_size)
-        frequencies = FingerprintFrequencies()
-        self._passages = PassageSearch(index, self._prefix_table, frequencies, self.settings)
+        frequencies = FingerprintFrequencies(max_holders=self.settings.max_holders)
+        self._passages = PassageSearch(index, frequencies, self.settings)
         self._embedder = embedder
         names = ("prefix", "fingerprint", "embedding", "meaning", "indexing", "index embedding")
         self.circuits = {

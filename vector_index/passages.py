@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from vector_index.base import Hit, VectorIndex
 from vector_index.frequencies import FingerprintFrequencies
 from vector_index.nomination import NominatorSettings
-from vector_index.prefix_table import PrefixTable
 
 _MAX_SEARCHES = 3
 
@@ -42,12 +41,10 @@ class PassageSearch:
     def __init__(
         self,
         index: VectorIndex,
-        prefix_table: PrefixTable,
         frequencies: FingerprintFrequencies,
         settings: NominatorSettings,
     ) -> None:
         self._index = index
-        self._prefix_table = prefix_table
         self._frequencies = frequencies
         self._settings = settings
 
@@ -59,24 +56,21 @@ class PassageSearch:
         """
         left = prints
         for _ in range(_MAX_SEARCHES):
+            asked = self._frequencies.rarest(
+                left,
+                max_postings=self._settings.max_postings,
+                min_asked=self._settings.min_asked,
+            )
+            limit = self._settings.max_candidates
+            found = await self._index.search_fingerprints(namespace, asked, limit)
             known = {hit.prompt_id for hit in hits}
-            found = await self._search(namespace, left)
             new = [hit for hit in found if hit.prompt_id not in known]
             hits += new
-            left = prints[~_holdings(prints, hits).any(axis=0)]
-            if not new or len(left) < self._settings.min_asked:
+            left, enough = prints[~_holdings(prints, hits).any(axis=0)], self._settings.min_asked
+            if not new:  # the rare ones led to nobody: the common ones are left to ask for
+                left, enough = np.setdiff1d(left, asked, assume_unique=True), 1
+            if len(left) < enough:
                 return
-
-    async def _search(self, namespace: str, prints: NDArray[np.uint32]) -> list[Hit]:
-        asked = self._frequencies.rarest(
-            namespace,
-            prints,
-            num_prompts=self._prefix_table.num_prompts(namespace),
-            max_postings=self._settings.max_postings,
-            min_asked=self._settings.min_asked,
-        )
-        limit = self._settings.max_candidates
-        return await self._index.search_fingerprints(namespace, asked, limit)
 
 
 def rank_passages(prints: NDArray[np.uint32], hits: Sequence[Hit]) -> Passages:

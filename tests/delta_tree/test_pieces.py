@@ -32,6 +32,7 @@ def test_every_position_is_covered_exactly_once(rows: list[Piece]) -> None:
     for span, piece in table.spans():
         assert (span.start, len(span)) == (at, piece.length)
         at = span.end
+    assert table.rows() == [(span.start, p.segment_id, p.offset, p.length) for span, p in table.spans()]
     assert at == table.num_tokens == sum(piece.length for piece in rows)
     assert stored(table.pieces) == stored(rows)
     assert not any(b.continues(a) for a, b in pairwise(table.pieces))

@@ -40,6 +40,17 @@ def test_vectors_are_unit_float32(embedder: Embedder) -> None:
     assert embedder.name == "all-MiniLM-L6-v2"
 
 
+def test_bfloat16_says_so_and_hardly_moves_a_vector(embedder: Embedder) -> None:
+    """Far below the distance that nominates; the name keeps its vectors in an index of their own."""
+    texts = ["How do I reset my password?", "The glacier retreated last summer. " * 20]
+    coarse = Embedder(dtype="bfloat16")
+    vectors = coarse.embed(texts)
+    assert coarse.name == "all-MiniLM-L6-v2 bfloat16"
+    assert vectors.dtype == np.float32
+    assert (vectors * embedder.embed(texts)).sum(axis=1) == pytest.approx(np.ones(2), abs=1e-3)
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx(np.ones(2), abs=1e-2)
+
+
 def test_the_end_of_a_long_prompt_counts(embedder: Embedder) -> None:
     """Two long prompts that differ in the last question only are near but not equal."""
     report = "Revenue rose by twelve percent while costs fell in every region. " * 60

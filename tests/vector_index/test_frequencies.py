@@ -1,84 +1,167 @@
-"""Which fingerprints a search asks for, given how common they are."""
+"""Which fingerprints a prompt is stored with and a search asks for, given how common they are."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vector_index.frequencies import FingerprintFrequencies
 
 COMMON = np.arange(50, dtype=np.uint32)
+EVERYTHING = {"max_postings": 10**9, "min_asked": 4}
 
 
 def rare(prompt: int) -> Any:
     return np.arange(1000 + prompt * 50, 1050 + prompt * 50, dtype=np.uint32)
 
 
-def filled(num_prompts: int) -> FingerprintFrequencies:
+def prints(*values: int) -> Any:
+    return np.array(values, dtype=np.uint32)
+
+
+def filled(num_prompts: int, *, max_holders: int = 10**9) -> FingerprintFrequencies:
     """Every prompt has the 50 common fingerprints and 50 of its own."""
-    frequencies = FingerprintFrequencies()
+    frequencies = FingerprintFrequencies(max_holders=max_holders)
     for prompt in range(num_prompts):
-        frequencies.add("a", np.concatenate([COMMON, rare(prompt)]))
+        frequencies.add("a", prompt, np.concatenate([COMMON, rare(prompt)]))
     return frequencies
 
 
-def asked_of(frequencies: FingerprintFrequencies, num_prompts: int, **limits: int) -> Any:
-    asked = np.concatenate([COMMON, rare(7)])
-    limits = {"max_postings": 10**9, "min_asked": 4, **limits}
-    return frequencies.rarest("a", asked, num_prompts=num_prompts, **limits)
+def asked_of(frequencies: FingerprintFrequencies, **limits: int) -> Any:
+    return frequencies.rarest(np.concatenate([COMMON, rare(7)]), **{**EVERYTHING, **limits})
 
 
 def test_everything_is_asked_within_the_budget() -> None:
     """A budget larger than all postings leaves nothing out."""
-    chosen = asked_of(filled(100), 100)
-    assert len(chosen) == 100
+    assert len(asked_of(filled(100))) == 100
 
 
 def test_the_rarest_are_asked_first() -> None:
     """A tight budget keeps the fingerprints that few prompts have and drops the common ones."""
-    chosen = asked_of(filled(100), 100, max_postings=60)
+    chosen = asked_of(filled(100), max_postings=60)
     assert set(rare(7).tolist()) == set(chosen.tolist())
 
 
 def test_some_are_asked_even_where_all_are_common() -> None:
     """A prompt made of common passages only still finds somebody who has them."""
-    frequencies = filled(100)
-    limits = {"num_prompts": 100, "max_postings": 1, "min_asked": 4}
-    assert len(frequencies.rarest("a", COMMON, **limits)) == 4
+    assert len(filled(100).rarest(COMMON, max_postings=1, min_asked=4)) == 4
 
 
 def test_the_cost_does_not_grow_with_the_namespace() -> None:
     """With ten times the prompts the postings walked through stay within the budget."""
     for num_prompts in (100, 1000):
-        chosen = asked_of(filled(num_prompts), num_prompts, max_postings=500)
-        num_common = len(np.intersect1d(chosen, COMMON))
+        num_common = len(np.intersect1d(asked_of(filled(num_prompts), max_postings=500), COMMON))
         assert num_common * num_prompts <= 500
 
 
-def test_forgotten_prompts_do_not_make_a_fingerprint_common() -> None:
-    """Counts are scaled to the prompts that are left, so churn alone hides nobody."""
-    chosen = asked_of(filled(1000), 10, max_postings=600)
-    assert len(chosen) == 100
+def test_a_fingerprint_of_many_is_not_stored_again() -> None:
+    """Beyond `max_holders` a prompt goes without the common ones and keeps its own."""
+    frequencies = filled(10, max_holders=10)
+    held = frequencies.add("a", 99, np.concatenate([COMMON, rare(99)]))
+    assert held.tolist() == rare(99).tolist()
 
 
-def test_an_unknown_namespace_asks_for_everything() -> None:
+def test_a_forgotten_holder_makes_room_for_the_next() -> None:
+    """Where the holders of a passage leave, later prompts are stored with it again."""
+    frequencies = filled(10, max_holders=10)
+    frequencies.remove("a", 3)
+    assert len(frequencies.add("a", 98, COMMON)) == 50
+    assert len(frequencies.add("a", 99, COMMON)) == 0
+    frequencies.remove("a", 99)  # held none: leaves no room
+    assert len(frequencies.add("a", 97, COMMON)) == 0
+
+
+def test_adding_an_id_again_replaces_its_counts() -> None:
+    """A prompt counts once, with what it was last added with."""
+    frequencies = FingerprintFrequencies(max_holders=1)
+    for values in ([1, 2], [2, 3], [2, 3]):
+        assert frequencies.add("a", 7, prints(*values)).tolist() == values
+    assert frequencies.add("a", 8, prints(1, 2, 3)).tolist() == [1]
+
+
+def test_unknown_prompts_are_removed_without_harm() -> None:
+    """Forgetting what was never added, or in another namespace, changes nothing."""
+    frequencies = filled(10, max_holders=10)
+    frequencies.remove("b", 3)
+    frequencies.remove("a", 77)
+    frequencies.forget_namespace("b")
+    assert len(frequencies.add("a", 99, COMMON)) == 0
+
+
+@pytest.mark.parametrize("reset", ["clear", "forget"])
+def test_clear_and_forget_namespace_reset_the_counts(reset: str) -> None:
+    """After either nothing of the namespace is common any more."""
+    frequencies = filled(100, max_holders=100)
+    if reset == "clear":
+        frequencies.clear()
+    else:
+        frequencies.forget_namespace("a")
+    assert len(asked_of(frequencies, max_postings=0)) == 100
+    assert len(frequencies.add("a", 1, COMMON)) == 50
+
+
+def test_nothing_known_asks_for_everything() -> None:
     """Without counts, as after a start over an index on disk, nothing is held to be common."""
-    chosen = FingerprintFrequencies().rarest("b", COMMON, num_prompts=5, max_postings=1, min_asked=1)
-    assert chosen.tolist() == COMMON.tolist()
+    frequencies = FingerprintFrequencies(max_holders=1)
+    assert frequencies.rarest(COMMON, max_postings=1, min_asked=1).tolist() == COMMON.tolist()
 
 
 def test_no_fingerprints_select_none() -> None:
     """A prompt without fingerprints is no special case."""
-    none = np.empty(0, dtype=np.uint32)
-    chosen = filled(3).rarest("a", none, num_prompts=3, max_postings=1, min_asked=4)
-    assert len(chosen) == 0
+    frequencies = filled(3)
+    assert len(frequencies.rarest(prints(), max_postings=1, min_asked=4)) == 0
+    assert len(frequencies.add("a", 99, prints())) == 0
 
 
-def test_clear_and_forget_namespace_reset_the_counts() -> None:
-    """After either nothing of the namespace is common any more."""
-    for reset in ("clear", "forget"):
-        frequencies = filled(100)
-        if reset == "clear":
-            frequencies.clear()
+def test_strangers_do_not_make_a_fingerprint_common() -> None:
+    """Among 300,000 fingerprints of others in the buckets nobody's own is taken for common."""
+    frequencies = FingerprintFrequencies(max_holders=8)
+    rng = np.random.default_rng(0)
+    for prompt in range(3000):
+        # Small values, as the minima of winnowing are: only their low bits tell them apart.
+        own = np.unique(rng.integers(0, 2**27, 100, dtype=np.uint32))
+        assert len(frequencies.add("a", prompt, own)) == len(own)
+
+
+def test_no_holders_at_all_are_refused() -> None:
+    """A passage that nobody may hold could never be found."""
+    with pytest.raises(ValueError, match="max_holders 0"):
+        FingerprintFrequencies(max_holders=0)
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "add", "remove", "forget"]),
+        st.sampled_from(["a", "b"]),
+        st.integers(0, 5),
+        st.sets(st.integers(0, 6), max_size=5),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps)
+def test_the_counts_equal_a_dictionary(history: list[tuple[str, str, int, set[int]]]) -> None:
+    """After any adds, replacements and removals exactly those are held that have fewer holders."""
+    frequencies = FingerprintFrequencies(max_holders=2)
+    held: dict[tuple[str, int], set[int]] = {}
+    for verb, namespace, prompt_id, values in history:
+        key = (namespace, prompt_id)
+        if verb == "add":
+            held.pop(key, None)
+            # The namespaces' numbers do not meet here, as `bind` sees to it there.
+            asked = sorted(value + 100 * (namespace == "b") for value in values)
+            counts = Counter(value for other in held.values() for value in other)
+            expected = [value for value in asked if counts[value] < 2]
+            assert frequencies.add(namespace, prompt_id, prints(*asked)).tolist() == expected
+            held[key] = set(expected)
+        elif verb == "remove":
+            frequencies.remove(namespace, prompt_id)
+            held.pop(key, None)
         else:
-            frequencies.forget_namespace("a")
-        assert len(asked_of(frequencies, 100, max_postings=1)) == 100
+            frequencies.forget_namespace(namespace)
+            held = {key: value for key, value in held.items() if key[0] != namespace}

@@ -126,6 +126,89 @@ async def test_a_system_prompt_after_a_changing_header_still_nominates(
     await index.close()
 
 
+@pytest.fixture
+async def crowded() -> AsyncIterator[Nominator]:
+    """At most three prompts hold a fingerprint, and a search asks for few common ones."""
+    settings = NominatorSettings(max_holders=3, max_postings=2, search_timeout_s=5)
+    index = QdrantEdgeIndex(settings.schema(None))
+    await index.open()
+    nominator = Nominator(index, settings=settings)
+    yield nominator
+    nominator.close()
+    await index.close()
+
+
+def with_system_prompt(seed: int) -> Any:
+    """A header of its own, what everybody shares, a question of its own."""
+    return np.concatenate([tokens(1000 + seed, 40), tokens(0), tokens(2000 + seed, 100)])
+
+
+async def test_what_everybody_shares_is_stored_with_a_few(crowded: Nominator) -> None:
+    """Its donors are found among those few; what is rare is found with everybody who has it."""
+    for n in range(30):
+        await crowded.remember(n, "a", with_system_prompt(n))
+    by_common = ids(await crowded.nominate("a", with_system_prompt(77), None, allow_dense=False))
+    assert by_common
+    assert set(by_common) <= {0, 1, 2}
+    query = np.concatenate([tokens(1), with_system_prompt(20)[-100:]])
+    assert ids(await crowded.nominate("a", query, None, allow_dense=False)) == [20]
+
+
+async def test_common_passages_are_found_behind_many_unknown_ones(crowded: Nominator) -> None:
+    """Fingerprints that nobody has are the rarest; they do not use up the search."""
+    for n in range(10):
+        await crowded.remember(n, "a", with_system_prompt(n))
+    query = np.concatenate([tokens(5, 2000), tokens(0), tokens(6, 2000)])
+    nomination = await crowded.nominate("a", query, None, allow_dense=False)
+    assert nomination.candidates
+    assert nomination.candidates[0].score == pytest.approx(400 / 4400, abs=0.05)
+
+
+async def test_later_prompts_take_the_place_of_forgotten_holders(crowded: Nominator) -> None:
+    """Where those stored with the common passage are forgotten, the next ones are."""
+    for n in range(10):
+        await crowded.remember(n, "a", with_system_prompt(n))
+    await crowded.forget("a", [0, 1, 2])
+    for n in range(10, 20):
+        await crowded.remember(n, "a", with_system_prompt(n))
+    found = ids(await crowded.nominate("a", with_system_prompt(77), None, allow_dense=False))
+    assert found
+    assert set(found) <= {10, 11, 12}
+
+
+async def test_a_restored_nominator_counts_as_before(crowded: Nominator) -> None:
+    """After a restart over an index on disk a common passage is still common."""
+    records = [PromptRecord(n, "a", with_system_prompt(n)) for n in range(10)]
+    assert await crowded.restore(records) == 10  # nothing is in the index: whoever is found came later
+    await crowded.remember(50, "a", with_system_prompt(50))
+    assert ids(await crowded.nominate("a", with_system_prompt(77), None, allow_dense=False)) == []
+    assert await crowded.rebuild(records) == 10
+    found = ids(await crowded.nominate("a", with_system_prompt(77), None, allow_dense=False))
+    assert set(found) <= {0, 1, 2}
+    assert found
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_every_known_passage_finds_somebody_who_has_it(crowded: Nominator, seed: int) -> None:
+    """However common: a prompt made of one known passage among new text nominates a donor of it."""
+    rng = np.random.default_rng(seed)
+    passages = [tokens(10_000 * seed + number, 60) for number in range(6)]
+    owners: dict[int, set[int]] = {number: set() for number in range(6)}
+    for n in range(40):
+        chosen = np.flatnonzero(rng.random(6) < [0.9, 0.8, 0.5, 0.2, 0.1, 0.02])
+        parts = [
+            part for number in chosen for part in (tokens(int(rng.integers(10**9)), 30), passages[number])
+        ]
+        for number in chosen:
+            owners[int(number)].add(n)
+        await crowded.remember(n, "a", np.concatenate([tokens(10**6 + n, 20), *parts]))
+    for number, passage in enumerate(passages):
+        query = np.concatenate([tokens(int(rng.integers(10**9)), 90), passage])
+        found = ids(await crowded.nominate("a", query, None, allow_dense=False))
+        assert bool(found) == bool(owners[number])
+        assert set(found) <= owners[number]
+
+
 async def test_the_donor_of_a_rare_passage_is_not_crowded_out(nominator: Nominator) -> None:
     """Many prompts share the popular chunks; the only one with the rare chunk is kept too."""
     popular, rare = tokens(0, 300), tokens(1, 100)

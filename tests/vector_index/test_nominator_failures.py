@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ TEXT = PromptText("weather", "weather")
 SETTINGS = NominatorSettings(
     search_timeout_s=0.1,
     embed_timeout_s=0.1,
-    write_timeout_s=0.2,
+    write_timeout_s=1.0,
     failures_to_open=3,
     open_s=30,
     max_distance=0.5,
@@ -233,6 +234,18 @@ async def test_remembering_without_index_keeps_the_prefix(
     setup.index.mood = "works"
     nomination = await setup.nominator.nominate("a", tokens(2), None, allow_dense=False)
     assert [c.prompt_id for c in nomination.candidates] == [2]
+
+
+async def test_what_the_index_did_not_take_is_not_common(setup: Setup) -> None:
+    """A passage that no stored prompt holds is stored with the next, however often it failed."""
+    settings = replace(SETTINGS, max_holders=1, failures_to_open=100)
+    nominator = Nominator(setup.index, settings=settings)
+    setup.index.mood = "fails"
+    await nominator.remember(2, "a", tokens(2))
+    setup.index.mood = "works"
+    await nominator.remember(3, "a", tokens(2))
+    assert len(setup.index.entries[3].fingerprints) > 10
+    nominator.close()
 
 
 @pytest.mark.parametrize("mood", ["fails", "hangs", "nonsense"])
