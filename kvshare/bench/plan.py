@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import DeltaTree, Node, NodeDraft, Piece, PieceTable, Segment, Span, TokenIds, new_segment_id
+from kvshare.bench.figures import grown, memory_bytes
 from kvshare.bench.harness import edited, milliseconds, random_prompt
 from kvshare.cost import Rates
 from kvshare.plan import Plan
@@ -73,7 +74,7 @@ async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) ->
         nominator = Nominator(index, embedder=embedder, settings=nominator_settings)
         tree = DeltaTree.open(None, identity="bench")
         gc.collect()
-        before = {kind: _memory_bytes(kind) for kind in ("RssAnon", "RssFile")}
+        before = memory_bytes()
         embedder.replay = True
         for nodes in _batches(_stored(rng, tree, templates, num_stored), 64):
             await nominator.remember_all(
@@ -84,7 +85,7 @@ async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) ->
             )
         embedder.replay = False
         gc.collect()
-        grown = {kind: (_memory_bytes(kind) - value) / num_stored for kind, value in before.items()}
+        per_prompt = {kind: number / num_stored for kind, number in grown(before).items()}
         arms = {}
         for name, dense in (("without_dense", False), ("with_dense", True)):
             arms[name] = await _measure(
@@ -101,8 +102,8 @@ async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) ->
         **arms,
         "p50_ms": arms["without_dense"]["p50_ms"],
         "p99_ms": arms["without_dense"]["p99_ms"],
-        "metadata_bytes_per_prompt": grown["RssAnon"],
-        "mapped_file_bytes_per_prompt": grown["RssFile"],
+        "metadata_bytes_per_prompt": per_prompt["RssAnon"],
+        "mapped_file_bytes_per_prompt": per_prompt["RssFile"],
     }
 
 
@@ -240,11 +241,3 @@ def _batches(items: Iterator[tuple[int, Node]], size: int) -> Iterator[list[tupl
             batch = []
     if batch:
         yield batch
-
-
-def _memory_bytes(kind: str) -> int:
-    """Memory of this process, native parts included: "RssAnon" is its own, "RssFile" page cache it maps."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{kind}:"):
-            return 1024 * int(line.split()[1])
-    raise OSError(f"/proc/self/status has no {kind}")

@@ -1,0 +1,142 @@
+"""
+`kvshare bench index`: what nominating costs when very many prompts are stored, and what they take on disk and
+in memory. No model, no planning.
+
+All of `stored` are in one namespace, half of them with the same long passage; a tenth as many more are in a
+hundred small namespaces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvshare.bench.figures import drop_from_page_cache, grown, memory_bytes, percentiles, shard_bytes
+from kvshare.bench.index_corpus import MIN_TOKENS, Corpus, Stored
+from vector_index import Nominator, NominatorSettings, QdrantEdgeIndex
+
+_LARGE, _NUM_SMALL = "large", 100
+_BATCH = 1024
+_FLUSH_EVERY = 64 * _BATCH
+
+
+def run(
+    *,
+    stored: int = 100_000,
+    prompt_tokens: int = 500,
+    queries: int = 200,
+    dense: bool = True,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Builds an index of `stored` prompts and asks it, freshly written, optimised and cold, and warm."""
+    if prompt_tokens < MIN_TOKENS:
+        raise ValueError(f"prompt_tokens must be at least {MIN_TOKENS}, got {prompt_tokens}")
+    return asyncio.run(_run(stored, prompt_tokens, queries, dense, seed))
+
+
+async def _run(stored: int, prompt_tokens: int, queries: int, dense: bool, seed: int) -> dict[str, Any]:
+    corpus = Corpus(np.random.default_rng(seed), prompt_tokens, stored, dense=dense)
+    settings = NominatorSettings(search_timeout_s=60.0, embed_timeout_s=60.0, write_timeout_s=600.0)
+    embedder = corpus if dense else None
+    with tempfile.TemporaryDirectory(prefix="kvshare-bench-index-") as name:
+        folder = Path(name)
+        index = QdrantEdgeIndex(settings.schema(embedder), folder, optimise_after=2**62)
+        await index.open()
+        nominator = Nominator(index, embedder=embedder, settings=settings)
+        gc.collect()
+        before = memory_bytes()
+        seconds, memory, arms = {}, {}, {}
+
+        began = time.perf_counter()
+        await _fill(corpus, nominator, index, stored)
+        seconds["build"] = time.perf_counter() - began
+        memory["built"] = grown(before)
+        arms["as_written"] = await _measure(corpus, nominator, queries)
+
+        began = time.perf_counter()
+        await index.optimise()
+        seconds["optimise"] = time.perf_counter() - began
+        await index.close()
+        disk = shard_bytes(folder / "shard")
+        drop_from_page_cache(folder)
+        began = time.perf_counter()
+        await index.open()
+        seconds["open_cold"] = time.perf_counter() - began
+        arms["cold"] = await _measure(corpus, nominator, queries)
+        arms["warm"] = await _measure(corpus, nominator, queries)
+        memory["after_queries"] = grown(before)
+        num_points = await index.count()
+        nominator.close()
+        await index.close()
+    return {
+        "benchmark": "index",
+        "stored": stored,
+        "points": num_points,
+        "prompt_tokens": prompt_tokens,
+        "dimension": corpus.dimension if dense else 0,
+        "queries": queries,
+        "seed": seed,
+        "p99_ms": max(kind["p99_ms"] for space in arms["warm"].values() for kind in space.values()),
+        "nomination": arms,
+        "seconds": {what: round(value, 2) for what, value in seconds.items()},
+        "disk_bytes": disk,
+        "memory_bytes": memory,
+        "optimiser_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
+    }
+
+
+async def _fill(corpus: Corpus, nominator: Nominator, index: QdrantEdgeIndex, stored: int) -> None:
+    small = [f"small {number // 2 % _NUM_SMALL}" for number in range(stored // 10)]
+    prompt_id = 0
+    for namespaces in ([_LARGE] * stored, small):
+        for start in range(0, len(namespaces), _BATCH):
+            records = corpus.records(prompt_id, namespaces[start : start + _BATCH])
+            await nominator.remember_all(records, batch_size=256)
+            prompt_id += len(records)
+            if start % _FLUSH_EVERY == 0:
+                await index.maintain()
+    await index.maintain()
+
+
+async def _measure(corpus: Corpus, nominator: Nominator, num_queries: int) -> dict[str, dict[str, Any]]:
+    """Per kind of namespace and of query: times, and the share of queries whose donor was found."""
+    rng = np.random.default_rng(1)
+    spaces = {
+        "large": [stored for stored in corpus.samples if stored.namespace == _LARGE],
+        "small": [stored for stored in corpus.samples if stored.namespace != _LARGE],
+    }
+    return {
+        space: {
+            kind: await _ask(
+                corpus, nominator, kind, [stored[i] for i in rng.integers(0, len(stored), num_queries)]
+            )
+            for kind in corpus.kinds
+        }
+        for space, stored in spaces.items()
+        if stored
+    }
+
+
+async def _ask(corpus: Corpus, nominator: Nominator, kind: str, asked: Sequence[Stored]) -> dict[str, Any]:
+    seconds, num_found, num_failures = [], 0, 0
+    for stored in asked:
+        tokens, text = corpus.query(kind, stored)
+        began = time.perf_counter()
+        nomination = await nominator.nominate(stored.namespace, tokens, text, allow_dense=text is not None)
+        seconds.append(time.perf_counter() - began)
+        num_failures += len(nomination.failures)
+        if kind in ("prefix", "passage"):
+            num_found += stored.prompt_id in {candidate.prompt_id for candidate in nomination.candidates}
+        elif kind == "meaning":
+            num_found += any(candidate.similarity is not None for candidate in nomination.candidates)
+        else:
+            num_found += bool(nomination.candidates)
+    return {**percentiles(seconds), "found": num_found / len(asked), "failures": num_failures}

@@ -1,0 +1,156 @@
+"""
+`kvshare bench replay`: how many requests a second the replay's KVShare arm takes, and how that
+falls as the store grows. No log and no model: prompts are drawn like text from a seed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from delta_tree import token_ids
+from kvshare.bench.figures import grown, memory_bytes, percentiles
+from kvshare.bench.text_like import TextLikePrompts
+from kvshare.replay.arms.base import Workbench
+from kvshare.replay.arms.meanings import Meanings
+from kvshare.replay.arms.sharing import SharingArm
+from kvshare.replay.arms.sharing_options import SharingOptions
+from kvshare.replay.requests import LoggedRequest, Outcome, TokenizedRequest
+from kvshare.settings import load_settings
+from vector_index import Embedder
+
+_BYTES_PER_TOKEN = 1024
+_PREFILL_TOKENS_PER_S = 500.0  # slow enough for the search by meaning to be worth it
+_BATCH = 64  # requests embedded together
+_FIRST_STOP = 1000
+
+
+def run(
+    *,
+    stored: int = 10_000,
+    prompt_tokens: int = 500,
+    requests: int = 1000,
+    dense: bool = False,
+    threads: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """
+    Replays `stored` requests and `requests` more, one at a time.
+
+    Measured are the last `requests`, and as many after 1,000, 10,000, ... `keep` is what is neither
+    nominating nor planning: the tree's books, fingerprints, indexing. `threads` are the embedder's, all
+    cores if None; beside other work one is quicker.
+    """
+    arm = _arm(_embedder(threads) if dense else None, seed=seed)
+    prompts = TextLikePrompts(np.random.default_rng(seed), prompt_tokens)
+    stream = _Stream(arm, prompts)
+    gc.collect()
+    before = memory_bytes()
+    windows = []
+    try:
+        for stop in _stops(stored):
+            stream.replay(max(0, stop - stream.num_observed))
+            windows.append(stream.measure(requests))
+        memory = grown(before)
+    finally:
+        arm.close()
+    return {
+        "benchmark": "replay",
+        "stored": stored,
+        "prompt_tokens": prompt_tokens,
+        "requests": requests,
+        "dense": dense,
+        "seed": seed,
+        "requests_per_s": windows[-1]["requests_per_s"],
+        "plan_p99_ms": windows[-1]["plan"]["p99_ms"],
+        "windows": windows,
+        "memory_bytes": memory,
+    }
+
+
+class _Stream:
+    """Requests that go to an arm one by one, embedded a batch at a time where it looks at meaning."""
+
+    def __init__(self, arm: SharingArm, prompts: TextLikePrompts) -> None:
+        self._arm = arm
+        self._prompts = prompts
+        self.num_observed = 0
+
+    def replay(self, num_requests: int) -> list[tuple[Outcome, float]]:
+        """What the arm made of each, and the seconds each took, its share of the embedding included."""
+        results: list[tuple[Outcome, float]] = []
+        meanings = self._arm.bench.meanings
+        for start in range(0, num_requests, _BATCH):
+            batch = [self._next() for _ in range(min(_BATCH, num_requests - start))]
+            began = time.perf_counter()
+            if meanings is not None:
+                meanings.prepare(batch)
+            embedding_s = (time.perf_counter() - began) / len(batch)
+            for request in batch:
+                began = time.perf_counter()
+                outcome = self._arm.observe(request)
+                results.append((outcome, embedding_s + time.perf_counter() - began))
+        return results
+
+    def measure(self, num_requests: int) -> dict[str, Any]:
+        """Rates and times of the next requests."""
+        num_stored, cpu_began = self.num_observed, time.process_time()
+        results = self.replay(num_requests)
+        cpu_s = time.process_time() - cpu_began  # drawing the prompts included: a few percent
+        outcomes = [outcome for outcome, _ in results]
+        seconds = [each for _, each in results]
+        rest = [each - outcome.lookup_s - outcome.plan_s for outcome, each in results]
+        num_tokens = num_requests * self._prompts.num_tokens
+        return {
+            "stored": num_stored,
+            "requests_per_s": round(num_requests / sum(seconds), 1),
+            "cpu_ms_per_request": round(1e3 * cpu_s / num_requests, 3),
+            "nominate": percentiles([outcome.lookup_s for outcome in outcomes]),
+            "plan": percentiles([outcome.plan_s for outcome in outcomes]),
+            "keep": percentiles(rest),
+            "hit_rate": sum(outcome.num_hit for outcome in outcomes) / num_tokens,
+        }
+
+    def _next(self) -> TokenizedRequest:
+        number, tokens = self.num_observed, self._prompts.draw()
+        self.num_observed += 1
+        name = f"conversation {number}"
+        return TokenizedRequest(
+            index=number,
+            logged=LoggedRequest(source="bench", line=number + 1, conversation=name, turn=0, user=name),
+            token_ids=tokens,
+            answer_ids=token_ids([]),
+            text=self._prompts.text(tokens),
+            time_s=float(number),
+        )
+
+
+def _arm(embedder: Embedder | None, *, seed: int) -> SharingArm:
+    bench = Workbench(
+        settings=load_settings(),
+        bytes_per_token=_BYTES_PER_TOKEN,
+        prefill_tokens_per_s=_PREFILL_TOKENS_PER_S,
+        seed=seed,
+        meanings=None if embedder is None else Meanings(embedder),
+    )
+    options = SharingOptions(nominate="fingerprints" if embedder is None else "both")
+    return SharingArm("bench", bench, sharing=options)
+
+
+def _embedder(num_threads: int | None) -> Embedder:
+    """In bfloat16: 1.8 times as many texts, and the distances stay what they are."""
+    return Embedder(num_threads=num_threads or os.cpu_count() or 1, dtype="bfloat16")
+
+
+def _stops(stored: int) -> list[int]:
+    """How many requests are in the store when a window begins: 1,000, 10,000, ... and `stored`."""
+    stops = []
+    stop = _FIRST_STOP
+    while stop < stored:
+        stops.append(stop)
+        stop *= 10
+    return [*stops, stored]

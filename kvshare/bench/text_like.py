@@ -1,0 +1,74 @@
+"""
+Prompts that look like text to an index: common words, paragraphs that come again, one system prompt for half.
+
+Words are drawn by Zipf's law. A prompt is a header of its own, perhaps the system prompt, and paragraphs, of
+which most are popular ones; one prompt in five is an earlier one with a stretch rewritten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delta_tree import TokenIds, token_ids
+
+MIN_TOKENS = 64
+_WORDS, _ZIPF = 20_000, 1.1
+_PARAGRAPHS, _PARAGRAPH_TOKENS = 5000, 80
+_HEADER_TOKENS = 24
+_SHARE_WITH_SYSTEM, _SHARE_POPULAR, _SHARE_RESUBMITTED = 0.5, 0.6, 0.2
+_SYSTEM_FRACTION, _REWRITTEN_FRACTION = 0.4, 0.1
+_REMEMBERED = 1000  # prompts that may be sent again
+
+
+class TextLikePrompts:
+    """An endless stream of prompts of one length."""
+
+    def __init__(self, rng: np.random.Generator, num_tokens: int) -> None:
+        if num_tokens < MIN_TOKENS:
+            raise ValueError(f"prompts need at least {MIN_TOKENS} tokens, got {num_tokens}")
+        self._rng = rng
+        self.num_tokens = num_tokens
+        weights = 1.0 / np.arange(1, _WORDS + 1) ** _ZIPF
+        self._cumulated = np.cumsum(weights) / weights.sum()
+        self._paragraphs = self._words(_PARAGRAPHS * _PARAGRAPH_TOKENS).reshape(_PARAGRAPHS, -1)
+        self._popularity = 1.0 / np.arange(1, _PARAGRAPHS + 1)
+        self._popularity = np.cumsum(self._popularity) / self._popularity.sum()
+        self._system = self._words(round(_SYSTEM_FRACTION * num_tokens))
+        self._recent: deque[TokenIds] = deque(maxlen=_REMEMBERED)
+
+    def draw(self) -> TokenIds:
+        """The next prompt."""
+        if self._recent and self._rng.random() < _SHARE_RESUBMITTED:
+            prompt = self._rewritten(self._recent[int(self._rng.integers(len(self._recent)))])
+        else:
+            prompt = self._fresh()
+        self._recent.append(prompt)
+        return prompt
+
+    def text(self, prompt: TokenIds) -> str:
+        """Words for an embedder, the header and the system prompt left out."""
+        return " ".join(f"{token:x}" for token in prompt[-self.num_tokens // 2 :].tolist())
+
+    def _fresh(self) -> TokenIds:
+        parts = [self._words(_HEADER_TOKENS)]
+        if self._rng.random() < _SHARE_WITH_SYSTEM:
+            parts.append(self._system)
+        while sum(map(len, parts)) < self.num_tokens:
+            if self._rng.random() < _SHARE_POPULAR:
+                parts.append(self._paragraphs[np.searchsorted(self._popularity, self._rng.random())])
+            else:
+                parts.append(self._words(_PARAGRAPH_TOKENS))
+        return token_ids(np.concatenate(parts)[: self.num_tokens])
+
+    def _rewritten(self, prompt: TokenIds) -> TokenIds:
+        length = max(1, round(_REWRITTEN_FRACTION * len(prompt)))
+        start = int(self._rng.integers(len(prompt) - length + 1))
+        changed = np.array(prompt)
+        changed[start : start + length] = self._words(length)
+        return token_ids(changed)
+
+    def _words(self, count: int) -> NDArray[np.int32]:
+        return np.searchsorted(self._cumulated, self._rng.random(count)).astype(np.int32)

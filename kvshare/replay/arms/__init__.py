@@ -1,0 +1,153 @@
+"""
+The arms by name, and how a name with options becomes one: `kvshare-open:min_run=32:max_candidates=64`.
+
+    nothing                      no cache
+    prefix                       vLLM: equal prefix, blocks of 16
+    chunks                       LMCache's blend: prefix, then chunks of 256 anywhere
+    response                     GPTCache: the answer to the nearest prompt                          embeds
+    kvshare                      as config.yaml says: prefix, fingerprints, meaning                  embeds
+    kvshare-open                 the same with all gates open and nothing repaired                   embeds
+    kvshare-fingerprints[-open]  without meaning
+    kvshare-semantic[-open]      by meaning alone                                                    embeds
+    oracle                       every stretch of 16 tokens seen before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from kvshare.errors import ConfigError
+from kvshare.replay.arms.base import Arm, NothingArm, Workbench
+from kvshare.replay.arms.chunks import ChunksArm
+from kvshare.replay.arms.meanings import Meanings
+from kvshare.replay.arms.oracle import OracleArm
+from kvshare.replay.arms.prefix import PrefixArm
+from kvshare.replay.arms.response import ResponseArm
+from kvshare.replay.arms.sharing import SharingArm
+from kvshare.replay.arms.sharing_options import SharingOptions
+
+Number = int | float
+Options = dict[str, Number]
+
+
+_KVSHARE: Final = {
+    "kvshare": SharingOptions(),
+    "kvshare-open": SharingOptions(open_gates=True),
+    "kvshare-fingerprints": SharingOptions("fingerprints"),
+    "kvshare-fingerprints-open": SharingOptions("fingerprints", open_gates=True),
+    "kvshare-semantic": SharingOptions("meaning"),
+    "kvshare-semantic-open": SharingOptions("meaning", open_gates=True),
+}
+_SHARING_NUMBERS: Final = {
+    "max_distance": float,
+    "min_run": int,
+    "max_donors": int,
+    "max_generation": int,
+    "max_candidates": int,
+    "kgram": int,
+    "window": int,
+}
+_OPTIONS: Final[dict[str, dict[str, type[Number]]]] = {
+    "nothing": {},
+    "prefix": {"block_size": int},
+    "chunks": {"chunk_size": int, "block_size": int},
+    "response": {"max_distance": float},
+    "oracle": {"min_run": int},
+    **dict.fromkeys(_KVSHARE, _SHARING_NUMBERS),
+}
+_FAST: Final = (
+    "nothing",
+    "prefix",
+    "chunks",
+    "kvshare-fingerprints",
+    "kvshare-fingerprints-open",
+    "oracle",
+)
+_ALIASES: Final = {
+    "fast": _FAST,  # nothing that embeds
+    "all": (
+        *_FAST[:3],
+        "response",
+        "kvshare",
+        "kvshare-open",
+        *_FAST[3:5],
+        "kvshare-semantic",
+        "kvshare-semantic-open",
+        "oracle",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSpec:
+    """An arm as asked for on the command line; `text` is what results call it."""
+
+    text: str
+    name: str
+    options: Options = field(default_factory=dict)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it needs the requests' embeddings."""
+        if self.name in _KVSHARE:
+            return _KVSHARE[self.name].uses_meaning
+        return self.name == "response"
+
+
+def parse_arms(text: str) -> tuple[ArmSpec, ...]:
+    """
+    The arms of a comma-separated list; `fast` and `all` stand for several. Each once, in their order.
+
+    Raises:  ConfigError for an unknown arm or option, or a value that is no number
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    wanted = [spec for name in names for spec in _ALIASES.get(name, (name,))]
+    if not wanted:
+        raise ConfigError("--arms", f"expected some of: {', '.join(_OPTIONS)}")
+    return tuple(_parse(spec) for spec in dict.fromkeys(wanted))
+
+
+def make_arm(spec: ArmSpec, bench: Workbench, capacity_tokens: int | None = None) -> Arm:
+    """The arm with a store of its own; None: an infinite one. The caller closes it."""
+    numbers = dict(spec.options)
+    if spec.name in _KVSHARE:
+        sharing = replace(_KVSHARE[spec.name], **numbers)  # type: ignore[arg-type]  # checked by _parse
+        return SharingArm(spec.text, bench, capacity_tokens, sharing=sharing)
+    if spec.name == "nothing":
+        return NothingArm(spec.text, bench, capacity_tokens)
+    if spec.name == "response":
+        return ResponseArm(spec.text, bench, capacity_tokens, **{k: float(v) for k, v in numbers.items()})
+    simple: dict[str, Callable[..., Arm]] = {"prefix": PrefixArm, "chunks": ChunksArm, "oracle": OracleArm}
+    return simple[spec.name](spec.text, bench, capacity_tokens, **numbers)
+
+
+def _parse(text: str) -> ArmSpec:
+    name, *parts = text.split(":")
+    if name not in _OPTIONS:
+        raise ConfigError("--arms", f"unknown arm {name!r}; expected some of: {', '.join(_OPTIONS)}")
+    options: Options = {}
+    for part in parts:
+        key, _, value = part.partition("=")
+        kind = _OPTIONS[name].get(key)
+        if kind is None:
+            known = ", ".join(_OPTIONS[name]) or "none"
+            raise ConfigError("--arms", f"{name} has no option {key!r}; it has: {known}")
+        try:
+            options[key] = kind(value)
+        except ValueError as exc:
+            raise ConfigError("--arms", f"{name}:{key} expected a number, got {value!r}") from exc
+        if options[key] < 0 or (kind is int and options[key] < 1):
+            raise ConfigError("--arms", f"{name}:{key} is too small: {value}")
+    return ArmSpec(text, name, options)
+
+
+__all__: Sequence[str] = (
+    "Arm",
+    "ArmSpec",
+    "Meanings",
+    "Workbench",
+    "make_arm",
+    "parse_arms",
+)

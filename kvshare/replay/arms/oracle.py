@@ -1,0 +1,155 @@
+"""
+The `oracle` arm: the most that copying equal tokens could ever reuse.
+
+Every token counts that lies in a stretch of at least `min_run` tokens which an earlier request of the
+namespace had, in its prompt or its kept answer: the union of all `min_run`-grams that were seen. Hashes find,
+tokens decide.
+
+A finite store keeps the distinct k-grams used last, one token's KV each: less than that no store could hold.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delta_tree.runs import kgram_hashes
+from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
+from kvshare.replay.arms.gram_table import GramTable, Positions
+from kvshare.replay.requests import Outcome, TokenizedRequest, spans_of
+
+
+class OracleArm(Arm):
+    """All tokens ever seen in one array, and a table of k-grams for each namespace."""
+
+    family = "oracle"
+
+    def __init__(
+        self, name: str, bench: Workbench, capacity_tokens: int | None = None, *, min_run: int = 16
+    ) -> None:
+        super().__init__(name, bench, capacity_tokens)
+        self.min_run = min_run
+        self._tokens = np.empty(1 << 16, dtype=np.int32)
+        self._num_tokens = 0
+        self._starts: list[int] = []  # of the requests in `_tokens`
+        self._users: list[str] = []
+        self._tables: dict[str, GramTable] = {}
+        self._num_grams = 0
+        self._recency = None if capacity_tokens is None else _Recency(capacity_tokens)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"min_run": self.min_run}
+
+    def observe(self, request: TokenizedRequest) -> Outcome:
+        began = time.perf_counter()
+        table = self._tables.setdefault(request.logged.namespace, GramTable())
+        tokens = stored_tokens(request)
+        hashes = kgram_hashes(tokens, self.min_run)
+        stored = self._alive(table.find(hashes))
+        num_prompt_grams = max(0, request.num_tokens - self.min_run + 1)
+        starts = np.flatnonzero(self._same_tokens(stored[:num_prompt_grams], tokens))
+        covered = _covered(starts, self.min_run, request.num_tokens)
+        outcome = Outcome(
+            hits=spans_of(covered.tolist()) if len(starts) else (),
+            cross_user=self._is_others(stored[starts], request.logged.user),
+            lookup_s=time.perf_counter() - began,
+        )
+        self._store(request, table, tokens, hashes, stored)
+        num_kept = self._num_grams if self._recency is None else self._recency.num_kept
+        bytes_per_token = self.bench.bytes_per_token
+        return Outcome(
+            hits=outcome.hits,
+            cross_user=outcome.cross_user,
+            lookup_s=outcome.lookup_s,
+            num_stored_bytes=num_kept * bytes_per_token,
+        )
+
+    def _alive(self, stored: Positions) -> Positions:
+        return stored if self._recency is None else self._recency.without_evicted(stored)
+
+    def _same_tokens(self, stored: Positions, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """(N,): whether the k-gram at each position is the one stored at `stored`, token for token."""
+        same = stored >= 0
+        places = np.flatnonzero(same)
+        for offset in range(self.min_run):
+            same[places] &= self._tokens[stored[places] + offset] == tokens[places + offset]
+        return same
+
+    def _is_others(self, positions: Positions, user: str) -> bool:
+        """Whether any of these positions was another user's, as far as the place kept tells."""
+        requests = {bisect_right(self._starts, position) - 1 for position in np.unique(positions).tolist()}
+        return any(self._users[number] != user for number in requests)
+
+    def _store(
+        self,
+        request: TokenizedRequest,
+        table: GramTable,
+        tokens: NDArray[np.int32],
+        hashes: NDArray[np.uint64],
+        stored: Positions,
+    ) -> None:
+        start = self._append(tokens)
+        self._starts.append(start)
+        self._users.append(request.logged.user)
+        positions = np.arange(start, start + len(hashes), dtype=np.int64)
+        if self._recency is not None:
+            self._recency.use(hashes, stored, positions)
+            table.put(hashes, positions)
+            return
+        is_new = stored < 0  # a k-gram stays where it was first seen
+        self._num_grams += len(np.unique(hashes[is_new]))
+        table.put(hashes[is_new][::-1], positions[is_new][::-1])
+
+    def _append(self, tokens: NDArray[np.int32]) -> int:
+        start, self._num_tokens = self._num_tokens, self._num_tokens + len(tokens)
+        if self._num_tokens > len(self._tokens):
+            grown = np.empty(max(2 * len(self._tokens), self._num_tokens), dtype=np.int32)
+            grown[:start] = self._tokens[:start]
+            self._tokens = grown
+        self._tokens[start : self._num_tokens] = tokens
+        return start
+
+
+class _Recency:
+    """An LRU of k-grams by the position of their last use: only the `capacity` newest are there."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._is_kept = np.zeros(1 << 16, dtype=np.bool_)  # a byte for every position there was
+        self._cutoff = 0
+        self.num_kept = 0
+
+    def without_evicted(self, positions: Positions) -> Positions:
+        return np.where(positions >= self._cutoff, positions, -1)
+
+    def use(self, hashes: NDArray[np.uint64], old: Positions, new: Positions) -> None:
+        """Move k-grams from their old positions (-1: none) to new ones; of equal ones the last counts."""
+        if not len(new):
+            return
+        _, last = np.unique(hashes[::-1], return_index=True)
+        end = int(new[-1]) + 1
+        if end > len(self._is_kept):
+            grown = np.zeros(max(2 * len(self._is_kept), end), dtype=np.bool_)
+            grown[: len(self._is_kept)] = self._is_kept
+            self._is_kept = grown
+        left = np.unique(old[old >= 0])
+        self._is_kept[left] = False
+        self._is_kept[new[len(new) - 1 - last]] = True
+        self.num_kept += len(last) - len(left)
+        if self.num_kept > self._capacity:
+            kept = np.flatnonzero(self._is_kept[self._cutoff : end])
+            self._cutoff += int(kept[self.num_kept - self._capacity])
+            self.num_kept = self._capacity
+
+
+def _covered(starts: Positions, length: int, num_tokens: int) -> NDArray[np.bool_]:
+    """(T,): the positions inside a stretch of `length` from one of `starts`."""
+    steps = np.zeros(num_tokens + 1, dtype=np.int64)
+    steps[starts] += 1
+    np.subtract.at(steps, starts + length, 1)
+    return np.asarray(np.cumsum(steps[:-1]) > 0)

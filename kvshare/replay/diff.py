@@ -1,0 +1,169 @@
+"""
+Two replays of one log compared, arm by arm, with bootstrap intervals.
+
+Paired: each request's outcome in one run is set against its outcome in the other. What is drawn again and
+again is whole conversations, because the turns of one share their history and are no independent evidence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from kvshare.errors import LogError
+from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, Document, arm_label
+
+_COLUMNS = ["index", "arm", "capacity_tokens", "conversation", "num_tokens", "num_hit", "false_hit"]
+_SHARES = (50, 70, 90)
+_DRAWS_AT_ONCE = 50
+_LOW, _HIGH = 2.5, 97.5
+
+Table = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """A ratio of two sums over requests."""
+
+    name: str
+    above: str
+    below: str
+
+
+_FIGURES = (
+    _Figure("token_hit_rate", "hit", "tokens"),
+    _Figure("request_hit_rate", "with_hit", "requests"),
+    *(_Figure(f"request_hit_rate_{share}", f"with_{share}", "requests") for share in _SHARES),
+    _Figure("false_hits_per_request", "false", "requests"),
+)
+_SUMS = ("requests", "tokens", "hit", "with_hit", *(f"with_{share}" for share in _SHARES), "false")
+
+
+def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
+    """
+    Each figure of `a` and `b` and the difference b - a with its 95 % interval, for every arm both have.
+
+    `a` and `b` are folders of results. Raises LogError if they cannot be read or replayed different logs.
+    """
+    _check_same_log(_results(a), _results(b))
+    rows_a, rows_b = _rows(a), _rows(b)
+    rng = np.random.default_rng(seed)
+    labels = [label for label in rows_a if label in rows_b]
+    return {
+        "kind": "replay-diff",
+        "schema_version": SCHEMA_VERSION,
+        "resamples": resamples,
+        "seed": seed,
+        "only_in_a": [label for label in rows_a if label not in rows_b],
+        "only_in_b": [label for label in rows_b if label not in rows_a],
+        "arms": [
+            {"label": label, "figures": _compare(rows_a[label], rows_b[label], rng, resamples)}
+            for label in labels
+        ],
+    }
+
+
+def _compare(a: pa.Table, b: pa.Table, rng: np.random.Generator, resamples: int) -> list[Document]:
+    sums_a, sums_b = _sums_by_conversation(a), _sums_by_conversation(b)
+    drawn_a, drawn_b = _resampled(sums_a, sums_b, rng, resamples)
+    whole_a, whole_b = sums_a.sum(axis=0), sums_b.sum(axis=0)
+    documents = []
+    for figure in _FIGURES:
+        of_a, of_b = float(_ratio(whole_a, figure)), float(_ratio(whole_b, figure))
+        differences = _ratio(drawn_b, figure) - _ratio(drawn_a, figure)
+        low, high = np.percentile(differences, [_LOW, _HIGH])
+        documents.append(
+            {
+                "name": figure.name,
+                "a": of_a,
+                "b": of_b,
+                "difference": of_b - of_a,
+                "low": float(low),
+                "high": float(high),
+                "differs": bool(low > 0 or high < 0),
+            }
+        )
+    return documents
+
+
+def _resampled(a: Table, b: Table, rng: np.random.Generator, resamples: int) -> tuple[Table, Table]:
+    """(R, S) each: the sums over conversations drawn with replacement, the same ones in both runs."""
+    num = len(a)
+    drawn_a, drawn_b = [], []
+    for start in range(0, resamples, _DRAWS_AT_ONCE):
+        size = min(_DRAWS_AT_ONCE, resamples - start)
+        weights = rng.multinomial(num, np.full(num, 1 / num), size=size).astype(np.float64)
+        drawn_a.append(weights @ a)
+        drawn_b.append(weights @ b)
+    return np.concatenate(drawn_a), np.concatenate(drawn_b)
+
+
+def _ratio(sums: Table, figure: _Figure) -> Table:
+    above, below = sums[..., _SUMS.index(figure.above)], sums[..., _SUMS.index(figure.below)]
+    return np.asarray(above / np.maximum(below, 1.0))
+
+
+def _sums_by_conversation(rows: pa.Table) -> Table:
+    """(C, S): the sums of each conversation's requests."""
+    columns = {name: rows.column(name).to_numpy() for name in ("conversation", "num_tokens", "num_hit")}
+    tokens, hit = columns["num_tokens"].astype(np.float64), columns["num_hit"].astype(np.float64)
+    each = {
+        "requests": np.ones(len(tokens)),
+        "tokens": tokens,
+        "hit": hit,
+        "with_hit": (hit > 0).astype(np.float64),
+        **{
+            f"with_{share}": ((hit > 0) & (100 * hit >= share * tokens)).astype(np.float64)
+            for share in _SHARES
+        },
+        "false": rows.column("false_hit").to_numpy(zero_copy_only=False).astype(np.float64),
+    }
+    _, group = np.unique(columns["conversation"], return_inverse=True)
+    return np.stack([np.bincount(group, weights=each[name]) for name in _SUMS], axis=1)
+
+
+def _rows(folder: Path) -> dict[str, pa.Table]:
+    """The rows of each arm, by request."""
+    try:
+        table = pq.read_table(folder / REQUESTS_FILE, columns=_COLUMNS)
+    except (OSError, pa.ArrowInvalid) as exc:
+        raise LogError(f"{folder.name}/{REQUESTS_FILE} cannot be read: {type(exc).__name__}") from exc
+    return {label: table.filter(chosen).sort_by("index") for label, chosen in _arms(table)}
+
+
+def _arms(table: pa.Table) -> Iterator[tuple[str, pa.Array]]:
+    pairs = table.group_by(["arm", "capacity_tokens"], use_threads=False).aggregate([])
+    for pair in pairs.to_pylist():
+        arm, capacity = pair["arm"], pair["capacity_tokens"]
+        of_capacity = (
+            pc.is_null(table.column("capacity_tokens"))
+            if capacity is None
+            else pc.equal(table.column("capacity_tokens"), capacity)
+        )
+        chosen = pc.and_(pc.equal(table.column("arm"), arm), pc.fill_null(of_capacity, False))
+        yield arm_label(arm, capacity), chosen
+
+
+def _results(folder: Path) -> Document:
+    try:
+        document: Document = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise LogError(f"{folder.name}/{RESULTS_FILE} cannot be read: {type(exc).__name__}") from exc
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise LogError(
+            f"{folder.name} has schema version {document.get('schema_version')}, expected {SCHEMA_VERSION}"
+        )
+    return document
+
+
+def _check_same_log(a: Document, b: Document) -> None:
+    if a["data"]["sha256"] != b["data"]["sha256"]:
+        raise LogError("the two runs replayed different logs, limits, orders or tokenizers: nothing to pair")

@@ -1,0 +1,119 @@
+"""
+A streaming client of an OpenAI-shaped server, for the live replay: times and usage come back, never text.
+
+The only file of the replay that talks HTTP. Neither proxies nor redirects are followed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from kvshare.errors import UpstreamError
+
+_SILENCE_S = 600.0  # a stream that says nothing for so long is broken
+_READ_BUFFER = 2**20
+
+
+@dataclass(slots=True)
+class Answered:
+    """What came back of one request. Seconds are since it was sent; `error` is a word, or None."""
+
+    ttft_s: float | None = None
+    seconds: float = 0.0
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+class LiveClient:
+    """Requests to one server."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def model(self) -> str:
+        """
+        The name of the first model that is served.
+
+        Raises:  UpstreamError
+        """
+        try:
+            async with self._session.get("v1/models", allow_redirects=False) as response:
+                document = await response.json(content_type=None)
+            return str(document["data"][0]["id"])
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as exc:
+            raise UpstreamError(f"the engine does not tell its models: {type(exc).__name__}") from exc
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Answered:
+        """One streamed request; whatever fails is told in the answer, as a word."""
+        answered = Answered()
+        began = time.perf_counter()
+        try:
+            async with self._session.post(path, json=body, allow_redirects=False) as response:
+                if response.status != 200:
+                    answered.error = await _refusal(response)
+                else:
+                    await _read(response, answered, began)
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as exc:
+            answered.error = type(exc).__name__
+        answered.seconds = time.perf_counter() - began
+        if answered.error is None and answered.ttft_s is None:
+            answered.error = "no_tokens"
+        return answered
+
+
+@asynccontextmanager
+async def connected(url: str, *, key: str | None) -> AsyncIterator[LiveClient]:
+    """A client of its own connections; `url` with or without /v1."""
+    base = url.rstrip("/").removesuffix("/v1") + "/"
+    session = aiohttp.ClientSession(
+        base,
+        headers={} if key is None else {"Authorization": f"Bearer {key}"},
+        timeout=aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_S),
+        connector=aiohttp.TCPConnector(limit=0),
+        read_bufsize=_READ_BUFFER,
+    )
+    async with session:
+        yield LiveClient(session)
+
+
+async def _read(response: aiohttp.ClientResponse, answered: Answered, began: float) -> None:
+    async for line in response.content:
+        payload = line[5:].strip() if line.startswith(b"data:") else b""
+        if not payload or payload == b"[DONE]":
+            continue
+        document = json.loads(payload)
+        if "error" in document:
+            answered.error = _code(document)
+            return
+        answered.usage = document.get("usage") or answered.usage
+        if answered.ttft_s is None and any(_says_something(choice) for choice in document["choices"]):
+            answered.ttft_s = time.perf_counter() - began
+
+
+def _says_something(choice: Mapping[str, Any]) -> bool:
+    """A chat's first chunk only names the role; half a character has no text until the other half comes."""
+    delta = choice.get("delta") or {}
+    said = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
+    return bool(said) or choice.get("finish_reason") is not None
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> str:
+    try:
+        return _code(await response.json(content_type=None))
+    except ValueError:
+        return f"http_{response.status}"
+
+
+def _code(document: Any) -> str:
+    """The error's code: a fixed word of the server's. Its message may quote the prompt."""
+    error = document.get("error") if isinstance(document, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    word = str(code or "error")
+    return word if word.replace("_", "").isalnum() and len(word) <= 40 else "error"

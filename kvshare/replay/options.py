@@ -1,0 +1,79 @@
+"""What a replay is asked to do, and how `results.json` tells it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvshare.replay.arms import ArmSpec, Meanings
+from kvshare.replay.results import Document
+from kvshare.replay.tokens import RequestTokenizer
+from kvshare.settings import Settings
+from vector_index import TextEmbedder
+
+LLAMA3_8B_BYTES_PER_TOKEN = 131_072  # 32 layers, 8 KV heads of 128, K and V, bfloat16
+
+Report = Callable[[int, int], None]  # requests done, requests in all
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What a replay is asked to do. `capacities_tokens`: finite stores, beside the infinite one."""
+
+    paths: Sequence[Path]
+    out: Path
+    arms: Sequence[ArmSpec]
+    settings: Settings
+    format_name: str | None = None
+    tokenizer: str | None = None
+    capacities_tokens: Sequence[int] = ()
+    bytes_per_token: int = LLAMA3_8B_BYTES_PER_TOKEN
+    prefill_tokens_per_s: float = 5000.0
+    limit: int | None = None
+    seed: int = 0
+    interleave: int = 1
+    checkpoint_every: int = 1000  # requests
+
+
+def make_meanings(options: ReplayOptions, embedder: TextEmbedder | None) -> Meanings | None:
+    """The embeddings, if an arm needs any; `embedder` None is the bundled one, or what config.yaml names."""
+    if not any(spec.embeds for spec in options.arms):
+        return None
+    return Meanings(embedder or bundled_embedder(options))
+
+
+def bundled_embedder(options: ReplayOptions) -> TextEmbedder:
+    """The embedder of config.yaml. Nobody is served beside a replay, so it may have all cores."""
+    from vector_index import Embedder  # imports torch
+
+    return Embedder(options.settings.index.embedder, num_threads=os.cpu_count() or 1)
+
+
+def config_document(options: ReplayOptions, tokenizer: RequestTokenizer) -> Document:
+    """The options without paths; of the settings what a figure may depend on."""
+    settings = options.settings
+    index = settings.index.model_dump(exclude={"url", "embedder", "collection", "backend"})
+    return {
+        "arms": [spec.text for spec in options.arms],
+        "capacities_tokens": list(options.capacities_tokens),
+        "bytes_per_token": options.bytes_per_token,
+        "prefill_tokens_per_s": options.prefill_tokens_per_s,
+        "limit": options.limit,
+        "seed": options.seed,
+        "interleave": options.interleave,
+        "format": options.format_name,
+        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.digest},
+        "settings": {
+            "sharing": settings.sharing.model_dump(),
+            "repair": settings.repair.model_dump(),
+            "cost": settings.cost.model_dump(),
+            "index": {**index, "embedder": _last_part(settings.index.embedder)},
+        },
+    }
+
+
+def _last_part(name: str | None) -> str | None:
+    """Of a path, which would tell folders."""
+    return None if name is None else Path(name).name

@@ -1,0 +1,232 @@
+"""
+The source paper's figures 2 and 4 on a log of one's own (KVShare, arXiv:2503.16525).
+
+Figure 2: the share of conversations whose first prompt has an identical or similar earlier one, similar being
+a cosine distance of at most 0.05. Figure 4: of the "Similar" subset (duplicates taken out, then only prompts
+kept that have another similar one), how much of each prompt need not be computed, as it is replayed in its
+order.
+
+    OUT/paper.json           the document below; OUT/figure-2.svg, OUT/figure-4.svg
+    {"schema_version", "kind": "replay-paper", "config", "data",
+     "figure_2": {"num_prompts", "max_distance", "shares": {"identical", "similar", "unique"},
+                  "by_distance": [{"distance", "share"}]}        share: identical or so near
+     "figure_4": {"num_prompts", "num_duplicates", "num_tokens",
+                  "arms": [{"arm", "token_hit_rate", "edges", "shares", "at_least": {"50", "70", "90"}}]},
+     "paper": what the paper reports, "versions", "times"}
+
+A log's first prompts stand for its conversations. Distances depend on the embedder: the paper's is GTE.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvshare.replay.arms import ArmSpec, Meanings, Workbench, make_arm
+from kvshare.replay.documents import write_document
+from kvshare.replay.options import ReplayOptions, Report, bundled_embedder
+from kvshare.replay.paper_figures import draw_figure_2, draw_figure_4
+from kvshare.replay.requests import TokenizedRequest
+from kvshare.replay.results import DISTANCE_THRESHOLDS, PAPER_FILE, SCHEMA_VERSION, Document
+from kvshare.replay.run import batches
+from kvshare.replay.stream import RequestStream
+from kvshare.replay.summary import describe_files, versions
+from kvshare.replay.tokens import RequestTokenizer
+from vector_index import TextEmbedder
+
+MAX_DISTANCE: Final = 0.05
+PAPER_ARMS: Final = "prefix,chunks,kvshare,kvshare-open,kvshare-semantic,kvshare-semantic-open,oracle"
+_EDGES: Final = tuple(share / 10 for share in range(10))
+_BATCH: Final = 32
+_REPORTED: Final = {
+    "figure_2": {"WildChat-1M": {"identical_or_similar": 0.36}},
+    "figure_4": {
+        "WildChat-Similar": {"at_least_90": 0.6},
+        "ShareGPT-Similar": {"at_least_90": 0.5},
+        "LMSYSChat-Similar": {"at_least_90": 0.2},
+    },
+}
+
+
+def replay_paper(
+    options: ReplayOptions,
+    *,
+    embedder: TextEmbedder | None = None,
+    report: Report = lambda done, total: None,
+) -> Document:
+    """
+    Both figures, as a document and drawn, into `options.out`. `options.arms` are figure 4's.
+
+    Raises:  LogError, ModelError
+    """
+    began = time.perf_counter()
+    with RequestStream(
+        options.paths, format_name=options.format_name, interleave=options.interleave, seed=options.seed
+    ) as stream:
+        tokenizer = RequestTokenizer.load(options.tokenizer)
+        total = min(len(stream), options.limit) if options.limit else len(stream)
+        meanings = Meanings(embedder or bundled_embedder(options))
+
+        def requests() -> Iterator[TokenizedRequest]:
+            return _first_turns(tokenizer.tokenize(islice(stream.requests(), total)))
+
+        nearness = _measure_nearness(requests(), meanings, report=report, total=total)
+        chosen = nearness.similar_subset()
+        subset = (request for request in requests() if request.index in chosen)
+        arms, num_tokens = _replay_subset(subset, options, meanings)
+    document: Document = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "replay-paper",
+        "config": {
+            "arms": [spec.text for spec in options.arms],
+            "embedder": meanings.name.rsplit("/", 1)[-1],
+            "limit": options.limit,
+            "seed": options.seed,
+            "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.digest},
+        },
+        "data": {"files": describe_files(options.paths), "unreadable": stream.report.to_dict()},
+        "figure_2": nearness.figure_2(),
+        "figure_4": {
+            "num_prompts": len(chosen),
+            "num_duplicates": nearness.num_identical,
+            "num_tokens": num_tokens,
+            "arms": arms,
+        },
+        "paper": _REPORTED,
+        "versions": versions(),
+        "times": {"wall_s": time.perf_counter() - began},
+    }
+    write_document(options.out / PAPER_FILE, document)
+    (options.out / "figure-2.svg").write_text(draw_figure_2(document["figure_2"]), encoding="utf-8")
+    (options.out / "figure-4.svg").write_text(draw_figure_4(document["figure_4"]), encoding="utf-8")
+    return document
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One namespace's different prompts: their vectors, and where in the stream they stand."""
+
+    vectors: NDArray[np.float32]
+    indexes: list[int] = field(default_factory=list)
+
+
+class _Nearness:
+    """How near each prompt's nearest earlier one is, and who has a near one on either side."""
+
+    def __init__(self) -> None:
+        self.num_identical = 0
+        self._distances: list[float] = []  # of the prompts that are no duplicates; 2.0: none before
+        self._similar: set[int] = set()
+        self._seen: set[bytes] = set()
+        self._shelves: dict[str, _Shelf] = {}
+
+    def add(self, request: TokenizedRequest, vector: NDArray[np.float32] | None) -> None:
+        namespace = request.logged.namespace
+        content = hashlib.sha256(namespace.encode() + b"\0" + request.token_ids.tobytes()).digest()
+        if content in self._seen:
+            self.num_identical += 1
+            return
+        self._seen.add(content)
+        if vector is None:
+            self._distances.append(2.0)
+            return
+        shelf = self._shelves.setdefault(namespace, _Shelf(np.empty((64, len(vector)), np.float32)))
+        count = len(shelf.indexes)
+        distances = np.maximum(1.0 - shelf.vectors[:count] @ vector, 0.0)
+        self._distances.append(float(distances.min(initial=2.0)))
+        near = np.flatnonzero(distances <= MAX_DISTANCE)
+        if len(near):
+            self._similar.add(request.index)
+            self._similar.update(shelf.indexes[row] for row in near)
+        if count == len(shelf.vectors):
+            shelf.vectors = np.concatenate([shelf.vectors, np.empty_like(shelf.vectors)])
+        shelf.vectors[count] = vector
+        shelf.indexes.append(request.index)
+
+    def similar_subset(self) -> frozenset[int]:
+        """Places in the stream of the "Similar" subset."""
+        return frozenset(self._similar)
+
+    def figure_2(self) -> Document:
+        num_prompts = max(1, self.num_identical + len(self._distances))
+        distances = np.array(self._distances)
+        similar = int((distances <= MAX_DISTANCE).sum())
+        return {
+            "num_prompts": self.num_identical + len(self._distances),
+            "max_distance": MAX_DISTANCE,
+            "shares": {
+                "identical": self.num_identical / num_prompts,
+                "similar": similar / num_prompts,
+                "unique": (len(self._distances) - similar) / num_prompts,
+            },
+            "by_distance": [
+                {
+                    "distance": threshold,
+                    "share": (self.num_identical + int((distances <= threshold).sum())) / num_prompts,
+                }
+                for threshold in DISTANCE_THRESHOLDS
+            ],
+        }
+
+
+def _measure_nearness(
+    requests: Iterator[TokenizedRequest], meanings: Meanings, *, report: Report, total: int
+) -> _Nearness:
+    nearness = _Nearness()
+    for batch in batches(requests, _BATCH):
+        meanings.prepare(batch)
+        for request in batch:
+            nearness.add(request, meanings.of(request))
+        report(batch[-1].index + 1, total)
+    return nearness
+
+
+def _replay_subset(
+    subset: Iterator[TokenizedRequest], options: ReplayOptions, meanings: Meanings
+) -> tuple[list[Document], int]:
+    bench = Workbench(
+        settings=options.settings,
+        bytes_per_token=options.bytes_per_token,
+        prefill_tokens_per_s=options.prefill_tokens_per_s,
+        seed=options.seed,
+        meanings=meanings,
+    )
+    arms = [make_arm(spec, bench) for spec in options.arms]
+    hits: list[list[tuple[int, int]]] = [[] for _ in arms]
+    try:
+        for batch in batches(subset, _BATCH):
+            meanings.prepare(batch)
+            for request in batch:
+                for arm, own in zip(arms, hits, strict=True):
+                    own.append((arm.observe(request).num_hit, request.num_tokens))
+    finally:
+        for arm in arms:
+            arm.close()
+    documents = [_distribution(spec, own) for spec, own in zip(options.arms, hits, strict=True)]
+    return documents, sum(num_tokens for _, num_tokens in hits[0]) if hits else 0
+
+
+def _distribution(spec: ArmSpec, hits: Sequence[tuple[int, int]]) -> Document:
+    """How the requests' hit rates are spread."""
+    table = np.array(hits, dtype=np.float64).reshape(-1, 2)
+    rates = table[:, 0] / np.maximum(table[:, 1], 1)
+    counts = np.bincount(np.searchsorted(_EDGES, rates, side="right") - 1, minlength=len(_EDGES))
+    num = max(1, len(rates))
+    return {
+        "arm": spec.text,
+        "token_hit_rate": float(table[:, 0].sum() / max(1.0, table[:, 1].sum())),
+        "edges": list(_EDGES),
+        "shares": [int(count) / num for count in counts],
+        "at_least": {str(share): int((100 * rates >= share).sum()) / num for share in (50, 70, 90)},
+    }
+
+
+def _first_turns(requests: Iterator[TokenizedRequest]) -> Iterator[TokenizedRequest]:
+    return (request for request in requests if request.logged.turn == 0)

@@ -1,0 +1,165 @@
+"""What the formats have in common: texts, ids, counts, times and messages, checked. Raises RowError only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from kvshare.replay.readers.unreadable import Reason, RowError
+from kvshare.replay.requests import Message
+
+_ROLES = {
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+_FIRST_MILLISECONDS = 1e11  # as seconds, the year 5138
+_FIRST_MICROSECONDS = 1e14
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def first(row: Mapping[str, Any], *names: str) -> Any:
+    """The first of these fields that is there and not null; else None."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def text(value: object) -> str:
+    """Any string that can be written as UTF-8, empty or not."""
+    if value is None:
+        raise RowError(Reason.MISSING_FIELD)
+    if not isinstance(value, str):
+        raise RowError(Reason.WRONG_TYPE)
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as exc:  # half a surrogate pair, written as an escape
+            raise RowError(Reason.BAD_UTF8) from exc
+    return value
+
+
+def optional_text(row: Mapping[str, Any], *names: str) -> str | None:
+    """The first of these fields; None where there is none."""
+    value = first(row, *names)
+    return None if value is None else text(value)
+
+
+def optional_id(row: Mapping[str, Any], *names: str) -> str | None:
+    """A string or a whole number, as a string; None where there is none, or where it is empty."""
+    value = first(row, *names)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    return None if value is None else text(value) or None
+
+
+def count(value: object) -> int:
+    """A whole number from 0; a string of digits counts as one."""
+    if value is None:
+        raise RowError(Reason.MISSING_FIELD)
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise RowError(Reason.WRONG_TYPE)
+    return value
+
+
+def optional_count(row: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these fields; None where there is none."""
+    value = first(row, *names)
+    return None if value is None else count(value)
+
+
+def time_s(value: object) -> float | None:
+    """
+    Seconds since 1970, or since whenever the log's clock began; None stays None.
+
+    Takes a date and time (UTC where it does not say), or a number of seconds, milliseconds or microseconds,
+    told apart by size. Where a field says its unit, the caller divides.
+    """
+    if value is None:
+        return None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    if isinstance(value, str):
+        return _time_of_text(value.strip())
+    number = seconds(value)
+    if number >= _FIRST_MICROSECONDS:
+        return number / 1e6
+    return number / 1e3 if number >= _FIRST_MILLISECONDS else number
+
+
+def seconds(value: object) -> float:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RowError(Reason.WRONG_TYPE)
+    try:
+        number = float(value)
+    except OverflowError as exc:
+        raise RowError(Reason.WRONG_TYPE) from exc
+    if not math.isfinite(number):
+        raise RowError(Reason.WRONG_TYPE)
+    return number
+
+
+def _time_of_text(value: str) -> float | None:
+    try:
+        return time_s(float(value))
+    except ValueError:
+        pass
+    try:
+        return time_s(datetime.fromisoformat(value.removesuffix(" UTC")))
+    except (ValueError, OverflowError) as exc:
+        raise RowError(Reason.WRONG_TYPE) from exc
+
+
+def messages(value: object, *, role: str = "role", content: str = "content") -> tuple[Message, ...]:
+    """Messages with the roles system, user, assistant and tool; EMPTY where none has any text."""
+    if value is None:
+        raise RowError(Reason.MISSING_FIELD)
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise RowError(Reason.WRONG_TYPE)
+    read = tuple(_message(item, role, content) for item in value)
+    if not any(message["content"].strip() for message in read):
+        raise RowError(Reason.EMPTY)
+    return read
+
+
+def _message(item: object, role: str, content: str) -> Message:
+    if not isinstance(item, Mapping):
+        raise RowError(Reason.WRONG_TYPE)
+    name = text(item.get(role)).strip().lower()
+    if name not in _ROLES:
+        raise RowError(Reason.UNKNOWN_ROLE)
+    body = item.get(content)
+    calls = first(item, "tool_calls", "function_call")
+    parts = [] if body is None and calls else [message_text(body)]
+    if calls:  # as text: what a model's own template makes of them is not known here
+        parts.append(json.dumps(calls, ensure_ascii=False, separators=(",", ":"), default=str))
+    return {"role": _ROLES[name], "content": text("\n".join(part for part in parts if part))}
+
+
+def message_text(value: object) -> str:
+    """A string, or the texts of OpenAI's content parts; NOT_TEXT for an image, a sound or a file."""
+    if not isinstance(value, list):
+        return text(value)
+    texts = []
+    for part in value:
+        if not isinstance(part, Mapping):
+            raise RowError(Reason.WRONG_TYPE)
+        if part.get("type") not in _TEXT_PARTS:
+            raise RowError(Reason.NOT_TEXT)
+        texts.append(text(part.get("text")))
+    return "\n".join(texts)

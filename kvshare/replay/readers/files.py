@@ -1,0 +1,142 @@
+"""
+Any file -> raw rows: JSON lines or one JSON array, plain, gzip or zstd; Parquet.
+
+Recognised by content, not by name. Knows no format of logs; the only file that imports zstandard.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import zstandard
+
+from kvshare.errors import LogError
+from kvshare.replay.readers.arrays import array_elements
+from kvshare.replay.readers.parquet import parquet_rows
+from kvshare.replay.readers.unreadable import Reason
+
+MAX_ROW_BYTES = 64 << 20
+_GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+_BOM = b"\xef\xbb\xbf"
+_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*([{\]]|\Z)")  # a line of a log may begin with [INFO]
+_PEEK_BYTES = 4096
+_ZSTD_STEP = 4096  # compressed bytes at a time: few enough that what they come to stays small
+_BROKEN = (EOFError, OSError, zlib.error, zstandard.ZstdError)
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """A JSON object, or the reason why there is none."""
+
+    line: int
+    value: Mapping[str, Any] | None = None
+    reason: Reason | None = None
+
+
+def raw_rows(path: Path) -> Iterator[RawRow]:
+    """Rows in the file's order, read as they are asked for. Raises LogError if the file cannot be opened."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic == _PARQUET:
+            for line, value in parquet_rows(path):
+                yield RawRow(line, value) if value is not None else RawRow(line, reason=Reason.TRUNCATED)
+            return
+        with _opened(path, magic) as stream:
+            yield from _json_rows(stream)
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as exc:
+        raise LogError(f"{path.name}: cannot be opened: {exc.strerror}") from exc
+
+
+@contextmanager
+def _opened(path: Path, magic: bytes) -> Iterator[io.BufferedReader | gzip.GzipFile]:
+    with path.open("rb") as file:
+        if magic.startswith(_GZIP):
+            with gzip.GzipFile(fileobj=file) as unzipped:
+                yield unzipped
+        elif magic == _ZSTD:
+            yield io.BufferedReader(_ZstdReader(file))
+        else:
+            yield file
+
+
+class _ZstdReader(io.RawIOBase):
+    """Like zstandard's own reader, but a frame that breaks off is an EOFError and not a quiet end."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._frame = _new_frame()
+        self._inside = False  # of a frame
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame, self._inside = _new_frame(), False
+            data = data or self._file.read(_ZSTD_STEP)
+            if not data:
+                if self._inside:
+                    raise EOFError("a zstd frame breaks off")
+                return 0
+            self._inside = True
+            self._ready = memoryview(self._frame.decompress(data))
+        length = min(len(buffer), len(self._ready))
+        buffer[:length] = self._ready[:length]
+        self._ready = self._ready[length:]
+        return length
+
+
+def _new_frame() -> zstandard.ZstdDecompressionObj:
+    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+
+
+def _json_rows(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[RawRow]:
+    line = 0
+    try:
+        is_array = _ARRAY.match(stream.peek(_PEEK_BYTES)[:_PEEK_BYTES]) is not None
+        numbered = array_elements(stream, max_bytes=MAX_ROW_BYTES) if is_array else _lines(stream)
+        for line, data in numbered:
+            yield RawRow(line, reason=data) if isinstance(data, Reason) else _parsed(line, data)
+    except _BROKEN:
+        yield RawRow(line + 1, reason=Reason.TRUNCATED)
+
+
+def _lines(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, bytes | Reason]]:
+    number = 0
+    while line := stream.readline(MAX_ROW_BYTES):
+        number += 1
+        if len(line) < MAX_ROW_BYTES or line.endswith(b"\n"):
+            yield number, line
+            continue
+        while (rest := stream.readline(MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
+            pass
+        yield number, Reason.TOO_LONG
+
+
+def _parsed(line: int, data: bytes) -> RawRow:
+    if line == 1:
+        data = data.removeprefix(_BOM)
+    if not data.strip():
+        return RawRow(line, reason=Reason.EMPTY)
+    try:
+        value = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        return RawRow(line, reason=Reason.BAD_UTF8)
+    except (ValueError, RecursionError):  # a number of 5000 digits is a ValueError
+        return RawRow(line, reason=Reason.BAD_JSON)
+    if not isinstance(value, dict):
+        return RawRow(line, reason=Reason.NOT_AN_OBJECT)
+    return RawRow(line, value)

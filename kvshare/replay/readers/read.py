@@ -1,0 +1,67 @@
+"""One file -> rows of requests, in the file's order, read as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+from kvshare.errors import LogError
+from kvshare.replay.readers.files import RawRow, raw_rows
+from kvshare.replay.readers.formats import FORMATS, Format, detect
+from kvshare.replay.readers.row import LoggedRow, Place
+from kvshare.replay.readers.unreadable import ReadReport, RowError
+from kvshare.replay.requests import LoggedRequest
+
+_NUM_DETECT = 32
+
+
+def read_file(
+    path: Path, report: ReadReport, *, format_name: str | None = None, source: str | None = None
+) -> Iterator[LoggedRow]:
+    """
+    Rows of a log; what cannot be read goes into `report`. `source` names the file there, its name by default.
+
+    Raises LogError where there is no such file, no such format, or no row of any known format.
+    """
+    source = source or path.name
+    rows = raw_rows(path)
+    head = list(islice(rows, _NUM_DETECT))
+    chosen = _format(source, head, format_name)
+    report.formats[source] = chosen.name
+    for raw in chain(head, rows):
+        if raw.value is None:
+            assert raw.reason is not None
+            report.count_unreadable(source, raw.line, raw.reason)
+            continue
+        try:
+            converted = tuple(chosen.convert(raw.value, Place(source, raw.line)))
+        except RowError as exc:
+            report.count_unreadable(source, raw.line, exc.reason)
+            continue
+        report.count_row(source, sum(row.num_requests for row in converted))
+        yield from converted
+
+
+def read_requests(
+    path: Path, report: ReadReport, *, format_name: str | None = None
+) -> Iterator[LoggedRequest]:
+    """The same, request by request."""
+    for row in read_file(path, report, format_name=format_name):
+        yield from row
+
+
+def _format(source: str, head: list[RawRow], name: str | None) -> Format:
+    if name is not None:
+        if name not in FORMATS:
+            raise LogError(f"no log format {name!r}; there are {', '.join(FORMATS)}")
+        return FORMATS[name]
+    found = detect([raw.value for raw in head if raw.value is not None])
+    if found is None:
+        reasons = sorted({str(raw.reason) for raw in head if raw.reason is not None})
+        seen = f" ({', '.join(reasons)})" if reasons else ""
+        raise LogError(
+            f"{source}: none of the first {len(head)} rows{seen} is in a known format; "
+            f"name it with --format, one of {', '.join(FORMATS)}"
+        )
+    return found

@@ -1,0 +1,196 @@
+"""The plots of one arm, or of the log itself: savings, what the oracle's share becomes, likeness, trees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvshare.replay.report import svg
+from kvshare.replay.report.data import ArmReport, Histogram, Similarity, Tree, Waterfall
+from kvshare.replay.report.numbers import counted, percent, short
+from kvshare.replay.report.plots import WIDTH
+from kvshare.replay.report.svg import Plane, Point, Scale
+
+_STEP_NAMES = {
+    "oracle": "seen before (oracle)",
+    "not_found": "not found",
+    "refused": "refused by a gate",
+    "repaired": "repaired: computed again",
+    "hit": "not computed",
+}
+
+
+def savings(arm: ArmReport) -> str | None:
+    """All tokens -> equal prefix -> copies -> repaired -> what is computed for want of anything to share."""
+    figures = arm.figures
+    total, exact, hit = figures.num_tokens, figures.num_exact_tokens, figures.num_hit_tokens
+    repaired = figures.num_repaired_tokens
+    if total <= 0:
+        return None
+    bars = [
+        ("all prompt tokens", 0, total, "c-total"),
+        ("equal prefix: not computed", total - exact, total, "c-prefix"),
+        ("copies from elsewhere", total - hit, total - exact, "c-kv0"),
+        ("repaired: computed again", total - hit - repaired, total - hit, "c-repaired"),
+        ("computed: nothing to share", 0, total - hit - repaired, "c-computed"),
+    ]
+    return _falling(f"Where the tokens go: {arm.label}", bars, total)
+
+
+def oracle_losses(waterfall: Waterfall) -> str | None:
+    """What the oracle covers, and on what way it is lost."""
+    if waterfall.num_tokens <= 0 or not waterfall.steps:
+        return None
+    bars, level = [], 0
+    for name, num_tokens in waterfall.steps:
+        end = level + num_tokens
+        first = name in ("oracle", "hit")
+        start, end = (0, num_tokens) if first else (level, end)
+        css = {"oracle": "c-total", "hit": "c-kv0", "repaired": "c-repaired"}.get(name, "c-computed")
+        bars.append((_STEP_NAMES.get(name, name), min(start, end), max(start, end), css))
+        level = end
+    return _falling(f"From the oracle to {waterfall.arm}", bars, waterfall.num_tokens)
+
+
+def likeness(similarity: Similarity) -> str:
+    """How many requests have a nearest earlier prompt so far away, and so many tokens in common."""
+    rows, columns = len(similarity.overlap_edges), len(similarity.distance_edges)
+    left, top, width, height = 72.0, 34.0, (WIDTH - 90) / max(1, columns), 25.0
+    most = max(max(row, default=0) for row in similarity.counts)
+    parts = []
+    for column, counts in enumerate(similarity.counts[:columns]):
+        for row, num_requests in enumerate(counts[:rows]):
+            x, y = left + column * width, top + (rows - 1 - row) * height
+            tip = (
+                f"{counted(num_requests)} requests: distance {_bucket(similarity.distance_edges, column)}, "
+                f"tokens in common {_bucket([100 * e for e in similarity.overlap_edges], row)} %"
+            )
+            parts.append(svg.rect(x, y, width - 1, height - 1, "c-empty"))
+            if num_requests:
+                strength = 0.12 + 0.88 * math.log1p(num_requests) / math.log1p(most)
+                parts.append(svg.rect(x, y, width - 1, height - 1, "c-heat", tip, strength))
+                css = "cell strong" if strength > 0.55 else "cell"
+                parts.append(svg.text(x + width / 2, y + 17, short(num_requests), css, "middle"))
+    bottom = top + rows * height
+    for column, edge in enumerate(similarity.distance_edges):
+        parts.append(svg.text(left + column * width, bottom + 16, f"{edge:g}", "tick", "middle"))
+    for row, edge in enumerate(similarity.overlap_edges):
+        parts.append(svg.text(left - 8, bottom - row * height + 4, f"{100 * edge:.0f}", "tick", "end"))
+    middle = left + columns * width / 2
+    name = "cosine distance to the nearest earlier prompt (left: alike in meaning), bucket from"
+    parts.append(svg.text(middle, bottom + 38, name, "label", "middle"))
+    parts.append(svg.text(16, 16, f"tokens not computed by {similarity.overlap}, %", "label"))
+    return svg.document(
+        WIDTH,
+        int(bottom + 52),
+        title="Similarity against token overlap",
+        description="Requests by the distance of the nearest earlier prompt and the share of tokens shared.",
+        parts=parts,
+    )
+
+
+def likeness_points(points: Sequence[Point], overlap: str) -> str | None:
+    """The same, a dot a request."""
+    if not points:
+        return None
+    high = max(0.05, *(x for x, _ in points if math.isfinite(x)))
+    plane = Plane(Scale(0, high, 72, WIDTH - 20), Scale(0, 100, 300, 34))
+    axes = svg.axes(
+        plane,
+        x_ticks=svg.labelled(svg.linear_ticks(0, high, 9), lambda v: f"{v:g}"),
+        y_ticks=svg.labelled((0, 20, 40, 60, 80, 100), short),
+        x_name="cosine distance to the nearest earlier prompt",
+        y_name=f"tokens not computed by {overlap}, %",
+    )
+    dots = svg.dots(plane, [(x, 100 * y) for x, y in points], "dot faint c-heat")
+    return svg.document(
+        WIDTH,
+        350,
+        title="Similarity against token overlap, request by request",
+        description=f"{counted(len(points))} requests.",
+        parts=[axes, dots],
+    )
+
+
+def tree_shape(tree: Tree) -> str | None:
+    """How deep prompts stand on earlier ones, and how many stand on each."""
+    panels = [
+        (tree.depth, "depth: prompts from a root down to this one"),
+        (tree.children, "fan-out: prompts that build on this one"),
+    ]
+    if not any(sum(histogram.counts) for histogram, _ in panels):
+        return None
+    half = WIDTH / 2
+    parts = [_bars(histogram, name, half * i, half) for i, (histogram, name) in enumerate(panels)]
+    return svg.document(
+        WIDTH,
+        280,
+        title="Tree depth and fan-out",
+        description="Prompts by depth and by fan-out.",
+        parts=parts,
+    )
+
+
+def _bars(histogram: Histogram, name: str, left: float, width: float) -> str:
+    """Vertical bars, no longer than there are prompts in them."""
+    last = max((i for i, number in enumerate(histogram.counts) if number), default=0)
+    counts, edges = histogram.counts[: last + 1], histogram.edges[: last + 1]
+    most, total = max((*counts, 1)), max(1, sum(counts))
+    scale, step = Scale(0, most, 225, 34), (width - 90) / max(4, len(counts))
+    parts = []
+    for tick in svg.linear_ticks(0, most, 5):
+        if tick == int(tick):
+            y = scale(tick)
+            parts.append(svg.rule((left + 60, y), (left + width - 20, y), "grid"))
+            parts.append(svg.text(left + 52, y + 4, short(tick), "tick", "end"))
+    for place, number in enumerate(counts):
+        x, y = left + 64 + place * step, scale(number)
+        label = _bucket(histogram.edges, place)
+        tip = f"{label}: {counted(number)} prompts, {percent(number / total)}"
+        parts.append(svg.rect(x, y, step - 4, 225 - y, "c-kv0", tip))
+        parts.append(
+            svg.text(x + step / 2 - 2, 243, label if step >= 34 else f"{edges[place]:g}", "tick", "middle")
+        )
+    parts.append(svg.text(left + 16, 16, "prompts", "label"))
+    parts.append(svg.text(left + width / 2 + 20, 266, svg.fit(name, width - 40), "label", "middle"))
+    return "".join(parts)
+
+
+def _bucket(edges: Sequence[float], place: int) -> str:
+    """ "2", "6-7", "50 or more", "0.05 to 0.1"."""
+    low = edges[place]
+    if place + 1 >= len(edges):
+        return f"{low:g}+"
+    high = edges[place + 1]
+    if all(edge == int(edge) for edge in edges):
+        return f"{low:g}" if high - low <= 1 else f"{low:g}–{high - 1:g}"
+    return f"{low:g}–{high:g}"
+
+
+def _falling(title: str, bars: Sequence[tuple[str, int, int, str]], total: int) -> str:
+    """Horizontal bars, each beginning where the one above ends."""
+    left, right, top, step = 210, WIDTH - 190, 30, 38
+    scale = Scale(0, total, left, right)
+    bottom = top + step * len(bars)
+    parts = []
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        x = scale(tick * total)
+        parts.append(svg.rule((x, top - 6), (x, bottom), "grid"))
+        parts.append(svg.text(x, bottom + 16, f"{100 * tick:.0f}", "tick", "middle"))
+    for place, (name, low, high, css) in enumerate(bars):
+        y, start, end = top + place * step, scale(low), scale(high)
+        note = f"{counted(high - low)}  ({percent((high - low) / total)})"
+        parts.append(svg.text(left - 10, y + 19, name, "label", "end"))
+        parts.append(svg.rect(start, y + 2, max(1.0, end - start), step - 12, css, f"{name}: {note} tokens"))
+        parts.append(svg.text(right + 12, y + 19, note, "tick"))
+    parts.append(
+        svg.text((left + right) / 2, bottom + 36, "share of all prompt tokens, %", "label", "middle")
+    )
+    parts.append(svg.text(right + 12, 16, "tokens", "label"))
+    return svg.document(
+        WIDTH,
+        bottom + 48,
+        title=title,
+        description="; ".join(f"{b[0]} {b[2] - b[1]}" for b in bars),
+        parts=parts,
+    )

@@ -1,0 +1,168 @@
+"""Tables as HTML, every cell escaped; a share has a bar behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from kvshare.replay.report.data import SHARES, ArmReport, Figures, Report
+from kvshare.replay.report.numbers import UNKNOWN, counted, duration, percent, size
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A cell with a bar as long as the share."""
+
+    value: float | None
+
+
+Cell = str | Share
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Cell]], *, caption: str = "") -> str:
+    """The first column names the row; the others are numbers."""
+    body = "".join(map(_row, rows))
+    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    named = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return (
+        f'<div class="scroll" tabindex="0"><table>{named}<thead><tr>{heads}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def arms_table(arms: Sequence[ArmReport]) -> str:
+    """The figures of every arm given."""
+    head = (
+        "arm",
+        "token hit rate",
+        "request hit rate",
+        *(f"requests ≥ {share} %" for share in SHARES),
+        "recomputed",
+        "TTFT saved, mean",
+        "in all",
+        "store at the end",
+        "false hits",
+    )
+    return table(
+        head, ((arm.label, *_figures(arm.figures), size(arm.final_bytes), _false(arm)) for arm in arms)
+    )
+
+
+def group_table(report: Report, group: str) -> str:
+    """The infinite arms side by side, a row a group; empty if nothing is known."""
+    arms = [arm for arm in report.endless if arm.family != "nothing"]
+    first = report.kvshare or next(iter(arms), None)
+    if first is None or not first.by.get(group):
+        return ""
+    keys = sorted(first.by[group], key=_natural)
+    rows: list[tuple[Cell, ...]] = []
+    for key in keys:
+        figures = first.by[group][key]
+        rates = [arm.by.get(group, {}).get(key) for arm in arms]
+        cells = [Share(one.token_hit_rate if one else None) for one in rates]
+        rows.append((key, counted(figures.num_requests), counted(figures.num_tokens), *cells))
+    return table(("", "requests", "prompt tokens", *(arm.arm for arm in arms)), rows)
+
+
+def origin_table(report: Report) -> str:
+    """Whose prompts the tokens came from."""
+    rows: list[tuple[Cell, ...]] = []
+    for arm in report.endless:
+        origins, figures = arm.by.get("origin", {}), arm.figures
+        if arm.family == "nothing" or not origins:
+            continue
+        requests = (_requests_in(arm, key) for key in ("same_user", "cross_user", "none"))
+        cross = origins.get("cross_user")
+        hit = cross.num_hit_tokens if cross else 0
+        part = hit / figures.num_hit_tokens if figures.num_hit_tokens else None
+        rows.append((arm.arm, *map(Share, requests), Share(part)))
+    head = (
+        "arm",
+        "requests with tokens of the same user only",
+        "of another user too",
+        "nothing shared",
+        "tokens not computed that are in requests of the second kind",
+    )
+    return table(head, rows) if rows else ""
+
+
+def _requests_in(arm: ArmReport, origin: str) -> float | None:
+    figures = arm.by.get("origin", {}).get(origin)
+    num_requests = arm.figures.num_requests
+    return (figures.num_requests if figures else 0) / num_requests if num_requests else None
+
+
+def plans_table(report: Report) -> str:
+    """Copies, donors, shifts, and the time it took here."""
+    rows = []
+    for arm in report.endless:
+        clock = arm.times_ms
+        cells = [
+            _mean(arm.num_copies.mean),
+            _mean(arm.num_donors.mean),
+            _mean(arm.shifts.mean),
+            *(_ms(clock["lookup"][key]) for key in ("p50", "p99")),
+            *(_ms(clock["plan"][key]) for key in ("p50", "p99")),
+            duration(arm.saved_net_mean_s),
+        ]
+        rows.append((arm.arm, *cells))
+    head = ("arm", "copies a request", "donors a request", "shift of a copy, tokens", "look-up p50", "p99",
+            "planning p50", "p99", "TTFT saved less both")  # fmt: skip
+    return table(head, rows)
+
+
+def pairs(rows: Iterable[tuple[str, str]], head: tuple[str, str]) -> str:
+    """Two columns."""
+    return table(head, rows)
+
+
+def _figures(figures: Figures) -> tuple[Cell, ...]:
+    return (
+        Share(figures.token_hit_rate),
+        Share(figures.request_hit_rate),
+        *map(Share, figures.at_least),
+        percent(figures.recomputed),
+        duration(figures.saved_mean_s),
+        duration(figures.saved_total_s),
+    )
+
+
+def _false(arm: ArmReport) -> str:
+    if arm.family != "response":
+        return ""
+    if not arm.figures.num_answered:
+        return "answered none"
+    return f"{counted(arm.figures.num_false_hits)} of {counted(arm.figures.num_answered)}"
+
+
+def _row(cells: Sequence[Cell]) -> str:
+    rest = "".join(map(_cell, cells[1:]))
+    return f'<tr><th scope="row">{_inside(cells[0])}</th>{rest}</tr>'
+
+
+def _cell(cell: Cell) -> str:
+    return f"<td>{_inside(cell)}</td>"
+
+
+def _inside(cell: Cell) -> str:
+    if isinstance(cell, str):
+        return escape(cell)
+    if cell.value is None:
+        return UNKNOWN
+    width = 100 * min(1.0, max(0.0, cell.value))
+    return f'<span class="bar" style="--share:{width:.1f}%">{percent(cell.value)}</span>'
+
+
+def _mean(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _ms(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.3g} ms" if value < 1000 else f"{value:,.0f} ms"
+
+
+def _natural(key: str) -> tuple[int, str]:
+    """Length buckets by length, words by the alphabet."""
+    number = key.split("-")[0]
+    return (int(number) if number.isdecimal() else -1, key)

@@ -1,0 +1,94 @@
+"""The values that pass through a replay: a logged request, the same in tokens, and what an arm made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from delta_tree import Span, TokenIds
+
+Message = Mapping[str, str]  # role, content
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRequest:
+    """
+    One request as a server saw it; exactly one of `messages`, `prompt`, `token_ids`, `block_hashes` is given.
+
+    Requests of a conversation come in the order of their turns; each carries its whole history, the
+    assistant's answers included, as clients of chat APIs send it.
+    """
+
+    source: str  # file name, for error reports
+    line: int  # of that file, from 1; a row number in Parquet
+    conversation: str  # unique within the stream
+    turn: int  # from 0
+    user: str  # who asked: for "same user or cross user"; the conversation's id where a log does not say
+    time_s: float | None = None  # since any epoch; None: the log does not say
+    messages: tuple[Message, ...] | None = None
+    prompt: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    block_hashes: tuple[int, ...] | None = None  # Mooncake traces: one id per block of `block_size` tokens
+    block_size: int = 0
+    num_tokens: int | None = None  # where the log gives lengths only, or block hashes
+    answer: str | None = None  # for response caches, and as the next turn's history
+    num_answer_tokens: int | None = None
+    language: str = "unknown"
+    namespace: str = "default"  # who may share with whom: the tenant, where a log says
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedRequest:
+    """A request as the arms see it."""
+
+    index: int  # place in the stream, from 0
+    logged: LoggedRequest
+    token_ids: TokenIds  # (T,) int32: the prompt
+    answer_ids: TokenIds  # (A,) int32: what was generated, as far as the log says; may be empty
+    text: str  # what tells the prompt apart, for embedders; never written anywhere
+    time_s: float  # never decreases over the stream
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """
+    What one arm would have reused of one request.
+
+    `hits` are the prompt's positions that need no computing, ascending and disjoint. Only equal tokens count:
+    a response cache's answer to another prompt is a `false_hit`.
+    """
+
+    hits: tuple[Span, ...] = ()
+    num_exact: int = 0  # of the hits: equal prefix
+    num_repaired: int = 0  # equal tokens that are computed again
+    num_donors: int = 0
+    shifts: tuple[int, ...] = ()  # of the copies, in tokens
+    cross_user: bool = False  # some of it came from another user's prompt
+    false_hit: bool = False
+    lookup_s: float = 0.0
+    plan_s: float = 0.0
+    num_stored_bytes: int = 0  # in the arm's store, after this request
+    distance: float | None = None  # cosine distance to the nearest earlier prompt, where the arm looks
+    reason: str | None = None  # why nothing or no more was shared, one of a few fixed words
+    details: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_hit(self) -> int:
+        return sum(len(span) for span in self.hits)
+
+
+def spans_of(flags: Sequence[bool]) -> tuple[Span, ...]:
+    """The stretches where `flags` is true."""
+    spans: list[Span] = []
+    start: int | None = None
+    for position, flag in enumerate([*flags, False]):
+        if flag and start is None:
+            start = position
+        elif not flag and start is not None:
+            spans.append(Span(start, position))
+            start = None
+    return tuple(spans)

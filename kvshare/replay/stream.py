@@ -1,0 +1,203 @@
+"""
+Several log files -> one stream of requests in time order, no turn before the turns it builds on.
+
+    read    every row goes to a temporary file once (spill.py), every request to a record that says where
+    sort 1  by conversation and turn: no request is earlier than the turns before it, whatever its clock says
+    sort 2  by time, then by place in the files
+
+Where a request has no time, it has that of the request before it in its file. Where none before it has one
+either, the files' order stands and it comes before everything that has a time. Such conversations follow each
+other whole; with `interleave` that many of them are open at once and take turns, in rotation, or drawn with
+`seed`. Memory holds neither texts nor records: both are on disk, sorted in runs.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvshare.errors import LogError
+from kvshare.replay.readers import FORMATS, ReadReport, read_file
+from kvshare.replay.requests import LoggedRequest
+from kvshare.replay.sorting import ExternalSort, read_records, write_records
+from kvshare.replay.spill import Spill
+
+_MAX_TURN = (1 << 32) - 1
+_UNTIMED = float("-inf")
+_BY_CONVERSATION = struct.Struct(">16sIQdQI")  # conversation, turn, sequence, time, offset, number
+_BY_TIME = struct.Struct(">QQIQQI")  # time, anchor, turn, sequence, offset, number
+_PLACE = struct.Struct(">QI")  # offset, number
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """Where a request belongs in the stream, and where its row lies. `number` counts within the row."""
+
+    time: int
+    anchor: int
+    turn: int
+    sequence: int
+    offset: int
+    number: int
+
+
+class RequestStream:
+    """
+    `with RequestStream(paths) as stream:` reads all files, then gives the requests as often as asked for.
+
+    Raises LogError on entering for a file that cannot be replayed. `report` says what could not be read.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        format_name: str | None = None,
+        interleave: int = 1,
+        seed: int | None = None,
+        folder: Path | None = None,
+        max_records: int = 500_000,
+    ) -> None:
+        self.report = ReadReport()
+        self.num_requests = 0
+        self._paths = paths
+        self._format_name = format_name
+        self._interleave = max(1, interleave)
+        self._seed = seed
+        self._parent = folder
+        self._max_records = max_records
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvshare-", dir=self._parent))
+            self._folder = Path(name)
+            self._spill = Spill(self._folder / "rows")
+            stack.callback(self._spill.close)
+            by_conversation = self._read()
+            by_time = self._never_before_earlier_turns(by_conversation)
+            by_conversation.discard()
+            ordered = self._interleaved(_unpack(record) for record in by_time)
+            self._order = self._folder / "order"
+            places = (_PLACE.pack(key.offset, key.number) for key in ordered)
+            self.num_requests = write_records(self._order, places)
+            by_time.discard()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def __len__(self) -> int:
+        return self.num_requests
+
+    def __iter__(self) -> Iterator[LoggedRequest]:
+        return self.requests()
+
+    def requests(self, start: int = 0) -> Iterator[LoggedRequest]:
+        """From request `start` on, without reading those before it."""
+        for record in read_records(self._order, _PLACE.size, start=start):
+            offset, number = _PLACE.unpack(record)
+            yield self._spill.read(offset).at(number)
+
+    def _read(self) -> ExternalSort:
+        records = self._sort("conversations", _BY_CONVERSATION.size)
+        sequence = 0
+        for path, source in zip(self._paths, _sources(self._paths), strict=True):
+            time_s = _UNTIMED
+            rows = read_file(path, self.report, format_name=self._format_name, source=source)
+            for row in rows:
+                self._refuse_lengths(source)
+                offset = self._spill.write(row)
+                conversation = blake2b(row.request.conversation.encode(), digest_size=16).digest()
+                for number in range(row.num_requests):
+                    turn, own_time_s = row.turn_and_time(number)
+                    time_s = time_s if own_time_s is None else own_time_s
+                    turn = min(turn, _MAX_TURN)
+                    records.add(_BY_CONVERSATION.pack(conversation, turn, sequence, time_s, offset, number))
+                    sequence += 1
+        return records
+
+    def _refuse_lengths(self, source: str) -> None:
+        if not FORMATS[self.report.formats[source]].has_content:
+            raise LogError(
+                f"{source} tells only lengths of requests: without content, nothing can be said of hits"
+            )
+
+    def _never_before_earlier_turns(self, records: Iterable[bytes]) -> ExternalSort:
+        """A conversation's times never decrease; equal ones stand in the order of the files, then turns."""
+        result = self._sort("times", _BY_TIME.size)
+        unpacked = (_BY_CONVERSATION.unpack(record) for record in records)
+        for _, turns in groupby(unpacked, key=lambda values: values[0]):
+            latest, last = _UNTIMED, -1
+            first: int | None = None
+            for _, turn, sequence, time_s, offset, number in turns:
+                latest, last = max(latest, time_s), max(last, sequence)
+                first = sequence if first is None else first
+                together = latest == _UNTIMED and self._interleave > 1
+                anchor = first if together else last
+                result.add(_BY_TIME.pack(_sortable(latest), anchor, turn, sequence, offset, number))
+        return result
+
+    def _interleaved(self, keys: Iterator[_Key]) -> Iterator[_Key]:
+        untimed = _sortable(_UNTIMED)
+        for is_untimed, stretch in groupby(keys, key=lambda key: key.time == untimed):
+            if is_untimed and self._interleave > 1:
+                yield from take_turns(stretch, self._interleave, self._seed)
+            else:
+                yield from stretch
+
+    def _sort(self, name: str, size: int) -> ExternalSort:
+        return ExternalSort(self._folder, name, size=size, max_records=self._max_records)
+
+
+def take_turns(keys: Iterable[_Key], num_open: int, seed: int | None) -> Iterator[_Key]:
+    """The keys of `num_open` conversations at a time: one of each in rotation, or drawn with a seed."""
+    draw = random.Random(seed)
+    waiting = (iter(list(turns)) for _, turns in groupby(keys, key=attrgetter("anchor")))
+    speaking: list[Iterator[_Key]] = []
+    place = 0
+    while True:
+        while len(speaking) < num_open and (following := next(waiting, None)) is not None:
+            speaking.append(following)
+        if not speaking:
+            return
+        place = place % len(speaking) if seed is None else draw.randrange(len(speaking))
+        if (key := next(speaking[place], None)) is None:
+            del speaking[place]
+        else:
+            yield key
+            place += 1
+
+
+def _sources(paths: Sequence[Path]) -> list[str]:
+    """File names, told apart where two are equal; no folders, which are nobody's business."""
+    seen: dict[str, int] = {}
+    names = []
+    for path in paths:
+        seen[path.name] = number = seen.get(path.name, 0) + 1
+        names.append(path.name if number == 1 else f"{path.name} ({number})")
+    return names
+
+
+def _sortable(time_s: float) -> int:
+    """Unsigned, in the same order as the times."""
+    (bits,) = struct.unpack(">Q", struct.pack(">d", time_s + 0.0))
+    number: int = bits
+    return number ^ 0xFFFF_FFFF_FFFF_FFFF if number >> 63 else number | 1 << 63
+
+
+def _unpack(record: bytes) -> _Key:
+    return _Key(*_BY_TIME.unpack(record))

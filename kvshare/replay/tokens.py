@@ -1,0 +1,190 @@
+"""
+Logged requests -> requests in tokens, a batch at a time.
+
+Any fast Hugging Face tokenizer by folder, with its chat template, or a bare `tokenizer.json`; without a name,
+the demo model's. Messages without a template, and those that it refuses (a role it does not know, or a
+beginning with the assistant), are laid out plainly: role, line break, text. Block hashes become made-up
+tokens, the same for the same hash. Knows nothing of arms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from delta_tree import TokenIds, token_ids
+from kvshare.demo import MODEL_PATH
+from kvshare.engines.embedded.tokenizer import PromptEncoder
+from kvshare.errors import LogError, ModelError, RequestError
+from kvshare.replay.requests import LoggedRequest, Message, TokenizedRequest
+from vector_index.prompt_text import WINDOW_CHARS
+
+_BATCH = 64
+_ELLIPSIS = "\n"
+
+
+class RequestTokenizer:
+    """Turns the stream into tokens. `num_refused` counts prompts that the chat template would not take."""
+
+    def __init__(self, backend: Tokenizer, *, encoder: PromptEncoder | None = None, name: str = "") -> None:
+        self.name = name
+        self.num_refused = 0
+        self._backend = backend
+        self._backend.no_truncation()  # some tokenizers come with a limit switched on
+        self._backend.no_padding()
+        self._encoder = encoder
+        self._num_tokens = backend.get_vocab_size()
+
+    @classmethod
+    def load(cls, path: str | Path | None = None) -> RequestTokenizer:
+        """A folder or a name that transformers knows, or a `tokenizer.json`. Raises ModelError."""
+        if path is None:
+            encoder = PromptEncoder.load(MODEL_PATH)
+            return cls(encoder.backend, encoder=encoder, name="demo")
+        if Path(path).is_file():
+            try:
+                return cls(Tokenizer.from_file(str(path)), name=Path(path).name)
+            except Exception as exc:
+                raise ModelError(f"{Path(path).name} is no tokenizer.json: {exc}") from exc
+        encoder = PromptEncoder.load(path)
+        return cls(encoder.backend, encoder=encoder, name=Path(path).name)
+
+    @property
+    def digest(self) -> str:
+        """Of the vocabulary and the template."""
+        if self._encoder is not None:
+            return self._encoder.digest
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+
+    def light_ids(self) -> frozenset[int]:
+        """Tokens that say nothing: without any letter or digit, in any script."""
+        texts = self._backend.decode_batch([[number] for number in range(self._num_tokens)])
+        return frozenset(
+            number
+            for number, text in enumerate(texts)
+            if not any(map(str.isalnum, text)) and "\ufffd" not in text
+        )
+
+    def tokenize(
+        self, requests: Iterable[LoggedRequest], *, first_index: int = 0
+    ) -> Iterator[TokenizedRequest]:
+        """
+        The same requests in the same order, with times that never decrease; 0.0 until one has a time.
+
+        Raises LogError for a request of which the log tells only the length.
+        """
+        index, time_s = first_index, 0.0
+        for batch in _batched(requests):
+            prompts = self._prompts(batch)
+            answers = self._encode([request.answer or "" for request in batch], special=False)
+            for request, prompt, answer in zip(batch, prompts, answers, strict=True):
+                time_s = max(time_s, time_s if request.time_s is None else request.time_s)
+                yield TokenizedRequest(index, request, prompt, answer, embedder_text(request), time_s)
+                index += 1
+
+    def _prompts(self, batch: Sequence[LoggedRequest]) -> list[TokenIds]:
+        result: list[TokenIds | None] = [self._given(request) for request in batch]
+        chats = [number for number, request in enumerate(batch) if request.messages is not None]
+        texts = [number for number, request in enumerate(batch) if request.prompt is not None]
+        rendered = self._encode(
+            [self._render(batch[number].messages or ()) for number in chats], special=False
+        )
+        encoded = self._encode([batch[number].prompt or "" for number in texts], special=True)
+        for number, ids in zip([*chats, *texts], [*rendered, *encoded], strict=True):
+            result[number] = ids
+        return [ids for ids in result if ids is not None]
+
+    def _given(self, request: LoggedRequest) -> TokenIds | None:
+        if request.token_ids is not None:
+            return token_ids(np.asarray(request.token_ids, dtype=np.int32))
+        if request.block_hashes is not None:
+            return block_tokens(request, num_tokens=self._num_tokens)
+        if request.messages is None and request.prompt is None:
+            raise LogError(f"{request.source}, line {request.line}: a length alone cannot be replayed")
+        return None
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        if self._encoder is not None:
+            try:
+                return self._encoder.render_chat(messages)
+            except RequestError:
+                self.num_refused += 1
+        return plain_layout(messages)
+
+    def _encode(self, texts: Sequence[str], *, special: bool) -> list[TokenIds]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
+        return [token_ids(np.asarray(encoding.ids, dtype=np.int32)) for encoding in encodings]
+
+
+def plain_layout(messages: Sequence[Message]) -> str:
+    """A prompt where there is no chat template."""
+    turns = (f"{message['role']}\n{message['content'].strip()}\n\n" for message in messages)
+    return "".join(turns) + "assistant\n"
+
+
+def block_tokens(request: LoggedRequest, *, num_tokens: int) -> TokenIds:
+    """
+    Made-up tokens in [0, num_tokens): equal for equal hashes, else as if drawn anew; the last block is cut.
+
+    A hash of a Mooncake trace stands for everything up to its block, so equal text behind another prefix has
+    another hash: what such a trace shows of sharing is its prefixes.
+    """
+    hashes = np.asarray(request.block_hashes, dtype=np.uint64)[:, None]
+    places = np.arange(request.block_size, dtype=np.uint64)[None, :]
+    mixed = _mixed(hashes * np.uint64(request.block_size) + places)
+    ids = (mixed % np.uint64(num_tokens)).astype(np.int32).reshape(-1)
+    return token_ids(ids[: request.num_tokens])
+
+
+def embedder_text(request: LoggedRequest) -> str:
+    """
+    What tells the prompt apart, in as many characters as an embedder reads.
+
+    The last user turn, of a long one its head and tail; behind a short one the end of what was said before
+    it. The system prompt is left out.
+    """
+    if request.prompt is not None:
+        return _head_and_tail(request.prompt.strip(), WINDOW_CHARS)
+    messages = request.messages or ()
+    asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    last = asked[-1] if asked else len(messages) - 1
+    text = _head_and_tail(messages[last]["content"].strip(), WINDOW_CHARS) if messages else ""
+    for message in reversed(messages[: max(last, 0)]):
+        room = WINDOW_CHARS - len(text) - len(_ELLIPSIS)
+        if room <= 0:
+            break
+        if message["role"] != "system" and (said := message["content"].strip()):
+            text += _ELLIPSIS + said[-room:]
+    return text
+
+
+def _head_and_tail(text: str, num_chars: int) -> str:
+    if len(text) <= num_chars:
+        return text
+    half = (num_chars - len(_ELLIPSIS)) // 2
+    return text[:half] + _ELLIPSIS + text[-half:]
+
+
+def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64: neighbours come out unrelated."""
+    with np.errstate(over="ignore"):
+        mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return mixed ^ (mixed >> np.uint64(31))
+
+
+def _batched(requests: Iterable[LoggedRequest]) -> Iterator[list[LoggedRequest]]:
+    batch: list[LoggedRequest] = []
+    for request in requests:
+        batch.append(request)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

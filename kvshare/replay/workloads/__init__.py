@@ -1,0 +1,18 @@
+"""
+Streams in which sharing pays, made from real text with a seed: `kvshare workload NAME`.
+
+    template   forms with slots in the middle, filled with different values
+    header     date, user name and tool list on top of a long shared system prompt
+    window     long chats whose oldest turns are dropped from the front
+    resubmit   an earlier turn edited and sent again
+    rag        documents of question sets, retrieved in another order and company
+    agent      growing tool transcripts, run again with changed results
+
+Each takes files of the user's, or a small sample that ships in samples/ and was written for this purpose.
+Equal files, number of requests and seed give equal rows.
+"""
+
+from kvshare.replay.workloads.generate import WORKLOADS, Workload, generate
+from kvshare.replay.workloads.rows import WorkloadRow, write_rows
+
+__all__ = ["WORKLOADS", "Workload", "WorkloadRow", "generate", "write_rows"]

@@ -1,0 +1,101 @@
+"""`template`: the same forms filled in by many users; everything but the slots is equal."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvshare.replay.workloads import values
+from kvshare.replay.workloads.rows import Draft
+from kvshare.replay.workloads.sources import objects, texts
+
+_SLOT = re.compile(
+    r"\$\{([^{}:]{1,60})(?::([^{}]{0,200}))?\}"  # ${name:default}
+    r"|\{\{\s*([^{}]{1,60}?)\s*\}\}"  # {{name}}
+    r"|\[([A-Z][A-Za-z0-9 _/'-]{1,40})\]"  # [NAME]
+    r"|(– bitte wählen –|(?m:^ ?–$))"  # a choice of a form in German
+)
+_SHORTEST = 600  # characters, where there are enough that long
+_LONGEST = 8000
+_USES = 12  # of a form, on average
+_CHOICES = ("ja", "nein", "unauffällig", "nicht beurteilbar", "siehe Text", "1", "2", "3")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A text cut at its slots: pieces[0], slots[0], pieces[1], ... `defaults` are the author's own values."""
+
+    pieces: tuple[str, ...]
+    slots: tuple[str, ...]
+    defaults: tuple[str, ...]
+
+    def filled(self, draw: random.Random) -> str:
+        """With a value per slot name: a name that comes twice has one value."""
+        chosen: dict[str, str] = {}
+        parts = [self.pieces[0]]
+        for slot, default, piece in zip(self.slots, self.defaults, self.pieces[1:], strict=True):
+            if slot not in chosen:
+                keep = default and draw.random() < 0.2
+                chosen[slot] = default if keep else values.value_for(slot, draw)
+            parts += [draw.choice(_CHOICES) if slot == "choice" else chosen[slot], piece]
+        return "".join(parts)
+
+
+def drafts(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+    """Popular forms come often, rare ones seldom."""
+    forms = [form for text in _form_texts(paths) if (form := cut(text)) is not None]
+    long = [form for form in forms if sum(map(len, form.pieces)) >= _SHORTEST]
+    forms = long if len(long) >= min(4, len(forms)) else forms
+    if not forms:
+        return
+    used = draw.sample(forms, min(len(forms), max(3, num_requests // _USES)))
+    weights = [1 / (rank + 1) ** 0.7 for rank in range(len(used))]
+    number = 0
+    while True:
+        (form,) = draw.choices(used, weights)
+        message = {"role": "user", "content": form.filled(draw)}
+        yield Draft(f"template-c{number}", 0, f"u{draw.randrange(max(2, num_requests // 3))}", (message,))
+        number += 1
+
+
+def cut(text: str) -> Form | None:
+    """None without slots, or only at its very end, where a prefix cache would do."""
+    if len(text) > _LONGEST:
+        return None
+    pieces, slots, defaults, position = [], [], [], 0
+    for match in _SLOT.finditer(text):
+        pieces.append(text[position : match.start()])
+        slots.append(next((name.strip() for name in match.group(1, 3, 4) if name), "choice"))
+        defaults.append((match.group(2) or "").strip())
+        position = match.end()
+    pieces.append(text[position:])
+    if not slots or len("".join(pieces[1:])) < len(text) // 5:
+        return None
+    return Form(tuple(pieces), tuple(slots), tuple(defaults))
+
+
+def _form_texts(paths: Sequence[Path]) -> Iterator[str]:
+    """Texts as they are; a customer's request and its reply with slots become one form for an agent."""
+    replies = False
+    for row in objects(paths):
+        asked, reply = row.get("instruction"), row.get("response")
+        if isinstance(asked, str) and isinstance(reply, str):
+            replies = True
+            yield _SUPPORT.format(intent=str(row.get("intent") or "other").replace("_", " "), reply=reply)
+    if not replies:
+        yield from texts(paths)
+
+
+_SUPPORT = """You write for the customer service of a web shop. A customer, {{{{Customer Name}}}}, wrote to \
+us about {{{{Order Number}}}}. The request was sorted under "{intent}".
+
+This is the reply that we send in such cases:
+
+{reply}
+
+Write the reply to this customer. Keep the steps and their order, keep the tone, and do not promise anything \
+that is not in the text above. The order was placed on {{{{Order Date}}}} from {{{{City}}}} for the \
+{{{{Product}}}}. Address the customer by name, mention the product once, and close with the agent's name."""

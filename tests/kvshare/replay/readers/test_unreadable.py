@@ -1,0 +1,101 @@
+"""Rows that cannot be read are counted by file, line and reason, and none of their text gets out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshare.replay.readers import ReadReport, Reason, files, read_file
+from kvshare.replay.readers.unreadable import NUM_SHOWN
+from tests.kvshare.replay.readers import logs
+
+ASKED = {"role": "user", "content": "Hello"}
+BROKEN: list[tuple[str, Any, Reason]] = [
+    ("plain", "{broken", Reason.BAD_JSON),
+    ("plain", '{"prompt": ' + "9" * 5000 + "}", Reason.BAD_JSON),
+    ("plain", '{"prompt": ' + "[" * 100_000, Reason.BAD_JSON),
+    ("plain", b'{"prompt": "\xff"}', Reason.BAD_UTF8),
+    ("plain", '{"prompt": "\\ud800"}', Reason.BAD_UTF8),
+    ("plain", "", Reason.EMPTY),
+    ("plain", "17", Reason.NOT_AN_OBJECT),
+    ("plain", {"prompt": "  "}, Reason.EMPTY),
+    ("plain", {"prompt": 3}, Reason.WRONG_TYPE),
+    ("plain", {"messages": []}, Reason.EMPTY),
+    ("plain", {"messages": "hello"}, Reason.WRONG_TYPE),
+    ("plain", {"messages": ["hello"]}, Reason.WRONG_TYPE),
+    ("plain", {"messages": [{"role": "user"}]}, Reason.MISSING_FIELD),
+    ("plain", {"messages": [{"role": "wizard", "content": "x"}]}, Reason.UNKNOWN_ROLE),
+    ("plain", {"messages": [{"role": "system", "content": "x"}]}, Reason.NO_USER_TURN),
+    ("plain", {"messages": [ASKED], "turn": -1}, Reason.WRONG_TYPE),
+    ("plain", {"messages": [ASKED], "turn": True}, Reason.WRONG_TYPE),
+    ("plain", {"messages": [ASKED], "timestamp": "soon"}, Reason.WRONG_TYPE),
+    ("plain", '{"prompt": "x", "timestamp": 1e999}', Reason.WRONG_TYPE),
+    ("plain", {"token_ids": [1, 1 << 40]}, Reason.WRONG_TYPE),
+    ("plain", {"token_ids": []}, Reason.EMPTY),
+    ("openai", {"body": "x"}, Reason.WRONG_TYPE),
+    ("openai", {"model": "m"}, Reason.MISSING_FIELD),
+    (
+        "openai",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        Reason.NOT_TEXT,
+    ),
+    ("wildchat", {"conversation_hash": "x"}, Reason.MISSING_FIELD),
+    ("wildchat", {"conversation": None, "messages": None}, Reason.MISSING_FIELD),
+    ("wildchat", {"conversation": [ASKED], "timestamp": []}, Reason.WRONG_TYPE),
+    ("sharegpt", {"conversations": [{"from": "gpt", "value": "x"}]}, Reason.NO_USER_TURN),
+    ("sharegpt", {"conversations": [{"from": "human", "value": ""}]}, Reason.EMPTY),
+    ("lmsys", {"conversation": {"role": "user"}}, Reason.WRONG_TYPE),
+    ("mooncake", {"input_length": 5}, Reason.MISSING_FIELD),
+    ("mooncake", {"input_length": 5, "hash_ids": 3}, Reason.WRONG_TYPE),
+    ("mooncake", {"input_length": 5, "hash_ids": [1, 2]}, Reason.WRONG_TYPE),
+    ("mooncake", {"input_length": 0, "hash_ids": []}, Reason.EMPTY),
+    ("azure", {"ContextTokens": "many", "GeneratedTokens": "1"}, Reason.WRONG_TYPE),
+    ("prompts", {"requests": []}, Reason.EMPTY),
+    ("prompts", {"requests": [{"prompt_length": 3}]}, Reason.MISSING_FIELD),
+    ("prompts", {"requests": ["x"]}, Reason.WRONG_TYPE),
+    ("conversations", {"messages": [{"role": "assistant", "content": "x"}]}, Reason.NO_USER_TURN),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "reason"), BROKEN)
+def test_a_broken_row_costs_itself_only(tmp_path: Path, name: str, row: Any, reason: Reason) -> None:
+    """The rows around it are read; it is counted with its line and why."""
+    good = {"prompt": "good"} if name == "plain" else None
+    rows = [row, good] if good else [row]
+    path = logs.write_lines(tmp_path / "log", rows)
+    read, report = logs.rows_of(path, name)
+    assert [(each.source, each.line, each.reason) for each in report.examples] == [("log", 1, reason)]
+    assert report.unreadable_of("log") == {reason: 1}
+    assert len(read) == (1 if good else 0)
+
+
+def test_all_are_counted_and_the_first_few_shown(tmp_path: Path) -> None:
+    """The report is what `results.json` has, and holds no text of the log."""
+    rows = ['{"secret'] * (NUM_SHOWN + 5) + [logs.PLAIN]
+    _, report = logs.rows_of(logs.write_lines(tmp_path / "log", rows))
+    document = report.to_dict()
+    assert document["num_rows"] == NUM_SHOWN + 5
+    assert document["reasons"] == {"bad_json": NUM_SHOWN + 5}
+    assert len(report.examples) == NUM_SHOWN
+    assert "secret" not in str(document)
+
+
+def test_rows_and_requests_are_counted_by_file(tmp_path: Path) -> None:
+    """One row may be several requests."""
+    report = ReadReport()
+    for name in ("a", "b"):
+        path = logs.write_lines(tmp_path / name, [logs.WILDCHAT])
+        assert len(list(read_file(path, report))) == 1
+    assert report.num_rows == {"a": 1, "b": 1}
+    assert report.num_requests == {"a": 2, "b": 2}
+
+
+def test_a_row_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In lines and in arrays."""
+    monkeypatch.setattr(files, "MAX_ROW_BYTES", 100)
+    long = {"prompt": "x" * 5000}
+    path = logs.write_lines(tmp_path / "lines", [long, logs.PLAIN])
+    assert logs.reasons_of(path) == [(1, "too_long")]
+    assert len(logs.requests_of(path)) == 1

@@ -1,0 +1,50 @@
+"""The report in a real browser."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvshare.replay.report import write_report
+from tests.kvshare.replay.report.small_results import results, write_results
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+
+
+def open_page(page: Path, profile: Path) -> tuple[str, str]:
+    """What the browser made of the page, and what it wrote on its console."""
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--enable-logging=stderr",
+        f"--user-data-dir={profile}",
+        "--dump-dom",
+        page.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def test_a_browser_shows_the_report_and_complains_of_nothing(tmp_path: Path) -> None:
+    """All plots are there and the console is empty."""
+    page = write_report(write_results(tmp_path / "run", results(60), 60))
+    shown, console = open_page(page, tmp_path / "profile")
+    assert console == ""
+    assert shown.count("<svg") == 9
+    assert "Sharing pays here" in shown
+
+
+def test_the_browser_would_have_complained(tmp_path: Path) -> None:
+    """The console is really read, and the page's policy keeps scripts and addresses out."""
+    page = write_report(write_results(tmp_path / "run", results(60), 60))
+    bad = page.read_text(encoding="utf-8").replace("</main>", "<script>document.title='run'</script></main>")
+    page.write_text(bad, encoding="utf-8")
+    shown, console = open_page(page, tmp_path / "profile")
+    assert "Content Security Policy" in console
+    assert "<title>run</title>" not in shown

@@ -1,0 +1,173 @@
+"""The page: it reads right, lets nothing through unescaped, and says nothing of what was asked."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvshare.cli.main import app
+from kvshare.errors import LogError
+from kvshare.replay.report import write_report
+from kvshare.replay.report.figures import draw
+from kvshare.replay.report.page import command, render
+from kvshare.replay.report.reading import parse_report, read_report
+from kvshare.replay.report.words import headline, sentences
+from kvshare.replay.results import RESULTS_FILE
+from tests.kvshare.replay.report.small_results import results, write_results
+from tests.kvshare.replay.report.test_plots import CASES
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+PLANTED = "xylophonic"
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is not closed, a script, or an address to load from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "img", "iframe", "object")
+        for name, value in attrs:
+            assert not name.startswith("on"), name
+            assert name not in ("src", "href") or str(value).startswith(("#", "data:,")), value
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def rendered(document: dict[str, Any]) -> str:
+    report = parse_report(document)
+    page = render(report, draw(report))
+    parser = Balanced()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return page
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_page_is_balanced_and_has_no_number_that_is_none(case: str) -> None:
+    """Even where hardly anything is known; what stands in the configuration stands there as it is."""
+    page = rendered(CASES[case]).split('id="run"')[0]
+    assert not re.search(r"\b(nan|inf|None)\b", page.split("</style>")[1])
+
+
+def test_names_of_files_arms_and_languages_are_text() -> None:
+    """A log called <script> runs nothing."""
+    evil = '<script>alert("1")</script>'
+    document = json.loads(json.dumps(results(20)).replace("kvshare-open", json.dumps(evil)[1:-1]))
+    document["data"]["files"][0]["name"] = evil
+    document["data"]["unreadable"] = {
+        "num_rows": 2,
+        "reasons": {evil: 2},
+        "lines": [{"source": evil, "line": 3, "reason": evil}],
+    }
+    document["config"]["note"] = document["versions"]["numpy"] = evil
+    for arm in document["arms"]:
+        arm["by"]["language"][evil] = arm["by"]["language"]["English"]
+    page = rendered(document)
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_the_summary_says_what_is_gained_and_where_not() -> None:
+    """Over prefix caching, beside the others, and the groups that gain nothing."""
+    report = parse_report(results(60))
+    assert headline(report) == (
+        "Sharing pays here: +12.0 points over prefix caching "
+        "(28.0 % of the prompt tokens not computed, 16.0 % with prefixes alone)."
+    )
+    told = " ".join(sentences(report))
+    assert "first turns (+0.0 points, 50 % of the tokens)" in told
+    assert "KVShare takes 70.0 % of that" in told
+    assert "answered 10 requests; 5 of them (50.0 %)" in told
+
+
+def test_the_summary_admits_when_there_is_little() -> None:
+    """No gain is told as no gain; no log as no log."""
+    assert "little to share" in headline(parse_report(results(40, hit=0.0)))
+    assert "no request" in headline(parse_report(results(0)))
+    only_prefix = results(10, stores=(("prefix", "prefix", None),))
+    assert "No arm of KVShare" in headline(parse_report(only_prefix))
+
+
+def test_the_command_repeats_the_run() -> None:
+    """Quoted for a shell, without folders."""
+    document = results(4)
+    document["data"]["files"][0]["name"] = "my log.jsonl"
+    document["config"] |= {
+        "arms": ["prefix", "oracle"],
+        "capacities_tokens": [1000],
+        "limit": 4,
+        "format": None,
+    }
+    assert command(parse_report(document)) == (
+        "kvshare replay 'my log.jsonl' --arms prefix,oracle --capacity 1000 "
+        "--prefill-tokens-per-s 1000.0 --limit 4 --seed 0"
+    )
+
+
+def test_a_report_has_a_picture_for_each_plot(tmp_path: Path) -> None:
+    """PNGs beside the page; one that is no longer drawn goes away."""
+    folder = write_results(tmp_path / "run", results(60), 60)
+    page = write_report(folder)
+    names = {path.stem for path in folder.glob("*.png")}
+    assert page == folder / "report.html"
+    assert names == set(draw(read_report(folder)))
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))
+    write_results(folder, results(60, similarity=None))
+    write_report(folder)
+    assert names - {path.stem for path in folder.glob("*.png")} == {"similarity", "similarity-points"}
+
+
+def test_a_picture_has_letters_in_it(tmp_path: Path) -> None:
+    """The font comes along: the same plot without labels is another picture."""
+    from kvshare.replay.report.images import write_png
+
+    svg = draw(parse_report(results(4)))["savings"].svg
+    assert svg is not None
+    write_png(tmp_path / "with.png", svg)
+    write_png(tmp_path / "without.png", re.sub("<text.*?</text>", "", svg))
+    assert len((tmp_path / "with.png").read_bytes()) > 2 * len((tmp_path / "without.png").read_bytes())
+
+
+def test_single_requests_come_from_the_parquet_file(tmp_path: Path) -> None:
+    """Distance of the response cache, overlap of the oracle; the first request has no earlier one."""
+    points = read_report(write_results(tmp_path, results(60), 60)).points
+    assert len(points) == 59
+    assert points[0] == (pytest.approx(0.1), pytest.approx(0.8))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "replay-live"}', '{"kind": "replay"}'])
+def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
+    """Not a replay's results, or of another schema."""
+    (tmp_path / RESULTS_FILE).write_text(content)
+    with pytest.raises(LogError):
+        write_report(tmp_path)
+
+
+def test_no_word_of_the_prompts_is_in_the_report(tmp_path: Path) -> None:
+    """A word that stands in every prompt, user and conversation stands nowhere in page or pictures."""
+    log = tmp_path / "log.jsonl"
+    form = " ".join(f"line {i} of the {PLANTED} form" for i in range(30))
+    rows = [
+        {"messages": [{"role": "user", "content": f"{form} {number}"}], "user": f"{PLANTED}-{number}"}
+        for number in range(6)
+    ]
+    log.write_text("\n".join(json.dumps(row) for row in rows) + "\n{broken " + PLANTED + "\n")
+    out = tmp_path / "out"
+    arms = "prefix,kvshare-fingerprints-open,oracle"
+    done = CliRunner().invoke(app, ["replay", str(log), "--arms", arms, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "log.jsonl:7" in page
+    assert all(PLANTED.encode() not in path.read_bytes() for path in out.iterdir() if path.is_file())
+    assert str(tmp_path) not in page

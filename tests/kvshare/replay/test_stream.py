@@ -1,0 +1,176 @@
+"""Several files become one stream: complete, in time order, no turn before the turns it builds on."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvshare.errors import LogError
+from kvshare.replay.requests import LoggedRequest
+from kvshare.replay.sorting import ExternalSort
+from kvshare.replay.stream import RequestStream
+from tests.kvshare.replay.readers import logs
+
+
+def _row(number: int, conversation: str, turn: int, time_s: float | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"prompt": f"p{number}", "conversation": conversation, "turn": turn}
+    return row if time_s is None else {**row, "timestamp": time_s}
+
+
+def _write(folder: Path, files: Sequence[Sequence[dict[str, Any]]]) -> list[Path]:
+    return [logs.write_lines(folder / f"log-{n}", rows) for n, rows in enumerate(files) if rows]
+
+
+def _prompts(requests: Sequence[LoggedRequest]) -> list[str | None]:
+    return [request.prompt for request in requests]
+
+
+KEYS = st.tuples(
+    st.sampled_from("abcd"), st.integers(0, 3), st.none() | st.integers(0, 9) | st.just(1_700_000_000)
+)
+FILES = st.lists(st.lists(KEYS, min_size=1, max_size=12), min_size=1, max_size=3)
+
+
+def _numbered(
+    files: Sequence[Sequence[tuple[str, int, float | None]]],
+) -> list[list[dict[str, Any]]]:
+    numbers = iter(range(1000))
+    return [[_row(next(numbers), *key) for key in rows] for rows in files]
+
+
+@settings(max_examples=60, deadline=None)
+@given(FILES, st.integers(1, 4), st.none() | st.integers(0, 5), st.integers(1, 7))
+def test_the_stream_is_a_causal_permutation_in_time_order(
+    keys: list[list[tuple[str, int, float | None]]], interleave: int, seed: int | None, max_records: int
+) -> None:
+    """Whatever times and turns the files have, in however many runs they are sorted."""
+    files = _numbered(keys)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = _write(Path(folder), files)
+        with RequestStream(paths, interleave=interleave, seed=seed, max_records=max_records) as stream:
+            requests = list(stream)
+            again = list(stream.requests(start=len(requests) // 2))
+    given_prompts = [row["prompt"] for rows in files for row in rows]
+    assert sorted(given_prompts) == sorted(p for p in _prompts(requests) if p is not None)
+    assert _prompts(again) == _prompts(requests[len(requests) // 2 :])
+    latest: dict[str, int] = {}
+    for request in requests:
+        assert latest.get(request.conversation, 0) <= request.turn
+        latest[request.conversation] = request.turn
+    _check_times(files, requests)
+
+
+def _check_times(files: list[list[dict[str, Any]]], requests: Sequence[LoggedRequest]) -> None:
+    """They count as logged, or as the request before in the file, and never before earlier turns."""
+    own: dict[str, float] = {}
+    for rows in files:
+        time_s = float("-inf")
+        for row in rows:
+            time_s = own[row["prompt"]] = row.get("timestamp", time_s)
+    effective, latest = [], {}
+    for request in requests:
+        assert request.prompt is not None
+        time_s = max(own[request.prompt], latest.get(request.conversation, float("-inf")))
+        latest[request.conversation] = time_s
+        effective.append(time_s)
+    assert effective == sorted(effective)
+
+
+def test_without_times_the_files_order_stands(tmp_path: Path) -> None:
+    """Conversations follow each other whole."""
+    files = [[_row(0, "a", 0, None), _row(1, "a", 1, None)], [_row(2, "b", 0, None), _row(3, "b", 1, None)]]
+    with RequestStream(_write(tmp_path, files)) as stream:
+        assert _prompts(list(stream)) == ["p0", "p1", "p2", "p3"]
+
+
+def test_open_conversations_take_turns(tmp_path: Path) -> None:
+    """In rotation without a seed; the same way each time with one."""
+    files = [[_row(10 * c + t, "abc"[c], t, None) for c in range(3) for t in range(2)]]
+    paths = _write(tmp_path, files)
+    with RequestStream(paths, interleave=2) as stream:
+        assert _prompts(list(stream)) == ["p0", "p10", "p1", "p11", "p20", "p21"]
+    drawn = set()
+    for seed in range(8):
+        with (
+            RequestStream(paths, interleave=2, seed=seed) as first,
+            RequestStream(paths, interleave=2, seed=seed) as second,
+        ):
+            assert _prompts(list(first)) == _prompts(list(second))
+            drawn.add(tuple(_prompts(list(first))))
+    assert len(drawn) > 1
+
+
+def test_a_clock_that_went_backwards_breaks_no_conversation(tmp_path: Path) -> None:
+    """Turn 1 says it came before turn 0; it comes after."""
+    files = [[_row(0, "a", 0, 100), _row(1, "a", 1, 50), _row(2, "b", 0, 70)]]
+    with RequestStream(_write(tmp_path, files)) as stream:
+        assert _prompts(list(stream)) == ["p2", "p0", "p1"]
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """Two logs from two folders have no conversation in common."""
+    paths = []
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        paths.append(logs.write_lines(tmp_path / name / "log", [logs.SHAREGPT]))
+    with RequestStream(paths) as stream:
+        requests = list(stream)
+    assert [request.source for request in requests] == ["log", "log", "log (2)", "log (2)"]
+    assert len({request.conversation for request in requests}) == 2
+
+
+def test_every_kind_of_request_survives_the_disk(tmp_path: Path) -> None:
+    """What comes out is what the reader gave."""
+    for name, row in {"w": logs.WILDCHAT, "o": logs.OPENAI, "m": logs.MOONCAKE, "g": logs.GUIDELLM}.items():
+        path = logs.write_lines(tmp_path / name, [row, row])
+        with RequestStream([path], max_records=1) as stream:
+            assert sorted(map(repr, stream)) == sorted(map(repr, logs.requests_of(path)))
+
+
+def test_lengths_alone_are_refused(tmp_path: Path) -> None:
+    """Plainly, and nothing stays behind on the disk."""
+    path = logs.write_lines(tmp_path / "log", [logs.AZURE])
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    with pytest.raises(LogError, match="log tells only lengths"), RequestStream([path], folder=folder):
+        pass
+    assert not list(folder.iterdir())
+
+
+def test_the_text_on_disk_is_private_and_goes(tmp_path: Path) -> None:
+    """Only its owner may look into the folder, while it lasts."""
+    path = logs.write_lines(tmp_path / "log", [logs.PLAIN])
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    with RequestStream([path], folder=folder) as stream:
+        (inside,) = folder.iterdir()
+        assert inside.stat().st_mode & 0o077 == 0
+        assert len(list(stream)) == 1
+    assert not list(folder.iterdir())
+
+
+def test_unreadable_rows_are_reported(tmp_path: Path) -> None:
+    path = logs.write_lines(tmp_path / "log", ["{", json.dumps(logs.PLAIN)])
+    with RequestStream([path]) as stream:
+        assert len(stream) == 1
+        assert stream.report.num_unreadable == 1
+
+
+@given(st.lists(st.binary(min_size=4, max_size=4)), st.integers(1, 5))
+def test_external_sort_is_sort(records: list[bytes], max_records: int) -> None:
+    """However many runs it takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        sort = ExternalSort(Path(folder), "r", size=4, max_records=max_records)
+        for record in records:
+            sort.add(record)
+        assert list(sort) == sorted(records)
+        assert list(sort) == sorted(records)
+        sort.discard()
+        assert not list(Path(folder).iterdir())
