@@ -1,0 +1,196 @@
+"""
+`KVShareConnector`: vLLM's connector interface on one side, our scheduler and worker side on the other.
+
+vLLM makes one in the scheduler and one in every worker. What is not supported, or fails at start, makes it a
+connector that does nothing and says so: in the log, to the proxy, to `kvshare doctor`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvshare.vllm_connector.desk import SchedulerSide
+from kvshare.vllm_connector.orders import Orders, WorkerFacts, WorkerReport
+from kvshare.vllm_connector.refusals import refusals
+from kvshare.vllm_connector.settings import ConnectorSettings
+from kvshare.vllm_connector.worker import ConnectorWorker
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.kvshare")
+
+
+class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
+    """
+    Method names and contracts are vLLM's. After the start, errors of ours cost a request the sharing.
+
+    They reach vLLM only where it was promised KV that cannot be given any more.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Raises ValueError for settings that cannot be, OSError for a control address that cannot be had."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
+        problems = refusals(vllm_config, kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: ConnectorWorker | None = None
+        self._kv_cache_manager: KVCacheManager | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(vllm_config, settings, problems)
+        elif not problems:
+            group = kv_cache_config.kv_cache_groups[0]
+            self._worker = ConnectorWorker(vllm_config, group.kv_cache_spec, group.layer_names)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """What is not kept is a future miss, no more."""
+        return False
+
+    # --- worker side --------------------------------------------------------------------------------------
+
+    def attach_model(self, model: torch.nn.Module) -> None:
+        """Called by our worker class once, before anything is served."""
+        if self._worker is not None:
+            self._worker.attach(model)
+
+    def forget_segments(self) -> None:
+        """Called by our worker class; the scheduler side finds out as it comes to need them."""
+        if self._worker is not None:
+            self._worker.forget()
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker.facts if self._worker is not None else None
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        orders = self._orders()
+        if self._worker is not None and orders.loads:
+            self._worker.load(orders.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are complete when `start_load_kv` returns."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Prompts are saved when they have ended, see `wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        orders = self._orders()
+        if self._worker is not None and (orders.saves or orders.drops):
+            self._worker.carry_out(orders)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return (self._worker.take_saved() if self._worker is not None else None), None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_invalid_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_report() if self._worker is not None else None
+
+    def _orders(self) -> Orders:
+        metadata = self._connector_metadata
+        return metadata if isinstance(metadata, Orders) else Orders()
+
+    # --- scheduler side -----------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        if self._scheduler is not None:
+            self._scheduler.open(
+                fact if isinstance(fact, WorkerFacts) else None for fact in metadata.values()
+            )
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        self._kv_cache_manager = kv_cache_manager
+
+    def on_new_request(self, request: Request) -> None:
+        if (office := self._office()) is not None:
+            with _contained():
+                office.open(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        num_matched = 0
+        if (office := self._office()) is not None:
+            with _contained():
+                num_matched = office.num_matched(request, num_computed_tokens)
+        return num_matched, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if (office := self._office()) is not None:
+            office.admit(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        office = self._office()
+        return office.take_orders(scheduler_output) if office is not None else Orders()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if (office := self._office()) is not None:
+            meta = connector_output.kv_connector_worker_meta
+            report = meta if isinstance(meta, WorkerReport) else None
+            with _contained():
+                office.collect(report, connector_output.finished_sending or ())
+        if connector_output.invalid_block_ids and self._kv_cache_manager is not None:
+            # vLLM leaves them in its prefix cache and counts on the request to compute them, but that may be
+            # aborted or preempted first.
+            self._kv_cache_manager.evict_blocks(connector_output.invalid_block_ids)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        must_stay = False
+        if (office := self._office()) is not None:
+            with _contained():
+                must_stay = office.finish(request, block_ids)
+        return must_stay, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    def reset_cache(self) -> bool | None:
+        """Called when the weights have changed, among other reasons: everything held is dropped."""
+        if (office := self._office()) is not None:
+            office.drop_all()
+        return True
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    def _office(self) -> Any:
+        return self._scheduler.office if self._scheduler is not None else None
+
+
+@contextmanager
+def _contained() -> Iterator[None]:
+    """Sharing is never in the way: an error of ours is logged, and vLLM goes on as if we were not there."""
+    try:
+        yield
+    except Exception:
+        log.exception("kvshare: a request is served unshared")

@@ -1,0 +1,158 @@
+"""
+The control server: a few JSON routes beside the scheduler, for the proxy and `kvshare doctor`.
+
+It answers from memory and changes nothing but the ledger. With KVSHARE_VLLM_TOKEN set, every route asks for
+it: the journal holds generated token ids.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from delta_tree import SegmentId
+from kvshare.engines.vllm.wire import ReplicaInfo
+from kvshare.vllm_connector.journal import EventLog
+from kvshare.vllm_connector.ledger import Ledger
+
+log = logging.getLogger("vllm.kvshare.control")
+
+_MAX_WAIT_S = 30.0
+_MAX_BODY_BYTES = 16 * 1024 * 1024
+_IDLE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What the routes answer from. `drop` queues segments to be dropped and returns how many were held."""
+
+    info: Callable[[], ReplicaInfo]
+    events: EventLog
+    ledger: Ledger
+    drop: Callable[[list[SegmentId]], int]
+
+
+class ControlServer:
+    """Runs in daemon threads of the scheduler's process. `close` is idempotent."""
+
+    def __init__(self, desk: Desk, *, host: str, port: int, token: str | None) -> None:
+        """Raises OSError for an address that cannot be had."""
+        handler = type("Handler", (_Handler,), {"desk": desk, "token": token})
+        self._server = _Server((host, port), handler)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="kvshare-control", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port it listens on, also where it was given as 0."""
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+        log.debug("a control connection broke off", exc_info=True)
+
+
+class _BadRequest(Exception):
+    pass
+
+
+class _Handler(BaseHTTPRequestHandler):
+    desk: Desk
+    token: str | None
+    protocol_version = "HTTP/1.1"
+    timeout = _IDLE_S
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        self._answer({"/info": self._info, "/journal": self._journal, "/segments": self._segments})
+
+    def do_POST(self) -> None:
+        self._answer({"/drop": self._drop})
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def _answer(self, routes: dict[str, Callable[[], dict[str, Any]]]) -> None:
+        route = routes.get(urlsplit(self.path).path)
+        if not self._is_authorized():
+            self._send(401, {"error": "a bearer token is needed: KVSHARE_VLLM_TOKEN"})
+        elif route is None:
+            self._send(404, {"error": f"no such route; {self.command} knows {', '.join(routes)}"})
+        else:
+            try:
+                self._send(200, route())
+            except _BadRequest as exc:
+                self._send(400, {"error": str(exc)})
+
+    def _is_authorized(self) -> bool:
+        if self.token is None:
+            return True
+        given = self.headers.get("Authorization", "")
+        return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
+
+    def _info(self) -> dict[str, Any]:
+        return self.desk.info().to_json()
+
+    def _journal(self) -> dict[str, Any]:
+        after = self._parameter("after", int)
+        wait_s = min(self._parameter("wait_s", float), _MAX_WAIT_S)
+        return self.desk.events.read(after, wait_s=wait_s).to_json()
+
+    def _segments(self) -> dict[str, Any]:
+        last = self.desk.events.last  # read before the ids: an event may come twice, but none is missed
+        return {"epoch": self.desk.events.epoch, "last": last, "segment_ids": self.desk.ledger.ids()}
+
+    def _drop(self) -> dict[str, Any]:
+        segment_ids = self._body().get("segment_ids")
+        if not isinstance(segment_ids, list) or not all(type(entry) is int for entry in segment_ids):
+            raise _BadRequest("segment_ids: expected a list of integers")
+        return {"num_dropped": self.desk.drop([SegmentId(entry) for entry in segment_ids])}
+
+    def _parameter(self, name: str, kind: type[int] | type[float]) -> Any:
+        text = parse_qs(urlsplit(self.path).query).get(name, ["0"])[0]
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(-1)
+        if not value >= 0:
+            raise _BadRequest(f"{name}: expected a number of at least 0")
+        return value
+
+    def _body(self) -> dict[str, Any]:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
+            self.close_connection = True
+            raise _BadRequest(f"expected a body of at most {_MAX_BODY_BYTES} bytes with a Content-Length")
+        try:
+            document = json.loads(self.rfile.read(int(length)))
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            raise _BadRequest("expected a JSON object")
+        return document
+
+    def _send(self, status: int, document: dict[str, Any]) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)

@@ -1,0 +1,98 @@
+"""
+Which segments the workers hold, and who leaves when room is needed. Bytes live in the workers; every rank
+carries out the same drops, so one ledger speaks for all. Knows no vLLM.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from delta_tree import SegmentId
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A held segment."""
+
+    namespace: str
+    num_tokens: int
+    num_bytes: int  # over all ranks
+
+
+class Ledger:
+    """Least recently used segments leave first. Thread-safe: the control server reads and drops, too."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._entries: OrderedDict[SegmentId, Entry] = OrderedDict()  # least recently used first
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, segment_id: object) -> bool:
+        return segment_id in self._entries
+
+    def ids(self) -> list[SegmentId]:
+        with self._lock:
+            return list(self._entries)
+
+    def covers(self, segment_id: SegmentId, namespace: str, *, end: int) -> bool:
+        """Whether the segment is held, for that very namespace, and has `end` tokens at least."""
+        entry = self._entries.get(segment_id)
+        return entry is not None and entry.namespace == namespace and end <= entry.num_tokens
+
+    def touch(self, segment_ids: Iterable[SegmentId]) -> None:
+        """Count a use."""
+        with self._lock:
+            for segment_id in segment_ids:
+                if segment_id in self._entries:
+                    self._entries.move_to_end(segment_id)
+
+    def make_room(self, num_bytes: int, *, keep: Iterable[SegmentId] = ()) -> list[SegmentId] | None:
+        """
+        Take out the least recently used until `num_bytes` fit; those in `keep` stay.
+
+        Returns: what left; None, and nothing left, if even that would not be enough
+        """
+        kept = frozenset(keep)
+        with self._lock:
+            leaving: list[SegmentId] = []
+            excess = self._num_bytes + num_bytes - self.max_bytes
+            for segment_id, entry in self._entries.items():
+                if excess <= 0:
+                    break
+                if segment_id not in kept:
+                    leaving.append(segment_id)
+                    excess -= entry.num_bytes
+            if excess > 0:
+                return None
+            for segment_id in leaving:
+                self._num_bytes -= self._entries.pop(segment_id).num_bytes
+            return leaving
+
+    def add(self, segment_id: SegmentId, entry: Entry) -> None:
+        """Raises ValueError for an id that is held: ids are never reused."""
+        with self._lock:
+            if segment_id in self._entries:
+                raise ValueError(f"segment {segment_id} is already held")
+            self._entries[segment_id] = entry
+            self._num_bytes += entry.num_bytes
+
+    def remove(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
+        """Those of the segments that were held."""
+        with self._lock:
+            removed = []
+            for segment_id in segment_ids:
+                if (entry := self._entries.pop(segment_id, None)) is not None:
+                    self._num_bytes -= entry.num_bytes
+                    removed.append(segment_id)
+            return removed

@@ -1,0 +1,138 @@
+"""
+What the scheduler side orders and the worker side reports back. Plain values; they cross processes.
+
+Within a step: loads are laid and computed before vLLM's own forward pass; segments are dropped, then new ones
+saved, after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from delta_tree import SegmentId, Span, gaps, merge
+from kvshare.engines.vllm.wire import WireCopy
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """
+    Make the slots [start, end) of a request valid: copies are laid, everything between them is computed.
+
+        0        ready        start                           end      num_tokens
+        [ local ][ in flight ][ copy ][ run ][ copy ][ run ][ copy ][ tail: vLLM's own forward ]
+
+    In flight are blocks of the prefix cache that vLLM's forward pass of this very step fills for another
+    request, after us: whoever computes something behind them computes them, too.
+    """
+
+    request_id: str
+    block_ids: tuple[int, ...]  # the request's block table, vLLM's block size
+    ready: int
+    start: int
+    end: int
+    token_ids: tuple[int, ...] = field(repr=False)  # of [0, end); vLLM logs orders when a step breaks off
+    copies: tuple[WireCopy, ...]  # ascending; those wholly before `start` are left out
+
+    def targets(self, unreadable: frozenset[SegmentId] = frozenset()) -> list[tuple[WireCopy, Span]]:
+        """The copies to lay, each with the part of its target that lies behind `start`."""
+        return [
+            (copy, Span(max(copy.target_start, self.start), copy.target.end))
+            for copy in self.copies
+            if copy.segment_id not in unreadable
+        ]
+
+    def runs(self, unreadable: frozenset[SegmentId] = frozenset()) -> tuple[Span, ...]:
+        """What must be computed: all that no copy covers, and before it what is in flight."""
+        laid = [span for _, span in self.targets(unreadable)]
+        if not gaps(merge([Span(0, self.start), *laid]), self.end):
+            return ()
+        return gaps(merge([Span(0, self.ready), *laid]), self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Keep spans of a finished request as segments; its blocks stay allocated until that is reported."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    spans: tuple[tuple[SegmentId, Span], ...]
+
+    def without(self, segment_ids: Collection[SegmentId]) -> Save:
+        return replace(self, spans=tuple(entry for entry in self.spans if entry[0] not in segment_ids))
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """One step's orders."""
+
+    loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
+    drops: tuple[SegmentId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """How one load went: what could not be read was computed; of a failed one, everything was or will be."""
+
+    failed: bool = False
+    unreadable: frozenset[SegmentId] = frozenset()
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)  # lay, pass
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What a worker found while it carried out a step's orders. Requests by vLLM's id."""
+
+    loads: Mapping[str, LoadResult] = field(default_factory=dict)
+    failed_saves: frozenset[str] = frozenset()
+    save_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def unreadable(self) -> frozenset[SegmentId]:
+        return frozenset().union(*(result.unreadable for result in self.loads.values()))
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.loads or self.failed_saves or self.save_seconds)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Ranks agree on what is readable before they load; a load or save counts if no rank failed."""
+        assert isinstance(other, WorkerReport)
+        loads = dict(self.loads)
+        for request_id, result in other.loads.items():
+            mine = loads.get(request_id, result)
+            loads[request_id] = LoadResult(
+                mine.failed or result.failed, mine.unreadable | result.unreadable, mine.stage_seconds
+            )
+        return WorkerReport(
+            loads, self.failed_saves | other.failed_saves, {**other.save_seconds, **self.save_seconds}
+        )
+
+
+@dataclass
+class WorkerFacts(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler side once, after its proofs."""
+
+    refusals: tuple[str, ...]
+    can_move_keys: bool
+    rope: str  # digest of the rotary frequencies
+    num_layers: int
+    num_kv_heads: int  # of this rank
+    head_dim: int
+    dtype: str
+    attention_backend: str
+    bytes_per_token: int  # of this rank
+    weights: str = ""  # digest of a sample of this rank's weights
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def broken(cls, refusal: str) -> WorkerFacts:
+        """Of a worker that could not even look."""
+        return cls((refusal,), False, "unknown", 0, 0, 0, "unknown", "unknown", 0)

@@ -1,0 +1,148 @@
+"""
+Partial attention in stock vLLM: every run is a sequence of its own over the request's block table.
+
+Paged attention takes a block table, a query length and a sequence length per sequence, with the causal mask
+aligned to the sequence's end. So a run [a, b) becomes
+
+    block table   the request's           queries    positions a .. b-1
+    query_len     b - a                   sees       slots 0 .. b-1, causal inside the run
+    seq_len       b
+
+A layer writes all new K and V before it attends, so later runs see earlier ones, of the same pass and of the
+passes before. One forward pass over all runs of all requests of a step is exact, on every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from delta_tree import Span
+from kvshare.vllm_connector.paged import PagedCache
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """
+    Tokens to compute in one go. `position`: what the model is told for the first one; it equals `span.start`
+    but in proofs, which move a text without moving its slots.
+    """
+
+    block_ids: tuple[int, ...]
+    span: Span
+    token_ids: tuple[int, ...]
+    position: int
+
+
+def split(runs: Sequence[Run], max_tokens: int, max_runs: int) -> Iterator[list[Run]]:
+    """
+    Passes of at most `max_tokens` tokens and `max_runs` runs. Within a request runs come from left to right,
+    as they must: what a run attends to is computed in its own pass or an earlier one.
+    """
+    batch: list[Run] = []
+    room = max_tokens
+    for run in runs:
+        if len(batch) == max_runs:
+            yield batch
+            batch, room = [], max_tokens
+        while len(run.span) > room:
+            head, run = _cut(run, room)
+            yield [*batch, *head]
+            batch, room = [], max_tokens
+        batch.append(run)
+        room -= len(run.span)
+    if batch:
+        yield batch
+
+
+def _cut(run: Run, length: int) -> tuple[list[Run], Run]:
+    """The first `length` tokens of a run, if any, and the rest."""
+    middle = run.span.start + length
+    head = Run(run.block_ids, Span(run.span.start, middle), run.token_ids[:length], run.position)
+    tail = Run(run.block_ids, Span(middle, run.span.end), run.token_ids[length:], run.position + length)
+    return ([head] if length else []), tail
+
+
+class PartialForward:
+    """Runs the model on runs. Has a metadata builder of its own: backends keep plan state in theirs."""
+
+    def __init__(self, model: torch.nn.Module, cache: PagedCache, vllm_config: VllmConfig, spec: Any) -> None:
+        self._model = model
+        self._cache = cache
+        self._config = vllm_config
+        self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._max_runs = vllm_config.scheduler_config.max_num_seqs  # backends keep buffers of that many
+        self._width = -(-vllm_config.model_config.max_model_len // cache.kernel_block_size)
+        backend = next(iter(cache.layers.values())).get_attn_backend()
+        self.backend_name: str = backend.get_name()
+        with set_current_vllm_config(vllm_config):
+            self._builder = backend.get_builder_cls()(
+                spec.copy_with_new_block_size(cache.kernel_block_size),
+                cache.layer_names,
+                vllm_config,
+                cache.device,
+            )
+
+    def compute(self, runs: Sequence[Run]) -> None:
+        """Make the slots of all runs valid."""
+        for batch in split(runs, self._max_tokens, self._max_runs):
+            # Backends that treat short queries apart want them first; the order does not change the result.
+            self._forward(sorted(batch, key=lambda run: len(run.span)))
+
+    def _forward(self, runs: Sequence[Run]) -> torch.Tensor:
+        device = self._cache.device
+        token_ids = torch.tensor([token for run in runs for token in run.token_ids], dtype=torch.int64)
+        positions = torch.cat([torch.arange(run.position, run.position + len(run.span)) for run in runs])
+        slots = torch.cat([self._cache.slots(run.block_ids, run.span) for run in runs])
+        metadata = self._builder.build(0, self._common(runs, slots, positions.to(device)))
+        names = self._cache.layer_names
+        with (
+            torch.inference_mode(),
+            set_forward_context(
+                dict.fromkeys(names, metadata),
+                self._config,
+                num_tokens=len(token_ids),
+                slot_mapping=dict.fromkeys(names, slots),
+            ),
+        ):
+            hidden: torch.Tensor = self._model(
+                input_ids=token_ids.to(device),
+                positions=positions.to(device),
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+        return hidden
+
+    def _common(
+        self, runs: Sequence[Run], slots: torch.Tensor, positions: torch.Tensor
+    ) -> CommonAttentionMetadata:
+        device = self._cache.device
+        lengths = torch.tensor([len(run.span) for run in runs], dtype=torch.int32)
+        ends = torch.tensor([run.span.end for run in runs], dtype=torch.int32)
+        starts = torch.zeros(len(runs) + 1, dtype=torch.int32)
+        torch.cumsum(lengths, 0, out=starts[1:])
+        table = torch.zeros(len(runs), self._width, dtype=torch.int32)
+        for row, run in enumerate(runs):
+            blocks = self._cache.kernel_blocks(run.block_ids)[: self._width]
+            table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(device),
+            query_start_loc_cpu=starts,
+            seq_lens=ends.to(device),
+            num_reqs=len(runs),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(ends.max()),
+            block_table_tensor=table.to(device),
+            slot_mapping=slots,
+            causal=True,
+            positions=positions,
+            is_prefilling=torch.ones(len(runs), dtype=torch.bool),
+            seq_lens_cpu_upper_bound=ends,
+        )

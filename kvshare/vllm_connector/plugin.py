@@ -1,0 +1,13 @@
+"""Entry point of the group `vllm.general_plugins`: runs in every process of vLLM."""
+
+from __future__ import annotations
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+NAME = "KVShareConnector"
+
+
+def register() -> None:
+    """Make the connector known by name. May run several times in a process."""
+    if NAME not in KVConnectorFactory._registry:  # there is no public query
+        KVConnectorFactory.register_connector(NAME, "kvshare.vllm_connector.connector", NAME)

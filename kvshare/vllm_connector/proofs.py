@@ -1,0 +1,84 @@
+"""
+What must be true before anything is shared, tried out on the running model before the first request.
+
+    layout     what vLLM writes into a block is read back bit by bit
+    partial    scattered runs give the KV that one pass gives
+    rotation   a text moved by d positions has the same V, and K rotated by d, on every layer
+
+A layer without positions, a mask that is not causal, a kernel that reads its cache in another way: each fails
+one of them, whatever the model is called.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from delta_tree import Span
+from kvshare.kv.rotation import Rotation
+from kvshare.kv.segment import SegmentKV
+from kvshare.vllm_connector.paged import PagedCache
+from kvshare.vllm_connector.passes import PartialForward, Run
+
+_NUM_TOKENS = 48
+_RUNS = (Span(0, 7), Span(7, 8), Span(8, 30), Span(30, 48))
+_SHIFT = 133
+_FIRST_BLOCK = 1  # vLLM keeps block 0 for itself; the others are free until the first request
+_TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+
+class Proofs:
+    """Tries one worker's parts. The blocks it writes hold nothing of value afterwards."""
+
+    def __init__(self, cache: PagedCache, forward: PartialForward, *, vocab_size: int) -> None:
+        self._cache = cache
+        self._forward = forward
+        num_blocks = -(-_NUM_TOKENS // cache.block_size)
+        self._block_ids = tuple(range(_FIRST_BLOCK, _FIRST_BLOCK + num_blocks))
+        generator = torch.Generator().manual_seed(7)
+        self._tokens = tuple(torch.randint(0, vocab_size, (_NUM_TOKENS,), generator=generator).tolist())
+
+    def prove_layout(self) -> str | None:
+        """Why blocks cannot be read, or None."""
+        if (problem := self._cache.check()) is not None:
+            return problem
+        if not self._cache.find_layout(_FIRST_BLOCK):
+            return "the layout of the attention backend's KV cache is not understood"
+        return None
+
+    def prove_partial(self) -> str | None:
+        """Why partial attention is not exact here, or None."""
+        whole = self._compute([Span(0, _NUM_TOKENS)])
+        # Right to left first, so that a run finds rubbish where it must not look.
+        self._cache.write(
+            torch.full_like(whole.k, 3.0).to(self._cache.device),
+            torch.full_like(whole.v, -3.0).to(self._cache.device),
+            self._cache.slots(self._block_ids, Span(0, _NUM_TOKENS)),
+        )
+        parts = self._compute(_RUNS)
+        if not (self._agree(whole.k, parts.k) and self._agree(whole.v, parts.v)):
+            return "partial attention does not give what a whole prefill gives"
+        return None
+
+    def prove_rotation(self, rotation: Rotation) -> str | None:
+        """Why keys must not be moved, or None."""
+        here = self._compute([Span(0, _NUM_TOKENS)])
+        there = self._compute([Span(0, _NUM_TOKENS)], shift=_SHIFT)
+        if not self._agree(rotation.moved(here.k, _SHIFT), there.k):
+            return "moved keys are not those of the new position"
+        if not self._agree(here.v, there.v):
+            return "the model's values depend on the position"
+        return None
+
+    def _compute(self, spans: tuple[Span, ...] | list[Span], *, shift: int = 0) -> SegmentKV:
+        runs = [
+            Run(self._block_ids, span, self._tokens[span.start : span.end], span.start + shift)
+            for span in spans
+        ]
+        self._forward.compute(runs)
+        return self._cache.read(self._block_ids, Span(0, _NUM_TOKENS))
+
+    def _agree(self, expected: torch.Tensor, got: torch.Tensor) -> bool:
+        """Whether every layer's rows are as near as rounding allows, in units of its largest value."""
+        difference = (expected.float() - got.float()).abs().flatten(1).amax(1)
+        scale = expected.float().abs().flatten(1).amax(1).clamp(min=1e-6)
+        return bool((difference <= _TOLERANCE.get(self._cache.dtype, 0.0) * scale).all())

@@ -1,0 +1,263 @@
+"""
+The worker side: lays segments into vLLM's blocks, computes what lies between them, saves what ended.
+
+`attach` comes once the model and its caches are there. A load that breaks off is computed in full instead;
+where even that fails, vLLM is told of failed blocks, which it computes itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
+
+from delta_tree import SegmentId
+from kvshare.kv.rotation import Rotation
+from kvshare.kv.segment import SegmentKV
+from kvshare.vllm_connector.orders import Load, LoadResult, Orders, Save, WorkerFacts, WorkerReport
+from kvshare.vllm_connector.paged import PagedCache
+from kvshare.vllm_connector.passes import PartialForward, Run
+from kvshare.vllm_connector.proofs import Proofs
+from kvshare.vllm_connector.rope import find_rotation, rope_digest
+from kvshare.vllm_connector.store import SegmentStore
+from kvshare.vllm_connector.weights import weights_digest
+
+log = logging.getLogger("vllm.kvshare")
+
+
+class ConnectorWorker:
+    """One per worker process; everything runs on the worker's thread."""
+
+    def __init__(self, vllm_config: VllmConfig, spec: Any, layer_names: Sequence[str]) -> None:
+        self._config = vllm_config
+        self._spec = spec
+        self._layer_names = list(layer_names)
+        self._store = SegmentStore()
+        self._rotation: Rotation | None = None
+        self.facts: WorkerFacts | None = None  # None: no model was attached
+        self._invalid_blocks: set[int] = set()
+        self._saved: set[str] = set()
+        self._loads: dict[str, LoadResult] = {}
+        self._failed_saves: set[str] = set()
+        self._save_seconds: dict[str, float] = {}
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Take the model and prove that sharing works with it. Raises nothing: what fails is a refusal."""
+        refusals: list[str] = []
+        warnings: list[str] = []
+        try:
+            layers = self._config.compilation_config.static_forward_context
+            self._cache = PagedCache(
+                {name: layers[name] for name in self._layer_names}, block_size=self._spec.block_size
+            )
+            self._forward = PartialForward(model, self._cache, self._config, self._spec)
+            self._prove(model, refusals, warnings)
+            self.facts = self._found(refusals, warnings, weights_digest(model))
+        except Exception as exc:
+            log.exception("kvshare: a proof broke off")
+            self.facts = WorkerFacts.broken(f"a proof at start broke off: {type(exc).__name__}: {exc}")
+
+    def _found(self, refusals: Sequence[str], warnings: Sequence[str], weights: str) -> WorkerFacts:
+        return WorkerFacts(
+            refusals=tuple(refusals),
+            warnings=tuple(warnings),
+            can_move_keys=self._rotation is not None,
+            rope=rope_digest(self._rotation),
+            num_layers=len(self._layer_names),
+            num_kv_heads=self._cache.num_heads,
+            head_dim=self._cache.head_dim,
+            dtype=str(self._cache.dtype).removeprefix("torch."),
+            attention_backend=f"{self._forward.backend_name}/{self._cache.layout}",
+            bytes_per_token=self._cache.bytes_per_token,
+            weights=weights,
+        )
+
+    def _prove(self, model: torch.nn.Module, refusals: list[str], warnings: list[str]) -> None:
+        vocab_size = self._config.model_config.get_vocab_size()
+        proofs = Proofs(self._cache, self._forward, vocab_size=vocab_size)
+        for prove in (proofs.prove_layout, proofs.prove_partial):
+            problem = prove()
+            if not all(_agreed([problem is None])):  # the next proof needs all ranks
+                refusals.append(problem or "a proof failed on another rank")
+                return
+        rotation, problem = find_rotation(model, head_dim=self._cache.head_dim)
+        problem = problem or (proofs.prove_rotation(rotation) or "" if rotation is not None else problem)
+        if problem:
+            warnings.append(f"only text at the same position is shared: {problem}")
+        else:
+            self._rotation = rotation
+
+    def load(self, loads: Sequence[Load]) -> None:
+        """
+        Make the ordered slots valid, before vLLM's forward pass of this step.
+
+        Raises: RuntimeError under async scheduling, where even computing them failed. vLLM 0.32 has another
+        step under way by the time it hears of failed blocks, and would deliver what that samples from them
+        """
+        if not loads:
+            return
+        found = self._fetch(loads)
+        results = self._try_to_fill(loads, found)
+        if results is None:
+            results = self._try_to_fill(loads, dict.fromkeys(found), failed=True)
+        if results is not None:
+            self._loads.update(results)
+        elif self._config.scheduler_config.async_scheduling:
+            raise RuntimeError(f"kvshare: the KV of {len(loads)} requests could not be computed")
+        else:
+            for load in loads:
+                self._invalidate(load)
+
+    def _try_to_fill(
+        self, loads: Sequence[Load], found: Mapping[SegmentId, SegmentKV | None], *, failed: bool = False
+    ) -> dict[str, LoadResult] | None:
+        """
+        Lay what was found and compute the rest. Results by request; None if that broke off.
+
+        `failed`: it did once before, and now everything is computed.
+        """
+        began = time.perf_counter()
+        unreadable = frozenset(segment_id for segment_id, segment in found.items() if segment is None)
+        try:
+            if not failed:
+                self._lay_everywhere(loads, found)
+            laid = time.perf_counter()
+            self._compute(loads, unreadable)
+        except Exception:
+            log.exception("kvshare: loading %d requests broke off", len(loads))
+            return None
+        computed = time.perf_counter()
+        num_laid = [0 if failed else sum(len(span) for _, span in load.targets(unreadable)) for load in loads]
+        num_run = [sum(len(run) for run in load.runs(unreadable)) for load in loads]
+        results = {}
+        for load, lay_share, pass_share in zip(loads, _shares(num_laid), _shares(num_run), strict=True):
+            gone = unreadable & {copy.segment_id for copy in load.copies}
+            stages = {"lay": (laid - began) * lay_share, "pass": (computed - laid) * pass_share}
+            results[load.request_id] = LoadResult(failed, frozenset() if failed else gone, stages)
+        return results
+
+    def forget(self) -> None:
+        """All segments are of another model now."""
+        self._store.clear()
+
+    def carry_out(self, orders: Orders) -> None:
+        """After the forward pass: drop segments, then save new ones."""
+        self._store.drop(orders.drops)
+        for save in orders.saves:
+            began = time.perf_counter()
+            try:
+                self._save(save)
+            except Exception:
+                log.exception("kvshare: a prompt was not kept")
+                self._store.drop(segment_id for segment_id, _ in save.spans)
+                self._failed_saves.add(save.request_id)
+            self._saved.add(save.request_id)
+            self._save_seconds[save.request_id] = time.perf_counter() - began
+
+    def take_saved(self) -> set[str]:
+        """Requests whose blocks are no longer needed, since the last call."""
+        saved, self._saved = self._saved, set()
+        return saved
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks that could not be filled, since the last call."""
+        blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return blocks
+
+    def take_report(self) -> WorkerReport | None:
+        """What happened since the last call, or None."""
+        report = WorkerReport(self._loads, frozenset(self._failed_saves), self._save_seconds)
+        self._loads, self._failed_saves, self._save_seconds = {}, set(), {}
+        return None if report.is_empty else report
+
+    def _fetch(self, loads: Sequence[Load]) -> Mapping[SegmentId, SegmentKV | None]:
+        """The segments by id; None where one is missing or corrupt on any rank: passes must be the same."""
+        ids = dict.fromkeys(copy.segment_id for load in loads for copy in load.copies)
+        found = {segment_id: self._store.get(segment_id) for segment_id in ids}
+        readable = _agreed([segment is not None for segment in found.values()])
+        return {i: found[i] if ok else None for i, ok in zip(ids, readable, strict=True)}
+
+    def _lay_everywhere(self, loads: Sequence[Load], found: Mapping[SegmentId, SegmentKV | None]) -> None:
+        """Raises on every rank if it fails on one: the pass that follows needs them all."""
+        is_laid = False
+        try:
+            with torch.inference_mode():
+                self._lay(loads, found)
+            is_laid = True
+        finally:
+            is_laid_everywhere = all(_agreed([is_laid]))
+        if not is_laid_everywhere:
+            raise RuntimeError("another rank could not lay its segments")
+
+    def _lay(self, loads: Sequence[Load], found: Mapping[SegmentId, SegmentKV | None]) -> None:
+        """Write all copies of all loads, with keys moved to where they are going."""
+        ks, vs, slots = [], [], []
+        for load in loads:
+            for copy, target in load.targets():
+                segment = found[copy.segment_id]
+                if segment is None:
+                    continue
+                start = copy.offset + target.start - copy.target_start
+                source = slice(start, start + len(target))
+                k = segment.k[:, source].to(self._cache.device, non_blocking=True)
+                ks.append(self._moved(k, copy.shift))
+                vs.append(segment.v[:, source].to(self._cache.device, non_blocking=True))
+                slots.append(self._cache.slots(load.block_ids, target))
+        if ks:
+            self._cache.write(_joined(ks), _joined(vs), torch.cat(slots))
+
+    def _moved(self, k: torch.Tensor, shift: int) -> torch.Tensor:
+        if shift == 0:
+            return k
+        if self._rotation is None:
+            raise ValueError(f"a copy moves by {shift} tokens, but this model's rotation is not known")
+        return self._rotation.moved(k, shift)
+
+    def _compute(self, loads: Sequence[Load], unreadable: frozenset[SegmentId]) -> None:
+        runs = [
+            Run(
+                load.block_ids,
+                span,
+                load.token_ids[span.start : span.end],
+                span.start,
+            )
+            for load in loads
+            for span in load.runs(unreadable)
+        ]
+        if runs:
+            self._forward.compute(runs)
+
+    def _invalidate(self, load: Load) -> None:
+        """Those behind `end`, too: vLLM's forward pass fills them from the failed ones."""
+        self._invalid_blocks.update(load.block_ids[load.start // self._cache.block_size :])
+        self._loads[load.request_id] = LoadResult(failed=True)
+
+    def _save(self, save: Save) -> None:
+        for segment_id, span in save.spans:
+            self._store.put(segment_id, self._cache.read(save.block_ids, span))
+
+
+def _shares(counts: Sequence[int]) -> list[float]:
+    """What each of the requests that were served together took of the time."""
+    total = sum(counts)
+    return [count / total if total else 0.0 for count in counts]
+
+
+def _agreed(values: Sequence[bool]) -> list[bool]:
+    """What holds on every rank."""
+    group = get_tp_group()
+    if group.world_size == 1 or not values:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.int32)
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return [bool(value) for value in tensor.tolist()]
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(L, T_i, H, D) -> (L, sum T_i, H, D)"""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)

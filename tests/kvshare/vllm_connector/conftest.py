@@ -1,0 +1,297 @@
+"""
+Real vLLM in this process, on the CPU, with tiny random models: the scheduler can be stepped and looked into.
+
+These tests run in a pytest of their own (`make test` starts two): vLLM binds threads and keeps global state.
+"""
+
+import gc
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+NAMESPACE = "tenant-a"
+VOCAB_SIZE = 300
+
+_DEFAULTS = {
+    "worker_cls": "kvshare.vllm_connector.workers.KVShareWorker",
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 2048,
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens, and the log-probabilities of the likeliest at each."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+
+    def distance(self, other: "Answer") -> float:
+        """Largest difference of a log-probability, over the tokens both name."""
+        assert self.tokens == other.tokens
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        return max(abs(a[token] - b[token]) for a, b in pairs for token in a.keys() & b.keys())
+
+
+@contextmanager
+def one_step_ahead(wanted: bool) -> Iterator[None]:
+    """
+    Async scheduling, which vLLM turns off on CPUs: scheduler and engine core do it here, too.
+
+    The model runner stays synchronous. What is in flight is what has run, but not been heard of.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    check, init = CpuPlatform.check_and_update_config, GPUModelRunner.__init__
+
+    def check_and_turn_on(cls: Any, config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = wanted
+
+    def init_synchronous(runner: Any, config: Any, *args: Any, **options: Any) -> None:
+        config.scheduler_config.async_scheduling = False
+        init(runner, config, *args, **options)
+        config.scheduler_config.async_scheduling = wanted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_turn_on))
+        patch.setattr(GPUModelRunner, "__init__", init_synchronous)
+        yield
+
+
+class Vllm:
+    """One `LLM` with the connector. Ids count up, so that salts and tickets never repeat by accident."""
+
+    _ids = itertools.count()
+
+    def __init__(self, model: Path, *, max_bytes: int = 1 << 28, **options: Any) -> None:
+        from vllm import LLM
+
+        self.model = model
+        with one_step_ahead(bool(options.get("async_scheduling"))):
+            self.llm = LLM(
+                str(model),
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                kv_transfer_config={
+                    "kv_connector": "KVShareConnector",
+                    "kv_role": "kv_both",
+                    "kv_load_failure_policy": "recompute",
+                    "kv_connector_extra_config": {"kvshare": {"control_port": 0, "max_bytes": max_bytes}},
+                },
+                **_DEFAULTS | options,
+            )
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def side(self) -> Any:
+        """The connector's scheduler side."""
+        return self.scheduler.connector._scheduler
+
+    @property
+    def worker(self) -> Any:
+        """The connector's worker side."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
+
+    def fresh(self, word: str = "r") -> str:
+        return f"{word}-{next(self._ids)}"
+
+    def ticket(self, tokens: Sequence[int], copies: Sequence[Any] = (), **fields: Any) -> Any:
+        from kvshare.engines.vllm.wire import Ticket, digest_of
+
+        known = {
+            "request_id": self.fresh(),
+            "namespace": NAMESPACE,
+            "prompt_digest": digest_of(list(tokens)),
+            "num_tokens": len(tokens),
+            "copies": tuple(copies),
+        }
+        return Ticket(**known | fields)
+
+    def ask(self, *requests: tuple[Sequence[int], Any, str | None], **sampling: Any) -> list[Answer]:
+        """Run (tokens, ticket, cache_salt) requests together until nothing is left to do, saves included."""
+        from vllm import SamplingParams
+
+        prompts, params = [], []
+        for tokens, ticket, salt in requests:
+            extra = None if ticket is None else {"kv_transfer_params": {"kvshare": ticket.to_json()}}
+            options = {"temperature": 0, "max_tokens": 4, "logprobs": 5, "ignore_eos": True} | sampling
+            params.append(SamplingParams(**options, extra_args=extra))
+            prompts.append(
+                {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
+            )
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        self.settle()
+        return [
+            Answer(
+                list(choice.token_ids),
+                [{token: entry.logprob for token, entry in step.items()} for step in choice.logprobs],
+            )
+            for output in outputs
+            for choice in output.outputs
+        ]
+
+    def plain(self, tokens: Sequence[int], **sampling: Any) -> Answer:
+        """The answer without any sharing: nobody else's blocks, no ticket."""
+        return self.ask((tokens, None, self.fresh("plain")), **sampling)[0]
+
+    def keep(self, tokens: Sequence[int], **fields: Any) -> Any:
+        """Make a prompt a donor. Returns its Finished event."""
+        ticket = self.ticket(tokens, **fields)
+        self.ask((tokens, ticket, self.fresh("tenant")))
+        return self.finished(ticket)
+
+    def shared(self, tokens: Sequence[int], copies: Sequence[Any], **sampling: Any) -> tuple[Answer, Any]:
+        """An approximate request with its private salt, and its Finished event."""
+        from kvshare.engines.vllm.wire import private_salt
+
+        ticket = self.ticket(tokens, copies)
+        answer = self.ask((tokens, ticket, private_salt(ticket.request_id)), **sampling)[0]
+        return answer, self.finished(ticket)
+
+    def events(self) -> tuple[Any, ...]:
+        return self.side.events.read(0).events
+
+    def finished(self, ticket: Any) -> Any:
+        """The one Finished event of a ticket."""
+        (event,) = [e for e in self.events() if getattr(e, "request_id", None) == ticket.request_id]
+        return event
+
+    def settle(self) -> None:
+        """Step until all requests have ended and their KV is saved."""
+        while self.scheduler.has_requests():
+            self.core.step_fn()
+
+    def check_idle(self) -> None:
+        """Nothing is leaked: no request, no order, no block, and every ledger entry has its bytes."""
+        office = self.side.office
+        for left_over in (office._running, office._ended, office._loads, office._saves):
+            assert not left_over
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
+        held = set(self.side.ledger.ids())
+        stored = set(self.worker._store._segments) - set(office._drops)
+        assert held == stored
+        assert self.side.ledger.num_bytes <= self.side.ledger.max_bytes
+
+    def close(self) -> None:
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test here is vLLM's process's; warnings of vLLM's own code are none of ours."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint("llama")` is a folder with a random model; heads are 32 wide, as vLLM's CPU kernels ask."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def make(name: str, **changes: Any) -> Path:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from kvshare.bench.random_models import ARCHITECTURES
+
+        path = folder / "-".join([name, *(f"{key}={value}" for key, value in changes.items())])
+        if path.exists():
+            return path
+        config = ARCHITECTURES[name]()
+        for key, value in {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, **changes}.items():
+            setattr(config, key, value)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if "norm" not in parameter_name:
+                    parameter.normal_(0.0, 0.12)
+        model.save_pretrained(path)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def start(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Vllm]]:
+    """`start("llama", **options)`: a vLLM; the one before it is closed unless it is the very same."""
+    current: list[tuple[Any, Vllm]] = []
+
+    def begin(name: str | Path = "llama", **options: Any) -> Vllm:
+        wanted = (str(name), sorted(options.items()))
+        if current and current[0][0] == wanted:
+            return current[0][1]
+        while current:
+            current.pop()[1].close()
+        path = name if isinstance(name, Path) else checkpoint(name)
+        current.append((wanted, Vllm(path, **options)))
+        return current[0][1]
+
+    yield begin
+    while current:
+        current.pop()[1].close()
+
+
+@pytest.fixture
+def vllm(start: Callable[..., Vllm]) -> Iterator[Vllm]:
+    """The usual one: Llama in float32. Afterwards nothing may be left over."""
+    machine = start()
+    yield machine
+    machine.check_idle()
+
+
+@pytest.fixture
+def text() -> Callable[..., list[int]]:
+    """`text(600, seed=1)`: random token ids."""
+    return lambda length, seed=0: np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist()
+
+
+@pytest.fixture
+def copies() -> Callable[..., list[Any]]:
+    """`copies(event, (0, 100), (130, 300), shift=0)`: spans of a donor's first segment, moved."""
+    from kvshare.engines.vllm.wire import WireCopy
+
+    def make(event: Any, *spans: tuple[int, int], shift: int = 0) -> list[Any]:
+        segment = event.stored[0]
+        return [
+            WireCopy(segment.segment_id, start - segment.start, end - start, start + shift, start)
+            for start, end in spans
+        ]
+
+    return make

@@ -1,0 +1,193 @@
+"""Sharing beside everything else vLLM does: its prefix cache, chunked prefill, preemption, choices."""
+
+from typing import Any
+
+import pytest
+
+LIMIT = 1e-4
+SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
+
+
+def local_hits(vllm: Any, tokens: list[int], salt: str) -> int:
+    """How many tokens of a prompt vLLM's own prefix cache serves under a salt."""
+    ticket = vllm.ticket(tokens, keep=False)
+    vllm.ask((tokens, ticket, salt))
+    return int(vllm.finished(ticket).num_local)
+
+
+def test_approximate_kv_never_enters_the_prefix_cache(vllm: Any, text: Any, copies: Any) -> None:
+    """KV of quite another text is laid under a prompt; the same prompt, asked plainly, is answered right."""
+    donor = vllm.keep(text(600, 1))
+    tokens = text(600, 2)
+    wrong, event = vllm.shared(tokens, copies(donor, (0, 580)))
+    assert event.used == (0,)
+    truth = vllm.plain(tokens)
+    assert wrong.logprobs[0] != truth.logprobs[0]  # the laid KV was really used: this test can fail
+    for salt in (None, "tenant", "tenant"):
+        (answer,) = vllm.ask((tokens, None, salt))
+        assert answer.distance(truth) <= LIMIT
+
+
+def test_the_prefix_cache_would_have_served_it(vllm: Any, text: Any, copies: Any) -> None:
+    """The control: where the private salt is known, vLLM does find the approximate blocks."""
+    from kvshare.engines.vllm.wire import private_salt
+
+    donor = vllm.keep(text(600, 1))
+    tokens = text(600, 3)
+    ticket = vllm.ticket(tokens, copies(donor, (0, 580)))
+    salt = private_salt(ticket.request_id)
+    vllm.ask((tokens, ticket, salt))
+    assert local_hits(vllm, tokens, salt) >= 512
+    (again,) = vllm.ask((tokens, None, salt))
+    assert again.logprobs[0] != vllm.plain(tokens).logprobs[0]
+
+
+@pytest.mark.parametrize("salt", [None, "tenant", "kvshare-private-other"])
+def test_an_approximate_ticket_without_its_salt_is_refused(
+    vllm: Any, text: Any, copies: Any, salt: str | None
+) -> None:
+    """It is served in full, exactly, and kept as what it is."""
+    donor, tokens = vllm.keep(text(600, 1)), text(600, 4)
+    ticket = vllm.ticket(tokens, copies(donor, (0, 580)))
+    (answer,) = vllm.ask((tokens, ticket, salt))
+    event = vllm.finished(ticket)
+    assert answer.distance(vllm.plain(tokens)) <= LIMIT
+    assert (event.reason, event.used, event.stored[0].length) == ("not_private", (), 603)
+
+
+def test_exact_requests_keep_hitting_the_prefix_cache(vllm: Any, text: Any, copies: Any) -> None:
+    """The second of two equal prompts of a tenant is vLLM's own hit; nothing is loaded for it."""
+    tokens = text(600, 5)
+    first = vllm.ticket(tokens)
+    (plain,) = vllm.ask((tokens, first, "tenant"))
+    donor = vllm.finished(first)
+    second = vllm.ticket(tokens, copies(donor, (0, 512)), exact_length=512)
+    (answer,) = vllm.ask((tokens, second, "tenant"))
+    event = vllm.finished(second)
+    assert answer.distance(plain) <= LIMIT
+    assert (event.num_local, event.used, event.decision) == (512, (0,), "exact")
+    assert "lay" not in event.stage_seconds
+
+
+def test_kv_loaded_for_an_exact_plan_may_be_found_by_others(vllm: Any, text: Any, copies: Any) -> None:
+    """Exact KV is what the prefix cache holds anyway: who asks next gets it from there, and it is right."""
+    tokens = text(600, 6)
+    donor = vllm.keep(tokens)
+    ticket = vllm.ticket(tokens, copies(donor, (0, 599)), exact_length=599)
+    vllm.ask((tokens, ticket, "late-tenant"))
+    assert vllm.finished(ticket).num_local == 0
+    (answer,) = vllm.ask((tokens, None, "late-tenant"))
+    assert answer.distance(vllm.plain(tokens)) <= LIMIT
+    assert local_hits(vllm, tokens, "late-tenant") == 512
+
+
+def test_blocks_that_another_request_is_about_to_fill(vllm: Any, text: Any, copies: Any) -> None:
+    """
+    A local hit on blocks of the same step holds nothing yet when placeholders behind it are computed.
+
+    What is computed from them would be found by the whole tenant.
+    """
+    tokens = text(600, 10)
+    gone, donor = vllm.keep(tokens[:300]), vllm.keep(tokens)
+    ticket = vllm.ticket(tokens, copies(gone, (0, 300)) + copies(donor, (300, 590)), exact_length=590)
+    vllm.side.drop([gone.stored[0].segment_id])
+    _, answer = vllm.ask((tokens[:200] + text(100, 11), None, "burst"), (tokens, ticket, "burst"))
+    event = vllm.finished(ticket)
+    assert (event.num_local, event.used) == (128, (1,))
+    truth = vllm.plain(tokens)
+    assert answer.distance(truth) <= LIMIT
+    (again,) = vllm.ask((tokens, None, "burst"))
+    assert again.distance(truth) <= LIMIT
+
+
+def test_choices_share_one_ticket(vllm: Any, text: Any, copies: Any) -> None:
+    """n = 3 sends a ticket three times: all are right, one is kept and told of."""
+    from kvshare.engines.vllm.wire import private_salt
+
+    tokens = text(600, 7)
+    donor = vllm.keep(tokens)
+    ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
+    answers = vllm.ask((tokens, ticket, private_salt(ticket.request_id)), n=3, temperature=0.01)
+    truth = vllm.plain(tokens)
+    assert len(answers) == 3
+    assert all(answer.distance(truth) <= LIMIT for answer in answers)
+    assert vllm.finished(ticket).used == (0, 1, 2, 3)
+
+
+def test_generated_tokens_are_kept(vllm: Any, text: Any, copies: Any) -> None:
+    """A donor's segment covers its answer but for the last token, and a follow-up reuses it exactly."""
+    tokens = text(300, 8)
+    ticket = vllm.ticket(tokens)
+    (answer,) = vllm.ask((tokens, ticket, "tenant"), max_tokens=40)
+    donor = vllm.finished(ticket)
+    assert donor.output_ids == tuple(answer.tokens[:-1])
+    assert donor.stored[0].length == 339
+    follow_up = tokens + answer.tokens[:-1] + text(30, 9)
+    shared, event = vllm.shared(follow_up, copies(donor, (0, 339)))
+    assert event.num_computed == 30
+    assert shared.distance(vllm.plain(follow_up)) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 128, "enable_chunked_prefill": True},
+        {"max_num_batched_tokens": 1024, "enable_chunked_prefill": False},
+        {"async_scheduling": True},
+        {"max_num_batched_tokens": 128, "async_scheduling": True},
+    ],
+    ids=["chunked", "unchunked", "async", "chunked-async"],
+)
+def test_scheduling_modes(start: Any, text: Any, copies: Any, options: dict[str, Any]) -> None:
+    """Placeholders beyond the step's token limit, long tails, chunked prefill on and off, steps in flight."""
+    from kvshare.engines.vllm.wire import private_salt
+
+    vllm = start("llama", **options)
+    assert vllm.side.info().settings["async_scheduling"] == options.get("async_scheduling", False)
+    texts = [text(700, 30 + seed) for seed in range(3)]
+    donors = [vllm.keep(tokens) for tokens in texts]
+    spans = [((0, 10), (400, 690)), ((0, 300),), ((650, 690),)]  # a long run, a long tail, nearly everything
+    requests = []
+    for tokens, donor, wanted in zip(texts, donors, spans, strict=True):
+        ticket = vllm.ticket(tokens, copies(donor, *wanted))
+        requests.append((tokens, ticket, private_salt(ticket.request_id)))
+    answers = vllm.ask(*requests, max_tokens=20)
+    for (tokens, ticket, _), answer in zip(requests, answers, strict=True):
+        assert vllm.finished(ticket).decision == "approx"
+        assert answer.distance(vllm.plain(tokens, max_tokens=20)) <= LIMIT
+    vllm.check_idle()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_preemption(start: Any, text: Any, copies: Any, async_scheduling: bool) -> None:
+    """A KV cache too small for all: preempted requests find their plan again and end as they should."""
+    from kvshare.engines.vllm.wire import private_salt
+
+    vllm = start(
+        "llama",
+        max_model_len=256,
+        num_gpu_blocks_override=14,
+        block_size=32,
+        async_scheduling=async_scheduling,
+    )
+    texts = [text(60, 50 + seed) for seed in range(6)]
+    donors = [vllm.keep(tokens) for tokens in texts]
+    truths = [vllm.plain(tokens, max_tokens=60) for tokens in texts]
+    before = vllm.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+    assert before == 14
+    preempted: list[str] = []
+    preempt = vllm.scheduler._preempt_request
+    vllm.scheduler._preempt_request = lambda request, *a, **k: (
+        preempted.append(request.request_id),
+        preempt(request, *a, **k),
+    )
+    requests = []
+    for tokens, donor in zip(texts, donors, strict=True):
+        ticket = vllm.ticket(tokens, copies(donor, (0, 20), (26, 50)))
+        requests.append((tokens, ticket, private_salt(ticket.request_id)))
+    answers = vllm.ask(*requests, max_tokens=60)
+    vllm.scheduler._preempt_request = preempt
+    assert preempted
+    for answer, truth in zip(answers, truths, strict=True):
+        assert answer.distance(truth) <= LIMIT
+    vllm.check_idle()

@@ -1,0 +1,105 @@
+"""The control server over a real socket."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from delta_tree import SegmentId
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Any]]:
+    """`serve(token=...)`: a running server over a small ledger and journal."""
+    from kvshare.engines.vllm.wire import Dropped, ReplicaInfo
+    from kvshare.vllm_connector.control import ControlServer, Desk
+    from kvshare.vllm_connector.journal import EventLog
+    from kvshare.vllm_connector.ledger import Entry, Ledger
+
+    servers = []
+
+    def begin(token: str | None = None) -> Any:
+        events, ledger = EventLog(), Ledger(1000)
+        for number in (1, 2):
+            ledger.add(SegmentId(number), Entry("a", 10, 100))
+        events.append(Dropped((SegmentId(9),)))
+        info = ReplicaInfo(
+            epoch=events.epoch,
+            model="tiny",
+            versions={},
+            refusals=(),
+            warnings=(),
+            can_move_keys=True,
+            namespace_fields={},
+            bytes_per_token=1,
+            max_bytes=1000,
+            num_bytes=200,
+            num_segments=2,
+            max_model_len=64,
+        )
+        desk = Desk(lambda: info, events, ledger, lambda ids: len(ledger.remove(ids)))
+        servers.append(ControlServer(desk, host="127.0.0.1", port=0, token=token))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.close()
+
+
+def call(server: Any, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", data=data, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as exc:
+        with exc:
+            return exc.code, json.load(exc)
+
+
+def test_routes_answer(serve: Any) -> None:
+    """info, journal, segments and drop speak the documents that the proxy reads."""
+    from kvshare.engines.vllm.wire import Journal, ReplicaInfo
+
+    server = serve()
+    info = ReplicaInfo.from_json(call(server, "/info")[1])
+    journal = Journal.from_json(call(server, "/journal?after=0")[1])
+    assert info.epoch == journal.epoch
+    assert journal.events[0].segment_ids == (9,)
+    segments = call(server, "/segments")[1]
+    assert (segments["last"], segments["segment_ids"]) == (1, [1, 2])
+    assert call(server, "/drop", {"segment_ids": [2, 3]}) == (200, {"num_dropped": 1})
+    assert call(server, "/segments")[1]["segment_ids"] == [1]
+
+
+def test_the_token_opens_it(serve: Any) -> None:
+    """Without the right token nothing is answered, and nothing dropped."""
+    server = serve(token="secret")
+    for token in (None, "", "Secret", "secret2"):
+        assert call(server, "/journal", token=token)[0] == 401
+        assert call(server, "/drop", {"segment_ids": [1]}, token=token)[0] == 401
+    assert call(server, "/segments", token="secret")[1]["segment_ids"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "word"),
+    [
+        ("/nothing", None, 404, "/info"),
+        ("/drop", {"segment_ids": "1"}, 400, "segment_ids"),
+        ("/drop", {"segment_ids": [True]}, 400, "segment_ids"),
+        ("/drop", [], 400, "object"),
+        ("/journal?after=x", None, 400, "after"),
+        ("/journal?after=-1", None, 400, "after"),
+        ("/journal?wait_s=nan", None, 400, "wait_s"),
+    ],
+)
+def test_bad_requests_are_told_what_was_expected(
+    serve: Any, path: str, body: Any, status: int, word: str
+) -> None:
+    got, document = call(serve(), path, body)
+    assert got == status
+    assert word in document["error"]

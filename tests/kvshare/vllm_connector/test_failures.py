@@ -1,0 +1,397 @@
+"""Whatever goes wrong with sharing, the answer is the plain one, and what is kept is right."""
+
+from typing import Any
+
+import pytest
+
+LIMIT = 1e-4
+SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
+
+
+def dropped(vllm: Any) -> set[int]:
+    return {i for event in vllm.events() if event.kind == "dropped" for i in event.segment_ids}
+
+
+def corrupt(vllm: Any, segment_id: int) -> None:
+    """One row of the stored keys is no longer what was put there."""
+    import torch
+
+    segment, _ = vllm.worker._store._segments[segment_id]
+    with torch.inference_mode():
+        segment.k[1, 250] += 1.0
+
+
+def test_a_segment_that_vanished_is_computed(vllm: Any, text: Any, copies: Any) -> None:
+    """All copies of a dropped segment become placeholders; the prompt is exact again and kept whole."""
+    tokens = text(600, 1)
+    donor = vllm.keep(tokens)
+    assert vllm.side.drop([donor.stored[0].segment_id]) == 1
+    answer, event = vllm.shared(tokens, copies(donor, *SCATTERED))
+    assert answer.distance(vllm.plain(tokens)) <= LIMIT
+    assert (event.decision, event.reason, event.used) == ("full", "segments_gone", ())
+    assert [(s.start, s.length) for s in event.stored] == [(0, 603)]
+
+
+def test_one_of_two_donors_vanished(vllm: Any, text: Any, copies: Any) -> None:
+    """What is left of the plan is carried out."""
+    tokens = text(600, 2)
+    first, second = vllm.keep(tokens), vllm.keep(tokens)
+    plan = copies(first, (0, 200)) + copies(second, (220, 400)) + copies(first, (430, 580))
+    vllm.side.drop([second.stored[0].segment_id])
+    answer, event = vllm.shared(tokens, plan)
+    assert answer.distance(vllm.plain(tokens)) <= LIMIT
+    assert (event.decision, event.reason, event.used) == ("approx", "segments_gone", (0, 2))
+    assert event.num_computed == 600 - 200 - 150
+
+
+def test_corrupt_bytes_are_a_miss(vllm: Any, text: Any, copies: Any) -> None:
+    """A segment whose checksum no longer fits is computed instead, dropped, and told of as gone."""
+    tokens = text(600, 3)
+    good, bad = vllm.keep(tokens), vllm.keep(tokens)
+    bad_id = bad.stored[0].segment_id
+    corrupt(vllm, bad_id)
+    answer, event = vllm.shared(tokens, copies(good, (0, 200)) + copies(bad, (220, 590)), max_tokens=8)
+    assert answer.distance(vllm.plain(tokens, max_tokens=8)) <= LIMIT
+    assert event.used == (0,)
+    assert bad_id in dropped(vllm)
+    assert bad_id not in vllm.side.ledger
+
+
+@pytest.mark.parametrize("max_tokens", [1, 6])
+def test_corrupt_bytes_found_in_a_requests_last_step(
+    vllm: Any, text: Any, copies: Any, max_tokens: int
+) -> None:
+    """A request that ends in the very step that finds the corruption is not kept."""
+    tokens = text(600, 4)
+    good, bad = vllm.keep(tokens), vllm.keep(tokens)
+    corrupt(vllm, bad.stored[0].segment_id)
+    plan = copies(good, (0, 200)) + copies(bad, (220, 590))
+    answer, event = vllm.shared(tokens, plan, max_tokens=max_tokens)
+    assert answer.distance(vllm.plain(tokens, max_tokens=max_tokens)) <= LIMIT
+    assert bool(event.stored) == (max_tokens > 1)
+    assert bad.stored[0].segment_id not in {tuple(plan)[i].segment_id for i in event.used}
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("out of memory, say")
+
+
+@pytest.mark.parametrize("stage", ["_lay", "_compute"])
+@pytest.mark.parametrize("max_tokens", [1, 8])
+def test_a_load_that_breaks_off(
+    vllm: Any, text: Any, copies: Any, monkeypatch: Any, stage: str, max_tokens: int
+) -> None:
+    """
+    It is computed in full, by vLLM if need be; a request in the same step that shares nothing is not touched.
+
+    One that ends in that very step was taken to consist of copies, and is not kept.
+    """
+    from kvshare.engines.vllm.wire import private_salt
+
+    tokens, other = text(600, 5), text(500, 6)
+    donor = vllm.keep(tokens)
+    ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm.worker, stage, fail)
+        answers = vllm.ask(
+            (tokens, ticket, private_salt(ticket.request_id)),
+            (other, None, vllm.fresh()),
+            max_tokens=max_tokens,
+        )
+    event = vllm.finished(ticket)
+    assert answers[0].distance(vllm.plain(tokens, max_tokens=max_tokens)) <= LIMIT
+    assert answers[1].distance(vllm.plain(other, max_tokens=max_tokens)) <= LIMIT
+    assert (event.decision, event.reason, event.used) == ("full", "load_failed", ())
+    if (stage, max_tokens) == ("_lay", 1):
+        assert event.stored == ()
+        return
+    assert event.stored[0].length == 600 + max_tokens - 1
+    again, event = vllm.shared(tokens, copies(event, *SCATTERED))
+    assert again.distance(vllm.plain(tokens)) <= LIMIT
+    assert event.decision == "approx"
+
+
+def test_a_load_that_breaks_off_with_a_step_in_flight(
+    start: Any, text: Any, copies: Any, monkeypatch: Any
+) -> None:
+    """The next step is scheduled before vLLM hears of it: it is computed at once, or not answered at all."""
+    vllm = start("llama", async_scheduling=True)
+    tokens = text(600, 5)
+    donor = vllm.keep(tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm.worker, "_lay", fail)
+        answer, event = vllm.shared(tokens, copies(donor, *SCATTERED), max_tokens=8)
+    assert answer.distance(vllm.plain(tokens, max_tokens=8)) <= LIMIT
+    assert (event.decision, event.reason, event.used) == ("full", "load_failed", ())
+    vllm.check_idle()
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm.worker, "_compute", fail)
+        with pytest.raises(RuntimeError, match="could not be computed"):
+            vllm.worker.load([load(tokens)])
+
+
+def load(tokens: list[int]) -> Any:
+    """An order without copies."""
+    from kvshare.vllm_connector.orders import Load
+
+    return Load("r", (1, 2, 3, 4, 5), 0, 0, 590, tuple(tokens[:590]), ())
+
+
+def test_orders_do_not_show_the_prompt(text: Any) -> None:
+    """vLLM writes a step's orders into its log when a step breaks off."""
+    from kvshare.vllm_connector.orders import Orders
+
+    tokens = text(600, 5)
+    assert f"{tokens[0]}, {tokens[1]}" not in repr(Orders(loads=(load(tokens),)))
+
+
+def test_failed_blocks_leave_the_prefix_cache(vllm: Any, text: Any, copies: Any, monkeypatch: Any) -> None:
+    """vLLM leaves them there until their request has computed them; this one is aborted before it has."""
+    from vllm.v1.request import RequestStatus
+
+    tokens = text(600, 13)
+    donor = vllm.keep(tokens)
+    ticket = vllm.ticket(tokens, copies(donor, (0, 590)), exact_length=590)
+    orders: list[Any] = []
+    load_all = vllm.worker.load
+
+    def load_and_abort(loads: Any) -> None:
+        load_all(loads)
+        orders.extend(loads)
+        vllm.scheduler.finish_requests(loads[0].request_id, RequestStatus.FINISHED_ABORTED)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm.worker, "_lay", fail)
+        patch.setattr(vllm.worker, "_compute", fail)
+        patch.setattr(vllm.worker, "load", load_and_abort)
+        request_id = vllm.fresh()
+        add(vllm, request_id, tokens, ticket, salt="tenant")
+        vllm.settle()
+        vllm.llm.llm_engine.abort_request([request_id])
+    assert orders
+    (answer,) = vllm.ask((tokens, None, "tenant"))
+    assert answer.distance(vllm.plain(tokens)) <= LIMIT
+
+
+def add(
+    vllm: Any, request_id: str, tokens: list[int], ticket: Any, *, salt: str, max_tokens: int = 50
+) -> None:
+    from vllm import SamplingParams
+
+    vllm.llm.llm_engine.add_request(
+        request_id,
+        {"prompt_token_ids": tokens, "cache_salt": salt},
+        SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": {"kvshare": ticket.to_json()}},
+        ),
+    )
+
+
+def test_a_segment_that_leaves_while_its_copy_is_in_use(vllm: Any, text: Any, copies: Any) -> None:
+    """Copied KV is not kept as if it had been computed."""
+    from kvshare.engines.vllm.wire import private_salt
+
+    tokens = text(600, 14)
+    donor = vllm.keep(tokens)
+    ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
+    add(vllm, vllm.fresh(), tokens, ticket, salt=private_salt(ticket.request_id), max_tokens=6)
+    for _ in range(2):
+        vllm.llm.llm_engine.step()
+    vllm.side.drop([donor.stored[0].segment_id])
+    while vllm.llm.llm_engine.has_unfinished_requests():
+        vllm.llm.llm_engine.step()
+    vllm.settle()
+    event = vllm.finished(ticket)
+    assert (event.reason, event.used, event.stored) == ("segments_gone", (), ())
+
+
+def test_a_segment_that_leaves_before_it_is_saved(start: Any, text: Any) -> None:
+    """Two prompts end in one step, the second needs the room of the first: one is told of and held."""
+    vllm = start("llama", max_bytes=1536 * 800)
+    prompts = [text(500, 60 + number) for number in range(2)]
+    tickets = [vllm.ticket(tokens) for tokens in prompts]
+    vllm.ask(*((tokens, ticket, "tenant") for tokens, ticket in zip(prompts, tickets, strict=True)))
+    events = [vllm.finished(ticket) for ticket in tickets]
+    assert sorted(len(event.stored) for event in events) == [0, 1]
+    vllm.check_idle()
+
+
+@pytest.mark.parametrize("method", ["open", "num_matched", "_keep", "_note_load"])
+def test_an_error_of_ours_is_not_in_the_way(
+    vllm: Any, text: Any, copies: Any, monkeypatch: Any, method: str
+) -> None:
+    """The scheduler side breaks in one of its doors: the answer is the plain one."""
+    from kvshare.engines.vllm.wire import private_salt
+
+    tokens = text(600, 15)
+    donor = vllm.keep(tokens)
+    ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm.side.office, method, fail)
+        (answer,) = vllm.ask((tokens, ticket, private_salt(ticket.request_id)))
+    assert answer.distance(vllm.plain(tokens)) <= LIMIT
+
+
+def test_a_save_that_breaks_off(vllm: Any, text: Any, monkeypatch: Any) -> None:
+    """The answer is out already; nothing is kept, nothing is left over."""
+    tokens, held = text(600, 7), len(vllm.side.ledger)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm.worker._cache, "read", fail)
+        event = vllm.keep(tokens)
+    assert (event.reason, event.stored, event.used) == ("save_failed", (), ())
+    vllm.ask((text(50), None, None))  # the next step carries the drops
+    assert len(vllm.side.ledger) == held
+
+
+def test_a_plan_for_another_prompt(vllm: Any, text: Any, copies: Any) -> None:
+    """Digest and length tie a plan to its prompt; any other is served without it and not kept."""
+    from kvshare.engines.vllm.wire import private_salt
+
+    tokens, other = text(600, 8), text(600, 9)
+    donor = vllm.keep(tokens)
+    ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
+    (answer,) = vllm.ask((other, ticket, private_salt(ticket.request_id)))
+    event = vllm.finished(ticket)
+    assert answer.distance(vllm.plain(other)) <= LIMIT
+    assert (event.reason, event.stored) == ("prompt_mismatch", ())
+
+
+def test_segments_of_another_namespace_are_not_laid(vllm: Any, text: Any, copies: Any) -> None:
+    """A ticket that names somebody else's segment gets nothing of it."""
+    tokens = text(600, 10)
+    donor = vllm.keep(tokens, namespace="tenant-b")
+    answer, event = vllm.shared(tokens, copies(donor, *SCATTERED))
+    assert answer.distance(vllm.plain(tokens)) <= LIMIT
+    assert (event.decision, event.used, event.num_computed) == ("full", (), 600)
+
+
+def test_a_copy_beyond_its_segment_is_not_laid(vllm: Any, text: Any) -> None:
+    """More tokens than the segment has: a plan from another time. It is computed."""
+    from kvshare.engines.vllm.wire import WireCopy
+
+    tokens = text(600, 11)
+    donor = vllm.keep(tokens[:300])
+    copy = WireCopy(donor.stored[0].segment_id, 100, 250, 100, 100)
+    answer, event = vllm.shared(tokens, [copy])
+    assert answer.distance(vllm.plain(tokens)) <= LIMIT
+    assert event.used == ()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        None,
+        7,
+        {},
+        {"protocol": 99},
+        {"protocol": 1, "request_id": "x"},
+        {"copies": [[1, 2]]},
+        {"copies": [[1, 0, 50, 0, 0], [1, 0, 50, 20, 20]]},
+        {"copies": [[1, 0, 600, 0, 0]]},
+        {"copies": "none"},
+    ],
+)
+def test_a_ticket_that_cannot_be_read(vllm: Any, text: Any, document: Any) -> None:
+    """Rubbish in kv_transfer_params is logged and ignored."""
+    from vllm import SamplingParams
+
+    tokens = text(600, 12)
+    if isinstance(document, dict) and "copies" in document:
+        document = vllm.ticket(tokens).to_json() | document
+    params = SamplingParams(
+        temperature=0, max_tokens=2, ignore_eos=True, extra_args={"kv_transfer_params": {"kvshare": document}}
+    )
+    (output,) = vllm.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+    vllm.settle()
+    assert list(output.outputs[0].token_ids) == vllm.plain(tokens, max_tokens=2).tokens
+
+
+class TestAborts:
+    """A client may go away at any time; nothing leaks and the next request is right."""
+
+    def add(self, vllm: Any, tokens: list[int], ticket: Any) -> str:
+        from kvshare.engines.vllm.wire import private_salt
+
+        request_id = vllm.fresh("abort")
+        add(vllm, request_id, tokens, ticket, salt=private_salt(ticket.request_id))
+        return str(request_id)
+
+    @pytest.mark.parametrize("steps", [0, 1, 2, 5], ids=["waiting", "loaded", "decoding", "later"])
+    @pytest.mark.parametrize("planned", [True, False])
+    def test_at_any_step(self, vllm: Any, text: Any, copies: Any, steps: int, planned: bool) -> None:
+        tokens = text(600, 20)
+        donor = vllm.keep(tokens)
+        ticket = vllm.ticket(tokens, copies(donor, *SCATTERED) if planned else ())
+        request_id = self.add(vllm, tokens, ticket)
+        for _ in range(steps):
+            vllm.llm.llm_engine.step()
+        vllm.llm.llm_engine.abort_request([request_id])
+        vllm.settle()
+        event = vllm.finished(ticket)
+        assert bool(event.stored) == (steps > 0)  # with its first token the prompt is complete
+        answer, _ = vllm.shared(tokens, copies(donor, *SCATTERED))
+        assert answer.distance(vllm.plain(tokens)) <= LIMIT
+
+    def test_in_the_middle_of_a_long_prefill(self, start: Any, text: Any, copies: Any) -> None:
+        """An unfinished prefill is not kept."""
+        vllm = start("llama", max_num_batched_tokens=128)
+        tokens = text(900, 21)
+        donor = vllm.keep(tokens)
+        ticket = vllm.ticket(tokens, copies(donor, (0, 100), (130, 300)))
+        request_id = self.add(vllm, tokens, ticket)
+        for _ in range(2):
+            vllm.llm.llm_engine.step()
+        vllm.llm.llm_engine.abort_request([request_id])
+        vllm.settle()
+        assert vllm.finished(ticket).stored == ()
+        vllm.check_idle()
+
+
+def test_the_store_is_bounded(start: Any, text: Any, copies: Any) -> None:
+    """Least recently used segments leave; a donor in use stays; the cap holds all along."""
+    vllm = start("llama", max_bytes=1536 * 2000)
+    first = vllm.keep(text(500, 30))
+    for seed in range(6):
+        vllm.keep(text(500, 31 + seed))
+        _, event = vllm.shared(text(500, 30), copies(first, (0, 480)))
+        assert event.used == (0,)
+        vllm.check_idle()
+    assert len(dropped(vllm)) >= 3
+    assert first.stored[0].segment_id in vllm.side.ledger
+
+
+def test_a_prompt_larger_than_the_store(start: Any, text: Any) -> None:
+    """It is served and not kept, and nobody is evicted for it."""
+    vllm = start("llama", max_bytes=1536 * 400)
+    kept = vllm.keep(text(300, 40))
+    event = vllm.keep(text(500, 41))
+    assert (event.reason, event.stored) == ("no_room", ())
+    assert kept.stored[0].segment_id in vllm.side.ledger
+    vllm.check_idle()
+
+
+def test_new_weights_drop_everything(start: Any, text: Any, copies: Any) -> None:
+    """`reset_prefix_cache(reset_connector=True)`, as after a weight update."""
+    vllm = start("llama")
+    tokens = text(600, 50)
+    donor = vllm.keep(tokens)
+    assert vllm.llm.reset_prefix_cache(reset_connector=True)
+    assert len(vllm.side.ledger) == 0
+    _, event = vllm.shared(tokens, copies(donor, *SCATTERED))
+    assert event.used == ()
+    vllm.check_idle()
+
+
+def test_reloaded_weights_take_their_segments_with_them(vllm: Any, text: Any, copies: Any) -> None:
+    """Also where nobody resets the connector; the journal tells of them as they are missed."""
+    tokens = text(600, 51)
+    donor = vllm.keep(tokens)
+    vllm.llm.collective_rpc("reload_weights")
+    answer, event = vllm.shared(tokens, copies(donor, *SCATTERED))
+    assert event.used == ()
+    assert donor.stored[0].segment_id in dropped(vllm)
+    assert answer.distance(vllm.plain(tokens)) <= LIMIT
+    vllm.side.office.drop_all()  # what else was held

@@ -1,0 +1,129 @@
+"""Partial attention inside vLLM equals a full prefill, whatever is reused, if the reused KV is right."""
+
+from typing import Any
+
+import pytest
+
+ARCHITECTURES = ["llama", "llama3-rope", "qwen2", "qwen3"]
+LIMIT = 1e-4  # log-probability, float32
+SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest, start: Any) -> Any:
+    """Of module scope, so that each vLLM is started once."""
+    return start(request.param)
+
+
+class TestExactness:
+    """float32: scattered runs, everything computed, everything reused, and a prefix."""
+
+    def test_scattered_runs_on_correct_kv(self, architecture: Any, text: Any, copies: Any) -> None:
+        vllm, tokens = architecture, text(600)
+        donor = vllm.keep(tokens)
+        answer, event = vllm.shared(tokens, copies(donor, *SCATTERED))
+        assert answer.distance(vllm.plain(tokens)) <= LIMIT
+        assert (event.decision, event.used, event.num_computed) == ("approx", (0, 1, 2, 3), 61)
+
+    def test_all_placeholders(self, architecture: Any, text: Any, copies: Any) -> None:
+        """One copied token near the end makes our pass compute everything before it."""
+        vllm, tokens = architecture, text(600, 1)
+        donor = vllm.keep(tokens)
+        answer, event = vllm.shared(tokens, copies(donor, (597, 598)))
+        assert answer.distance(vllm.plain(tokens)) <= LIMIT
+        assert event.num_computed == 599
+
+    def test_identity(self, architecture: Any, text: Any, copies: Any) -> None:
+        vllm, tokens = architecture, text(600, 2)
+        donor = vllm.keep(tokens)
+        answer, event = vllm.shared(tokens, copies(donor, (0, 599)))
+        assert answer.distance(vllm.plain(tokens)) <= LIMIT
+        assert event.num_computed == 1
+
+    def test_exact_prefix_from_segments(self, architecture: Any, text: Any, copies: Any) -> None:
+        """An exact plan needs no private salt, and loads what vLLM's own prefix cache has not."""
+        vllm, tokens = architecture, text(600, 3)
+        donor = vllm.keep(tokens)
+        longer = tokens + text(90, 4)
+        ticket = vllm.ticket(longer, copies(donor, (0, 600)), exact_length=600)
+        (answer,) = vllm.ask((longer, ticket, vllm.fresh("tenant")))
+        event = vllm.finished(ticket)
+        assert answer.distance(vllm.plain(longer)) <= LIMIT
+        assert (event.decision, event.num_computed, event.num_local) == ("exact", 90, 0)
+
+    def test_a_batch_of_mixed_requests(self, architecture: Any, text: Any, copies: Any) -> None:
+        """Planned, unplanned and exact requests of one step do not disturb one another."""
+        from kvshare.engines.vllm.wire import private_salt
+
+        vllm = architecture
+        texts = [text(500 + 30 * seed, 10 + seed) for seed in range(4)]
+        donors = [vllm.keep(tokens) for tokens in texts]
+        requests = []
+        for tokens, donor in zip(texts, donors, strict=True):
+            ticket = vllm.ticket(tokens, copies(donor, (0, 64), (90, 300), (310, 480)))
+            requests.append((tokens, ticket, private_salt(ticket.request_id)))
+        requests.insert(1, (text(700, 20), None, vllm.fresh()))
+        requests.append((texts[0], vllm.ticket(texts[0]), vllm.fresh("tenant")))
+        answers = vllm.ask(*requests)
+        for (tokens, _, _), answer in zip(requests, answers, strict=True):
+            assert answer.distance(vllm.plain(tokens)) <= LIMIT
+        vllm.check_idle()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bfloat16(start: Any, text: Any, copies: Any, name: str) -> None:
+    """In bfloat16 the same plans give what rounding allows, and the layout is understood there, too."""
+    vllm, tokens = start(name, dtype="bfloat16"), text(600)
+    assert vllm.side.info().can_move_keys
+    donor = vllm.keep(tokens)
+    shared, event = vllm.shared(tokens, copies(donor, *SCATTERED))
+    plain = vllm.plain(tokens)
+    assert event.used == (0, 1, 2, 3)
+    assert shared.tokens[0] == plain.tokens[0]
+    first = plain.logprobs[0]
+    assert all(abs(first[t] - shared.logprobs[0][t]) < 0.1 for t in first.keys() & shared.logprobs[0].keys())
+
+
+def test_moved_copies_equal_the_embedded_engine(start: Any, text: Any, copies: Any) -> None:
+    """Two engines that share no attention code give the same approximate answer for the same plan."""
+    import numpy as np
+    import torch
+
+    from delta_tree import Copy, NodeId, Span, gaps
+    from kvshare.engines.embedded.model import EmbeddedModel
+    from kvshare.kv.attention import PartialPass
+    from kvshare.kv.editor import lay_out
+
+    vllm, tokens = start("llama"), text(600)
+    donor = vllm.keep(tokens)
+    recipient = text(41, 9) + tokens
+    moved = copies(donor, (0, 100), (130, 300), (301, 560), shift=41)
+    answer, event = vllm.shared(recipient, moved, max_tokens=1, logprobs=20)
+    assert event.used == (0, 1, 2)
+
+    model = EmbeddedModel.load(
+        str(vllm.model), name="tiny", device="cpu", dtype="float32", max_model_len=None
+    )
+    source = model.new_sequence(len(tokens))
+    with torch.inference_mode():
+        model.compute(PartialPass(source, (Span(0, len(tokens)),)), np.array(tokens, dtype=np.int32))
+        segment = source.cut(Span(0, len(tokens)))
+        laid = [
+            Copy(
+                NodeId(1),
+                c.segment_id,
+                c.offset,
+                c.length,
+                c.target_start,
+                c.source_position,
+                c.source_position,
+            )
+            for c in moved
+        ]
+        target = model.new_sequence(len(recipient))
+        lay_out(target, laid, {c.segment_id: segment for c in laid}, model.rotation)
+        runs = gaps([c.target for c in laid], len(recipient))
+        ids = np.array([recipient[p] for run in runs for p in range(run.start, run.end)], dtype=np.int32)
+        logits = model.compute(PartialPass(target, tuple(runs)), ids)
+        expected = torch.log_softmax(logits.float().flatten()[-model.vocab_size :], -1)
+    assert max(abs(expected[t].item() - value) for t, value in answer.logprobs[0].items()) <= LIMIT
