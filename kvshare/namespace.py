@@ -13,11 +13,20 @@ _DOMAIN = b"kvshare.namespace.v1"
 
 
 @dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose KV: what an API key stands for. The rest of a namespace is the model's."""
+
+    tenant: str
+    scope: str
+
+
+@dataclass(frozen=True, slots=True)
 class Namespace:
     """
     Everything that must be equal before KV may be shared.
 
-    tenant and scope come from the API key; the rest describes the model, the tokenization and the KV layout.
+    tenant and scope come from the API key; the rest describes the model, the tokenization and the KV layout,
+    and where the KV is, as it cannot move.
     """
 
     tenant: str
@@ -29,6 +38,7 @@ class Namespace:
     kv_layout: str  # layers, kv heads, head dim
     rope: str  # digest of the rotary frequencies
     lora: str = ""
+    holder: str = ""  # whose memory holds the KV: a replica's name; empty: this process
 
     @property
     def digest(self) -> str:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvshare.errors import ConfigError
 
@@ -49,10 +50,66 @@ class ModelSettings(_Section):
 
 
 class EngineSettings(_Section):
+    kind: Literal["embedded", "vllm"]
     max_running: int = Field(gt=0)
     max_waiting: int = Field(ge=0)
     prefill_chunk_tokens: int = Field(gt=0)
     num_threads: int | None = Field(gt=0)
+
+
+class ReplicaSettings(_Section):
+    """One `vllm serve`. `control_url` is the connector's; by default the next port of the same host."""
+
+    url: str
+    control_url: str | None = None
+    name: str | None = Field(default=None, min_length=1)
+
+    @field_validator("url", "control_url")
+    @classmethod
+    def _check_url(cls, url: str | None) -> str | None:
+        return None if url is None else _base_url(url)
+
+    @property
+    def control(self) -> str:
+        """Where the connector's control server is."""
+        if self.control_url is not None:
+            return self.control_url
+        parts = urlsplit(self.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        return f"{parts.scheme}://{host}:{port + 1}"
+
+    @property
+    def label(self) -> str:
+        """What it is called in logs, metrics and namespaces."""
+        return self.name or urlsplit(self.url).netloc
+
+
+def _base_url(url: str) -> str:
+    """Raises ValueError with what is wrong about an address."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("expected an address like http://host:8000")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError("expected an address without user, query or fragment")
+    parts.port  # noqa: B018  raises ValueError for a port that is none
+    path = parts.path.rstrip("/")
+    if path.endswith("/v1"):
+        raise ValueError("expected the server's address without /v1")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+class VllmSettings(_Section):
+    replicas: tuple[ReplicaSettings, ...] = Field(strict=False)
+    connect_timeout_s: float = Field(gt=0)
+    read_timeout_s: float = Field(gt=0)
+    control_timeout_s: float = Field(gt=0)
+    journal_wait_s: float = Field(gt=0)
+    health_interval_s: float = Field(gt=0)
+    lost_after_s: float = Field(gt=0)
+    ticket_expiry_s: float = Field(gt=0)
+    max_inflight: int = Field(gt=0)
+    max_imbalance: int = Field(gt=0)
 
 
 class StoreSettings(_Section):
@@ -115,6 +172,7 @@ class Settings(_Section):
     auth: AuthSettings
     model: ModelSettings
     engine: EngineSettings
+    vllm: VllmSettings
     store: StoreSettings
     sharing: SharingSettings
     repair: RepairSettings

@@ -2,7 +2,7 @@
 The story of one request's sharing: nominate, align, plan, fetch, and later keep what was computed.
 
 `prepare` runs before prefill and never raises: whatever fails in here, the request is served unshared and the
-failure is counted. When a request has ended, `keeper.commit` stores it and `remember` indexes it.
+failure is counted. When a request has ended, the engine's keeper stores it and `remember` indexes it.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from delta_tree import DeltaTree, Node, NodeId, SegmentId, TokenIds, UnknownSegmentError
+from delta_tree import Node, NodeId, SegmentId, TokenIds, UnknownSegmentError
 from kvshare.cost import CostModel
 from kvshare.engines.base import Prompt, SharingMode, SharingReport
-from kvshare.keeping import Keeper
-from kvshare.kv.memory_tier import MemoryTier
-from kvshare.kv.segment import SegmentKV
+from kvshare.keeping import Keeper, TierT
 from kvshare.plan import NoPlan, Plan
 from kvshare.planner import PlannerLimits, make_plan
 from vector_index import Candidate, Nominator, PromptText
+
+if TYPE_CHECKING:
+    from kvshare.kv.segment import SegmentKV  # imports torch
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ _MAX_ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lookup:
-    """What sharing found for a prompt. Holds the segments' memory until the request has laid them out."""
+    """What sharing found for a prompt. Holds the segments' memory, if it is here, until it is laid out."""
 
     plan: Plan | NoPlan
     segments: Mapping[SegmentId, SegmentKV] = field(default_factory=dict)
@@ -64,35 +65,36 @@ class Sharing:
     def __init__(
         self,
         *,
-        tree: DeltaTree,
-        tier: MemoryTier,
+        keeper: Keeper[TierT],
         nominator: Nominator,
         limits: PlannerLimits,
         cost: CostModel,
         owns_index: bool = True,
     ) -> None:
         """`owns_index`: nobody else writes to the index, so what the tree does not know may be taken out."""
-        self.tree = tree
-        self.tier = tier
+        self.keeper = keeper
+        self.tree = keeper.tree
+        self.tier = keeper.tier
+        self.counters = keeper.counters
         self.nominator = nominator
         self.limits = limits
         self.cost = cost
-        self.counters: Counter[str] = Counter()
         self._owns_index = owns_index
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-plan")
-        self.keeper = Keeper(tree, tier, min_tokens=limits.sharing.min_prompt_tokens, counters=self.counters)
 
     def close(self) -> None:
         """Let plans in progress finish; later ones fail open."""
         self._executor.shutdown(wait=True)
 
-    async def prepare(self, namespace: str, prompt: Prompt, mode: SharingMode) -> Lookup:
+    async def prepare(
+        self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_meaning: bool = True
+    ) -> Lookup:
         """Find and plan the reuse for a prompt. Fails open: any error is NoPlan with a reason."""
         if not self.wants(prompt, mode):
             return Lookup(NoPlan("off" if mode is SharingMode.OFF else "short_prompt"))
         began = time.perf_counter()
         try:
-            candidates, stages = await self._nominate(namespace, prompt, mode)
+            candidates, stages = await self._nominate(namespace, prompt, mode, by_meaning=by_meaning)
             lookup = await asyncio.get_running_loop().run_in_executor(
                 self._executor, self._plan, namespace, prompt.token_ids, candidates, mode
             )
@@ -131,10 +133,10 @@ class Sharing:
             await self.nominator.forget(namespace, node_ids)
 
     async def _nominate(
-        self, namespace: str, prompt: Prompt, mode: SharingMode
+        self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_meaning: bool
     ) -> tuple[tuple[Candidate, ...], dict[str, float]]:
         prefill_s = prompt.num_tokens / self.cost.rates.prefill_tokens_per_s
-        pays = prefill_s >= self.limits.dense_min_prefill_s
+        pays = by_meaning and prefill_s >= self.limits.dense_min_prefill_s
         nomination = await self.nominator.nominate(
             namespace, prompt.token_ids, prompt.text, allow_dense=pays and mode is SharingMode.APPROX
         )
@@ -166,14 +168,16 @@ class Sharing:
             if isinstance(plan, NoPlan):
                 return Lookup(plan, stage_seconds=stages)
             began = time.perf_counter()
-            segments, missing = self._fetch(plan)
+            fetched = self.tier.fetch({copy.segment_id for copy in plan.copies})
             stages["load"] += time.perf_counter() - began
-            if not missing:
+            if not fetched.missing:
                 for donor in plan.donors:
                     self.tree.touch(donor)
-                return Lookup(plan, segments, stage_seconds=stages)
+                return Lookup(plan, fetched.segments, stage_seconds=stages)
             self.counters["fallback:tier:missing"] += 1
-            self.keeper.discard_unreadable(copy.donor for copy in plan.copies if copy.segment_id in missing)
+            self.keeper.discard_unreadable(
+                copy.donor for copy in plan.copies if copy.segment_id in fetched.missing
+            )
         return Lookup(NoPlan("kv_gone"), stage_seconds=stages)
 
     def _make_plan(self, token_ids: TokenIds, nodes: Sequence[Node], mode: SharingMode) -> Plan | NoPlan:
@@ -201,14 +205,3 @@ class Sharing:
                 continue
             nodes.append(node)
         return nodes
-
-    def _fetch(self, plan: Plan) -> tuple[dict[SegmentId, SegmentKV], set[SegmentId]]:
-        segments: dict[SegmentId, SegmentKV] = {}
-        missing: set[SegmentId] = set()
-        for segment_id in {copy.segment_id for copy in plan.copies}:
-            segment = self.tier.get(segment_id, verify=True)
-            if segment is None:
-                missing.add(segment_id)
-            else:
-                segments[segment_id] = segment
-        return segments, missing

@@ -9,7 +9,6 @@ from aiohttp import web
 
 from proxy.body import read_object
 from proxy.front import FRONT
-from proxy.handlers import read_chat
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -30,14 +29,6 @@ def question(what: str) -> Callable[[web.Request], Awaitable[web.Response]]:
 async def evict(request: web.Request) -> web.Response:
     """POST /admin/evict; the body says what, the engine checks it."""
     return await _inspect(request, "evict", await read_object(request))
-
-
-async def explain(request: web.Request) -> web.Response:
-    """POST /admin/explain: the plan that this chat completion would get for the caller's own namespace."""
-    front = request.app[FRONT]
-    front.lifecycle.check_accepting()
-    _, chat = await read_chat(request)
-    return web.json_response(await front.engine.explain(chat))
 
 
 async def _inspect(request: web.Request, what: str, arguments: Mapping[str, Any]) -> web.Response:

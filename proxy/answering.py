@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvshare.engines.base import Delta, GenerationRequest
 from proxy.errors import to_reply
-from proxy.front import FRONT
+from proxy.front import FRONT, GENERATING
 from proxy.generation import Generation
 from proxy.middleware import log_failure
 from proxy.record import RECORD, Record
@@ -36,7 +36,7 @@ async def answer(request: web.Request, job: Job) -> web.StreamResponse:
     """Run the job to its end. Leaving early, by an error or a disconnect, frees the engine's slots."""
     front, record = request.app[FRONT], request[RECORD]
     record.mode = job.requests[0].mode
-    generation = Generation(front.engine, job.requests)
+    generation = Generation(request.app[GENERATING], job.requests)
     with front.lifecycle.running(generation):
         try:
             async with generation.open():

@@ -11,9 +11,10 @@ from typing import Any
 
 from aiohttp import web
 
-from kvshare.engines.base import Engine, EngineStatus
+from kvshare.engines.base import Engine, EngineStatus, GeneratingEngine
 from kvshare.settings import Settings
-from proxy import admin, handlers
+from proxy import admin, probes
+from proxy.api import Api, GeneratingApi
 from proxy.auth import Keyring
 from proxy.front import FRONT, Front
 from proxy.lifecycle import Lifecycle
@@ -22,6 +23,7 @@ from proxy.middleware import add_request_id, observe
 
 log = logging.getLogger(__name__)
 
+_API: web.AppKey[Api] = web.AppKey("api", Api)
 _CLOSE_S = 2.0  # connections that still write after a drain get this long
 
 # aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
@@ -29,17 +31,35 @@ _aiohttp_log = logging.getLogger("proxy.aiohttp")
 _aiohttp_log.setLevel(logging.CRITICAL + 1)
 
 
-def build_app(settings: Settings, engine: Engine) -> web.Application:
+def generating_api(engine: GeneratingEngine) -> Api:
+    """For an engine that computes the answers itself."""
+    return GeneratingApi(engine)
+
+
+def relaying_api(settings: Settings) -> Api:
     """
-    The application of the main port. It owns `engine`: starts it in the background, stops it at cleanup.
+    For the vLLM replicas of the settings.
+
+    Raises:  ConfigError if there are none, or two of one name
+    """
+    from proxy.relay import RelayApi
+
+    return RelayApi.from_settings(settings)
+
+
+def build_app(settings: Settings, api: Api) -> web.Application:
+    """
+    The application of the main port. It owns the engine: starts it in the background, stops it at cleanup.
 
     Raises:  ConfigError if keys cannot be told apart
     """
-    front = _front(settings, engine)
+    front = _front(settings, api.engine)
     app = _application(front)
-    _add_public_routes(app)
+    app[_API] = api
+    _add_probes(app)
+    api.add_routes(app)
     if settings.server.admin_port is None:
-        _add_operator_routes(app)
+        _add_operator_routes(app, api)
 
     async def own_engine(_: web.Application) -> AsyncIterator[None]:
         async with front.lifecycle.engine_running():
@@ -56,27 +76,26 @@ def build_app(settings: Settings, engine: Engine) -> web.Application:
 def build_admin_app(app: web.Application) -> web.Application:
     """The application of the admin port, for the same front as `app`; it owns nothing."""
     admin_app = _application(app[FRONT])
-    admin_app.router.add_get("/health", handlers.health)
-    admin_app.router.add_get("/ready", handlers.ready)
-    admin_app.router.add_get("/v1/models", handlers.models)  # explain's bodies name the model
-    _add_operator_routes(admin_app)
+    _add_probes(admin_app)
+    app[_API].add_model_list(admin_app)
+    _add_operator_routes(admin_app, app[_API])
     return admin_app
 
 
 def run(
     settings: Settings,
-    engine: Engine,
+    api: Api,
     *,
     on_listening: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises what the engine's start raises, and OSError for a taken port."""
-    asyncio.run(serve(settings, engine, on_listening=on_listening or _log_listening, on_ready=on_ready))
+    asyncio.run(serve(settings, api, on_listening=on_listening or _log_listening, on_ready=on_ready))
 
 
 async def serve(
     settings: Settings,
-    engine: Engine,
+    api: Api,
     *,
     on_listening: Callable[[str], None],
     on_ready: Callable[[str], None] | None = None,
@@ -87,7 +106,7 @@ async def serve(
     `on_listening` and, once the engine is up, `on_ready` get the base URL, with the port that was taken where
     the settings say 0.
     """
-    app = build_app(settings, engine)
+    app = build_app(settings, api)
     runners = [_runner(app)]
     ports = [settings.server.port]
     if settings.server.admin_port is not None:
@@ -175,25 +194,19 @@ def _application(front: Front) -> web.Application:
     return app
 
 
-def _add_public_routes(app: web.Application) -> None:
-    router = app.router
-    router.add_get("/health", handlers.health)
-    router.add_get("/ready", handlers.ready)
-    router.add_get("/v1/models", handlers.models)
-    router.add_get("/v1/models/{model:.+}", handlers.model)
-    router.add_post("/v1/chat/completions", handlers.chat_completions)
-    router.add_post("/v1/completions", handlers.completions)
-    router.add_post("/v1/responses", handlers.responses)
+def _add_probes(app: web.Application) -> None:
+    app.router.add_get("/health", probes.health)
+    app.router.add_get("/ready", probes.ready)
 
 
-def _add_operator_routes(app: web.Application) -> None:
+def _add_operator_routes(app: web.Application, api: Api) -> None:
     router = app.router
+    api.add_operator_routes(app)
     router.add_get("/metrics", admin.metrics)
     router.add_get("/admin/stats", admin.question("stats"))
     router.add_get("/admin/tree", admin.question("tree"))
     router.add_get("/admin/node/{id}", admin.question("node"))
     router.add_get("/admin/diff", admin.question("diff"))
-    router.add_post("/admin/explain", admin.explain)
     router.add_post("/admin/evict", admin.evict)
 
 

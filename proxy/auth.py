@@ -16,9 +16,8 @@ from enum import StrEnum
 
 from aiohttp import web
 
-from kvshare.engines.base import Engine
 from kvshare.errors import ConfigError
-from kvshare.namespace import Namespace
+from kvshare.namespace import Owner
 from kvshare.settings import KeySettings
 from proxy.errors import forbidden, unauthorized
 
@@ -39,11 +38,12 @@ class Caller:
     scope: str
     role: Role
 
-    def namespace(self, engine: Engine) -> Namespace:
+    @property
+    def owner(self) -> Owner:
         """Keys of one tenant meet here; a private key meets nobody, whatever its name looks like."""
         if self.scope == "private":
-            return engine.namespace(tenant=json.dumps([self.tenant, self.name]), scope=self.scope)
-        return engine.namespace(tenant=self.tenant, scope=self.scope)
+            return Owner(json.dumps([self.tenant, self.name]), self.scope)
+        return Owner(self.tenant, self.scope)
 
 
 LOCAL = Caller(name="local", tenant="local", scope="tenant", role=Role.INFER)

@@ -23,12 +23,16 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     """
     if request.content_type != "application/json":
         raise wrong_content_type()
+    return parse_object(await read_raw(request))
+
+
+async def read_raw(request: web.Request) -> bytes:
+    """The body's bytes. Raises HttpError 408 if they do not come in time."""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            raw = await request.read()
+            return await request.read()
     except TimeoutError:
         raise body_timed_out(BODY_TIMEOUT_S) from None
-    return parse_object(raw)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

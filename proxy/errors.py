@@ -22,9 +22,11 @@ from kvshare.errors import (
     EngineError,
     KVShareError,
     ModelNotFoundError,
+    NoReplicaError,
     OverloadedError,
     RequestError,
     ShuttingDownError,
+    UpstreamError,
 )
 
 INVALID_REQUEST = "invalid_request_error"
@@ -77,6 +79,15 @@ def not_found(message: str) -> HttpError:
     return HttpError(ErrorReply(404, INVALID_REQUEST, "not_found", message))
 
 
+def bad_path() -> HttpError:
+    return HttpError(ErrorReply(400, INVALID_REQUEST, "bad_path", "This path cannot be passed on."))
+
+
+def upstream_timed_out(timeout_s: float) -> HttpError:
+    message = f"The model server said nothing for {timeout_s:g} s."
+    return HttpError(ErrorReply(504, SERVER_ERROR, "upstream_timeout", message))
+
+
 def body_timed_out(timeout_s: float) -> HttpError:
     message = f"The request body did not arrive within {timeout_s:g} s."
     return HttpError(ErrorReply(408, INVALID_REQUEST, "request_timeout", message))
@@ -109,6 +120,8 @@ _TABLE: tuple[tuple[type[KVShareError], _Row], ...] = (
         _Row(429, "rate_limit_error", "queue_full", {"Retry-After": "1", "retry-after-ms": "1000"}),
     ),
     (ShuttingDownError, _Row(503, SERVER_ERROR, "shutting_down", {"Retry-After": "5"})),
+    (NoReplicaError, _Row(503, SERVER_ERROR, "no_replica", {"Retry-After": "1"})),
+    (UpstreamError, _Row(502, SERVER_ERROR, "upstream_error")),
     (EngineError, _Row(500, SERVER_ERROR, "engine_error")),
     (KVShareError, _Row(500, SERVER_ERROR, "internal_error")),
 )

@@ -1,4 +1,4 @@
-"""What every handler needs of the server it runs in, under one typed key."""
+"""What handlers need of the server they run in, under typed keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from kvshare.engines.base import Engine
+from kvshare.engines.base import Engine, GeneratingEngine
 from kvshare.settings import Settings
 from proxy.auth import Keyring
 from proxy.lifecycle import Lifecycle
@@ -24,4 +24,5 @@ class Front:
     metrics: Metrics
 
 
+GENERATING: web.AppKey[GeneratingEngine] = web.AppKey("generating", GeneratingEngine)
 FRONT: web.AppKey[Front] = web.AppKey("front", Front)

@@ -14,7 +14,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from kvshare.engines.base import Delta, Engine, Event, Finished, GenerationRequest, SharingReport, Started
+from kvshare.engines.base import (
+    Delta,
+    Event,
+    Finished,
+    GeneratingEngine,
+    GenerationRequest,
+    SharingReport,
+    Started,
+)
 from kvshare.errors import EngineError, KVShareError
 
 
@@ -36,7 +44,7 @@ class Generation:
     `wait_started` comes first and raises what the engine refuses; `events` raises what fails later.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(self, engine: GeneratingEngine, requests: Sequence[GenerationRequest]) -> None:
         self._engine = engine
         self._requests = requests
         self._arrivals: asyncio.Queue[_Arrival] = asyncio.Queue()

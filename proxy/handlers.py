@@ -13,8 +13,7 @@ from kvshare.errors import ContextLengthError, ModelNotFoundError
 from proxy.answering import Job, answer
 from proxy.body import read_object
 from proxy.errors import not_found
-from proxy.front import FRONT, Front
-from proxy.lifecycle import Phase
+from proxy.front import FRONT, GENERATING, Front
 from proxy.record import RECORD
 from proxy.schemas import ChatBody, CompletionBody, GenerationBody, parse_chat, parse_completion
 from proxy.shapes import ChatShape, CompletionShape, Shape
@@ -63,35 +62,26 @@ async def responses(request: web.Request) -> web.StreamResponse:
     )
 
 
-async def health(request: web.Request) -> web.Response:
-    """GET /health: the process answers."""
-    return web.json_response({"status": "ok"})
-
-
-async def ready(request: web.Request) -> web.Response:
-    """GET /ready: 200 when requests are taken; loading, draining and a dead engine are 503."""
-    front = request.app[FRONT]
-    phase = front.lifecycle.phase
-    if phase is not Phase.READY:
-        return web.json_response({"status": phase, "detail": ""}, status=503)
-    status = front.engine.status()
-    document = {"status": "ready" if status.ready else "failed", "detail": status.detail}
-    return web.json_response(document, status=200 if status.ready else 503)
+async def explain(request: web.Request) -> web.Response:
+    """POST /admin/explain: the plan that this chat completion would get for the caller's own namespace."""
+    request.app[FRONT].lifecycle.check_accepting()
+    _, chat = await read_chat(request)
+    return web.json_response(await request.app[GENERATING].explain(chat))
 
 
 async def read_chat(request: web.Request) -> tuple[ChatBody, GenerationRequest]:
-    """A chat body and the engine's view of it. Also what `/admin/explain` explains."""
+    """A chat body and the engine's view of it."""
     front, record = request.app[FRONT], request[RECORD]
     body = parse_chat(await read_object(request))
     _check_model(front, body.model)
     started = time.perf_counter()
-    prompt = await front.engine.encode_chat([message.for_template() for message in body.messages])
+    prompt = await request.app[GENERATING].encode_chat([message.for_template() for message in body.messages])
     record.tokenize_s = time.perf_counter() - started
     return body, _engine_request(request, body, prompt, body.sampling)
 
 
 async def _encode_prompts(request: web.Request, body: CompletionBody) -> list[Prompt]:
-    engine, record = request.app[FRONT].engine, request[RECORD]
+    engine, record = request.app[GENERATING], request[RECORD]
     started = time.perf_counter()
     prompts = [
         await (engine.encode_text(entry) if isinstance(entry, str) else engine.encode_tokens(entry))
@@ -105,11 +95,12 @@ def _engine_request(
     request: web.Request, body: GenerationBody, prompt: Prompt, sampling: SamplingParams
 ) -> GenerationRequest:
     front = request.app[FRONT]
-    directives = _cache_directives(request)
+    directives = cache_directives(request)
+    owner = request[RECORD].caller.owner
     mode = body.mode or SharingMode(front.settings.sharing.mode)
     return GenerationRequest(
         request_id=uuid.uuid4().hex,  # not the client's, which may come twice
-        namespace=request[RECORD].caller.namespace(front.engine),
+        namespace=request.app[GENERATING].namespace(tenant=owner.tenant, scope=owner.scope),
         prompt=prompt,
         sampling=sampling,
         mode=SharingMode.OFF if "no-cache" in directives else mode,
@@ -117,7 +108,8 @@ def _engine_request(
     )
 
 
-def _cache_directives(request: web.Request) -> set[str]:
+def cache_directives(request: web.Request) -> set[str]:
+    """What the request's `Cache-Control` says: `no-cache` shares nothing, `no-store` keeps nothing."""
     headers = request.headers.getall("Cache-Control", [])
     return {directive.strip().lower() for header in headers for directive in header.split(",")}
 

@@ -7,14 +7,14 @@ words; never from what a client sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvshare import __version__
-from kvshare.engines.base import EngineStatus, SharingMode, SharingReport
+from kvshare.engines.base import EngineStatus, ReplicaStatus, SharingMode, SharingReport
 from proxy.record import Record
 
 
@@ -159,10 +159,14 @@ class _EngineCollector(Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
+        yield from _replica_gauges(status.replicas)
         yield from self._counters(status)
 
     def _counters(self, status: EngineStatus) -> Iterable[Metric]:
-        """`evictions`, `isolation_denials` and `fallback:component:reason` by name, the rest by key."""
+        """
+        `evictions`, `isolation_denials`, `fallback:component:reason` and `executed:planned:executed:reason`
+        by name, the rest by key.
+        """
         evictions = CounterMetricFamily(
             "kvshare_evictions", "Prompts dropped from the tree.", labels=("reason",)
         )
@@ -171,6 +175,11 @@ class _EngineCollector(Collector):
         )
         fallbacks = CounterMetricFamily(
             "kvshare_fallback", "Requests served without a part that failed.", labels=("component", "reason")
+        )
+        executed = CounterMetricFamily(
+            "kvshare_plans_executed",
+            "Planned requests by what vLLM made of them.",
+            labels=("planned", "executed", "reason"),
         )
         others = CounterMetricFamily(
             "kvshare_engine_events", "What else the engine counts.", labels=("event",)
@@ -188,6 +197,36 @@ class _EngineCollector(Collector):
             if kind == "fallback":
                 component, _, reason = rest.partition(":")
                 fallbacks.add_metric((component, reason), count)
+            elif kind == "executed":
+                executed.add_metric(rest.split(":", 2), count)
             elif kind not in ("evictions", "isolation_denials"):
                 others.add_metric((key,), count)
-        return evictions, denials, fallbacks, others
+        return evictions, denials, fallbacks, executed, others
+
+
+def _replica_gauges(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
+    """Of each vLLM behind the proxy; names are the operator's."""
+    if not replicas:
+        return
+    texts = {
+        "kvshare_replica_up": "Whether the replica takes requests.",
+        "kvshare_replica_sharing": "Whether its connector is heard and shares.",
+        "kvshare_replica_inflight": "Requests being answered by the replica.",
+        "kvshare_replica_segments": "KV segments that the replica holds.",
+        "kvshare_replica_kv_bytes": "Bytes of those segments.",
+    }
+    for name, text in texts.items():
+        gauge = GaugeMetricFamily(name, text, labels=("replica",))
+        for replica in replicas:
+            gauge.add_metric((replica.name,), _replica_figures(replica)[name])
+        yield gauge
+
+
+def _replica_figures(replica: ReplicaStatus) -> dict[str, float]:
+    return {
+        "kvshare_replica_up": float(replica.serves),
+        "kvshare_replica_sharing": float(replica.shares),
+        "kvshare_replica_inflight": replica.num_inflight,
+        "kvshare_replica_segments": replica.num_segments,
+        "kvshare_replica_kv_bytes": replica.kv_bytes,
+    }

@@ -11,6 +11,7 @@ import re
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 from aiohttp import web
 
@@ -57,7 +58,7 @@ async def _answer(request: web.Request, handler: Handler, front: Front) -> web.S
         return await handler(request)
     except Exception as exc:  # noqa: BLE001  the one place where errors become replies
         reply = to_reply(exc)
-        if reply.status >= 500:
+        if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # that is a state
             log_failure(request[RECORD].request_id, exc)
         return reply.to_response()
 
@@ -112,8 +113,9 @@ def _log(record: Record, endpoint: str, status: int) -> None:
 def _generated(record: Record) -> str:
     """What a generating request adds to its line."""
     total = combine(record.reports)
+    num_completion_tokens = record.num_completion_tokens
     return (
         f" {record.finish_reason or '-'} decision={total.decision if record.reports else '-'}"
         f" reused={total.num_cached} recomputed={total.num_recomputed + total.num_repaired}"
-        f" completion={record.num_completion_tokens}"
+        f" completion={'-' if num_completion_tokens is None else num_completion_tokens}"
     )

@@ -34,7 +34,10 @@ class Record:
         return perf_counter() - self.started
 
     @property
-    def num_completion_tokens(self) -> int:
+    def num_completion_tokens(self) -> int | None:
+        """None for an answer that was relayed: nobody here counted."""
+        if not self.finished:
+            return None
         return sum(finished.num_completion_tokens for finished in self.finished)
 
     def note(self, delta: Delta) -> None:

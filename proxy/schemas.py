@@ -103,6 +103,12 @@ class KVShareOptions(BaseModel):
     no_store: bool = False
 
 
+class _OptionsBody(_Body):
+    """The only part of a relayed body that is the proxy's own."""
+
+    kvshare: Annotated[KVShareOptions, _at_most(MAX_OPTIONS)] | None = None
+
+
 class StreamOptions(_Body):
     include_usage: bool | None = None
 
@@ -215,6 +221,11 @@ def parse_completion(document: Mapping[str, Any]) -> CompletionBody:
         raise UnsupportedParameterError("best_of", "only equal to 'n'")
     _check_stream_options(body)
     return body
+
+
+def parse_options(document: Mapping[str, Any]) -> KVShareOptions:
+    """The `kvshare` object of a relayed body; its defaults where there is none. Raises RequestError."""
+    return _validated(_OptionsBody, document).kvshare or KVShareOptions()
 
 
 def _check_stream_options(body: GenerationBody) -> None:

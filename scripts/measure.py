@@ -38,6 +38,40 @@ def _demo(d: Document) -> str:
     return f"{shown}; KVShare computed {100 * d['kvshare_computed_fraction']:.0f} % of the tokens"
 
 
+def _vllm_ttft(d: Document) -> str:
+    computed = 100 * d["tokens"]["computed_fraction"]
+    return (
+        f"{d['speedup']:.1f}x faster than full prefill, {100 * d['of_ideal']:.0f} % of the ideal "
+        f"({d['ideal_speedup']:.1f}x); vLLM's own prefix cache: {d['prefix_cache_speedup']:.1f}x; "
+        f"{computed:.0f} % of the tokens computed; the proxy adds {d['front_ms']:.0f} ms"
+    )
+
+
+def _load(d: Document) -> str:
+    return (
+        f"{d['throughput_ratio']:.2f}x the requests per second, {d['ttft_p50_ratio']:.2f}x the median time "
+        f"to first token of vLLM with prefix caching; unrelated requests alone lose "
+        f"{100 * d['unrelated_loss']:.0f} % of throughput"
+    )
+
+
+def _steady(d: Document) -> str:
+    speedups = ", ".join(f"{speedup:.1f}" for speedup in d["speedups"])
+    return (
+        f"last batch {100 * d['last_over_first']:.0f} % of the first (speedups {speedups}); "
+        f"{d['evicted_segments']} segments evicted, never more than the store's bytes"
+    )
+
+
+def _soak(d: Document) -> str:
+    return (
+        f"{d['wrong_outputs']} wrong of {d['right_outputs'] + d['wrong_outputs']} exact or unshared answers; "
+        f"{d['approximate_outputs']} approximate ones agree in {100 * d['approximate_agreement']:.0f} % of "
+        f"their tokens; {d['aborted']} aborts, {d['evictions']} evictions, "
+        f"{d['preemptions']['vLLM with KVShare']:.0f} preemptions"
+    )
+
+
 ROWS: dict[str, tuple[str, str, Callable[[Document], str]]] = {
     "ttft-2000": (
         "Time to first token, 2,000 tokens, 10 % changed in 5 places",
@@ -69,6 +103,31 @@ ROWS: dict[str, tuple[str, str, Callable[[Document], str]]] = {
         "Added to a request with nothing to share, median",
         "proxy",
         lambda d: f"{d['added_ms']:.1f} ms ({d['prompt_tokens']} tokens)",
+    ),
+    "vllm-parity": (
+        "Stock vLLM: largest log-probability error where KVShare must equal a full prefill, float32",
+        "parity --engine vllm",
+        lambda d: f"{d['max_abs_logprob_error']:.1e}",
+    ),
+    "vllm-ttft": (
+        "Stock vLLM: time to first token through the proxy, 4,000 tokens, 10 % changed in 5 places",
+        "ttft --engine vllm --prompt-tokens 4000 --changed 0.1 --edits 5",
+        _vllm_ttft,
+    ),
+    "vllm-load": (
+        "Stock vLLM: 8 clients, near-duplicates and unrelated prompts half and half",
+        "load --engine vllm --concurrency 8 --requests 24",
+        _load,
+    ),
+    "vllm-steady": (
+        "Stock vLLM: new compositions over a full, evicting store",
+        "steady --engine vllm --batches 6",
+        _steady,
+    ),
+    "vllm-soak": (
+        "Stock vLLM: mixed traffic with aborts and evictions",
+        "soak --engine vllm --minutes 5",
+        _soak,
     ),
 }
 

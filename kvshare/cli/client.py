@@ -1,7 +1,8 @@
 """
-Asks a running server through its admin routes. The only file of the command line that talks HTTP.
+Asks a running server: KVShare's admin routes, or those of vLLM and of the connector in it. The only file of
+the command line that talks HTTP.
 
-Neither proxies nor redirects are followed: the admin key goes to the named host and nowhere else.
+Neither proxies nor redirects are followed: a key goes to the named host and nowhere else.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ class _NoRedirect(HTTPRedirectHandler):
         """None: urllib then raises the redirect as an HTTPError."""
 
 
-class AdminClient:
-    """The admin routes of the server at `url` (http or https; checked by the caller)."""
+class JsonClient:
+    """The JSON routes of the server at `url` (http or https; checked by the caller)."""
+
+    _key_hint = ""
 
     def __init__(self, url: str, *, key: str | None, timeout_s: float = 10.0) -> None:
         self._url = url.rstrip("/")
@@ -44,13 +47,23 @@ class AdminClient:
         payload = json.dumps(body).encode()
         return self._send(Request(self._address(path, {}), data=payload, headers=headers, method="POST"))
 
+    def ping(self, path: str) -> None:
+        """Raises as the others do, whatever the answer's body is."""
+        self._open(Request(self._address(path, {}), headers=self._headers))
+
     def _address(self, path: str, query: Mapping[str, str]) -> str:
         return f"{self._url}{path}" + (f"?{urlencode(query)}" if query else "")
 
     def _send(self, request: Request) -> dict[str, Any]:
+        document = _parse(self._open(request))
+        if not isinstance(document, dict):
+            raise AnswerError(self._url, 200, "not a JSON object; is that a KVShare server?")
+        return document
+
+    def _open(self, request: Request) -> bytes:
         try:
             with self._opener.open(request, timeout=self._timeout_s) as response:
-                payload = response.read()
+                payload: bytes = response.read()
         except HTTPError as exc:
             with exc:
                 raise self._refusal(exc.code, exc.read()) from exc
@@ -58,19 +71,22 @@ class AdminClient:
             raise UnreachableError(self._url, str(exc.reason)) from exc
         except (OSError, http.client.HTTPException) as exc:
             raise UnreachableError(self._url, str(exc) or type(exc).__name__) from exc
-        document = _parse(payload)
-        if not isinstance(document, dict):
-            raise AnswerError(self._url, 200, "not a JSON object; is that a KVShare server?")
-        return document
+        return payload
 
     def _refusal(self, status: int, payload: bytes) -> AnswerError:
         document = _parse(payload)
         error = document.get("error") if isinstance(document, dict) else None
-        message = error.get("message") if isinstance(error, dict) else None
+        message = error.get("message") if isinstance(error, dict) else error  # the connector's are plain text
         text = str(message or http.client.responses.get(status, "no reason given"))
         if status in (401, 403):
-            text += " (give an admin key with --key or KVSHARE_ADMIN_KEY)"
+            text += self._key_hint
         return AnswerError(self._url, status, text)
+
+
+class AdminClient(JsonClient):
+    """The admin routes of `kvshare serve`."""
+
+    _key_hint = " (give an admin key with --key or KVSHARE_ADMIN_KEY)"
 
 
 def _parse(payload: bytes) -> object:

@@ -1,4 +1,4 @@
-"""`kvshare doctor`: will it serve here, and if not, what to do."""
+"""`kvshare doctor`: will it serve here, and if not, what to do. Or, with --vllm-url: how is that vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sqlite3
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,14 +15,36 @@ from kvshare.cli.options import Config, Format, OutputFormat
 from kvshare.cli.output import show
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvshare.cli.checks import Check
+    from kvshare.settings import Settings
 
 
-def doctor(config: Config = None, output_format: Format = OutputFormat.TERMINAL) -> None:
-    """Check this machine and this config. Each finding comes with a remedy; one that fails is exit code 1."""
+def doctor(
+    config: Config = None,
+    vllm_url: Annotated[
+        str | None, typer.Option("--vllm-url", help="Check the running vLLM at this address instead.")
+    ] = None,
+    vllm_control_url: Annotated[
+        str | None,
+        typer.Option("--vllm-control-url", help="Its connector. [default: one port further]"),
+    ] = None,
+    output_format: Format = OutputFormat.TERMINAL,
+) -> None:
+    """
+    Check this machine and this config, or a running vLLM. Each finding comes with a remedy.
+
+    One that fails is exit code 1.
+    """
     from kvshare.cli.checks import State
 
-    checks = run_checks(config)
+    if vllm_url is not None:
+        checks = run_vllm_checks(vllm_url, vllm_control_url)
+    elif vllm_control_url is not None:
+        raise typer.BadParameter("give --vllm-url too", param_hint="--vllm-control-url")
+    else:
+        checks = run_checks(config)
     healthy = all(check.state is not State.FAIL for check in checks)
     show("doctor", {"ok": healthy, "checks": [asdict(check) for check in checks]}, output_format)
     if not healthy:
@@ -41,13 +63,35 @@ def run_checks(config: Path | None) -> list[Check]:
     ]
     if settings is None:
         return machine
+    machine.append(checks.check_torch())
+    if settings.engine.kind == "vllm":
+        from kvshare.cli import vllm_checks
+
+        machine += vllm_checks.check_replicas(settings.vllm.replicas)
+        about_model: tuple[Callable[[Settings], Check], ...] = ()
+    else:
+        about_model = (model_checks.check_model, model_checks.check_tokenizer, model_checks.check_geometry)
     look_at = (
-        model_checks.check_model,
-        model_checks.check_tokenizer,
-        model_checks.check_geometry,
+        *about_model,
         store_checks.check_store,
         store_checks.check_index,
         store_checks.check_embedder,
         checks.check_port,
     )
-    return [*machine, checks.check_torch(), *(look(settings) for look in look_at)]
+    return [*machine, *(look(settings) for look in look_at)]
+
+
+def run_vllm_checks(url: str, control_url: str | None) -> list[Check]:
+    """All checks of one running vLLM. Raises a usage error for an address that is none."""
+    from pydantic import ValidationError
+
+    from kvshare.cli import vllm_checks
+    from kvshare.settings import ReplicaSettings
+
+    try:
+        replica = ReplicaSettings(url=url, control_url=control_url)
+    except ValidationError as exc:
+        wrong = exc.errors()[0]
+        option = "--vllm-url" if wrong["loc"] == ("url",) else "--vllm-control-url"
+        raise typer.BadParameter(f"{wrong['msg']}, got {wrong['input']!r}", param_hint=option) from exc
+    return vllm_checks.check_vllm(replica.url, replica.control)

@@ -22,6 +22,7 @@ class UnreachableError(KVShareError):
     def __init__(self, url: str, problem: str) -> None:
         super().__init__(f"cannot reach {url}: {problem}; is `kvshare serve` running there?")
         self.url = url
+        self.problem = problem
 
 
 class AnswerError(KVShareError):
@@ -31,6 +32,7 @@ class AnswerError(KVShareError):
         super().__init__(f"{url} answered {status}: {message}")
         self.url = url
         self.status = status
+        self.message = message
 
 
 def exit_code(error: KVShareError) -> ExitCode:

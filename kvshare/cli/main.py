@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from kvshare.cli import bench, doctor, explain, keys, output, serve, store, version
+from kvshare.cli import (
+    bench,
+    doctor,
+    explain,
+    keys,
+    output,
+    replay,
+    serve,
+    store,
+    version,
+    vllm_command,
+    workload,
+)
 from kvshare.cli.exits import exit_code
 from kvshare.errors import KVShareError
 
@@ -30,6 +42,7 @@ def kvshare(
 
 
 app.command("serve")(serve.serve)
+app.command("vllm", context_settings=vllm_command.CONTEXT_SETTINGS)(vllm_command.vllm)
 app.command("doctor")(doctor.doctor)
 app.command("version")(version.version)
 app.command("explain")(explain.explain)
@@ -39,7 +52,9 @@ app.command("node")(store.node)
 app.command("diff")(store.diff)
 app.command("evict")(store.evict)
 app.command("hash-key")(keys.hash_key)
+app.command("workload")(workload.workload)
 app.add_typer(bench.app, name="bench")
+app.add_typer(replay.app, name="replay")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 
 from kvshare.cli.options import Config, Format, OutputFormat
 from kvshare.cli.output import is_quiet, note, show
-from kvshare.errors import EngineError
+from kvshare.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from kvshare.settings import Settings
@@ -23,6 +24,13 @@ class Mode(StrEnum):
     OFF = "off"
     EXACT = "exact"
     APPROX = "approx"
+
+
+class EngineKind(StrEnum):
+    """Where answers are computed: in this process, or by vLLM servers that it stands in front of."""
+
+    EMBEDDED = "embedded"
+    VLLM = "vllm"
 
 
 class Dtype(StrEnum):
@@ -46,6 +54,20 @@ def serve(
     store: Annotated[Path | None, typer.Option("--store", help="Folder of metadata and index.")] = None,
     mode: Annotated[Mode | None, typer.Option("--mode", help="Sharing of requests that do not say.")] = None,
     dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Number format of weights and KV.")] = None,
+    engine: Annotated[
+        EngineKind | None, typer.Option("--engine", help="Who computes. [default: embedded]")
+    ] = None,
+    vllm_url: Annotated[
+        list[str] | None,
+        typer.Option("--vllm-url", help="A vLLM server, as http://host:port; may be given several times."),
+    ] = None,
+    vllm_control_url: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vllm-control-url",
+            help="Its connector's control server, in the order of --vllm-url. [default: the next port]",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and stop.")] = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
@@ -60,6 +82,8 @@ def serve(
         "store.path": None if store is None else str(store),
         "sharing.mode": None if mode is None else mode.value,
         "model.dtype": None if dtype is None else dtype.value,
+        "engine.kind": None if engine is None else engine.value,
+        "vllm.replicas": _replicas(vllm_url or [], vllm_control_url or []),
     }
     overrides = {key_path: value for key_path, value in given.items() if value is not None}
     settings = load_settings(config, overrides)
@@ -72,25 +96,38 @@ def serve(
     _run(settings, output_format)
 
 
-def _run(settings: Settings, output_format: OutputFormat) -> None:
-    """Load the engine's code, then listen; the model loads while the server already answers /health."""
-    started = time.perf_counter()
-    from kvshare.engines.embedded.engine import EmbeddedEngine
-    from proxy.app import run
+def _replicas(urls: Sequence[str], control_urls: Sequence[str]) -> list[dict[str, str]] | None:
+    """The `vllm.replicas` that the options stand for; None where there are none."""
+    if control_urls and len(control_urls) != len(urls):
+        raise ConfigError(
+            "--vllm-control-url", f"expected one per --vllm-url ({len(urls)}), got {len(control_urls)}"
+        )
+    if not urls:
+        return None
+    if not control_urls:
+        return [{"url": url} for url in urls]
+    pairs = zip(urls, control_urls, strict=True)
+    return [{"url": url, "control_url": control_url} for url, control_url in pairs]
 
-    engine = EmbeddedEngine.from_settings(settings)
+
+def _run(settings: Settings, output_format: OutputFormat) -> None:
+    """Load the engine's code, then listen; the engine starts while the server already answers /health."""
+    started = time.perf_counter()
+    from proxy.app import generating_api, relaying_api, run
+
+    if settings.engine.kind == "vllm":
+        api, doing = relaying_api(settings), "asking the replicas"
+    else:
+        from kvshare.engines.embedded.engine import EmbeddedEngine
+
+        api, doing = generating_api(EmbeddedEngine.from_settings(settings)), "loading the model"
 
     def announce(url: str) -> None:
         ready_s = time.perf_counter() - started
-        show("ready", {"url": url, "model": engine.card.model_id, "ready_s": ready_s}, output_format)
+        show("ready", {"url": url, "model": api.engine.card.model_id, "ready_s": ready_s}, output_format)
 
     try:
-        run(
-            settings,
-            engine,
-            on_listening=lambda url: note(f"listening on {url}, loading the model"),
-            on_ready=announce,
-        )
+        run(settings, api, on_listening=lambda url: note(f"listening on {url}, {doing}"), on_ready=announce)
     except OSError as exc:
         where = f"{settings.server.host}:{settings.server.port}"
         raise EngineError(

@@ -8,15 +8,18 @@ from kvshare import __version__
 from kvshare.cli.options import Format, OutputFormat
 from kvshare.cli.output import show
 
-_LIBRARIES = ("torch", "transformers", "qdrant-edge-py", "qdrant-client", "sentence-transformers", "vllm")
+_LIBRARIES = ("torch", "transformers", "qdrant-edge-py", "qdrant-client", "sentence-transformers")
 
 
 def version(output_format: Format = OutputFormat.TERMINAL) -> None:
     """What is installed: KVShare, Python and the libraries that matter."""
+    from kvshare.engines.vllm.versions import installed_version
+
+    libraries = {name: _installed(name) for name in _LIBRARIES} | {"vllm": installed_version()}
     document = {
         "kvshare": __version__,
         "python": platform.python_version(),
-        "libraries": {name: _installed(name) for name in _LIBRARIES},
+        "libraries": libraries,
     }
     show("version", document, output_format)
 

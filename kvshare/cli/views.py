@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from kvshare.cli import replay_views
+
 Document = Mapping[str, Any]
 
 _WIDTH_OFF_TERMINAL = 140
@@ -291,5 +293,9 @@ VIEWS: Mapping[str, Callable[[Document], list[RenderableType]]] = {
     "settings": settings,
     "ready": ready,
     "bench": bench,
+    "replay": replay_views.replay,
+    "replay-diff": replay_views.diff,
+    "replay-live": replay_views.live,
+    "replay-paper": replay_views.paper,
 }
 """Keyed by what `output.show` is asked for."""

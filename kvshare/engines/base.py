@@ -1,8 +1,10 @@
 """
-What an engine takes and gives: requests, events, the abstract class. Knows neither HTTP nor torch.
+What an engine takes and gives: requests, events, the abstract classes. Knows neither HTTP nor torch.
 
-An engine tokenizes, plans (through `kvshare.sharing`), computes, and streams events. The proxy turns
-HTTP into `GenerationRequest` and events into chunks.
+Every `Engine` can be started, asked how it is and what it stores. A `GeneratingEngine` also tokenizes, plans
+(through `kvshare.sharing`), computes, and streams events: the proxy turns HTTP into `GenerationRequest` and
+events into chunks. The vLLM engine generates nothing here; what the proxy relays for it stands in
+`kvshare.engines.vllm.engine`.
 """
 
 from __future__ import annotations
@@ -146,6 +148,18 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One vLLM behind the proxy."""
+
+    name: str
+    serves: bool  # takes requests
+    shares: bool  # and its connector is heard
+    num_inflight: int
+    num_segments: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """What `/ready` and `/metrics` ask: can it serve, and how busy is it."""
 
@@ -159,10 +173,11 @@ class EngineStatus:
     kv_budget_bytes: int
     max_depth: int
     counters: Mapping[str, int] = field(default_factory=dict)  # monotonic: evictions, fallbacks ...
+    replicas: tuple[ReplicaStatus, ...] = ()
 
 
 class Engine(ABC):
-    """An engine serves one model. All coroutines run on one event loop; torch work does not block it."""
+    """An engine serves one model. All coroutines run on one event loop, which nothing blocks."""
 
     @property
     @abstractmethod
@@ -170,11 +185,22 @@ class Engine(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Load the model and open the store. Raises ModelError or StoreError."""
+        """Open what it needs: model, store, connections. Raises ModelError, StoreError or ConfigError."""
 
     @abstractmethod
     async def stop(self) -> None:
         """Finish or cancel what runs, and close the store. Idempotent."""
+
+    @abstractmethod
+    def status(self) -> EngineStatus: ...
+
+    @abstractmethod
+    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """An administrator's question to the store: `what` is a key of `kvshare.inspection.QUESTIONS`."""
+
+
+class GeneratingEngine(Engine):
+    """An engine that computes the answers itself."""
 
     @abstractmethod
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
@@ -203,12 +229,5 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def status(self) -> EngineStatus: ...
-
-    @abstractmethod
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:
         """The plan this request would get, as a JSON-ready document; computes and stores nothing."""
-
-    @abstractmethod
-    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """An administrator's question to the store: `what` is a key of `kvshare.inspection.QUESTIONS`."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from delta_tree import SegmentId
 from kvshare.kv.segment import SegmentKV
+from kvshare.kv.tier import Fetched
 
 
 class MemoryTier:
@@ -51,6 +52,13 @@ class MemoryTier:
             self.drop([segment_id])
             return None
         return segment
+
+    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
+        """The segments whose bytes match their checksums; the others are missing."""
+        wanted = frozenset(segment_ids)
+        found = {segment_id: self.get(segment_id, verify=True) for segment_id in wanted}
+        segments = {segment_id: segment for segment_id, segment in found.items() if segment is not None}
+        return Fetched(segments, wanted - segments.keys())
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> int:
         """Forget segments; ids that are not here are ignored. Returns the bytes freed."""

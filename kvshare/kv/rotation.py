@@ -19,11 +19,11 @@ class Rotation:
     """
 
     def __init__(self, inverse_frequencies: torch.Tensor) -> None:
-        self._frequencies = inverse_frequencies.detach().to(torch.float32)
+        self.inverse_frequencies = inverse_frequencies.detach().to(torch.float32)
 
     @property
     def head_dim(self) -> int:
-        return 2 * len(self._frequencies)
+        return 2 * len(self.inverse_frequencies)
 
     def moved(self, k: torch.Tensor, shift: int) -> torch.Tensor:
         """
@@ -32,7 +32,7 @@ class Rotation:
         Shapes:  k (..., D) -> the same, same dtype, new memory
         Units:   shift in tokens, may be negative
         """
-        angles = shift * self._frequencies.to(device=k.device, dtype=torch.float64)
+        angles = shift * self.inverse_frequencies.to(device=k.device, dtype=torch.float64)
         cos, sin = angles.cos().float(), angles.sin().float()
         first, second = k.float().chunk(2, dim=-1)
         moved = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from kvshare.errors import ConfigError
-from kvshare.settings import Settings, default_config_path, load_settings
+from kvshare.settings import ReplicaSettings, Settings, default_config_path, load_settings
 
 
 def test_config_yaml_holds_every_setting_and_no_other() -> None:
@@ -39,6 +39,12 @@ def test_every_setting_says_why() -> None:
         ("server: 3", "server"),
         ("sharing: {mode: sometimes}", "sharing.mode"),
         ("auth: {keys: [{name: a, sha256: abc, tenant: t}]}", "auth.keys.0.sha256"),
+        ("vllm: {replicas: [{}]}", "vllm.replicas.0.url"),
+        ("vllm: {replicas: [{url: 'localhost:8000'}]}", "vllm.replicas.0.url"),
+        ("vllm: {replicas: [{url: 'http://host:8000/v1/'}]}", "vllm.replicas.0.url"),
+        ("vllm: {replicas: [{url: 'http://user:secret@host'}]}", "vllm.replicas.0.url"),
+        ("vllm: {replicas: [{url: 'http://host:80000'}]}", "vllm.replicas.0.url"),
+        ("vllm: {replicas: [{url: 'http://a', control_url: 'ftp://a'}]}", "vllm.replicas.0.control_url"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_by_its_path(tmp_path: Path, text: str, path: str) -> None:
@@ -79,3 +85,20 @@ def test_the_qdrant_address_may_come_from_the_environment(monkeypatch: pytest.Mo
     """Addresses and secrets stay out of files that are committed."""
     monkeypatch.setenv("KVSHARE_QDRANT_URL", "http://127.0.0.1:6333")
     assert load_settings().index.url == "http://127.0.0.1:6333"
+
+
+@pytest.mark.parametrize(
+    ("url", "control", "label"),
+    [
+        ("http://host:8000", "http://host:8001", "host:8000"),
+        ("http://host:8000/", "http://host:8001", "host:8000"),
+        ("https://host/llm/", "https://host:444", "host"),
+        ("http://[::1]:8000", "http://[::1]:8001", "[::1]:8000"),
+    ],
+)
+def test_a_replica_is_found_by_its_address(url: str, control: str, label: str) -> None:
+    """The connector listens on the next port; the name in logs and namespaces is host and port."""
+    replica = ReplicaSettings(url=url)
+    assert (replica.control, replica.label) == (control, label)
+    named = ReplicaSettings(url=url, control_url="http://other:1/", name="first")
+    assert (named.control, named.label) == ("http://other:1", "first")

@@ -10,8 +10,8 @@ from delta_tree import DeltaTree, Node, TokenIds, token_ids
 from kvshare.bench.random_models import tiny_model
 from kvshare.cost import CostModel
 from kvshare.engines.base import Prompt, SharingMode
+from kvshare.engines.embedded.keeping import Computed, MemoryKeeper
 from kvshare.engines.embedded.model import EmbeddedModel
-from kvshare.keeping import Computed
 from kvshare.kv.memory_tier import MemoryTier
 from kvshare.plan import NoPlan, Plan
 from kvshare.planner import PlannerLimits
@@ -68,8 +68,11 @@ def _index() -> QdrantRemoteIndex:
 def sharing_with(nominator: Nominator, model: EmbeddedModel, *, max_bytes: int = 10**9) -> Sharing:
     settings = load_settings()
     return Sharing(
-        tree=DeltaTree.open(None, identity="test"),
-        tier=MemoryTier(max_bytes),
+        keeper=MemoryKeeper(
+            DeltaTree.open(None, identity="test"),
+            MemoryTier(max_bytes),
+            min_tokens=settings.sharing.min_prompt_tokens,
+        ),
         nominator=nominator,
         limits=PlannerLimits(sharing=settings.sharing, repair=settings.repair),
         cost=CostModel(

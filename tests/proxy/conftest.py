@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from kvshare.settings import Settings, load_settings
-from proxy.app import build_admin_app, build_app
+from proxy.app import build_admin_app, build_app, generating_api
 from proxy.front import FRONT
 from proxy.lifecycle import Lifecycle
 from tests.proxy.fake_engine import Behaviour, FakeEngine
@@ -87,7 +87,7 @@ async def running_server(
 ) -> AsyncIterator[Server]:
     """The server, with the engine started unless `wait` is off; `admin`: its admin port."""
     engine = FakeEngine(behaviour)
-    app = build_app(settings_with(**overrides), engine)
+    app = build_app(settings_with(**overrides), generating_api(engine))
     async with AsyncExitStack() as stack:
         runner = await _listening(stack, app)
         if admin:
@@ -122,7 +122,7 @@ async def guarded() -> AsyncIterator[Server]:
         yield running
 
 
-async def eventually(condition: Callable[[], bool], *, timeout_s: float = 1.0) -> None:
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
     """Wait until `condition` holds; fails after `timeout_s`."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():

@@ -16,11 +16,11 @@ import numpy as np
 
 from kvshare.engines.base import (
     Delta,
-    Engine,
     EngineStatus,
     Event,
     Finished,
     FinishReason,
+    GeneratingEngine,
     GenerationRequest,
     ModelCard,
     Prompt,
@@ -56,7 +56,7 @@ class Behaviour:
     max_waiting: int = 4
 
 
-class FakeEngine(Engine):
+class FakeEngine(GeneratingEngine):
     """Echoes the last message, one token per character."""
 
     def __init__(self, behaviour: Behaviour | None = None) -> None:

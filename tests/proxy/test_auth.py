@@ -12,7 +12,6 @@ from kvshare.errors import ConfigError
 from kvshare.settings import KeySettings
 from proxy.auth import Caller, Keyring, Role
 from tests.proxy.conftest import Server, chat, key_of, running_server
-from tests.proxy.fake_engine import FakeEngine
 
 TEXT = "the same long prompt for everybody"
 
@@ -104,7 +103,6 @@ async def test_the_body_cannot_choose_the_namespace(guarded: Server) -> None:
 
 async def test_names_cannot_be_made_to_collide() -> None:
     """Tenant and key name are framed: no choice of either reaches another's namespace."""
-    engine = FakeEngine()
     callers = [
         Caller("b", "a", "private", Role.INFER),
         Caller('b"]', 'a", "', "private", Role.INFER),
@@ -112,7 +110,7 @@ async def test_names_cannot_be_made_to_collide() -> None:
         Caller("x", '["a", "b"]', "tenant", Role.INFER),
         Caller("b", "a", "tenant", Role.INFER),
     ]
-    assert len({caller.namespace(engine).digest for caller in callers}) == len(callers)
+    assert len({caller.owner for caller in callers}) == len(callers)
 
 
 async def test_without_keys_there_is_one_local_namespace(server: Server) -> None:

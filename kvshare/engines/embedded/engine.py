@@ -23,12 +23,13 @@ from tokenizers import Tokenizer
 from delta_tree import DeltaTree, DeltaTreeError, Node, Span
 from kvshare.cost import CostModel
 from kvshare.demo import MODEL_PATH
+from kvshare.engines.background import Background
 from kvshare.engines.base import (
     Delta,
-    Engine,
     EngineStatus,
     Event,
     Finished,
+    GeneratingEngine,
     GenerationRequest,
     ModelCard,
     Prompt,
@@ -36,7 +37,7 @@ from kvshare.engines.base import (
     Started,
 )
 from kvshare.engines.embedded.admission import Admission
-from kvshare.engines.embedded.background import Background
+from kvshare.engines.embedded.keeping import Computed, MemoryKeeper
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.scheduler import Scheduler
 from kvshare.engines.embedded.task import Task
@@ -52,7 +53,6 @@ from kvshare.errors import (
 from kvshare.explain import Planning, explanation
 from kvshare.index_factory import ServedIndex
 from kvshare.inspection import QUESTIONS
-from kvshare.keeping import Computed
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.memory_tier import MemoryTier
 from kvshare.namespace import Namespace
@@ -70,7 +70,7 @@ _MAX_EMBEDDING = 16  # prompts waiting to be embedded; they hold text only
 _SETTLE_S = 0.25  # a prompt is stored after its answer; who asks again at once waits for that, so long
 
 
-class EmbeddedEngine(Engine):
+class EmbeddedEngine(GeneratingEngine):
     """One model in this process. `load` gives model and tokenizer when the engine starts."""
 
     def __init__(
@@ -179,9 +179,13 @@ class EmbeddedEngine(Engine):
 
     def _new_sharing(self, nominator: Nominator) -> Sharing:
         settings = self._settings
+        self._keeper = MemoryKeeper(
+            self._tree,
+            MemoryTier(settings.store.kv_bytes),
+            min_tokens=settings.sharing.min_prompt_tokens,
+        )
         return Sharing(
-            tree=self._tree,
-            tier=MemoryTier(settings.store.kv_bytes),
+            keeper=self._keeper,
             nominator=nominator,
             limits=PlannerLimits(
                 sharing=settings.sharing,
@@ -248,7 +252,7 @@ class EmbeddedEngine(Engine):
             )
             del lookup  # the task lets go of the donors' KV once it is laid out
             submitted = False
-            self._sharing.keeper.hold(task.plan)
+            self._keeper.hold(task.plan)
             try:
                 yield Started(report)
                 self._check_running()
@@ -264,7 +268,7 @@ class EmbeddedEngine(Engine):
                     self._scheduler.cancel(task)  # a no-op where it has ended by itself
                     self._background.spawn(self._keep(task), namespace=namespace)
                 else:
-                    self._sharing.keeper.release(task.plan)
+                    self._keeper.release(task.plan)
 
     def status(self) -> EngineStatus:
         if not self._running:
@@ -277,8 +281,8 @@ class EmbeddedEngine(Engine):
             num_waiting=self._admission.num_waiting,
             num_nodes=stats.num_nodes,
             num_segments=stats.num_segments,
-            kv_bytes=self._sharing.tier.num_bytes,
-            kv_budget_bytes=self._sharing.tier.max_bytes,
+            kv_bytes=self._keeper.tier.num_bytes,
+            kv_budget_bytes=self._keeper.tier.max_bytes,
             max_depth=stats.max_depth,
             counters=dict(self._sharing.counters),
         )
@@ -298,7 +302,7 @@ class EmbeddedEngine(Engine):
         question = QUESTIONS.get(what)
         if question is None:
             raise RequestError(f"unknown question {what!r}; expected one of: {', '.join(sorted(QUESTIONS))}")
-        answer = await self._off_loop(self._sharing.keeper.ask, question, arguments)
+        answer = await self._off_loop(self._keeper.ask, question, arguments)
         await self._sharing.forget_evicted()
         document: dict[str, Any] = answer.document
         return document
@@ -333,12 +337,12 @@ class EmbeddedEngine(Engine):
             computed = Computed(
                 task.request.namespace.digest, task.computed_tokens, task.plan, task.computed_kv
             )
-            node = await self._loop.run_in_executor(self._commits, self._sharing.keeper.commit, computed)
+            node = await self._loop.run_in_executor(self._commits, self._keeper.commit, computed)
             if node is not None:
                 await self._sharing.remember(node, None)
                 self._embed_later(node, task.request.prompt.text)
         finally:
-            self._sharing.keeper.release(task.plan)
+            self._keeper.release(task.plan)
 
     def _embed_later(self, node: Node, text: PromptText) -> None:
         """Index a prompt by meaning too, unless that lags behind: then it is found by its tokens only."""

@@ -64,9 +64,9 @@ class PromptEncoder:
         digest.update(str(self._tokenizer.chat_template).encode())
         return digest.hexdigest()
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """
-        The prompt that asks for the assistant's next message. Raises RequestError if the template
+        The text of the prompt that asks for the assistant's next message. Raises RequestError if the template
         refuses.
         """
         if self._tokenizer.chat_template is None:
@@ -77,10 +77,18 @@ class PromptEncoder:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as exc:
             raise RequestError(f"the chat template refuses these messages: {exc}", param="messages") from exc
+        return str(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """
+        The prompt that asks for the assistant's next message. Raises RequestError if the template
+        refuses.
+        """
+        text = self.render_chat(messages)
         last_user = next(
             (str(m.get("content") or "") for m in reversed(messages) if m.get("role") == "user"), ""
         )
-        return self._encode(str(text), PromptText(last_user_turn=last_user, body=str(text)), special=False)
+        return self._encode(text, PromptText(last_user_turn=last_user, body=text), special=False)
 
     def encode_text(self, text: str) -> Prompt:
         """A plain completion prompt, with the special tokens the tokenizer adds by itself."""

@@ -15,8 +15,23 @@ from kvshare.cli import bench
 from kvshare.settings import load_settings
 from tests.kvshare.cli.conftest import Cli
 
-BENCHES = ["parity", "ttft", "plan", "storage", "demo", "proxy"]
-COMMANDS = ["serve", "doctor", "version", "explain", "stats", "tree", "node", "diff", "evict", "hash-key"]
+BENCHES = ["parity", "ttft", "plan", "index", "replay", "storage", "demo", "proxy"]
+VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak"]
+VLLM_ONLY = {"threads", "dtype"}  # options that only the vLLM engine has
+COMMANDS = [
+    "serve",
+    "vllm",
+    "doctor",
+    "version",
+    "explain",
+    "stats",
+    "tree",
+    "node",
+    "diff",
+    "evict",
+    "hash-key",
+    "workload",
+]
 
 
 def test_help_names_every_command(cli: Cli) -> None:
@@ -83,6 +98,43 @@ def test_serve_dry_run_prints_a_config(cli: Cli, tmp_path: Path) -> None:
     assert load_settings(config).server.port == 4321
 
 
+def test_serve_takes_vllm_servers_by_their_addresses(cli: Cli) -> None:
+    """Each with its control server: given in the same order, or the next port."""
+    given = (
+        "serve",
+        "--dry-run",
+        "--engine",
+        "vllm",
+        "--vllm-url",
+        "http://a:8000",
+        "--vllm-url",
+        "http://b/",
+    )
+    settings = yaml.safe_load(cli(*given).stdout)
+    assert settings["engine"]["kind"] == "vllm"
+    assert [entry["url"] for entry in settings["vllm"]["replicas"]] == ["http://a:8000", "http://b"]
+    controls = ("--vllm-control-url", "http://a:1", "--vllm-control-url", "http://b:2")
+    settings = yaml.safe_load(cli(*given, *controls).stdout)
+    assert [entry["control_url"] for entry in settings["vllm"]["replicas"]] == ["http://a:1", "http://b:2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--vllm-url", "host:8000"), "vllm.replicas.0.url"),
+        (("--vllm-url", "http://a", "--vllm-control-url", "http://a", "--vllm-control-url", "x"), "one per"),
+        ((), "--vllm-url"),
+        (("--vllm-url", "http://a:8000", "--vllm-url", "http://a:8000"), "named alike"),
+    ],
+)
+def test_serve_tells_what_is_wrong_with_vllm_servers(cli: Cli, arguments: tuple[str, ...], told: str) -> None:
+    """In one line, before anything is started."""
+    outcome = cli("serve", "--engine", "vllm", "--port", 0, *arguments)
+    assert outcome.code != 0
+    assert told in outcome.stderr.splitlines()[-1]
+    assert "Traceback" not in outcome.stderr
+
+
 def test_serve_names_the_path_of_an_unknown_key(cli: Cli, tmp_path: Path) -> None:
     """A config with an unknown key is exit code 2 and one line with the key's path."""
     config = tmp_path / "kvshare.yaml"
@@ -102,7 +154,7 @@ def test_bench_lists_its_commands(cli: Cli) -> None:
     """`kvshare bench --help` names what can be measured."""
     outcome = cli("bench", "--help")
     assert outcome.code == 0
-    for name in BENCHES:
+    for name in {*BENCHES, *VLLM_BENCHES}:
         assert f"  {name} " in outcome.stdout
 
 
@@ -111,7 +163,21 @@ def test_bench_passes_what_a_benchmark_takes(name: str) -> None:
     """Each command's options are the arguments of its benchmark, so that no default is written twice."""
     taken = set(inspect.signature(importlib.import_module(f"kvshare.bench.{name}").run).parameters)
     offered = set(inspect.signature(getattr(bench, name)).parameters)
-    assert offered - {"as_json", "output_format"} == taken
+    assert offered - {"as_json", "output_format", "engine"} - VLLM_ONLY == taken - VLLM_ONLY
+
+
+@pytest.mark.parametrize("name", VLLM_BENCHES)
+def test_bench_passes_what_a_benchmark_of_vllm_takes(name: str) -> None:
+    """The same for those that start real servers."""
+    taken = set(inspect.signature(importlib.import_module(f"kvshare.bench.vllm.{name}").run).parameters)
+    offered = set(inspect.signature(getattr(bench, name)).parameters)
+    assert offered - {"as_json", "output_format", "engine"} == taken
+
+
+@pytest.mark.parametrize("command", [("ttft", "--dtype", "float32"), ("parity", "--threads", "1")])
+def test_bench_refuses_options_of_the_other_engine(cli: Cli, command: tuple[str, ...]) -> None:
+    """What only vLLM has is wrong usage without it, and is not ignored."""
+    assert cli("bench", *command).code == 2
 
 
 def test_bench_refuses_wrong_options(cli: Cli) -> None:

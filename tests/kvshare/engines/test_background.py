@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from kvshare.engines.background import Background
 from kvshare.engines.embedded.admission import Admission
-from kvshare.engines.embedded.background import Background
 from kvshare.errors import OverloadedError
 
 

@@ -39,6 +39,13 @@ class Background:
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
+    async def cancel(self) -> None:
+        """End everything that runs."""
+        tasks = set(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def below(self, limit: int) -> None:
         """Wait until fewer than `limit` tasks run: what they hold on to stays bounded."""
         while len(self._tasks) >= limit:

@@ -1,0 +1,72 @@
+"""What the connector tells through its control server, watched while a benchmark runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvshare.bench.vllm.client import Client
+from kvshare.engines.vllm.wire import Dropped, Finished, Journal, ReplicaInfo
+
+_POLL_S = 0.05
+
+
+async def read_info(control: Client) -> ReplicaInfo:
+    return ReplicaInfo.from_json(await control.get_json("/info"))
+
+
+@dataclass(slots=True)
+class Watch:
+    """What was seen of the connector since the watch began."""
+
+    max_bytes: int = 0  # that it may hold
+    peak_bytes: int = 0  # that it held
+    num_dropped: int = 0  # segments
+    finished: list[Finished] = field(default_factory=list)
+    last: int = 0  # event that was read
+    num_gaps: int = 0  # times that the journal had forgotten events before they were read
+
+    async def look(self, control: Client) -> None:
+        """Read what is new."""
+        info = await read_info(control)
+        self.max_bytes = info.max_bytes
+        self.peak_bytes = max(self.peak_bytes, info.num_bytes)
+        journal = Journal.from_json(await control.get_json("/journal", after=str(self.last), wait_s="0"))
+        self.num_gaps += journal.gap
+        self.last = journal.last
+        for event in journal.events:
+            if isinstance(event, Dropped):
+                self.num_dropped += len(event.segment_ids)
+            else:
+                self.finished.append(event)
+
+    @property
+    def decisions(self) -> dict[str, int]:
+        """How many requests ended in each decision, and why less was shared than planned."""
+        found: dict[str, int] = {}
+        for event in self.finished:
+            for key in (event.decision, f"reason:{event.reason}"):
+                found[key] = found.get(key, 0) + (key != "reason:None")
+        return {key: count for key, count in sorted(found.items()) if count}
+
+
+@asynccontextmanager
+async def watching(control: Client) -> AsyncIterator[Watch]:
+    """A watch that looks twenty times a second, and once more at the end. What came before is not counted."""
+    watch = Watch()
+    watch.last = Journal.from_json(await control.get_json("/journal", after="0", wait_s="0")).last
+
+    async def keep_looking() -> None:
+        while True:
+            await watch.look(control)
+            await asyncio.sleep(_POLL_S)
+
+    task = asyncio.create_task(keep_looking())
+    try:
+        yield watch
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await watch.look(control)

@@ -1,0 +1,125 @@
+"""What the proxy tells its operator, as the benchmarks read it: what is kept, and what was counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvshare.bench.vllm.client import Client
+from kvshare.errors import EngineError
+
+_POLL_S = 0.02
+_KEEP_S = 60.0
+
+Labels = frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """All samples of a `/metrics` page."""
+
+    samples: Mapping[tuple[str, Labels], float]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of the samples that have at least these labels; 0 where there is none."""
+        wanted = set(labels.items())
+        return sum(value for (found, has), value in self.samples.items() if found == name and wanted <= has)
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for (sample, labels), value in self.samples.items():
+            key = dict(labels).get(label)
+            if sample == name and key is not None:
+                found[key] = found.get(key, 0.0) + value
+        return found
+
+    def since(self, before: Counters) -> Counters:
+        return Counters({key: value - before.samples.get(key, 0.0) for key, value in self.samples.items()})
+
+    @property
+    def stage_ms(self) -> dict[str, float]:
+        """Mean milliseconds per stage of the proxy's requests."""
+        seconds = self.by_label("kvshare_stage_duration_seconds_sum", "stage")
+        counts = self.by_label("kvshare_stage_duration_seconds_count", "stage")
+        return {stage: 1e3 * seconds[stage] / count for stage, count in counts.items() if count}
+
+    @property
+    def lookups(self) -> dict[str, int]:
+        """Requests by what sharing planned for them, and why not more."""
+        found: dict[str, int] = {}
+        for (sample, labels), value in self.samples.items():
+            if sample == "kvshare_lookup_requests_total" and value:
+                given = dict(labels)
+                key = ": ".join(filter(None, (given["result"], given["reason"])))
+                found[key] = found.get(key, 0) + int(value)
+        return found
+
+    @property
+    def tokens_by_source(self) -> dict[str, float]:
+        return self.by_label("kvshare_prompt_tokens_by_source_total", "source")
+
+
+async def read_counters(client: Client) -> Counters:
+    """Of the proxy, or of a vLLM."""
+    text = await client.get_text("/metrics")
+    return Counters(
+        {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+    )
+
+
+async def read_stats(proxy: Client) -> Mapping[str, Any]:
+    """Totals over all that is kept: num_nodes, num_segments, num_bytes."""
+    totals: Mapping[str, Any] = (await proxy.get_json("/admin/stats"))["totals"]
+    return totals
+
+
+async def wait_stats(proxy: Client, holds: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
+    """The first stats that hold. Raises EngineError after a minute."""
+    deadline = time.monotonic() + _KEEP_S
+    while not holds(stats := await read_stats(proxy)):
+        if time.monotonic() > deadline:
+            raise EngineError(f"the proxy did not keep what it should have in {_KEEP_S:g} s: {dict(stats)}")
+        await asyncio.sleep(_POLL_S)
+    return stats
+
+
+async def settle(proxy: Client, quiet_s: float = 0.5) -> Mapping[str, Any]:
+    """Stats once they have not changed for a while: nothing is being kept or dropped any more."""
+    stats, since = await read_stats(proxy), time.monotonic()
+    while time.monotonic() - since < quiet_s:
+        await asyncio.sleep(_POLL_S)
+        if (now := await read_stats(proxy)) != stats:
+            stats, since = now, time.monotonic()
+    return stats
+
+
+async def evict_all(proxy: Client) -> None:
+    await proxy.post_json("/admin/evict", {"all": True, "dry_run": False})
+
+
+async def evict_one(proxy: Client, rng: np.random.Generator) -> None:
+    """A prompt of the first levels of the tree, if there is any; that it is gone already is no error."""
+    roots = (await proxy.get_json("/admin/tree", depth="3"))["roots"]
+    node_ids = _node_ids(roots)
+    if not node_ids:
+        return
+    chosen = node_ids[int(rng.integers(len(node_ids)))]
+    try:
+        await proxy.post_json("/admin/evict", {"node": chosen})
+    except EngineError as exc:
+        if "node_not_found" not in str(exc):
+            raise
+
+
+def _node_ids(branches: list[Mapping[str, Any]]) -> list[int]:
+    return [node_id for branch in branches for node_id in (int(branch["id"]), *_node_ids(branch["children"]))]

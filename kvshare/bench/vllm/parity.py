@@ -1,0 +1,257 @@
+"""
+`kvshare bench parity --engine vllm`: how far planned requests are from stock vLLM's, where both must agree.
+
+Float32, a small random model, two servers, tickets written by hand and no proxy: the KV of a prompt is kept,
+then laid back into the very same prompt. The error is the largest difference of a log-probability among the
+likeliest tokens of every greedy step, against stock vLLM's full prefill:
+    all_placeholders   a single token is copied, all others are computed in our pass
+    scattered          about 28 scattered runs are computed over correct KV
+    identity           all but the last token is copied
+    prefix             an exact prefix is copied, vLLM computes the rest
+    mixed_batch        all of these and plain requests at the same time
+    preempted          the same, of which some are preempted and resumed
+That the laid KV is what answers is shown by `foreign_kv_error`: another prompt's KV, and the error it makes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from delta_tree import Span, TokenIds, gaps
+from kvshare.bench.vllm import front
+from kvshare.bench.vllm.client import Answer, Client, connected
+from kvshare.bench.vllm.control import Watch, read_info
+from kvshare.bench.vllm.prompts import stranger
+from kvshare.bench.vllm.servers import VllmOptions
+from kvshare.bench.vllm.stack import Pair, StackOptions, document, pair
+from kvshare.engines.vllm.wire import Finished, Ticket, WireCopy, digest_of, private_salt
+from kvshare.errors import EngineError
+
+_NUM_TOP = 20  # vLLM's own limit
+_SHORT, _LONG = 16, 192  # output tokens; long ones outgrow the KV cache
+_BLOCK_SIZE = 32
+_PREEMPTING_PROMPTS = 4  # at a time; the KV cache holds these, and little of what they generate
+_MAX_POLLS = 600
+_POLL_S = 0.05
+
+
+def run(*, tokens: int = 400, seed: int = 0, threads: int | None = None) -> dict[str, Any]:
+    """The largest absolute error per case, and over all: `max_abs_logprob_error`."""
+    with pair(pair_options(tokens, seed=seed, threads=threads)) as servers:
+        return measure(servers, tokens=tokens, seed=seed)
+
+
+def pair_options(num_tokens: int, *, seed: int = 0, threads: int | None = None) -> StackOptions:
+    """A KV cache for a few prompts of this length and little more."""
+    num_blocks = _PREEMPTING_PROMPTS * (math.ceil((num_tokens + _SHORT) / _BLOCK_SIZE) + 1)
+    vllm = VllmOptions(
+        dtype="float32",
+        max_model_len=num_tokens + _LONG + 1,
+        max_num_batched_tokens=512,
+        num_blocks=num_blocks,
+        block_size=_BLOCK_SIZE,
+        num_threads=threads,
+    )
+    return StackOptions(model="small", vllm=vllm, kv_bytes=256 * 2**20, seed=seed)
+
+
+def measure(servers: Pair, *, tokens: int, seed: int) -> dict[str, Any]:
+    """The same over servers that run already."""
+    return asyncio.run(_measure(servers, tokens, seed))
+
+
+async def _measure(servers: Pair, num_tokens: int, seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    plain_url, shared_url = servers.plain.url, servers.shared.url
+    async with connected(plain_url) as plain, connected(shared_url) as shared, servers.control() as control:
+        info = await read_info(control)
+        if not info.shares:
+            raise EngineError(f"the connector shares nothing: {'; '.join(info.refusals)}")
+        bench = _Parity(plain, shared, control, rng, num_tokens)
+        errors = {name: await bench.alone(name) for name in _CASES}
+        errors["mixed_batch"] = await bench.together(_SHORT, copies=2)
+        foreign = await bench.foreign()
+        before = await front.read_counters(shared)
+        errors["preempted"] = await bench.together(_LONG, copies=2)
+        counted = (await front.read_counters(shared)).since(before)
+    return {
+        **document("parity", servers.options, {"tokens": num_tokens, "seed": seed}),
+        "max_abs_logprob_error": max(errors.values()),
+        "errors": errors,
+        "foreign_kv_error": foreign,
+        "decisions": bench.decisions,
+        "preemptions": counted.total("vllm:num_preemptions_total"),
+    }
+
+
+class _Parity:
+    """Prompts that were kept, and what their planned repetitions differ by."""
+
+    def __init__(
+        self, plain: Client, shared: Client, control: Client, rng: np.random.Generator, num_tokens: int
+    ) -> None:
+        self._plain = plain
+        self._shared = shared
+        self._control = control
+        self._rng = rng
+        self._num_tokens = num_tokens
+        self._watch = Watch()
+        self._num_requests = 0
+        self.decisions: dict[str, dict[str, int]] = {}
+
+    async def alone(self, case: str) -> float:
+        """One request of a case, with nothing else running."""
+        prompt = stranger(self._rng, self._num_tokens)
+        kept = await self._keep(prompt)
+        expected = await self._plain.complete(prompt, max_tokens=_SHORT, num_top=_NUM_TOP)
+        return distance(await self._planned(case, prompt, kept, _SHORT), expected)
+
+    async def foreign(self) -> float:
+        """The case `identity`, with the KV of another prompt of this length."""
+        prompt, other = (stranger(self._rng, self._num_tokens) for _ in range(2))
+        kept = await self._keep(other)
+        expected = await self._plain.complete(prompt, max_tokens=_SHORT, num_top=_NUM_TOP)
+        return distance(await self._planned("identity", prompt, kept, _SHORT), expected)
+
+    async def together(self, max_tokens: int, *, copies: int) -> float:
+        """Every case and a plain request, `copies` times, all at once."""
+        cases = [*_CASES, "plain"] * copies
+        prompts = [stranger(self._rng, self._num_tokens) for _ in cases]
+        kept = [await self._keep(prompt) for prompt in prompts]
+        expected = [
+            await self._plain.complete(prompt, max_tokens=max_tokens, num_top=_NUM_TOP) for prompt in prompts
+        ]
+        found = await asyncio.gather(
+            *(
+                self._planned(case, prompt, finished, max_tokens)
+                for case, prompt, finished in zip(cases, prompts, kept, strict=True)
+            )
+        )
+        return max(distance(one, other) for one, other in zip(found, expected, strict=True))
+
+    async def _keep(self, prompt: TokenIds) -> Finished:
+        """Have a prompt computed and kept. No salt: vLLM's own prefix cache must not have it afterwards."""
+        request_id = self._new_id()
+        await self._ask(prompt, (), 0, request_id, salt=request_id, max_tokens=1, keep=True)
+        return await self._finished(request_id)
+
+    async def _planned(self, case: str, prompt: TokenIds, kept: Finished, max_tokens: int) -> Answer:
+        """The prompt again, its KV laid back as the case has it."""
+        request_id = self._new_id()
+        copied, exact_length = _CASES[case](self._rng, len(prompt)) if case in _CASES else ((), 0)
+        copies = _cut(kept, copied)
+        salt = request_id if exact_length or not copies else private_salt(request_id)
+        answer = await self._ask(
+            prompt, copies, exact_length, request_id, salt=salt, max_tokens=max_tokens, keep=False
+        )
+        finished = await self._finished(request_id)
+        said = finished.decision if finished.reason is None else f"{finished.decision}: {finished.reason}"
+        counts = self.decisions.setdefault(case, {})
+        counts[said] = counts.get(said, 0) + 1
+        return answer
+
+    async def _ask(
+        self,
+        prompt: TokenIds,
+        copies: Sequence[WireCopy],
+        exact_length: int,
+        request_id: str,
+        *,
+        salt: str,
+        max_tokens: int,
+        keep: bool,
+    ) -> Answer:
+        ticket = Ticket(
+            request_id=request_id,
+            namespace="parity",
+            prompt_digest=digest_of(prompt),
+            num_tokens=len(prompt),
+            exact_length=exact_length,
+            copies=tuple(copies),
+            keep=keep,
+        )
+        extra = {"kv_transfer_params": {"kvshare": ticket.to_json()}, "cache_salt": salt}
+        return await self._shared.complete(prompt, max_tokens=max_tokens, num_top=_NUM_TOP, extra=extra)
+
+    async def _finished(self, request_id: str) -> Finished:
+        for _ in range(_MAX_POLLS):
+            await self._watch.look(self._control)
+            for event in self._watch.finished:
+                if event.request_id == request_id:
+                    return event
+            await asyncio.sleep(_POLL_S)
+        raise EngineError(f"the journal does not tell of request {request_id}")
+
+    def _new_id(self) -> str:
+        self._num_requests += 1
+        return f"parity-{self._num_requests}"
+
+
+def distance(found: Answer, expected: Answer) -> float:
+    """
+    Largest difference of a log-probability among the likeliest tokens, up to the first token that differs.
+
+    There the margin of the expected token counts as well: at even odds rounding may go either way.
+    """
+    error = 0.0
+    for place, (mine, theirs) in enumerate(zip(found.tops, expected.tops, strict=True)):
+        error = max(error, _top_distance(mine, theirs), _top_distance(theirs, mine))
+        if found.token_ids[place] != expected.token_ids[place]:
+            return max(error, expected.margins[place])
+    return error
+
+
+def _top_distance(mine: Mapping[int, float], theirs: Mapping[int, float]) -> float:
+    """A token that the other side does not name is at most as likely there as the last that it names."""
+    last = min(theirs.values())
+    return max(
+        abs(value - theirs[token]) if token in theirs else max(0.0, value - last)
+        for token, value in mine.items()
+    )
+
+
+def _all_placeholders(rng: np.random.Generator, num_tokens: int) -> tuple[Sequence[Span], int]:
+    return [Span(num_tokens - 2, num_tokens - 1)], 0
+
+
+def _scattered(rng: np.random.Generator, num_tokens: int) -> tuple[Sequence[Span], int]:
+    """About 28 runs of 1 to 12 tokens are left open."""
+    starts = np.unique(rng.integers(0, num_tokens // 14, 28)) * 14
+    runs = [Span(int(start), int(start + rng.integers(1, 13))) for start in starts]
+    return gaps([run for run in runs if run.end < num_tokens - 1], num_tokens - 1), 0
+
+
+def _identity(rng: np.random.Generator, num_tokens: int) -> tuple[Sequence[Span], int]:
+    return [Span(0, num_tokens - 1)], 0
+
+
+def _prefix(rng: np.random.Generator, num_tokens: int) -> tuple[Sequence[Span], int]:
+    return [Span(0, num_tokens // 2)], num_tokens // 2
+
+
+_CASES = {
+    "all_placeholders": _all_placeholders,
+    "scattered": _scattered,
+    "identity": _identity,
+    "prefix": _prefix,
+}
+
+
+def _cut(kept: Finished, spans: Sequence[Span]) -> list[WireCopy]:
+    """The spans of a kept prompt, each out of the segments it lies in, where it was computed."""
+    copies = []
+    for span in spans:
+        for stored in kept.stored:
+            start, end = max(span.start, stored.start), min(span.end, stored.start + stored.length)
+            if start < end:
+                copies.append(
+                    WireCopy(
+                        stored.segment_id, start - stored.start, end - start, start, source_position=start
+                    )
+                )
+    return sorted(copies, key=lambda copy: copy.target_start)

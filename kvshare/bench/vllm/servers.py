@@ -1,0 +1,215 @@
+"""
+The processes of a benchmark: stock vLLM, vLLM with the connector, the proxy. Starts, waits for, stops them.
+
+Each is a process group with a log file; the end of the log is in the error when one does not come up. Every
+vLLM gets the same cores, or one of them would be measured with more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvshare.engines.vllm.versions import program
+from kvshare.engines.vllm.wire import TOKEN_VARIABLE
+from kvshare.errors import EngineError
+
+MODEL_NAME = "bench"
+_HOST = "127.0.0.1"
+_START_S = 300.0
+_STOP_S = 20.0
+_LOG_LINES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What both vLLM servers are started with."""
+
+    dtype: str = "bfloat16"
+    max_model_len: int = 8192
+    max_num_batched_tokens: int = 2048
+    long_prefill_tokens: int | None = None  # of one prompt in a step; None: as many as fit
+    kv_cache_gib: int = 1
+    num_blocks: int | None = None  # of the KV cache; None: as many as fit
+    block_size: int | None = None  # None: vLLM's choice
+    num_threads: int | None = None  # None: all cores but one, as vLLM itself decides
+
+    @property
+    def arguments(self) -> list[str]:
+        given = {
+            "--host": _HOST,
+            "--served-model-name": MODEL_NAME,
+            "--dtype": self.dtype,
+            "--max-model-len": self.max_model_len,
+            "--max-num-batched-tokens": self.max_num_batched_tokens,
+            "--long-prefill-token-threshold": self.long_prefill_tokens,
+            "--num-gpu-blocks-override": self.num_blocks,
+            "--block-size": self.block_size,
+        }
+        named = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+        return [*named, "--enforce-eager", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, self.cores)),
+        }
+
+    @property
+    def cores(self) -> list[int]:
+        """The last ones of those that this process may use."""
+        allowed = sorted(os.sched_getaffinity(0))
+        return allowed[-(self.num_threads or max(1, len(allowed) - 1)) :]
+
+
+@dataclass(slots=True)
+class Server:
+    """One process of a benchmark. `stop` ends its whole group; both verbs may be called twice."""
+
+    name: str
+    command: Sequence[str]
+    url: str
+    log_path: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ready_path: str = "/health"
+    control_url: str | None = None  # of the connector, where there is one
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log_path.open("wb") as log_file:
+            self._process = subprocess.Popen(
+                self.command,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_ready(self, timeout_s: float = _START_S) -> None:
+        """Raises EngineError, with the end of the log, if the process ends or takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while not self._answers():
+            if self._process is None or self._process.poll() is not None:
+                raise EngineError(f"{self.name} ended while starting:\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.name} was not ready after {timeout_s:g} s:\n{self.log_tail()}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        if self._process is None:
+            return
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        self._signal(signal.SIGKILL)  # children that outlived it, too
+        self._process.wait()
+        self._process = None
+
+    def log_tail(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_LINES:])
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + self.ready_path, timeout=5) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+@contextmanager
+def running(servers: Sequence[Server]) -> Iterator[None]:
+    """Start all, wait for all, and stop all however the block ends."""
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready()
+        yield
+    finally:
+        for server in reversed(servers):
+            server.stop()
+
+
+def plain_vllm(model: Path, folder: Path, options: VllmOptions) -> Server:
+    """Stock vLLM with its prefix cache."""
+    port = free_ports(1)[0]
+    return Server(
+        name="plain vLLM",
+        command=[*program(), "serve", str(model), "--port", str(port), *options.arguments],
+        url=f"http://{_HOST}:{port}",
+        log_path=folder / "plain.log",
+        environment=options.environment,
+    )
+
+
+def shared_vllm(model: Path, folder: Path, options: VllmOptions, *, kv_bytes: int, token: str) -> Server:
+    """vLLM with KVShare's connector, as `kvshare vllm` starts it."""
+    port, control_port = free_ports(2)
+    command = [sys.executable, "-m", "kvshare.cli.main", "vllm", str(model), "--port", str(port)]
+    own = ["--control-port", str(control_port), "--kv-bytes", str(kv_bytes)]
+    return Server(
+        name="vLLM with KVShare",
+        command=[*command, *own, *options.arguments],
+        url=f"http://{_HOST}:{port}",
+        log_path=folder / "shared.log",
+        environment={**options.environment, TOKEN_VARIABLE: token},
+        control_url=f"http://{_HOST}:{control_port}",
+    )
+
+
+def proxy(upstream: Server, folder: Path, *, token: str, settings: Mapping[str, Mapping[str, Any]]) -> Server:
+    """`kvshare serve --engine vllm` in front of `shared_vllm`, with an empty store."""
+    assert upstream.control_url is not None
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(settings))  # JSON is YAML
+    port = free_ports(1)[0]
+    command = [sys.executable, "-m", "kvshare.cli.main", "serve", "--engine", "vllm", "--port", str(port)]
+    ends = ["--vllm-url", upstream.url, "--vllm-control-url", upstream.control_url]
+    return Server(
+        name="the proxy",
+        command=[*command, *ends, "--config", str(config), "--store", str(folder / "store")],
+        url=f"http://{_HOST}:{port}",
+        log_path=folder / "proxy.log",
+        environment={"HF_HUB_OFFLINE": "1", TOKEN_VARIABLE: token},
+        ready_path="/ready",
+    )
+
+
+def new_token() -> str:
+    """A secret for the control server."""
+    return secrets.token_hex(16)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on just now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((_HOST, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

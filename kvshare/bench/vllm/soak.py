@@ -1,0 +1,228 @@
+"""
+`kvshare bench soak --engine vllm`: minutes of mixed traffic, in which every exact answer must be vLLM's own.
+
+Float32 on a small model, a KV cache so small that requests are preempted, clients that hang up, prompts that
+are evicted while others plan with them. The reference of each prompt is stock vLLM's greedy answer. What may
+be approximate (mode approx, and a relative was served) is only counted, with how far it agrees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvshare.bench.vllm import front
+from kvshare.bench.vllm.client import Answer, Client, connected
+from kvshare.bench.vllm.control import Watch, watching
+from kvshare.bench.vllm.mixture import Mixture, Op
+from kvshare.bench.vllm.servers import VllmOptions
+from kvshare.bench.vllm.stack import ALWAYS_SHARE, Stack, StackOptions, document, stack
+from kvshare.bench.vllm.verdict import Verdict, judge
+from kvshare.errors import EngineError
+
+_MAX_EXAMPLES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class SoakConfig:
+    minutes: float = 5.0
+    concurrency: int = 6
+    min_prompt: int = 150
+    max_prompt: int = 600
+    output_tokens: int = 48
+    max_prompts: int = 24  # remembered, to come back to
+    evict_every: int = 25  # requests
+    seed: int = 0
+
+    @property
+    def max_model_len(self) -> int:
+        return 2 * self.max_prompt + self.output_tokens
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the answers came to."""
+
+    ops: Counter[str] = field(default_factory=Counter)
+    verdicts: Counter[str] = field(default_factory=Counter)
+    agreements: list[float] = field(default_factory=list)  # of answers that may be approximate
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    num_evictions: int = 0
+
+
+def run(
+    *, minutes: float = 5.0, concurrency: int = 6, seed: int = 0, threads: int | None = None
+) -> dict[str, Any]:
+    """Counts of right, wrong, tied and approximate answers. `passed`: none wrong, none failed."""
+    config = SoakConfig(minutes=minutes, concurrency=concurrency, seed=seed)
+    with stack(stack_options(config, threads=threads)) as servers:
+        return measure(servers, config)
+
+
+def stack_options(config: SoakConfig, *, threads: int | None = None) -> StackOptions:
+    """A KV cache that holds little more than half of what the clients ask for at a time."""
+    block_size = 32
+    wanted = config.concurrency * (config.max_prompt + config.output_tokens) * 0.55
+    num_blocks = int(max(wanted, config.max_model_len + block_size)) // block_size + 1
+    vllm = VllmOptions(
+        dtype="float32",
+        max_model_len=config.max_model_len,
+        max_num_batched_tokens=512,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_threads=threads,
+    )
+    return StackOptions(
+        model="small",
+        vllm=vllm,
+        kv_bytes=32 * 2**20,
+        proxy_settings=ALWAYS_SHARE,
+        seed=config.seed,
+    )
+
+
+def measure(servers: Stack, config: SoakConfig) -> dict[str, Any]:
+    """The same over servers that run already."""
+    return asyncio.run(_measure(servers, config))
+
+
+async def _measure(servers: Stack, config: SoakConfig) -> dict[str, Any]:
+    tally = _Tally()
+    async with servers.clients() as (plain, proxy), servers.control() as control:
+        before = await front.read_counters(proxy)
+        soak = _Soak(config, plain, proxy, tally)
+        async with watching(control) as watch:
+            await soak.run()
+        counted = (await front.read_counters(proxy)).since(before)
+        preemptions = await _preemptions(servers)
+    return _summary(servers, config, tally, watch, counted, preemptions)
+
+
+class _Soak:
+    """Clients that draw operations until the time is over."""
+
+    def __init__(self, config: SoakConfig, plain: Client, proxy: Client, tally: _Tally) -> None:
+        self._config = config
+        self._plain = plain
+        self._proxy = proxy
+        self._tally = tally
+        self._rng = np.random.default_rng(config.seed)
+        self._mixture = Mixture(
+            self._rng,
+            min_prompt=config.min_prompt,
+            max_prompt=config.max_prompt,
+            max_prompts=config.max_prompts,
+        )
+        self._references: dict[bytes, asyncio.Task[Answer]] = {}
+
+    async def run(self) -> None:
+        deadline = time.monotonic() + 60 * self._config.minutes
+
+        async def one_client() -> None:
+            while time.monotonic() < deadline:
+                await self._one(self._mixture.draw())
+
+        await asyncio.gather(*(one_client() for _ in range(self._config.concurrency)))
+
+    async def _one(self, op: Op) -> None:
+        self._tally.ops[f"{op.kind}:{op.mode}" + (":abort" if op.aborts else "")] += 1
+        try:
+            answer = await self._asked(op)
+            if answer is not None:
+                self._count(op, judge(answer, await self._reference(op), aborted=answer.aborted))
+        except EngineError as exc:
+            self._tally.errors[str(exc)[:200]] += 1
+        self._mixture.remember(op.prompt)
+        if sum(self._tally.ops.values()) % self._config.evict_every == 0:
+            await self._evict()
+
+    async def _asked(self, op: Op) -> Answer | None:
+        """None: hung up before the first token."""
+        asking = self._proxy.complete(
+            op.prompt,
+            max_tokens=self._config.output_tokens,
+            num_top=2,
+            extra={"kvshare": {"mode": op.mode}},
+            abort_after=op.abort_after,
+        )
+        if op.abort_s is None:
+            return await asking
+        try:
+            return await asyncio.wait_for(asking, op.abort_s)
+        except TimeoutError:
+            return None
+
+    async def _reference(self, op: Op) -> Answer:
+        """Stock vLLM's answer; asked once per prompt."""
+        key = op.prompt.tobytes()
+        if key not in self._references:
+            asking = self._plain.complete(op.prompt, max_tokens=self._config.output_tokens, num_top=2)
+            self._references[key] = asyncio.create_task(asking)
+        return await self._references[key]
+
+    def _count(self, op: Op, verdict: Verdict) -> None:
+        if op.may_be_approximate:
+            self._tally.verdicts["approximate"] += 1
+            self._tally.agreements.append(verdict.agreement)
+            return
+        self._tally.verdicts[verdict.name] += 1
+        if verdict.name != "right" and len(self._tally.examples) < _MAX_EXAMPLES:
+            self._tally.examples.append(
+                {"kind": op.kind, "mode": op.mode, "prompt_tokens": len(op.prompt), **asdict(verdict)}
+            )
+
+    async def _evict(self) -> None:
+        """Everything now and then, else one prompt that is stored."""
+        self._tally.num_evictions += 1
+        if self._rng.random() < 0.1:
+            await front.evict_all(self._proxy)
+        else:
+            await front.evict_one(self._proxy, self._rng)
+
+
+async def _preemptions(servers: Stack) -> dict[str, float]:
+    found = {}
+    for server in (servers.plain, servers.shared):
+        async with connected(server.url) as client:
+            counted = await front.read_counters(client)
+        found[server.name] = counted.total("vllm:num_preemptions_total")
+    return found
+
+
+def _summary(
+    servers: Stack,
+    config: SoakConfig,
+    tally: _Tally,
+    watch: Watch,
+    counted: front.Counters,
+    preemptions: dict[str, float],
+) -> dict[str, Any]:
+    agreement = float(np.mean(tally.agreements)) if tally.agreements else None
+    num_wrong, num_errors = tally.verdicts["wrong"], sum(tally.errors.values())
+    return {
+        **document("soak", servers.options, asdict(config)),
+        "passed": num_wrong == 0 and num_errors == 0,
+        "requests": sum(tally.ops.values()),
+        "wrong_outputs": num_wrong,
+        "ties": tally.verdicts["tied"],
+        "right_outputs": tally.verdicts["right"],
+        "approximate_outputs": tally.verdicts["approximate"],
+        "approximate_agreement": agreement,
+        "aborted": sum(count for op, count in tally.ops.items() if op.endswith(":abort")),
+        "failed": dict(tally.errors),
+        "evictions": tally.num_evictions,
+        "evicted_segments": watch.num_dropped,
+        "preemptions": preemptions,
+        "within_bytes": watch.peak_bytes <= watch.max_bytes,
+        "decisions": watch.decisions,
+        "lookups": counted.lookups,
+        "tokens_by_source": counted.tokens_by_source,
+        "ops": dict(sorted(tally.ops.items())),
+        "examples": tally.examples,
+    }

@@ -1,0 +1,136 @@
+"""The servers of a benchmark together: plain vLLM, vLLM with the connector, and the proxy before it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvshare import __version__
+from kvshare.bench.harness import environment
+from kvshare.bench.vllm import servers
+from kvshare.bench.vllm.client import Client, connected
+from kvshare.bench.vllm.models import write_small_model, write_timing_model
+from kvshare.bench.vllm.servers import Server, VllmOptions
+from kvshare.engines.vllm.versions import installed_version
+
+DOCUMENT_VERSION = 1  # of the JSON of these benchmarks
+
+ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {
+    "cost": {"min_saved_s": -60.0},
+    "sharing": {"min_saved_fraction": 0.05},
+}
+"""Settings of a proxy that shares where it does not pay: on a small model it must be right, not fast."""
+
+_WRITERS: dict[str, Callable[..., Path]] = {"timing": write_timing_model, "small": write_small_model}
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """What is started. `model`: "timing" or "small"."""
+
+    model: str = "timing"
+    vllm: VllmOptions = field(default_factory=VllmOptions)
+    kv_bytes: int = 4 * 2**30
+    proxy_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of its config.yaml
+    seed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "vllm": {**asdict(self.vllm), "cores": self.vllm.cores}}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Both vLLMs, running."""
+
+    options: StackOptions
+    plain: Server
+    shared: Server
+    token: str  # opens the connector's control server
+    folder: Path
+
+    @asynccontextmanager
+    async def control(self) -> AsyncIterator[Client]:
+        """Of the connector's control server."""
+        assert self.shared.control_url is not None
+        async with connected(self.shared.control_url, token=self.token) as control:
+            yield control
+
+
+@dataclass(frozen=True, slots=True)
+class Stack(Pair):
+    """The proxy as well."""
+
+    proxy: Server
+
+    @asynccontextmanager
+    async def clients(self) -> AsyncIterator[tuple[Client, Client]]:
+        """Of the plain vLLM and of the proxy."""
+        async with connected(self.plain.url) as plain, connected(self.proxy.url) as front:
+            yield plain, front
+
+
+@contextmanager
+def pair(options: StackOptions) -> Iterator[Pair]:
+    """A temporary model and both vLLMs over it. Raises EngineError if one does not come up."""
+    with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
+        folder = Path(name)
+        token = servers.new_token()
+        model = _WRITERS[options.model](
+            folder / "model",
+            dtype=options.vllm.dtype,
+            max_model_len=options.vllm.max_model_len,
+            seed=options.seed,
+        )
+        plain = servers.plain_vllm(model, folder, options.vllm)
+        shared = servers.shared_vllm(model, folder, options.vllm, kv_bytes=options.kv_bytes, token=token)
+        with servers.running([plain, shared]):
+            yield Pair(options, plain, shared, token, folder)
+
+
+@contextmanager
+def stack(options: StackOptions) -> Iterator[Stack]:
+    """All three servers. Raises EngineError if one does not come up."""
+    with pair(options) as both, with_proxy(both) as whole:
+        yield whole
+
+
+@contextmanager
+def with_proxy(both: Pair) -> Iterator[Stack]:
+    """The proxy before running vLLMs. What the connector held by then the proxy may drop."""
+    proxy = servers.proxy(both.shared, both.folder, token=both.token, settings=both.options.proxy_settings)
+    with servers.running([proxy]):
+        yield Stack(both.options, both.plain, both.shared, both.token, both.folder, proxy)
+
+
+def document(benchmark: str, options: StackOptions, config: dict[str, Any]) -> dict[str, Any]:
+    """What every document begins with."""
+    return {
+        "benchmark": benchmark,
+        "engine": "vllm",
+        "document_version": DOCUMENT_VERSION,
+        "config": config,
+        "servers": options.to_json(),
+        "environment": {
+            **environment(),
+            "kvshare": __version__,
+            "vllm": installed_version() or "none",
+            "machine": platform.machine(),
+            "cpu": _cpu_name(),
+            "num_cores": len(os.sched_getaffinity(0)),
+        },
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

@@ -1,0 +1,160 @@
+"""
+`kvshare bench steady --engine vllm`: whether sharing still pays once the store is full and has to evict.
+
+Batches of prompts nobody has asked before: edits of popular prompts, and edits of such edits of the batch
+before. Between them come strangers through the proxy, which fill the store, and strangers straight to stock
+vLLM: the full prefill of the same minute, which the batch is compared with. One batch goes first unmeasured,
+and chains are of two edits in every batch, or the work would change with the batch and not with the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from delta_tree import TokenIds
+from kvshare.bench.vllm import front
+from kvshare.bench.vllm.client import Client
+from kvshare.bench.vllm.control import Watch, watching
+from kvshare.bench.vllm.models import timing_bytes_per_token
+from kvshare.bench.vllm.prompts import near_duplicate, stranger
+from kvshare.bench.vllm.servers import VllmOptions
+from kvshare.bench.vllm.stack import Stack, StackOptions, document, stack
+
+_ROOM = 64  # tokens of context beyond the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyConfig:
+    batches: int = 6
+    recipients: int = 8  # per batch: half edits of popular prompts, half edits of the last batch's such edits
+    strangers: int = 2  # per batch, through the proxy
+    families: int = 2  # popular prompts
+    prompt_tokens: int = 2000
+    changed: float = 0.1
+    edits: int = 5
+    seed: int = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """
+        Of a store that is full in the second batch: the popular prompts, and what 2.5 batches add.
+
+        A recipient is taken to add a fifth of its tokens, its changes and their repair.
+        """
+        added = self.strangers + self.recipients / 5
+        return int((self.families + 2.5 * added) * self.prompt_tokens)
+
+
+@dataclass(slots=True)
+class _Batch:
+    full_s: list[float] = field(default_factory=list)
+    popular_s: list[float] = field(default_factory=list)  # recipients of popular donors
+    recent_s: list[float] = field(default_factory=list)  # recipients of the last batch's
+    computed: list[int] = field(default_factory=list)  # tokens per recipient
+    num_bytes: int = 0
+    num_dropped: int = 0
+
+    @property
+    def speedup(self) -> float:
+        """Of means: a recipient that found no donor any more counts."""
+        return float(np.mean(self.full_s) / np.mean(self.popular_s + self.recent_s))
+
+
+def run(
+    *,
+    batches: int = 6,
+    prompt_tokens: int = 2000,
+    changed: float = 0.1,
+    edits: int = 5,
+    kv_bytes: int | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    dtype: str = "bfloat16",
+) -> dict[str, Any]:
+    """Speedup of every batch; the last over the first is the result."""
+    config = SteadyConfig(
+        batches=batches, prompt_tokens=prompt_tokens, changed=changed, edits=edits, seed=seed
+    )
+    capacity = config.capacity_tokens * timing_bytes_per_token(dtype)
+    vllm = VllmOptions(max_model_len=prompt_tokens + _ROOM, num_threads=threads, dtype=dtype)
+    with stack(StackOptions(vllm=vllm, kv_bytes=kv_bytes or capacity, seed=seed)) as servers:
+        return measure(servers, config)
+
+
+def measure(servers: Stack, config: SteadyConfig) -> dict[str, Any]:
+    """The same over servers that run already, with the store they have."""
+    return asyncio.run(_measure(servers, config))
+
+
+async def _measure(servers: Stack, config: SteadyConfig) -> dict[str, Any]:
+    rng = np.random.default_rng(config.seed)
+    popular = [stranger(rng, config.prompt_tokens) for _ in range(config.families)]
+    async with servers.clients() as (plain, proxy), servers.control() as control:
+        for prompt in popular:
+            await plain.complete(stranger(rng, config.prompt_tokens))  # warm
+            await proxy.complete(prompt)
+        await front.settle(proxy)
+        batches: list[_Batch] = []
+        last: list[TokenIds] = popular
+        async with watching(control) as watch:
+            for _ in range(config.batches + 1):
+                prompts = _recipients(rng, config, popular, last)
+                batches.append(await _batch(plain, proxy, prompts, rng, config, watch))
+                last = prompts[::2]
+    return _summary(servers, config, batches[1:], watch)
+
+
+def _recipients(
+    rng: np.random.Generator, config: SteadyConfig, popular: list[TokenIds], last: list[TokenIds]
+) -> list[TokenIds]:
+    """Popular and recent donors in turn."""
+    prompts = []
+    for number in range(config.recipients):
+        donors = last if number % 2 else popular
+        donor = donors[int(rng.integers(len(donors)))]
+        prompts.append(near_duplicate(rng, donor, changed=config.changed, edits=config.edits))
+    return prompts
+
+
+async def _batch(
+    plain: Client,
+    proxy: Client,
+    prompts: list[TokenIds],
+    rng: np.random.Generator,
+    config: SteadyConfig,
+    watch: Watch,
+) -> _Batch:
+    """Recipients one after another; after every few of them a full prefill, and a stranger for the store."""
+    batch, dropped_before = _Batch(), watch.num_dropped
+    every = max(1, len(prompts) // max(1, config.strangers))
+    for number, prompt in enumerate(prompts):
+        answer = await proxy.complete(prompt)
+        await front.settle(proxy)
+        (batch.recent_s if number % 2 else batch.popular_s).append(answer.ttft_s)
+        batch.computed.append(watch.finished[-1].num_computed)
+        if number % every == every - 1:
+            batch.full_s.append((await plain.complete(stranger(rng, config.prompt_tokens))).ttft_s)
+            await proxy.complete(stranger(rng, config.prompt_tokens))
+            await front.settle(proxy)
+    batch.num_bytes = int((await front.read_stats(proxy))["num_bytes"])
+    batch.num_dropped = watch.num_dropped - dropped_before
+    return batch
+
+
+def _summary(servers: Stack, config: SteadyConfig, batches: list[_Batch], watch: Watch) -> dict[str, Any]:
+    speedups = [batch.speedup for batch in batches]
+    return {
+        **document("steady", servers.options, asdict(config)),
+        "last_over_first": speedups[-1] / speedups[0],
+        "speedups": speedups,
+        "evicted_segments": watch.num_dropped,
+        "max_bytes": watch.max_bytes,
+        "peak_bytes": watch.peak_bytes,
+        "within_bytes": watch.peak_bytes <= watch.max_bytes,
+        "decisions": watch.decisions,
+        "batches": [{**asdict(batch), "speedup": batch.speedup} for batch in batches],
+    }

@@ -1,0 +1,111 @@
+"""A closed loop of clients over one sequence of requests, and the figures of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from delta_tree import TokenIds
+from kvshare.bench.harness import milliseconds
+from kvshare.bench.vllm.client import Answer, Client
+from kvshare.bench.vllm.prompts import near_duplicate, stranger
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One request of a sequence. `is_near`: of a donor that was served before."""
+
+    prompt: TokenIds
+    max_tokens: int
+    is_near: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What requests look like. Output lengths are even in [min_output, max_output]."""
+
+    prompt_tokens: int
+    changed: float
+    edits: int
+    min_output: int
+    max_output: int
+
+
+def new_sequence(
+    rng: np.random.Generator,
+    shape: Shape,
+    donors: Sequence[TokenIds],
+    *,
+    num_requests: int,
+    near_share: float,
+) -> list[Request]:
+    """Shuffled; near-duplicates are edits of evenly drawn donors, none is asked twice."""
+    num_near = round(near_share * num_requests)
+    requests = []
+    for number in range(num_requests):
+        is_near = number < num_near
+        prompt = (
+            near_duplicate(rng, donors[number % len(donors)], changed=shape.changed, edits=shape.edits)
+            if is_near
+            else stranger(rng, shape.prompt_tokens)
+        )
+        max_tokens = int(rng.integers(shape.min_output, shape.max_output + 1))
+        requests.append(Request(prompt, max_tokens, is_near))
+    return [requests[index] for index in rng.permutation(num_requests)]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What came of a sequence: all answers in its order, and how long it took."""
+
+    requests: Sequence[Request]
+    answers: Sequence[Answer]
+    seconds: float
+
+    @property
+    def completed_per_s(self) -> float:
+        return len(self.answers) / self.seconds
+
+    def ttft_s(self, *, is_near: bool | None = None) -> list[float]:
+        return [
+            answer.ttft_s
+            for request, answer in zip(self.requests, self.answers, strict=True)
+            if is_near is None or request.is_near is is_near
+        ]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [gap for answer in self.answers for gap in answer.gaps_s]
+
+
+async def play(client: Client, requests: Sequence[Request], *, concurrency: int) -> Load:
+    """Every client asks for the next request as soon as its last one is answered."""
+    answers: dict[int, Answer] = {}
+    waiting = iter(enumerate(requests))
+
+    async def one_client() -> None:
+        for index, request in waiting:
+            answers[index] = await client.complete(request.prompt, max_tokens=request.max_tokens)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one_client() for _ in range(concurrency)))
+    seconds = time.perf_counter() - began
+    return Load(requests, [answers[index] for index in range(len(requests))], seconds)
+
+
+def figures(loads: Sequence[Load]) -> dict[str, Any]:
+    """Of one arm over all repeats."""
+    kinds = {"all": None, "near": True, "unrelated": False}
+    ttft = {name: [s for load in loads for s in load.ttft_s(is_near=kind)] for name, kind in kinds.items()}
+    gaps = [gap for load in loads for gap in load.gaps_s]
+    return {
+        "requests": sum(len(load.answers) for load in loads),
+        "completed_per_s": [load.completed_per_s for load in loads],
+        "ttft": {name: milliseconds(values) for name, values in ttft.items() if values},
+        "inter_token": milliseconds(gaps) if gaps else None,
+    }

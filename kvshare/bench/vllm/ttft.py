@@ -1,0 +1,205 @@
+"""
+`kvshare bench ttft --engine vllm`: time to first token of a prompt that differs from a stored one in places.
+
+Arms, alternating, each a streamed HTTP request to a random-weight Llama of about 100 M parameters:
+    full           a prompt nobody has seen, straight to stock vLLM
+    full_proxied   another such, through the proxy and the vLLM with the connector
+    prefix_cache   the edited prompt straight to stock vLLM, which has served the donor
+    shared         the edited prompt through the proxy, which has kept the donor
+    ideal          stock vLLM, all but as many last tokens as `shared` computed being in its prefix cache
+What the proxy adds is measured apart, on repetitions that vLLM has in its prefix cache: `front_ms`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from delta_tree import TokenIds, token_ids
+from kvshare.bench.harness import median
+from kvshare.bench.vllm import front
+from kvshare.bench.vllm.client import Answer, Client, connected
+from kvshare.bench.vllm.control import Watch
+from kvshare.bench.vllm.prompts import near_duplicate, stranger
+from kvshare.bench.vllm.servers import VllmOptions
+from kvshare.bench.vllm.stack import Stack, StackOptions, document, stack
+
+_ARMS = ("full", "full_proxied", "prefix_cache", "shared", "ideal")
+_ROOM = 128  # tokens of context beyond the prompt
+_BLOCK_SIZE = 128  # of vLLM's CPU backend; a multiple of every other one's
+_FRONT_REPEATS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class TtftConfig:
+    prompt_tokens: int = 4000
+    changed: float = 0.1
+    edits: int = 5
+    repeats: int = 5
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the repeats have shown so far."""
+
+    ttft_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _ARMS})
+    computed: list[int] = field(default_factory=list)
+    prefix_cached: list[int] = field(default_factory=list)
+    ideal_computed: list[int] = field(default_factory=list)
+    stage_ms: list[dict[str, float]] = field(default_factory=list)
+    unrelated_stage_ms: list[dict[str, float]] = field(default_factory=list)
+
+
+def run(
+    *,
+    prompt_tokens: int = 4000,
+    changed: float = 0.1,
+    edits: int = 5,
+    repeats: int = 3,
+    seed: int = 0,
+    threads: int | None = None,
+    dtype: str = "bfloat16",
+) -> dict[str, Any]:
+    """Medians over `repeats` recipients, each new to all servers."""
+    config = TtftConfig(prompt_tokens=prompt_tokens, changed=changed, edits=edits, repeats=repeats, seed=seed)
+    vllm = VllmOptions(max_model_len=prompt_tokens + _ROOM, num_threads=threads, dtype=dtype, kv_cache_gib=2)
+    with stack(StackOptions(vllm=vllm, seed=seed)) as servers:
+        return measure(servers, config)
+
+
+def measure(servers: Stack, config: TtftConfig) -> dict[str, Any]:
+    """The same over servers that run already."""
+    return asyncio.run(_measure(servers, config))
+
+
+async def _measure(servers: Stack, config: TtftConfig) -> dict[str, Any]:
+    async with (
+        servers.clients() as (plain, proxy),
+        connected(servers.shared.url) as behind,
+        servers.control() as control,
+    ):
+        bench = _Ttft(config, plain, proxy, control)
+        await bench.start()
+        for repeat in range(config.repeats + 1):
+            if repeat == 1:
+                bench.seen = _Seen()  # caches and allocators are warm from here on
+            await bench.repeat()
+        front_ms = await bench.front_ms(behind)
+    return _summary(servers, config, bench.seen, front_ms=front_ms, decisions=bench.watch.decisions)
+
+
+class _Ttft:
+    """A donor that both arms have served, and the measurements over it."""
+
+    def __init__(self, config: TtftConfig, plain: Client, proxy: Client, control: Client) -> None:
+        self._config = config
+        self._plain = plain
+        self._proxy = proxy
+        self._control = control
+        self._rng = np.random.default_rng(config.seed)
+        self._donor = self._stranger()
+        self._block_size = 0
+        self.watch = Watch()
+        self.seen = _Seen()
+
+    async def start(self) -> None:
+        self._block_size = await _block_size(self._plain)
+        await self.watch.look(self._control)
+        self.watch.finished.clear()  # of whoever was before us
+        await self._plain.complete(self._donor)
+        await self._keep(self._donor)
+
+    async def repeat(self) -> None:
+        """One measurement of every arm."""
+        config, rng, seen = self._config, self._rng, self.seen
+        edited = near_duplicate(rng, self._donor, changed=config.changed, edits=config.edits)
+        full = await self._plain.complete(self._stranger())
+        proxied, unrelated_stages = await self._keep(self._stranger())
+        cached = await self._plain.complete(edited)
+        shared, stages = await self._keep(edited)
+        computed = self.watch.finished[-1].num_computed
+        # vLLM's prefix cache holds whole blocks: cut the donor at one, and add what is to be computed.
+        head = round((config.prompt_tokens - computed) / self._block_size) * self._block_size
+        ideal = await self._plain.complete(
+            token_ids(np.concatenate([self._donor[:head], stranger(rng, computed)]))
+        )
+        for name, answer in zip(_ARMS, (full, proxied, cached, shared, ideal), strict=True):
+            seen.ttft_s[name].append(answer.ttft_s)
+        seen.computed.append(computed)
+        seen.prefix_cached.append(cached.num_cached)
+        seen.ideal_computed.append(head + computed - ideal.num_cached)
+        seen.stage_ms.append(stages)
+        seen.unrelated_stage_ms.append(unrelated_stages)
+
+    async def front_ms(self, behind: Client) -> float:
+        """
+        A repetition through the proxy less one straight to the vLLM `behind` it: median of pairs.
+
+        The prompt ends one token behind a block, so that vLLM's own cache has all but that token either way,
+        and the plan, which is made and sent, has nothing to add.
+        """
+        prompt = self._donor[: len(self._donor) // _BLOCK_SIZE * _BLOCK_SIZE + 1]
+        added = []
+        for _ in range(_FRONT_REPEATS + 1):
+            straight = await behind.complete(prompt)
+            through = await self._proxy.complete(prompt, extra={"kvshare": {"mode": "exact"}})
+            added.append(through.ttft_s - straight.ttft_s)
+        return 1e3 * median(added[1:])  # the first found no prefix in vLLM's own cache
+
+    async def _keep(self, prompt: TokenIds) -> tuple[Answer, dict[str, float]]:
+        """A request through the proxy, its milliseconds per stage, and the wait until its KV is kept."""
+        before = await front.read_counters(self._proxy)
+        num_nodes = (await front.read_stats(self._proxy))["num_nodes"]
+        answer = await self._proxy.complete(prompt)
+        await front.wait_stats(self._proxy, lambda stats: stats["num_nodes"] > num_nodes)
+        await self.watch.look(self._control)
+        inside = {
+            f"vllm_{stage}": 1e3 * value for stage, value in self.watch.finished[-1].stage_seconds.items()
+        }
+        counted = (await front.read_counters(self._proxy)).since(before)
+        return answer, {**counted.stage_ms, **inside}
+
+    def _stranger(self) -> TokenIds:
+        return stranger(self._rng, self._config.prompt_tokens)
+
+
+async def _block_size(plain: Client) -> int:
+    sizes = (await front.read_counters(plain)).by_label("vllm:cache_config_info", "block_size")
+    return int(next(iter(sizes)))
+
+
+def _summary(
+    servers: Stack, config: TtftConfig, seen: _Seen, *, front_ms: float, decisions: dict[str, int]
+) -> dict[str, Any]:
+    ttft = {name: median(values) for name, values in seen.ttft_s.items()}
+    return {
+        **document("ttft", servers.options, asdict(config)),
+        "speedup": ttft["full"] / ttft["shared"],
+        "ideal_speedup": ttft["full"] / ttft["ideal"],
+        "of_ideal": ttft["ideal"] / ttft["shared"],
+        "prefix_cache_speedup": ttft["full"] / ttft["prefix_cache"],
+        "unrelated_loss": ttft["full_proxied"] / ttft["full"] - 1,
+        "speedup_over_proxied": ttft["full_proxied"] / ttft["shared"],
+        "front_ms": front_ms,
+        "tokens": {
+            "computed": median(seen.computed),
+            "computed_fraction": median(seen.computed) / config.prompt_tokens,
+            "prefix_cached": median(seen.prefix_cached),
+            "ideal_computed": median(seen.ideal_computed),
+        },
+        "decisions": decisions,
+        "median_ttft_s": ttft,
+        "ttft_s": seen.ttft_s,
+        "spread": {name: (max(values) - min(values)) / ttft[name] for name, values in seen.ttft_s.items()},
+        "shared_stage_ms": _median_stages(seen.stage_ms),
+        "unrelated_stage_ms": _median_stages(seen.unrelated_stage_ms),
+    }
+
+
+def _median_stages(rows: list[dict[str, float]]) -> dict[str, float]:
+    names = {name for row in rows for name in row}
+    return {name: median([row[name] for row in rows if name in row]) for name in sorted(names)}

@@ -1,0 +1,201 @@
+"""
+`kvshare vllm`: stock `vllm serve`, started with the settings of KVShare's connector. Imports no vLLM.
+
+A launcher: this process becomes vLLM, so that signals and exit status are vLLM's. The four options of this
+command are taken out wherever they stand; everything else is vLLM's, passed on untouched and in order.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvshare.cli.output import note
+from kvshare.errors import EngineError
+
+CONTEXT_SETTINGS = {"ignore_unknown_options": True, "help_option_names": []}  # also -dph is vLLM's, no -h
+WORKER = "kvshare.vllm_connector.workers.KVShareWorker"
+
+_HELP = ("--help", "-h")
+_VLLM_PORT = 8000  # where vLLM listens if it is not told
+# What this command gives itself, and an option with which vLLM would replace the connector.
+_TAKEN = ("kv-transfer-config", "worker-cls", "kv-offloading-size")
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for suffix, base in (("b", 1000), ("ib", 1024))
+    for power, letter in enumerate("kmgt", start=1)
+}
+
+
+def parse_bytes(text: object) -> int:
+    """A number of bytes with or without a unit: 4GiB, 1.5 GB, 500MB, 1073741824. Raises a usage error."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
+    unit = None if match is None else _UNITS.get(match[2])
+    if match is None or unit is None or (unit == 1 and "." in match[1]):
+        raise typer.BadParameter(f"expected a size such as 4GiB, 500MB or 1073741824, got {str(text)!r}")
+    return int(float(match[1]) * unit)
+
+
+def vllm(
+    context: typer.Context,
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="MODEL", help="The model, then any options of `vllm serve`.")
+    ],
+    control_host: Annotated[
+        str, typer.Option("--control-host", help="Where the connector answers KVShare's server.")
+    ] = "127.0.0.1",
+    control_port: Annotated[
+        int | None,
+        typer.Option("--control-port", min=1, max=65535, help="Its port. [default: vLLM's --port plus 1]"),
+    ] = None,
+    kv_bytes: Annotated[
+        int,
+        typer.Option(
+            "--kv-bytes",
+            parser=parse_bytes,
+            metavar="SIZE",
+            show_default=False,
+            help="Host memory for KV that is kept. [default: 4GiB]",
+        ),
+    ] = 4 * 1024**3,
+    print_command: Annotated[
+        bool, typer.Option("--print-command", help="Print the command for a shell, and stop.")
+    ] = False,
+) -> None:
+    """
+    Start `vllm serve` with KVShare's connector. Options that are not listed here are vLLM's.
+
+    --help after MODEL shows vLLM's. With KVSHARE_VLLM_TOKEN set, the connector answers only who has it.
+    """
+    from kvshare.engines.vllm.versions import program
+
+    if arguments[0] in _HELP:
+        typer.echo(context.get_help())
+        return
+    given = given_options(arguments)
+    port = control_port if control_port is not None else _next_port(given.get("port", _VLLM_PORT))
+    settings = connector_options(host=control_host, port=port, max_bytes=kv_bytes)
+    _refuse_taken(given, settings)
+    _refuse_open(control_host)
+    _check_version()
+    # A model goes right behind `serve`; ours go before the rest, so that what the user says comes last.
+    num_models = 0 if arguments[0].startswith("-") else 1
+    command = [*program(), "serve", *arguments[:num_models], *settings, *arguments[num_models:]]
+    if print_command:
+        typer.echo(shlex.join(command))
+        return
+    note(f"the connector will answer on {_url(control_host, port)}")
+    _become(command)
+
+
+def connector_options(*, host: str, port: int, max_bytes: int) -> list[str]:
+    """The options of `vllm serve` that put KVShare's connector to work."""
+    transfer = {
+        "kv_connector": "KVShareConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",  # if KV is gone by then, the request does not fail
+        "kv_connector_extra_config": {
+            "kvshare": {"control_host": host, "control_port": port, "max_bytes": max_bytes}
+        },
+    }
+    text = json.dumps(transfer, separators=(",", ":"))
+    return ["--kv-transfer-config", text, "--worker-cls", WORKER, "--enable-prompt-tokens-details"]
+
+
+def given_options(arguments: Sequence[str]) -> dict[str, Any]:
+    """
+    vLLM's long options by name, the last one winning; those of its --config file come first, as in vLLM.
+
+    As vLLM reads them: dashes for underscores, and `--name.key` belongs to `name`.
+    """
+    given: dict[str, Any] = {}
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            given[_name(name)] = value if equals else following
+    return {**_file_options(given.get("config")), **given}
+
+
+def _file_options(path: str | None) -> dict[str, Any]:
+    """What cannot be read is none of ours: vLLM will say so."""
+    import yaml
+
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8")) if path else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return {_name(str(key)): value for key, value in document.items()} if isinstance(document, dict) else {}
+
+
+def _name(option: str) -> str:
+    return option.removeprefix("--").partition(".")[0].replace("_", "-")
+
+
+def _refuse_taken(given: Mapping[str, Any], settings: Sequence[str]) -> None:
+    for name in given:
+        # argparse takes an option's unambiguous beginning for the option
+        if name and any(taken.startswith(name) for taken in _TAKEN):
+            raise typer.BadParameter(
+                f"--{name} would undo what this command is for. Run vLLM yourself, with these settings and "
+                f"yours in one:\n  vllm serve MODEL {shlex.join(settings)}"
+            )
+
+
+def _refuse_open(host: str) -> None:
+    from kvshare.engines.vllm.wire import TOKEN_VARIABLE
+
+    if not _is_loopback(host) and not os.environ.get(TOKEN_VARIABLE):
+        raise typer.BadParameter(
+            f"{host} can be reached from other machines, and the connector tells what was generated: set "
+            f"{TOKEN_VARIABLE} to a secret, here and for `kvshare serve`, or stay on 127.0.0.1",
+            param_hint="--control-host",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _next_port(port: object) -> int:
+    text = str(port)
+    if text.isdecimal() and 0 < int(text) < 65535:
+        return int(text) + 1
+    raise typer.BadParameter(
+        f"give --control-port too: there is no next port after {text!r}", param_hint="--port"
+    )
+
+
+def _check_version() -> None:
+    from kvshare.engines.vllm.versions import installed_version, untested
+
+    version = installed_version()
+    if version is None:
+        raise EngineError("vllm is not installed beside kvshare: pip install 'kvshare[vllm]'")
+    reason = untested(version)
+    if reason is not None:
+        note(f"WARNING: {reason}. Sharing may be refused or fail; install a tested one for production.")
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _become(command: list[str]) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execv(command[0], command)
+    except OSError as exc:
+        raise EngineError(f"{command[0]} cannot be run: {exc.strerror or exc}") from exc

@@ -1,0 +1,83 @@
+"""
+The demo model for engines that have no kernel for its 48 wide heads, such as vLLM's CPU backend: the same
+function with wider heads.
+
+    python -m kvshare.demo.export FOLDER
+
+New dimensions are zero. Rotary pairs keep their angles, because the base changes with the width: pair i of D
+turns by base^(-2i/D) a position, so a width D' needs base^(D'/D). Scores are divided by sqrt(D') instead of
+sqrt(D), which the queries make up for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvshare.demo import MODEL_PATH
+
+HEAD_DIM = 64
+
+
+def export(folder: Path, *, head_dim: int = HEAD_DIM) -> Path:
+    """Write model, tokenizer and template into `folder`, made if it is missing. Returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copyfile(MODEL_PATH / name, folder / name)
+    widened(LlamaForCausalLM.from_pretrained(MODEL_PATH), head_dim).save_pretrained(folder)
+    return folder
+
+
+def widened(model: LlamaForCausalLM, head_dim: int) -> LlamaForCausalLM:
+    """The same function of tokens, with heads of `head_dim` dimensions. Raises ValueError if fewer."""
+    document: dict[str, Any] = model.config.to_dict()
+    old: int = document["head_dim"]
+    if head_dim < old or head_dim % 2:
+        raise ValueError(f"head_dim: expected an even number of at least {old}, got {head_dim}")
+    rope = document["rope_parameters"]
+    base = rope["rope_theta"] ** (head_dim / old)
+    config = LlamaConfig(
+        **{**document, "head_dim": head_dim, "rope_parameters": {**rope, "rope_theta": base}}
+    )
+    wide = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]  # transformers has no types here
+    weights = model.state_dict()
+    for name, weight in weights.items():
+        if name.endswith("q_proj.weight"):
+            weights[name] = _pad_pairs(weight, old, head_dim) * (head_dim / old) ** 0.5
+        elif name.endswith("k_proj.weight"):
+            weights[name] = _pad_pairs(weight, old, head_dim)
+        elif name.endswith("v_proj.weight"):
+            weights[name] = _pad(weight, old, head_dim)
+        elif name.endswith("o_proj.weight"):
+            weights[name] = _pad(weight.T, old, head_dim).T.contiguous()
+    wide.load_state_dict(weights)
+    wide.train(False)
+    return wide
+
+
+def _pad(weight: torch.Tensor, head_dim: int, wider: int) -> torch.Tensor:
+    """(H * head_dim, X) -> (H * wider, X), zeros behind each head."""
+    heads = weight.reshape(-1, head_dim, weight.shape[1])
+    return torch.nn.functional.pad(heads, (0, 0, 0, wider - head_dim)).flatten(0, 1)
+
+
+def _pad_pairs(weight: torch.Tensor, head_dim: int, wider: int) -> torch.Tensor:
+    """As `_pad`, for dimensions that are rotated in pairs (i, i + head_dim / 2): zeros behind each half."""
+    return _pad(weight, head_dim // 2, wider // 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the demo model with wider heads, for vLLM on CPU.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--head-dim", type=int, default=HEAD_DIM)
+    arguments = parser.parse_args()
+    print(export(arguments.folder, head_dim=arguments.head_dim))  # noqa: T201  a command's answer
+
+
+if __name__ == "__main__":
+    main()

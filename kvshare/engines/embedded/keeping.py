@@ -1,0 +1,157 @@
+"""
+Keeping what the embedded engine computed: KV is cut into segments, and room is made for them.
+
+Nothing here is on the way of an answer. All methods may be called from any thread; those that block say so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from delta_tree import DeltaTree, DeltaTreeError, Node, NodeDraft, NodeId, TokenIds, new_segment_id
+from kvshare.drafting import FinishedSequence, StoredSpan, computed_spans, draft_node, find_parent
+from kvshare.keeping import Keeper
+from kvshare.kv.memory_tier import MemoryTier
+from kvshare.kv.segment import SegmentKV
+from kvshare.kv.sequence import SequenceKV
+from kvshare.plan import NoPlan, Plan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """A finished sequence: its tokens, the plan it came from, and the KV of as many slots."""
+
+    namespace: str
+    token_ids: TokenIds  # (T,) prompt and generated tokens whose KV is computed
+    plan: Plan | NoPlan
+    kv: SequenceKV
+
+    @property
+    def sequence(self) -> FinishedSequence:
+        return FinishedSequence(self.namespace, self.token_ids, self.plan)
+
+
+class MemoryKeeper(Keeper[MemoryTier]):
+    """
+    The only writer of tree and tier.
+
+    Donors in use are held: they are not evicted to make room. An administrator may still evict them.
+    """
+
+    def __init__(self, tree: DeltaTree, tier: MemoryTier, *, min_tokens: int) -> None:
+        super().__init__(tree, tier, min_tokens=min_tokens)
+        self._held: Counter[NodeId] = Counter()
+        self._held_lock = threading.Lock()
+
+    def hold(self, plan: Plan | NoPlan) -> None:
+        """Keep a plan's donors from being evicted while the request runs."""
+        if isinstance(plan, Plan):
+            with self._held_lock:
+                self._held.update(plan.donors)
+
+    def release(self, plan: Plan | NoPlan) -> None:
+        """Undo `hold`."""
+        if isinstance(plan, Plan):
+            with self._held_lock:
+                self._held.subtract(plan.donors)
+                self._held += Counter()  # drops the zeros
+
+    def commit(self, computed: Computed) -> Node | None:
+        """
+        Keep a finished sequence: new KV as segments, the prompt as a node. Blocks.
+
+        Returns: the node if it is new; None where the prompt was known, or nothing was kept (too large, donor
+        gone, store failing); never raises
+        """
+        try:
+            return self._commit(computed)
+        except DeltaTreeError as exc:
+            # A donor may have been evicted by an administrator in the meantime. Nothing was stored.
+            log.warning("prompt not kept: %s", exc)
+            self.counters["fallback:commit:refused"] += 1
+        except Exception as exc:
+            log.warning("prompt not kept: %s", type(exc).__name__, exc_info=exc)
+            self.counters["fallback:commit:error"] += 1
+        return None
+
+    def _commit(self, computed: Computed) -> Node | None:
+        num_tokens = len(computed.token_ids)
+        if num_tokens < self._min_tokens:
+            return None
+        known = self.tree.find(computed.namespace, computed.token_ids)
+        if known is not None and known.exact_length == num_tokens:
+            self.tree.touch(known.node_id)
+            return None
+        num_computed = sum(len(span) for span in computed_spans(computed.sequence))
+        if num_computed * computed.kv.geometry.bytes_per_token > self.tier.max_bytes:
+            self.counters["fallback:commit:too_large"] += 1
+            return None
+        draft, kept = self._drafted(computed)
+        with self._writing:
+            plan = computed.plan
+            if isinstance(plan, Plan) and not self._has_copies(plan):
+                if plan.num_copied:
+                    self.counters["fallback:commit:donor_gone"] += 1
+                    return None
+                # Everything in the slots is exact, wherever it came from: keep it whole.
+                draft, kept = self._drafted(replace(computed, plan=NoPlan("donor_gone")))
+            return self._store(draft, kept)
+
+    def _drafted(self, computed: Computed) -> tuple[NodeDraft, list[SegmentKV]]:
+        """The node for a finished sequence, and the KV of its new segments, cut out of the slots."""
+        spans = computed_spans(computed.sequence)
+        kept = [computed.kv.cut(span) for span in spans]
+        stored = [
+            StoredSpan(new_segment_id(), span, kv.num_bytes, kv.checksum())
+            for span, kv in zip(spans, kept, strict=True)
+        ]
+        return draft_node(computed.sequence, stored, parent=find_parent(computed.plan, self.tree.get)), kept
+
+    def _store(self, draft: NodeDraft, kept: Sequence[SegmentKV]) -> Node | None:
+        """Make room, then put KV and node in place, in an order in which nobody finds a node without KV."""
+        num_bytes = sum(kv.num_bytes for kv in kept)
+        if not self._make_room(num_bytes):
+            self.counters["fallback:commit:no_room"] += 1
+            return None
+        for segment, kv in zip(draft.new_segments, kept, strict=True):
+            self.tier.put(segment.segment_id, kv, segment.checksum)
+        insertion = self._insert(draft)
+        return insertion.node if insertion.created else None
+
+    def _has_copies(self, plan: Plan) -> bool:
+        return all(copy.segment_id in self.tier for copy in plan.copies)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict the least recently used prompts until `num_bytes` fit; held and pinned ones stay."""
+        if self._fits(num_bytes):
+            return True
+        with self._held_lock:
+            held = frozenset(self._held)
+        if self._kept_bytes(held) + num_bytes > self.tier.max_bytes:
+            return False  # evicting all the others would not be enough: evict nobody
+        for candidate in self.tree.eviction_candidates():
+            if candidate.node_id not in held:
+                self._evict(candidate)
+                self.counters["evictions"] += 1
+                if self._fits(num_bytes):
+                    return True
+        return False
+
+    def _kept_bytes(self, held: frozenset[NodeId]) -> int:
+        """Bytes of the segments that held and pinned nodes point to."""
+        kept = {
+            segment_id
+            for node in self.tree.nodes()
+            if node.pinned or node.node_id in held
+            for segment_id in node.pieces.segment_ids
+        }
+        return sum(self.tree.segment(segment_id).num_bytes for segment_id in kept)
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self.tier.num_bytes + num_bytes <= self.tier.max_bytes

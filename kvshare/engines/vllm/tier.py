@@ -1,0 +1,92 @@
+"""Which replica holds which segment. The bytes stay there; here is only the account, kept by the journals."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from delta_tree import SegmentId
+from kvshare.kv.tier import Fetched
+
+
+class ReplicaTier:
+    """
+    A tier whose bytes are in the replicas. Thread-safe.
+
+    What the tree lets go of (`drop`) is still over there: it waits in `take_dropped` to be told the replica,
+    and `on_drop` is called, from any thread.
+    """
+
+    def __init__(self, on_drop: Callable[[str], None] = lambda _: None) -> None:
+        self._holders: dict[SegmentId, tuple[str, int]] = {}  # replica's name, bytes
+        self._num_segments: Counter[str] = Counter()
+        self._num_bytes: Counter[str] = Counter()
+        self._dropped: dict[str, list[SegmentId]] = {}
+        self._on_drop = on_drop
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._num_bytes.values())
+
+    def num_bytes_at(self, replica: str) -> int:
+        return self._num_bytes[replica]
+
+    def num_segments_at(self, replica: str) -> int:
+        return self._num_segments[replica]
+
+    def __contains__(self, segment_id: object) -> bool:
+        return segment_id in self._holders
+
+    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
+        """No bytes, only what is missing: the plan goes to where they are."""
+        return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self._holders))
+
+    def held_by(self, replica: str) -> frozenset[SegmentId]:
+        with self._lock:
+            return frozenset(entry for entry, (holder, _) in self._holders.items() if holder == replica)
+
+    def all_held(self) -> frozenset[SegmentId]:
+        with self._lock:
+            return frozenset(self._holders)
+
+    def add(self, replica: str, segments: Mapping[SegmentId, int]) -> None:
+        """A replica holds these segments, of so many bytes."""
+        with self._lock:
+            for segment_id, num_bytes in segments.items():
+                self._remove(segment_id)
+                self._holders[segment_id] = (replica, num_bytes)
+                self._num_segments[replica] += 1
+                self._num_bytes[replica] += num_bytes
+
+    def forget(self, segment_ids: Iterable[SegmentId]) -> None:
+        """The replica has let go of these by itself: nobody needs to be told."""
+        with self._lock:
+            for segment_id in segment_ids:
+                self._remove(segment_id)
+
+    def drop(self, segment_ids: Iterable[SegmentId]) -> None:
+        """Nobody refers to these any more: their replicas may let go of them, and are told."""
+        told = set()
+        with self._lock:
+            for segment_id in segment_ids:
+                if (holder := self._remove(segment_id)) is not None:
+                    self._dropped.setdefault(holder, []).append(segment_id)
+                    told.add(holder)
+        for holder in told:
+            self._on_drop(holder)
+
+    def take_dropped(self, replica: str) -> list[SegmentId]:
+        """What a replica is yet to be told to let go of; the caller tells it."""
+        with self._lock:
+            return self._dropped.pop(replica, [])
+
+    def _remove(self, segment_id: SegmentId) -> str | None:
+        entry = self._holders.pop(segment_id, None)
+        if entry is None:
+            return None
+        holder, num_bytes = entry
+        self._num_segments[holder] -= 1
+        self._num_bytes[holder] -= num_bytes
+        return holder

@@ -1,0 +1,24 @@
+"""Is it alive, does it take requests: asked by orchestrators and load balancers, without a key."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from proxy.front import FRONT
+from proxy.lifecycle import Phase
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: the process answers."""
+    return web.json_response({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: 200 when requests are taken; loading, draining and a dead engine are 503."""
+    front = request.app[FRONT]
+    phase = front.lifecycle.phase
+    if phase is not Phase.READY:
+        return web.json_response({"status": phase, "detail": ""}, status=503)
+    status = front.engine.status()
+    document = {"status": "ready" if status.ready else "failed", "detail": status.detail}
+    return web.json_response(document, status=200 if status.ready else 503)

@@ -1,0 +1,194 @@
+"""
+The /v1 routes in front of vLLM: two of them are planned, everything else is passed through as it is.
+
+1. read      the body, as bytes with its members marked
+2. plan      tokenize with vLLM's own tokenizer, find donors, choose the replica        `VllmEngine.dispatch`
+3. relay     the client's bytes, with salt and ticket; the answer's bytes back          `Relaying`
+
+What cannot be planned, or fails to be, is relayed without a plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from delta_tree import DeltaTreeError, token_ids
+from kvshare.engines.base import Engine, Prompt, SharingMode
+from kvshare.engines.vllm.dispatch import Order
+from kvshare.engines.vllm.engine import VllmEngine
+from kvshare.errors import NoReplicaError, RequestError, UpstreamError
+from kvshare.settings import ReplicaSettings, Settings
+from proxy.api import Api
+from proxy.auth import Role
+from proxy.body import read_raw
+from proxy.errors import wrong_content_type
+from proxy.front import FRONT
+from proxy.handlers import cache_directives
+from proxy.members import Members, read_members
+from proxy.plannable import ToTokenize, Unplannable, plan_chat, plan_completion
+from proxy.record import RECORD
+from proxy.relaying import Outgoing, Relaying
+from proxy.schemas import parse_options
+from proxy.scrubbing import check_form, check_path, client_salt
+from proxy.upstream import HttpUpstream
+
+log = logging.getLogger(__name__)
+
+PlanBody = Callable[[Mapping[str, Any], Collection[str]], ToTokenize | Unplannable]
+
+_OPERATORS_ONLY = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # they read files on the server
+_LONG_PROMPT = 20_000  # token ids; longer lists are converted off the event loop
+
+
+class RelayApi(Api):
+    """In front of the replicas of the settings."""
+
+    def __init__(self, settings: Settings, upstreams: Mapping[str, HttpUpstream], engine: VllmEngine) -> None:
+        self._settings = settings
+        self._upstreams = upstreams
+        self._engine = engine
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> RelayApi:
+        """Raises ConfigError if there are no replicas, or two of one name."""
+        upstreams: dict[str, HttpUpstream] = {}
+
+        def connect(replica: ReplicaSettings) -> HttpUpstream:
+            upstreams[replica.label] = HttpUpstream(replica, settings.vllm)
+            return upstreams[replica.label]
+
+        return cls(settings, upstreams, VllmEngine(settings, connect))
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    def add_routes(self, app: web.Application) -> None:
+        app.router.add_post("/v1/chat/completions", self._chat_completions)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_route("*", "/v1/{path:.*}", self._pass_through)
+
+    def add_operator_routes(self, app: web.Application) -> None:
+        app.router.add_post("/admin/explain", self._explain)
+
+    def add_model_list(self, app: web.Application) -> None:
+        app.router.add_get("/v1/models", self._pass_through)
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions"""
+        return await self._generate(request, plan_chat)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions"""
+        return await self._generate(request, plan_completion)
+
+    async def _generate(self, request: web.Request, plan_body: PlanBody) -> web.StreamResponse:
+        self._check_accepting(request)
+        members = await _read_json(request)
+        order = await self._order(request, members, plan_body)
+        request[RECORD].mode = order.mode
+        return await self._relay(
+            request, Outgoing(request.rel_url.raw_path_qs, order, members, ends_with_done=True)
+        )
+
+    async def _pass_through(self, request: web.Request) -> web.StreamResponse:
+        """Anything else under /v1, whatever it is."""
+        self._check_accepting(request)
+        path = request.rel_url.raw_path_qs
+        check_path(path)
+        if request.path.rstrip("/") in _OPERATORS_ONLY:
+            request.app[FRONT].keyring.require(request, Role.ADMIN)
+        owner = request[RECORD].caller.owner
+        if request.content_type == "application/json" and request.can_read_body:
+            members = await _read_json(request)
+            order = Order(owner, client_salt=client_salt(members))
+            return await self._relay(request, Outgoing(path, order, members))
+        form = await read_raw(request)
+        if form and request.content_type != "multipart/form-data":
+            raise wrong_content_type()
+        check_form(form)
+        return await self._relay(request, Outgoing(path, Order(owner), form=form))
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        """POST /admin/explain: the plan that this chat completion would get in the caller's own namespace."""
+        self._check_accepting(request)
+        members = await _read_json(request)
+        planning = plan_chat(members.document, self._model_names)
+        if isinstance(planning, Unplannable):
+            raise RequestError(f"This request would not be planned: {planning.reason}.")
+        prompt = await self._tokenize(planning)
+        return web.json_response(await self._engine.explain(self._new_order(request, members, prompt)))
+
+    async def _order(self, request: web.Request, members: Members, plan_body: PlanBody) -> Order:
+        """What can be planned of a request. Whatever goes wrong here costs the plan, not the request."""
+        order = self._new_order(request, members, None)
+        if order.mode is SharingMode.OFF:
+            return order
+        planning = plan_body(members.document, self._model_names)
+        if isinstance(planning, Unplannable):
+            self._engine.note_unshared(planning.reason)
+            return order
+        began = time.perf_counter()
+        try:
+            prompt = await self._tokenize(planning)
+        except (UpstreamError, NoReplicaError, DeltaTreeError, OverflowError) as exc:
+            log.debug("request %s is not planned: %s", request[RECORD].request_id, exc)
+            self._engine.note_unshared("not_tokenized")
+            return order
+        request[RECORD].tokenize_s = time.perf_counter() - began
+        return self._new_order(request, members, prompt)
+
+    def _new_order(self, request: web.Request, members: Members, prompt: Prompt | None) -> Order:
+        options = parse_options(members.document)
+        directives = cache_directives(request)
+        mode = SharingMode(options.mode or self._settings.sharing.mode)
+        return Order(
+            owner=request[RECORD].caller.owner,
+            prompt=prompt,
+            mode=SharingMode.OFF if "no-cache" in directives else mode,
+            keep=not options.no_store and "no-store" not in directives,
+            client_salt=client_salt(members),
+        )
+
+    async def _tokenize(self, planning: ToTokenize) -> Prompt:
+        """Raises NoReplicaError, UpstreamError; DeltaTreeError, OverflowError for what are no tokens."""
+        ids = planning.token_ids
+        numbers = await self._engine.tokenize(planning.body) if ids is None else list(ids)
+        if len(numbers) < _LONG_PROMPT:
+            return Prompt(token_ids(np.asarray(numbers, dtype=np.int32)), planning.text)
+        array = await asyncio.to_thread(np.asarray, numbers, dtype=np.int32)
+        return Prompt(token_ids(array), planning.text)
+
+    async def _relay(self, request: web.Request, outgoing: Outgoing) -> web.StreamResponse:
+        relaying = Relaying(
+            request,
+            outgoing,
+            self._engine,
+            self._upstreams,
+            read_timeout_s=self._settings.vllm.read_timeout_s,
+        )
+        with request.app[FRONT].lifecycle.running(relaying):
+            return await relaying.run()
+
+    @property
+    def _model_names(self) -> Collection[str]:
+        models = self._engine.fleet.models
+        return models.names if models is not None else ()
+
+    @staticmethod
+    def _check_accepting(request: web.Request) -> None:
+        request.app[FRONT].lifecycle.check_accepting()
+
+
+async def _read_json(request: web.Request) -> Members:
+    """Raises HttpError for another content type, RequestError for what is not JSON."""
+    if request.content_type != "application/json":
+        raise wrong_content_type()
+    return read_members(await read_raw(request))

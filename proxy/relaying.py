@@ -1,0 +1,193 @@
+"""
+One relayed request: sent to a replica, to another one where that does not answer, and its answer passed on.
+
+Status, headers and every byte of the body are vLLM's. Only an answer that breaks off gets an end of ours, as
+a stream that merely ends looks like success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from kvshare.engines.vllm.dispatch import Dispatch, Flight, Order
+from kvshare.engines.vllm.engine import VllmEngine
+from kvshare.errors import EngineError, NoReplicaError, UpstreamError
+from proxy.errors import to_reply, upstream_timed_out
+from proxy.members import Members
+from proxy.record import RECORD
+from proxy.scrubbing import headers_to_client, headers_to_upstream, scrubbed, takes_salt
+from proxy.streaming import dump
+from proxy.upstream import HttpUpstream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outgoing:
+    """What is to be relayed; `form` is a body that is not JSON, or none at all."""
+
+    path: str  # as the client wrote it, with its query
+    order: Order
+    members: Members | None = None
+    form: bytes = b""
+    ends_with_done: bool = False  # its streams are OpenAI's
+
+    def body(self, dispatch: Dispatch) -> bytes:
+        """The client's bytes with the salt and the ticket of a dispatch."""
+        if self.members is None:
+            return self.form
+        added: dict[str, Any] = {}
+        if takes_salt(self.path):
+            added["cache_salt"] = dispatch.salt
+        if dispatch.ticket is not None:
+            added["kv_transfer_params"] = _transfer_params(dispatch)
+        return scrubbed(self.members, added)
+
+
+def _transfer_params(dispatch: Dispatch) -> Mapping[str, Any]:
+    """
+    The ticket; and for approximate plans vLLM's own way to tell how much of a prompt somebody else had: it
+    would count every token that comes from outside as cached, those computed in the connector included.
+    """
+    ticket, report = dispatch.ticket, dispatch.report
+    assert ticket is not None, "asked where there is one"
+    params: dict[str, Any] = {"kvshare": ticket.to_json()}
+    if not ticket.is_exact and report is not None:
+        params |= {"do_remote_prefill": True, "remote_prefill_cached_tokens": report.num_cached}
+    return params
+
+
+class Relaying:
+    """A request on its way. `abort` ends it from outside, with an error that the client is told."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        outgoing: Outgoing,
+        engine: VllmEngine,
+        upstreams: Mapping[str, HttpUpstream],
+        *,
+        read_timeout_s: float,
+    ) -> None:
+        self._request = request
+        self._outgoing = outgoing
+        self._engine = engine
+        self._upstreams = upstreams
+        self._read_timeout_s = read_timeout_s
+        self._scope = asyncio.timeout(None)
+        self._aborted: Exception | None = None
+        self._answer: web.StreamResponse | None = None  # once its status line is out
+
+    def abort(self, error: Exception) -> None:
+        """End the relaying with `error`."""
+        self._aborted = error
+        with suppress(RuntimeError):  # it is over already
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    async def run(self) -> web.StreamResponse:
+        """
+        Plan and relay until the answer ends. Leaving early closes the connection to vLLM, which aborts there.
+        """
+        try:
+            async with self._scope:
+                return await self._try_replicas(await self._engine.dispatch(self._outgoing.order))
+        except TimeoutError:
+            if self._aborted is None:
+                raise
+            return await self._break_off(self._aborted)
+
+    async def _try_replicas(self, dispatch: Dispatch) -> web.StreamResponse:
+        """Until one takes the request. Nothing has been sent to the client before that."""
+        tried = set()
+        while True:
+            tried.add(dispatch.replica.name)
+            with self._engine.running(dispatch) as flight:
+                try:
+                    response = await self._send(dispatch)
+                except UpstreamError as exc:
+                    flight.was_refused = True
+                    log.warning("replica %s did not take a request: %s", dispatch.replica.name, exc)
+                    self._engine.note_unreachable(dispatch.replica)
+                else:
+                    try:
+                        return await self._pass_on(response, flight)
+                    finally:
+                        response.close()
+            others = [entry for entry in self._engine.fleet.serving() if entry.name not in tried]
+            if not others:
+                raise NoReplicaError
+            dispatch = dispatch.elsewhere(others[0], self._outgoing.order)
+
+    async def _send(self, dispatch: Dispatch) -> aiohttp.ClientResponse:
+        record = self._request[RECORD]
+        record.reports = () if dispatch.report is None else (dispatch.report,)
+        headers = headers_to_upstream(self._request.headers)
+        headers["X-Request-Id"] = record.request_id
+        try:
+            return await self._upstreams[dispatch.replica.name].send(
+                self._request.method,
+                self._outgoing.path,
+                headers=headers,
+                body=self._outgoing.body(dispatch),
+            )
+        except TimeoutError as exc:
+            raise upstream_timed_out(self._read_timeout_s) from exc
+
+    async def _pass_on(self, response: aiohttp.ClientResponse, flight: Flight) -> web.StreamResponse:
+        flight.was_refused = response.status >= 400
+        answer = web.StreamResponse(
+            status=response.status, reason=response.reason, headers=headers_to_client(response.headers)
+        )
+        try:
+            await answer.prepare(self._request)
+            self._answer = answer
+            while True:
+                try:
+                    chunk = await response.content.readany()
+                except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+                    log.warning("replica %s broke off an answer: %s", flight.dispatch.replica.name, exc)
+                    return await self._break_off(EngineError("The model server broke off this answer."))
+                if not chunk:
+                    break
+                self._note_chunk(flight)
+                await answer.write(chunk)
+            await answer.write_eof()
+        except ConnectionError:
+            self._request[RECORD].disconnected = True
+        return answer
+
+    def _note_chunk(self, flight: Flight) -> None:
+        record = self._request[RECORD]
+        if record.first_token_s is not None or flight.was_refused:
+            return
+        record.first_token_s = perf_counter() - record.started
+        flight.note_first_byte(streamed=self._is_stream)
+
+    @property
+    def _is_stream(self) -> bool:
+        return self._answer is not None and self._answer.content_type == "text/event-stream"
+
+    async def _break_off(self, error: Exception) -> web.StreamResponse:
+        """Tell the client that its answer is incomplete, in the stream or by a connection that breaks."""
+        if self._answer is None:
+            raise error
+        self._request[RECORD].finish_reason = "error"
+        try:
+            if self._outgoing.ends_with_done and self._is_stream:
+                # The blank line ends what may be half a frame.
+                await self._answer.write(b"\n\ndata: " + dump(to_reply(error).body) + b"\n\ndata: [DONE]\n\n")
+                await self._answer.write_eof()
+            elif self._request.transport is not None:
+                self._request.transport.abort()
+        except ConnectionError:
+            self._request[RECORD].disconnected = True
+        return self._answer

@@ -1,0 +1,104 @@
+"""
+What a relayed request may carry: headers and members of which vLLM would make more than the client may ask.
+
+A client must not name KV by itself (`kv_transfer_params`), nor choose whose prefix cache it shares
+(`cache_salt`), nor send its key on. All of that is taken out, on every route.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from kvshare.errors import RequestError
+from proxy.errors import bad_path
+from proxy.members import Members
+
+_FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt"})
+_XARGS = "vllm_xargs"  # vLLM puts its entries beside `kv_transfer_params`
+_OWN = "kvshare"
+
+# Bodies without `cache_salt` in vLLM 0.32. All others get one: a route that does not know it lets it pass.
+_UNSALTED = ("/v1/messages/count_tokens", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+# RFC 9110, 7.6.1, and what is between one client and one server only.
+_HOP_BY_HOP = frozenset(
+    """
+    connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding
+    upgrade
+    """.split()  # noqa: SIM905  names, one after the other, read best so
+)
+_NOT_SENT_ON = _HOP_BY_HOP | frozenset(
+    """
+    host authorization x-api-key api-key cookie content-length content-encoding expect cache-control
+    x-request-id x-data-parallel-rank
+    """.split()  # noqa: SIM905
+)
+
+
+def scrubbed(members: Members, added: Mapping[str, Any]) -> bytes:
+    """The body without what the client may not say, and with `added`."""
+    without = set(_FORBIDDEN | {_OWN})
+    xargs = members.document.get(_XARGS)
+    if isinstance(xargs, Mapping) and not _FORBIDDEN.isdisjoint(xargs):
+        without.add(_XARGS)
+        added = {_XARGS: {name: value for name, value in xargs.items() if name not in _FORBIDDEN}, **added}
+    return members.spliced(without=without, added=added)
+
+
+def client_salt(members: Members) -> str | None:
+    """The `cache_salt` that a client asked for: it divides its own space, under its owner's."""
+    salt = members.document.get("cache_salt")
+    return salt if isinstance(salt, str) and salt else None
+
+
+def takes_salt(raw_path: str) -> bool:
+    """Whether a JSON body to this route gets its owner's `cache_salt`."""
+    return _path(raw_path).rstrip("/") not in _UNSALTED
+
+
+def check_form(raw: bytes) -> None:
+    """Forms are passed on as they are, so none may name what would be scrubbed. Raises RequestError."""
+    for name in _FORBIDDEN:
+        if name.encode() in raw:
+            raise RequestError(f"Unsupported parameter: '{name}'.", param=name)
+
+
+def check_path(raw_path: str) -> None:
+    """
+    Nothing but /v1 is passed on, however the path is written.
+
+    Raises:  HttpError 400
+    """
+    path = _path(raw_path)
+    segments = path.split("/")[1:]
+    odd = "%" in path or "\\" in path or re.search(r"[\x00-\x1f\x7f]", path)
+    if odd or segments[0] != "v1" or any(segment in (".", "..") for segment in segments):
+        raise bad_path()
+
+
+def headers_to_upstream(headers: CIMultiDictProxy[str]) -> dict[str, str]:
+    """A client's headers, without what concerns only this connection, and without its key."""
+    named = _named_by_connection(headers)
+    return {name: value for name, value in headers.items() if name.lower() not in _NOT_SENT_ON | named}
+
+
+def headers_to_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """vLLM's headers, without what concerns only the connection to it."""
+    named = _named_by_connection(headers)
+    kept = ((name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | named)
+    return CIMultiDict(kept)
+
+
+def _named_by_connection(headers: CIMultiDictProxy[str]) -> frozenset[str]:
+    listed = ",".join(headers.getall("Connection", []))
+    return frozenset(name.strip().lower() for name in listed.split(",") if name.strip())
+
+
+def _path(raw_path: str) -> str:
+    """As vLLM's router reads it: decoded once, without the query."""
+    return unquote(raw_path.partition("?")[0], errors="replace")

@@ -1,0 +1,358 @@
+"""
+A `vllm serve` with the connector, as the proxy sees it: real sockets, vLLM's routes, the control protocol.
+
+It has a byte tokenizer and an honest memory: what it keeps are the tokens of a stretch, and a ticket's copies
+are laid only where segment, namespace and tokens fit. KV it does not have is computed, as the connector does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aiohttp import web
+
+from delta_tree import SegmentId, Span, gaps, new_segment_id
+from kvshare.engines.vllm.wire import (
+    Dropped,
+    Finished,
+    Journal,
+    JournalEvent,
+    ReplicaInfo,
+    Stored,
+    Ticket,
+    digest_of,
+)
+
+BYTES_PER_TOKEN = 64
+MODEL = "tiny"
+
+
+@dataclass
+class Seen:
+    """A request as it arrived."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    raw: bytes
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return json.loads(self.raw)
+
+    @property
+    def ticket(self) -> Ticket | None:
+        document = (self.body.get("kv_transfer_params") or {}).get("kvshare")
+        return None if document is None else Ticket.from_json(document)
+
+
+@dataclass
+class Behaviour:
+    """What it does beside answering."""
+
+    names: tuple[str, ...] = (MODEL,)
+    adapters: tuple[str, ...] = ()
+    answer: str = "the answer"
+    token_s: float = 0.0
+    status: int = 200  # of the generating routes
+    die_after_chunks: int | None = None
+    protocol: int = 1
+    refusals: tuple[str, ...] = ()
+    token: str | None = None  # of the control server
+    keeps: bool = True
+    silent: bool = False  # never tells the end of a ticket
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class FakeVllm:
+    """One replica. `start` and `stop` may come several times; the ports stay."""
+
+    def __init__(self, behaviour: Behaviour | None = None) -> None:
+        self.behaviour = behaviour or Behaviour()
+        self.seen: list[Seen] = []
+        self.closed_early = asyncio.Event()  # a client went away in the middle of an answer
+        self.sent = b""  # of the last generated answer
+        self.dropped: list[SegmentId] = []
+        self.running = asyncio.Event()
+        self.release = asyncio.Event()  # answers wait for it, if it is cleared
+        self.release.set()
+        self._ports = [0, 0]
+        self._runners: list[web.AppRunner] = []
+        self.forget_all()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._ports[0]}"
+
+    @property
+    def control_url(self) -> str:
+        return f"http://127.0.0.1:{self._ports[1]}"
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {"url": self.url, "control_url": self.control_url}
+
+    @property
+    def generated(self) -> list[Seen]:
+        """The requests that asked for an answer."""
+        return [seen for seen in self.seen if seen.path.startswith(("/v1/chat", "/v1/completions"))]
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [seen.ticket for seen in self.generated if seen.ticket is not None]
+
+    def forget_all(self) -> None:
+        """As a process that starts: nothing held, a new epoch."""
+        self.epoch = secrets.token_hex(4)
+        self.segments: dict[SegmentId, tuple[str, tuple[int, ...]]] = {}
+        self.events: list[JournalEvent] = []
+        self.num_forgotten = 0  # events that are not remembered any more
+        self._news = asyncio.Event()
+
+    async def start(self) -> None:
+        for number, app in enumerate((self._api(), self._control())):
+            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", self._ports[number], reuse_address=True).start()
+            self._ports[number] = runner.addresses[0][1]
+            self._runners.append(runner)
+
+    async def stop(self) -> None:
+        while self._runners:
+            await self._runners.pop().cleanup()
+
+    async def restart(self) -> None:
+        await self.stop()
+        self.forget_all()
+        await self.start()
+
+    def evict(self, *segment_ids: SegmentId) -> None:
+        for segment_id in segment_ids:
+            del self.segments[segment_id]
+        self._tell(Dropped(tuple(segment_ids)))
+
+    def forget_events(self) -> None:
+        self.num_forgotten = len(self.events)
+
+    def _tell(self, event: JournalEvent) -> None:
+        self.events.append(event)
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # vLLM's own routes
+
+    def _api(self) -> web.Application:
+        app = web.Application(client_max_size=2**24)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_route("*", "/{path:.*}", self._other)
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        base = [{"id": name, "parent": None, "max_model_len": 4096} for name in self.behaviour.names]
+        adapters = [{"id": name, "parent": MODEL} for name in self.behaviour.adapters]
+        return web.json_response({"object": "list", "data": base + adapters})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        tokens = self.tokens_of(body)
+        return web.json_response({"tokens": tokens, "max_model_len": 4096})
+
+    def tokens_of(self, body: Mapping[str, Any]) -> list[int]:
+        """Bytes of a trivial template, or of a plain prompt."""
+        if "messages" not in body:
+            prompt = body["prompt"]
+            return list(prompt.encode()) if isinstance(prompt, str) else prompt
+        text = "".join(f"<{message['role']}>{_text(message)}" for message in body["messages"])
+        return list(f"{text}<assistant>".encode())
+
+    async def _other(self, request: web.Request) -> web.Response:
+        await self._note(request)
+        return web.json_response({"path": request.path}, status=203, headers={"X-Vllm": "yes"})
+
+    async def _note(self, request: web.Request) -> Seen:
+        raw = await request.read()
+        self.seen.append(Seen(request.method, request.path_qs, request.headers, raw))
+        return self.seen[-1]
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        seen = await self._note(request)
+        body = seen.body
+        if self.behaviour.status != 200:
+            return web.json_response({"object": "error", "message": "no"}, status=self.behaviour.status)
+        self.running.set()
+        await self.release.wait()
+        if not body.get("stream"):
+            document = {"id": "x", "object": "chat.completion", "created": 1, "model": MODEL, "choices": []}
+            self._end(seen, self.behaviour.answer)
+            self.sent = json.dumps(document, indent=1).encode()
+            return web.Response(body=self.sent, content_type="application/json")
+        return await self._stream(request, seen)
+
+    async def _stream(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", **self.behaviour.headers}
+        )
+        await response.prepare(request)
+        self.sent = b""
+        told = ""
+        try:
+            for number, character in enumerate(self.behaviour.answer):
+                if number == self.behaviour.die_after_chunks:
+                    request.transport.abort()
+                    return response
+                await asyncio.sleep(self.behaviour.token_s)
+                await self._write(response, _chunk(character, None))
+                told += character
+            await self._write(response, _chunk("", "stop"))
+            await self._write(response, b"data: [DONE]\n\n")
+        except (ConnectionError, asyncio.CancelledError):
+            self.closed_early.set()
+            raise
+        finally:
+            self._end(seen, told)
+        return response
+
+    async def _write(self, response: web.StreamResponse, raw: bytes) -> None:
+        self.sent += raw
+        await response.write(raw)
+
+    # the connector
+
+    def _end(self, seen: Seen, answer: str) -> None:
+        ticket = seen.ticket
+        if ticket is None or self.behaviour.silent:
+            return
+        tokens = self.tokens_of(seen.body)
+        fits = ticket.prompt_digest == digest_of(tokens)
+        used = [index for index in range(len(ticket.copies)) if fits and self._can_lay(ticket, index, tokens)]
+        num_copied = sum(ticket.copies[index].length for index in used)
+        is_exact = all(ticket.copies[index].target.end <= ticket.exact_length for index in used)
+        finished = Finished(
+            ticket.request_id,
+            decision="full" if not used else "exact" if is_exact else "approx",
+            reason=None if fits else "another_prompt",
+            num_computed=len(tokens) - num_copied,
+            stage_seconds={"lay": 0.001, "pass": 0.01, "save": 0.001},
+        )
+        if fits and ticket.keep and self.behaviour.keeps:
+            finished = self._kept(finished, ticket, used, tokens, list(answer.encode()))
+        self._tell(finished)
+
+    def _can_lay(self, ticket: Ticket, index: int, tokens: list[int]) -> bool:
+        copy = ticket.copies[index]
+        namespace, stored = self.segments.get(copy.segment_id, ("", ()))
+        wanted = tuple(tokens[copy.target.start : copy.target.end])
+        return namespace == ticket.namespace and stored[copy.offset : copy.offset + copy.length] == wanted
+
+    def _kept(
+        self, finished: Finished, ticket: Ticket, used: list[int], tokens: list[int], output: list[int]
+    ) -> Finished:
+        everything = tokens + output
+        stored = []
+        for span in gaps((ticket.copies[index].target for index in used), len(everything)):
+            segment_id = new_segment_id()
+            self.segments[segment_id] = (ticket.namespace, tuple(everything[span.start : span.end]))
+            stored.append(Stored(segment_id, span.start, len(span), len(span) * BYTES_PER_TOKEN))
+        return replace(finished, used=tuple(used), output_ids=tuple(output), stored=tuple(stored))
+
+    def _control(self) -> web.Application:
+        app = web.Application(middlewares=[self._authorize])
+        app.router.add_get("/info", self._info)
+        app.router.add_get("/journal", self._journal)
+        app.router.add_get("/segments", self._segments)
+        app.router.add_post("/drop", self._drop)
+        return app
+
+    @web.middleware
+    async def _authorize(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        token = self.behaviour.token
+        if token is not None and request.headers.get("Authorization") != f"Bearer {token}":
+            return web.json_response({"error": "who are you"}, status=401)
+        return await handler(request)
+
+    async def _info(self, request: web.Request) -> web.Response:
+        info = ReplicaInfo(
+            epoch=self.epoch,
+            model=MODEL,
+            versions={"vllm": "0.32.0"},
+            refusals=self.behaviour.refusals,
+            warnings=(),
+            can_move_keys=True,
+            namespace_fields={
+                "model": MODEL,
+                "revision": "r",
+                "tokenizer": "bytes",
+                "dtype": "float32",
+                "kv_layout": "1x1x8",
+                "rope": "none",
+            },
+            bytes_per_token=BYTES_PER_TOKEN,
+            max_bytes=10**6,
+            num_bytes=sum(len(tokens) * BYTES_PER_TOKEN for _, tokens in self.segments.values()),
+            num_segments=len(self.segments),
+            max_model_len=4096,
+        )
+        return web.json_response({**info.to_json(), "protocol": self.behaviour.protocol})
+
+    async def _journal(self, request: web.Request) -> web.Response:
+        after, wait_s = int(request.query["after"]), float(request.query["wait_s"])
+        if after >= len(self.events):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), wait_s)
+        events = tuple(self.events[max(after, self.num_forgotten) :])
+        gap = after < self.num_forgotten or after > len(self.events)
+        return web.json_response(Journal(self.epoch, len(self.events), gap, events).to_json())
+
+    async def _segments(self, request: web.Request) -> web.Response:
+        document = {"epoch": self.epoch, "last": len(self.events), "segment_ids": list(self.segments)}
+        return web.json_response(document)
+
+    async def _drop(self, request: web.Request) -> web.Response:
+        known = [entry for entry in (await request.json())["segment_ids"] if entry in self.segments]
+        self.dropped += known
+        if known:
+            self.evict(*known)
+        return web.json_response({"num_dropped": len(known)})
+
+
+@asynccontextmanager
+async def running_vllm(behaviour: Behaviour | None = None) -> AsyncIterator[FakeVllm]:
+    """A replica on free ports."""
+    replica = FakeVllm(behaviour)
+    await replica.start()
+    try:
+        yield replica
+    finally:
+        await replica.stop()
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
+
+
+def _chunk(text: str, finish_reason: str | None) -> bytes:
+    """With spaces where ours has none: whoever parses and writes anew is found out."""
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish_reason}
+    document = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": MODEL}
+    return b"data: " + json.dumps({**document, "choices": [choice]}).encode() + b"\n\n"
+
+
+def covered(ticket: Ticket) -> list[Span]:
+    """The stretches that a ticket copies."""
+    return [copy.target for copy in ticket.copies]

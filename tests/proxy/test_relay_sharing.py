@@ -1,0 +1,294 @@
+"""Plans for vLLM: what a ticket says, what becomes of it, and whose KV it never names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvshare.engines.vllm.tickets import salt_of
+from kvshare.engines.vllm.wire import digest_of, private_salt
+from kvshare.namespace import Owner
+from tests.fake_vllm import Behaviour, FakeVllm, covered, running_vllm
+from tests.proxy.conftest import eventually, key_of, key_settings
+from tests.proxy.relay_server import FORM, Relay, chat_body, running_relay
+
+LOCAL_SALT = salt_of(Owner("local", "tenant"))
+
+
+@pytest.fixture
+async def vllm() -> AsyncIterator[FakeVllm]:
+    async with running_vllm() as replica:
+        yield replica
+
+
+@pytest.fixture
+async def relay(vllm: FakeVllm, tmp_path: Path) -> AsyncIterator[Relay]:
+    async with running_relay(tmp_path, vllm) as running:
+        yield running
+
+
+async def test_a_first_prompt_is_kept_as_a_donor(relay: Relay, vllm: FakeVllm) -> None:
+    """Its ticket has no copies; the node has the prompt's tokens and the answer's."""
+    await relay.chat("Rome")
+    (seen,) = vllm.generated
+    tokens = vllm.tokens_of(seen.body)
+    (ticket,) = vllm.tickets
+    assert (ticket.copies, ticket.keep, ticket.num_tokens) == ((), True, len(tokens))
+    assert ticket.prompt_digest == digest_of(tokens)
+    assert seen.body["cache_salt"] == LOCAL_SALT
+    (node,) = relay.engine.sharing.tree.nodes()
+    assert node.token_ids.tolist() == tokens + list(vllm.behaviour.answer.encode())
+    assert node.exact_length == node.num_tokens
+    assert node.pieces.segment_ids == vllm.segments.keys()
+
+
+async def test_an_edited_prompt_is_planned_from_its_donor(relay: Relay, vllm: FakeVllm) -> None:
+    """Copies with the same tokens, under a salt of its own; vLLM is told what to report as cached."""
+    await relay.chat("Rome")
+    await relay.chat("Reykjavik", stream=True)
+    first, second = vllm.tickets
+    body = vllm.generated[1].body
+    tokens = vllm.tokens_of(body)
+    assert not second.is_exact
+    assert second.namespace == first.namespace
+    for copy in second.copies:
+        _, stored = vllm.segments[copy.segment_id]
+        assert (
+            list(stored[copy.offset : copy.offset + copy.length])
+            == tokens[copy.target.start : copy.target.end]
+        )
+    assert body["cache_salt"] == private_salt(second.request_id)
+    params = body["kv_transfer_params"]
+    assert params["do_remote_prefill"] is True
+    assert params["remote_prefill_cached_tokens"] == sum(len(span) for span in covered(second))
+    assert relay.counters["executed:approx:approx:"] == 1
+
+
+async def test_what_was_kept_of_a_plan_is_a_node_over_the_donors_segments(relay: Relay) -> None:
+    """Only what was computed has segments of its own; behind the first copy nothing counts as exact."""
+    await relay.chat("Rome")
+    await relay.chat("Reykjavik")
+    tree = relay.engine.sharing.tree
+    donor, node = tree.nodes()
+    assert node.parent == donor.node_id
+    assert node.exact_length < node.num_tokens
+    assert donor.pieces.segment_ids < node.pieces.segment_ids
+    assert {tree.segment(entry).generation for entry in node.pieces.segment_ids} == {0, 1}
+
+
+async def test_an_equal_beginning_is_exact_and_keeps_the_owners_salt(relay: Relay, vllm: FakeVllm) -> None:
+    """vLLM's own prefix caching goes on working, and its own count of cached tokens is right."""
+    await relay.chat("Rome", kvshare={"mode": "exact"})
+    await relay.chat("Rome and Venice", kvshare={"mode": "exact"})
+    await relay.send("/v1/completions", {"prompt": FORM * 2, "kvshare": {"mode": "exact"}})
+    await eventually(lambda: relay.num_nodes == 3)
+    await relay.send("/v1/completions", {"prompt": FORM * 2 + " And more.", "kvshare": {"mode": "exact"}})
+    seen, ticket = vllm.generated[-1], vllm.tickets[-1]
+    assert ticket.copies
+    assert ticket.is_exact
+    assert ticket.exact_length == len((FORM * 2).encode())
+    assert seen.body["cache_salt"] == LOCAL_SALT
+    assert set(seen.body["kv_transfer_params"]) == {"kvshare"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "headers"),
+    [({"kvshare": {"mode": "off"}}, {}), ({}, {"Cache_Control": "no-cache"}), ({"model": "other"}, {})],
+)
+async def test_what_is_not_to_be_shared_has_no_ticket(
+    relay: Relay, vllm: FakeVllm, extra: dict[str, object], headers: dict[str, str]
+) -> None:
+    """Neither plan nor leave to keep; its owner's salt all the same."""
+    await relay.chat("Rome")
+    response = await relay.send("/v1/chat/completions", chat_body("Oslo", **extra), **headers)
+    assert response.status == 200
+    seen = vllm.generated[-1]
+    assert seen.ticket is None
+    assert seen.body["cache_salt"] == LOCAL_SALT
+    assert relay.num_nodes == 1
+
+
+async def test_no_store_is_planned_and_not_kept(relay: Relay, vllm: FakeVllm) -> None:
+    """It takes, and gives nothing; without a donor it has no ticket at all."""
+    await relay.chat("Oslo", kvshare={"no_store": True})
+    assert vllm.tickets == []
+    await relay.chat("Rome")
+    await relay.chat("Oslo", kvshare={"no_store": True})
+    assert vllm.tickets[-1].copies
+    assert not vllm.tickets[-1].keep
+    assert relay.num_nodes == 1
+
+
+async def test_tokens_as_a_prompt_need_no_tokenizer(relay: Relay, vllm: FakeVllm) -> None:
+    """They are planned as they are."""
+    await relay.send("/v1/completions", {"prompt": list(FORM.encode())})
+    assert vllm.tickets[0].prompt_digest == digest_of(list(FORM.encode()))
+
+
+async def test_tenants_never_meet(vllm: FakeVllm, tmp_path: Path) -> None:
+    """Another namespace, another salt, and no ticket ever names a segment of another owner."""
+    async with running_relay(tmp_path, vllm, auth__keys=key_settings()) as relay:
+        for name in ("alice", "bob", "carol", "dave", "eve", "alice", "eve"):
+            await relay.chat(name, key=key_of(name))
+        by_name = dict(zip(("alice", "bob", "carol", "dave", "eve"), vllm.tickets, strict=False))
+        assert by_name["alice"].namespace == by_name["bob"].namespace
+        assert len({ticket.namespace for ticket in by_name.values()}) == 4
+        for ticket in vllm.tickets:
+            for copy in ticket.copies:
+                assert vllm.segments[copy.segment_id][0] == ticket.namespace
+        assert by_name["bob"].copies
+        assert not by_name["carol"].copies
+        assert not by_name["eve"].copies
+        salts = {
+            seen.body["cache_salt"] for seen in vllm.generated if not (seen.ticket and seen.ticket.copies)
+        }
+        assert len(salts) == 4
+        assert relay.counters.get("isolation_denials", 0) == 0
+
+
+async def test_a_donor_that_is_gone_over_there_leaves_the_tree(relay: Relay, vllm: FakeVllm) -> None:
+    """The connector evicts as it sees fit, and tells; the next prompt is planned without it."""
+    await relay.chat("Rome")
+    vllm.evict(*vllm.segments)
+    await eventually(lambda: relay.num_nodes == 0)
+    await relay.chat("Oslo")
+    assert vllm.tickets[-1].copies == ()
+    assert relay.num_nodes == 1
+
+
+async def test_a_plan_that_came_too_late_is_counted_and_kept_as_it_was_done(
+    relay: Relay, vllm: FakeVllm
+) -> None:
+    """The segments went before the request got there: computed in full, and a donor of its own."""
+    await relay.chat("Rome")
+    vllm.segments.clear()  # in silence
+    await relay.chat("Oslo")
+    assert vllm.tickets[-1].copies
+    assert relay.counters["executed:approx:full:"] == 1
+    newest = relay.engine.sharing.tree.nodes()[-1]
+    assert newest.pieces.segment_ids == vllm.segments.keys()
+    assert newest.exact_length == newest.num_tokens
+
+
+async def test_evicting_here_drops_there(vllm: FakeVllm, tmp_path: Path) -> None:
+    """What the operator evicts does not go on taking memory."""
+    async with running_relay(tmp_path, vllm) as relay:
+        await relay.chat("Rome")
+        (node,) = relay.engine.sharing.tree.nodes()
+        response = await relay.send("/admin/evict", {"node": node.node_id})
+        assert response.status == 200, await response.text()
+        await eventually(lambda: not vllm.segments)
+        assert relay.num_nodes == 0
+
+
+async def test_explain_tells_plan_and_replica(relay: Relay, vllm: FakeVllm) -> None:
+    """It sends nothing, and names where the request would go."""
+    await relay.chat("Rome")
+    response = await relay.send("/admin/explain", chat_body("Oslo"))
+    document = await response.json()
+    found = (document["decision"], document["replica"])
+    assert found == ("approx", vllm.url.removeprefix("http://")), document
+    assert document["copied"] > 0
+    assert len(vllm.generated) == 1
+
+
+async def test_a_report_that_cannot_be_true_is_refused(relay: Relay, vllm: FakeVllm) -> None:
+    """Segments that leave a hole are dropped over there, and nothing becomes a node."""
+    vllm.tokens_of = lambda body: list(range(100, 200))  # type: ignore[method-assign]
+    original = vllm._kept
+
+    def with_a_hole(*arguments: object) -> object:
+        finished = original(*arguments)  # type: ignore[arg-type]
+        stored = finished.stored[0]
+        object.__setattr__(stored, "start", stored.start + 1)
+        return finished
+
+    vllm._kept = with_a_hole  # type: ignore[method-assign, assignment]
+    await relay.chat("Rome")
+    await eventually(lambda: not vllm.segments)
+    assert relay.num_nodes == 0
+    assert relay.counters["fallback:commit:refused"] == 1
+
+
+async def test_a_prompt_that_vllm_tokenizes_otherwise_is_not_kept(relay: Relay, vllm: FakeVllm) -> None:
+    """The ticket's digest does not fit: computed as ever, counted."""
+    original = vllm._end
+
+    def otherwise(seen: object, answer: str) -> None:
+        tokens = vllm.tokens_of
+        vllm.tokens_of = lambda body: [1, *tokens(body)]  # type: ignore[method-assign]
+        original(seen, answer)  # type: ignore[arg-type]
+
+    vllm._end = otherwise  # type: ignore[method-assign, assignment]
+    await relay.chat("Rome")
+    assert relay.counters["executed:full:full:another_prompt"] == 1
+    assert relay.num_nodes == 0
+
+
+async def test_several_choices_send_one_ticket_and_keep_one_node(relay: Relay, vllm: FakeVllm) -> None:
+    """Further news of a ticket is of segments that nobody knows: they are dropped."""
+    original = vllm._end
+
+    def twice(seen: object, answer: str) -> None:
+        original(seen, answer)  # type: ignore[arg-type]
+        original(seen, answer)  # type: ignore[arg-type]
+
+    vllm._end = twice  # type: ignore[method-assign, assignment]
+    await relay.chat("Rome", n=2)
+    await eventually(lambda: len(vllm.segments) == 1)
+    (node,) = relay.engine.sharing.tree.nodes()
+    assert node.pieces.segment_ids == vllm.segments.keys()
+    assert relay.counters["tickets:unknown"] == 1
+
+
+async def test_a_ticket_without_news_expires(tmp_path: Path) -> None:
+    """vLLM never admitted the request; what was remembered of it is let go."""
+    async with (
+        running_vllm(Behaviour(silent=True)) as vllm,
+        running_relay(tmp_path, vllm, vllm__ticket_expiry_s=0.1, vllm__journal_wait_s=0.1) as relay,
+    ):
+        await relay.send("/v1/chat/completions", chat_body("Rome"))
+        assert relay.counters["tickets:pending"] == 1
+        await eventually(lambda: relay.counters["tickets:pending"] == 0)
+        assert relay.counters["tickets:expired"] == 1
+
+
+@pytest.mark.parametrize("tokens", [[2**40] * 100, [-1] * 100, ["x"], None])
+async def test_tokens_that_are_none_cost_the_plan_only(relay: Relay, vllm: FakeVllm, tokens: object) -> None:
+    """Whatever `/tokenize` says, the request is served."""
+    vllm.tokens_of = lambda body: tokens  # type: ignore[method-assign, assignment, return-value]
+    response = await relay.send("/v1/chat/completions", chat_body("Rome"))
+    assert response.status == 200
+    assert vllm.generated[0].ticket is None
+    assert relay.counters["unshared:not_tokenized"] == 1
+
+
+async def test_who_asks_at_once_finds_the_answer_before(relay: Relay, vllm: FakeVllm) -> None:
+    """A conversation goes on faster than the news travels: planning waits a moment for it."""
+    await relay.send("/v1/chat/completions", chat_body("Rome"))
+    await relay.send("/v1/chat/completions", chat_body("Oslo"))
+    assert vllm.tickets[1].copies
+
+
+async def test_rates_are_learnt_from_what_happened(relay: Relay) -> None:
+    """A prefill of its own by the time to the first byte; loads by the stages of the journal."""
+    before = relay.engine.sharing.cost.rates
+    await relay.chat("Rome", stream=True)
+    after_full = relay.engine.sharing.cost.rates
+    assert after_full.prefill_tokens_per_s > before.prefill_tokens_per_s
+    await relay.chat("Oslo")
+    assert relay.engine.sharing.cost.rates.load_bytes_per_s != after_full.load_bytes_per_s
+    assert np.isfinite(relay.engine.sharing.cost.rates.load_bytes_per_s)
+
+
+async def test_many_at_once(relay: Relay, vllm: FakeVllm) -> None:
+    """Every prompt becomes a node, whatever the order of the news."""
+    places = [f"place number {number} " * 20 for number in range(20)]
+    await asyncio.gather(*(relay.send("/v1/chat/completions", chat_body(place)) for place in places))
+    await eventually(lambda: relay.num_nodes == 20)
+    for node in relay.engine.sharing.tree.nodes():
+        assert node.pieces.segment_ids <= vllm.segments.keys()

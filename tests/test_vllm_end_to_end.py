@@ -1,0 +1,276 @@
+"""
+Production in small: two real `vllm serve` with the connector, the real proxy before them, the real `openai`
+client, and the demo model, which can tell right answers from wrong ones.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import yaml
+
+from kvshare.bench.vllm.servers import Server, VllmOptions, free_ports, new_token, running, shared_vllm
+from kvshare.demo.pairs import Pair, near_duplicate_pairs
+from tests.conftest import KEYS
+from tests.conftest import Server as EmbeddedServer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU wheel is built for Linux"),
+]
+
+MODEL = "bench"
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Two replicas and the proxy before them."""
+
+    replicas: tuple[Server, Server]
+    proxy: Server
+
+    def client(self, name: str, url: str | None = None) -> openai.OpenAI:
+        base = url if url is not None else self.proxy.url
+        return openai.OpenAI(
+            base_url=f"{base}/v1", api_key=EmbeddedServer.key(name), max_retries=0, timeout=120
+        )
+
+    def why(self) -> str:
+        """What the proxy counted, for the message of a failure."""
+        counted = (
+            f"{name} {value:g}" for name, value in self.counters().items() if value and "_bucket" not in name
+        )
+        return "\n".join([*counted, self.proxy.log_tail()])
+
+    def counters(self) -> dict[str, float]:
+        """The proxy's metrics by name and labels."""
+        import urllib.request
+
+        request = urllib.request.Request(
+            f"{self.proxy.url}/metrics", headers={"Authorization": f"Bearer {EmbeddedServer.key('root')}"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            lines = reply.read().decode().splitlines()
+        return {
+            name: float(value)
+            for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        }
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One start for all tests of this file."""
+    from kvshare.demo.export import export
+
+    folder = tmp_path_factory.mktemp("fleet")
+    model = export(folder / "demo")
+    token = new_token()
+    options = VllmOptions(dtype="float32", max_model_len=2048, max_num_batched_tokens=2048)
+    replicas = []
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+        replicas.append(shared_vllm(model, folder / name, options, kv_bytes=1 << 29, token=token))
+    proxy = proxy_with_keys(replicas, folder, token)
+    with running(replicas), running([proxy]):
+        yield Fleet((replicas[0], replicas[1]), proxy)
+
+
+def proxy_with_keys(replicas: list[Server], folder: Path, token: str) -> Server:
+    """`kvshare serve --engine vllm` with several tenants."""
+    import hashlib
+
+    keys = [
+        {
+            "name": name,
+            "sha256": hashlib.sha256(EmbeddedServer.key(name).encode()).hexdigest(),
+            "tenant": tenant,
+            "scope": scope,
+            "role": role,
+        }
+        for name, (tenant, scope, role) in KEYS.items()
+    ]
+    config = folder / "config.yaml"
+    config.write_text(
+        yaml.safe_dump({"auth": {"keys": keys}, "cost": {"min_saved_s": 0.0}, "index": {"dense": False}})
+    )
+    port = free_ports(1)[0]
+    ends = [
+        text
+        for replica in replicas
+        for text in ("--vllm-url", replica.url, "--vllm-control-url", str(replica.control_url))
+    ]
+    return Server(
+        name="the proxy",
+        command=[
+            *(sys.executable, "-m", "kvshare.cli.main", "serve", "--engine", "vllm"),
+            *("--port", str(port), "--config", str(config), "--store", str(folder / "store"), *ends),
+        ],
+        url=f"http://127.0.0.1:{port}",
+        log_path=folder / "proxy.log",
+        environment={"HF_HUB_OFFLINE": "1", "KVSHARE_VLLM_TOKEN": token},
+        ready_path="/ready",
+    )
+
+
+def pair(seed: int) -> Pair:
+    return next(near_duplicate_pairs(seed=seed, count=1))
+
+
+def ask(client: openai.OpenAI, messages: list[dict[str, str]], **extra: Any) -> tuple[str, int, int]:
+    """The answer, the prompt's tokens, and how many of them were not computed."""
+    reply = client.chat.completions.create(
+        model=MODEL,
+        messages=messages,  # type: ignore[arg-type]  # plain dictionaries
+        temperature=0,
+        max_tokens=12,
+        extra_body=extra or None,
+    )
+    assert reply.usage is not None
+    details = reply.usage.prompt_tokens_details
+    cached = 0 if details is None else details.cached_tokens or 0
+    return (reply.choices[0].message.content or "").strip(), reply.usage.prompt_tokens, cached
+
+
+def settled(fleet: Fleet, before: float) -> None:
+    """Wait until the proxy has kept what was asked since it had `before` prompts."""
+    import time
+
+    deadline = time.monotonic() + 30
+    while num_nodes(fleet) <= before:
+        assert time.monotonic() < deadline, fleet.proxy.log_tail()
+        time.sleep(0.05)
+    time.sleep(0.5)  # a prompt is in the tree a little before it is in the index
+
+
+def num_nodes(fleet: Fleet) -> float:
+    return next(value for name, value in fleet.counters().items() if name.startswith("kvshare_tree_nodes"))
+
+
+def donate(fleet: Fleet, client: openai.OpenAI, messages: list[dict[str, str]]) -> None:
+    before = num_nodes(fleet)
+    ask(client, messages)
+    settled(fleet, before)
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_a_near_duplicate_is_answered_right_from_another_prompts_kv(fleet: Fleet, seed: int) -> None:
+    """Most of the second user's form is not computed, and the answer is that of his own values."""
+    forms = pair(seed)
+    with fleet.client("ann") as ann, fleet.client("bob") as bob:
+        donate(fleet, ann, forms.donor_messages)
+        answer, num_tokens, num_cached = ask(bob, forms.recipient_messages)
+    assert answer == forms.answer
+    assert num_cached > 0.4 * num_tokens, fleet.why()
+
+
+def test_another_tenant_gets_nothing_of_it(fleet: Fleet) -> None:
+    """Neither from segments nor from vLLM's own prefix cache."""
+    forms = pair(11)
+    with fleet.client("ann") as ann, fleet.client("cid") as cid, fleet.client("eve") as eve:
+        donate(fleet, ann, forms.donor_messages)
+        # A question each: the second one of a tenant may be served from its own first.
+        assert ask(cid, forms.recipient_messages)[2] == 0
+        assert ask(eve, forms.donor_messages)[2] == 0
+
+
+def test_what_a_client_says_about_kv_is_ignored(fleet: Fleet) -> None:
+    """Salts and transfer parameters of a body do not reach vLLM as they are."""
+    messages = pair(12).donor_messages
+    stolen = {
+        "cache_salt": "kvshare-private-somebody",
+        "kv_transfer_params": {"kvshare": {"protocol": 1, "copies": [[1, 0, 100, 0, 0]]}},
+    }
+    with fleet.client("ann") as ann, fleet.client("cid") as cid:
+        donate(fleet, ann, messages)
+        assert ask(cid, messages, **stolen)[2] == 0
+
+
+def test_streams_are_vllms_own_bytes(fleet: Fleet) -> None:
+    """Chunk by chunk the same as asked of vLLM directly, but for id and time."""
+    messages = pair(13).donor_messages
+
+    def chunks(client: openai.OpenAI) -> list[dict[str, Any]]:
+        stream = client.chat.completions.create(
+            model=MODEL,
+            messages=messages,  # type: ignore[arg-type]  # plain dictionaries
+            temperature=0,
+            max_tokens=8,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        return [chunk.model_dump(exclude={"id", "created"}) for chunk in stream]
+
+    with fleet.client("ann") as ann, fleet.client("ann", fleet.replicas[0].url) as direct:
+        relayed, own = chunks(ann), chunks(direct)
+    for chunk in (relayed[-1], own[-1]):
+        chunk["usage"].pop("prompt_tokens_details")
+    assert relayed == own
+
+
+def test_a_request_goes_where_its_donor_is(fleet: Fleet) -> None:
+    """Each replica has its own prompts; every near-duplicate finds the one that has its donor."""
+    pairs = [pair(20 + seed) for seed in range(4)]
+    with fleet.client("ann") as ann:
+        for forms in pairs:
+            donate(fleet, ann, forms.donor_messages)
+        for forms in pairs:
+            answer, num_tokens, num_cached = ask(ann, forms.recipient_messages)
+            assert answer == forms.answer
+            assert num_cached > 0.4 * num_tokens
+    served = [
+        value for name, value in fleet.counters().items() if name.startswith("kvshare_replica_segments")
+    ]
+    assert len(served) == 2
+    assert all(served)
+
+
+def test_routes_that_the_proxy_does_not_know_are_passed_through(fleet: Fleet) -> None:
+    """vLLM's models and its Responses API answer through the proxy; routes outside /v1 do not."""
+    with fleet.client("ann") as ann:
+        assert [model.id for model in ann.models.list()] == [MODEL]
+        reply = ann.responses.create(model=MODEL, input="hello", max_output_tokens=16, temperature=0)
+        assert reply.status in ("completed", "incomplete")
+        with pytest.raises(openai.NotFoundError):
+            ann.get("/../metrics-of-vllm", cast_to=object)
+
+
+def test_errors_are_vllms_own(fleet: Fleet) -> None:
+    """What vLLM refuses is refused in its own words, and the next request is served."""
+    with fleet.client("ann") as ann:
+        with pytest.raises(openai.BadRequestError, match="context length"):
+            ask(ann, [{"role": "user", "content": "one two three " * 5000}])
+        assert ask(ann, [{"role": "user", "content": "still there?"}])[1] > 0
+
+
+def test_doctor_finds_nothing_wrong(fleet: Fleet) -> None:
+    replica = fleet.replicas[0]
+    found = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvshare.cli.main", "doctor"),
+            *("--vllm-url", replica.url, "--vllm-control-url", str(replica.control_url)),
+        ],
+        env={**os.environ, "KVSHARE_VLLM_TOKEN": replica.environment["KVSHARE_VLLM_TOKEN"]},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_a_lost_replica_takes_its_prompts_with_it(fleet: Fleet) -> None:
+    """The other one goes on serving; what only the lost one had is computed. Runs last: one is killed."""
+    forms = pair(40)
+    with fleet.client("ann") as ann:
+        donate(fleet, ann, forms.donor_messages)
+        fleet.replicas[0].stop()
+        for seed in range(41, 45):
+            other = pair(seed)
+            assert ask(ann, other.recipient_messages)[0] == other.answer
+        assert ask(ann, forms.recipient_messages)[0] == forms.answer
