@@ -45,7 +45,10 @@ app = typer.Typer(
 def run(
     files: Annotated[list[Path], typer.Argument(help="Logs, plain or gzip or zstd.", metavar="FILE...")],
     log_format: Annotated[
-        str | None, typer.Option("--format", help="Of the files. [default: found out]")
+        str | None,
+        typer.Option(
+            "--format", help="Of the files; plain:FIELD takes prompts from a field. [default: found out]"
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", help="A tokenizer's path. [default: the demo model's]")

@@ -17,7 +17,7 @@ from kvshare.bench.vllm import servers
 from kvshare.bench.vllm.client import Client, connected
 from kvshare.bench.vllm.models import write_small_model, write_timing_model
 from kvshare.bench.vllm.servers import Server, VllmOptions
-from kvshare.engines.vllm.versions import installed_version
+from kvshare.engines.vllm.versions import installed_build
 
 DOCUMENT_VERSION = 1  # of the JSON of these benchmarks
 
@@ -119,7 +119,7 @@ def document(benchmark: str, options: StackOptions, config: dict[str, Any]) -> d
         "environment": {
             **environment(),
             "kvshare": __version__,
-            "vllm": installed_version() or "none",
+            "vllm": installed_build(),
             "machine": platform.machine(),
             "cpu": _cpu_name(),
             "num_cores": len(os.sched_getaffinity(0)),

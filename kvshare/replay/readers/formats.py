@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvshare.replay.readers import chats, lmsys, openai, plain, prompts, sharegpt, traces, wildchat
@@ -47,6 +47,18 @@ FORMATS: Mapping[str, Format] = {
         Format("plain", "one request per row: messages or prompt", plain.matches, plain.convert),
     )
 }
+
+
+def named(name: str) -> Format | None:
+    """The format of this name, if there is one. "plain:FIELD" finds the prompts in that field."""
+    base, _, field = name.partition(":")
+    if base != "plain" or not field:
+        return FORMATS.get(name)
+
+    def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+        return plain.convert({**row, "prompt": row.get(field), "messages": None, "token_ids": None}, place)
+
+    return replace(FORMATS[base], convert=convert)
 
 
 def detect(rows: Sequence[Mapping[str, Any]]) -> Format | None:

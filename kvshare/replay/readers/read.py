@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvshare.errors import LogError
 from kvshare.replay.readers.files import RawRow, raw_rows
-from kvshare.replay.readers.formats import FORMATS, Format, detect
+from kvshare.replay.readers.formats import FORMATS, Format, detect, named
 from kvshare.replay.readers.row import LoggedRow, Place
 from kvshare.replay.readers.unreadable import ReadReport, RowError
 from kvshare.replay.requests import LoggedRequest
@@ -53,15 +53,16 @@ def read_requests(
 
 def _format(source: str, head: list[RawRow], name: str | None) -> Format:
     if name is not None:
-        if name not in FORMATS:
-            raise LogError(f"no log format {name!r}; there are {', '.join(FORMATS)}")
-        return FORMATS[name]
+        chosen = named(name)
+        if chosen is None:
+            raise LogError(f"no log format {name!r}; there are {', '.join(FORMATS)} and plain:FIELD")
+        return chosen
     found = detect([raw.value for raw in head if raw.value is not None])
     if found is None:
         reasons = sorted({str(raw.reason) for raw in head if raw.reason is not None})
         seen = f" ({', '.join(reasons)})" if reasons else ""
         raise LogError(
             f"{source}: none of the first {len(head)} rows{seen} is in a known format; "
-            f"name it with --format, one of {', '.join(FORMATS)}"
+            f"name it with --format, one of {', '.join(FORMATS)}, or plain:FIELD with the prompt's field"
         )
     return found

@@ -44,6 +44,15 @@ def test_variants_are_recognised(tmp_path: Path, row: dict[str, Any]) -> None:
     assert logs.rows_of(path)[1].formats["log"] == ("openai" if "body" in row else "prompts")
 
 
+def test_prompts_may_stand_in_any_field(tmp_path: Path) -> None:
+    """Rows of no known format, their prompts' field named; a row without it is unreadable."""
+    path = logs.write_lines(tmp_path / "log", [{"query": "What is it?", "messages": []}, {"text": "?"}])
+    (only,) = logs.requests_of(path, "plain:query")
+    assert (only.prompt, only.messages) == ("What is it?", None)
+    with pytest.raises(LogError, match="plain:FIELD"):
+        logs.requests_of(path, "query")
+
+
 def test_a_named_format_is_not_second_guessed(tmp_path: Path) -> None:
     """A chat read as plain requests is one request with its whole history."""
     path = logs.write_lines(tmp_path / "log", [logs.CONVERSATION, logs.CONVERSATION])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,7 @@ from kvshare.engines.vllm.tickets import salt_of
 from kvshare.namespace import Owner
 from tests.fake_vllm import Behaviour, FakeVllm, running_vllm
 from tests.proxy.conftest import key_of, key_settings
-from tests.proxy.relay_server import Relay, chat_body, running_relay
-
-LOCAL_SALT = salt_of(Owner("local", "tenant"))
-
-
-@pytest.fixture
-async def vllm() -> AsyncIterator[FakeVllm]:
-    async with running_vllm() as replica:
-        yield replica
-
-
-@pytest.fixture
-async def relay(vllm: FakeVllm, tmp_path: Path) -> AsyncIterator[Relay]:
-    async with running_relay(tmp_path, vllm) as running:
-        yield running
+from tests.proxy.relay.relay_server import LOCAL_SALT, Relay, chat_body, running_relay
 
 
 async def test_the_body_arrives_byte_for_byte_with_two_members_more(relay: Relay, vllm: FakeVllm) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
@@ -12,21 +11,9 @@ import pytest
 from kvshare.engines.base import EngineStatus
 from tests.fake_vllm import Behaviour, FakeVllm, running_vllm
 from tests.proxy.conftest import eventually
-from tests.proxy.relay_server import OTHER, Relay, chat_body, running_relay
+from tests.proxy.relay.relay_server import OTHER, Relay, chat_body, running_relay
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture
-async def vllm() -> AsyncIterator[FakeVllm]:
-    async with running_vllm() as replica:
-        yield replica
-
-
-@pytest.fixture
-async def relay(vllm: FakeVllm, tmp_path: Path) -> AsyncIterator[Relay]:
-    async with running_relay(tmp_path, vllm) as running:
-        yield running
 
 
 def by_name(status: EngineStatus) -> dict[str, int]:

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvshare.engines.vllm.tickets import salt_of
 from kvshare.engines.vllm.wire import digest_of, private_salt
-from kvshare.namespace import Owner
 from tests.fake_vllm import Behaviour, FakeVllm, covered, running_vllm
 from tests.proxy.conftest import eventually, key_of, key_settings
-from tests.proxy.relay_server import FORM, Relay, chat_body, running_relay
-
-LOCAL_SALT = salt_of(Owner("local", "tenant"))
-
-
-@pytest.fixture
-async def vllm() -> AsyncIterator[FakeVllm]:
-    async with running_vllm() as replica:
-        yield replica
-
-
-@pytest.fixture
-async def relay(vllm: FakeVllm, tmp_path: Path) -> AsyncIterator[Relay]:
-    async with running_relay(tmp_path, vllm) as running:
-        yield running
+from tests.proxy.relay.relay_server import FORM, LOCAL_SALT, Relay, chat_body, running_relay
 
 
 async def test_a_first_prompt_is_kept_as_a_donor(relay: Relay, vllm: FakeVllm) -> None:

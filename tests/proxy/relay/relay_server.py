@@ -14,12 +14,15 @@ import openai
 from aiohttp import web
 
 from kvshare.engines.vllm.engine import VllmEngine
+from kvshare.engines.vllm.tickets import salt_of
+from kvshare.namespace import Owner
 from proxy.app import build_app, relaying_api
 from proxy.front import FRONT
 from proxy.lifecycle import Lifecycle
 from tests.fake_vllm import MODEL, FakeVllm
 from tests.proxy.conftest import eventually, settings_with
 
+LOCAL_SALT = salt_of(Owner("local", "tenant"))
 FORM = "Report of {place}. " + " ".join(f"Paragraph {number} says the same to all." for number in range(20))
 OTHER: dict[str, object] = {
     "model": MODEL,
