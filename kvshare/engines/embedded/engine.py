@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from delta_tree import DeltaTree, DeltaTreeError, Node, Span
+from delta_tree import DeltaTree, DeltaTreeError, Span
 from kvshare.cost import CostModel
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.background import Background
+from kvshare.engines.background import Background, Embedding
 from kvshare.engines.base import (
     Delta,
     EngineStatus,
@@ -59,14 +59,13 @@ from kvshare.namespace import Namespace
 from kvshare.planner import PlannerLimits
 from kvshare.settings import Settings
 from kvshare.sharing import Sharing
-from vector_index import Nominator, PromptText
+from vector_index import Nominator
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _WARM_UP_TOKENS = 16
 _MAX_PENDING = 4  # commits waiting, per slot
-_MAX_EMBEDDING = 16  # prompts waiting to be embedded; they hold text only
 _SETTLE_S = 0.25  # a prompt is stored after its answer; who asks again at once waits for that, so long
 
 
@@ -88,7 +87,7 @@ class EmbeddedEngine(GeneratingEngine):
             max_running=settings.engine.max_running, max_waiting=settings.engine.max_waiting
         )
         self._background = Background()
-        self._embedding = Background()
+        self._embedding = Embedding()
         self._running = False
 
     @classmethod
@@ -340,16 +339,9 @@ class EmbeddedEngine(GeneratingEngine):
             node = await self._loop.run_in_executor(self._commits, self._keeper.commit, computed)
             if node is not None:
                 await self._sharing.remember(node, None)
-                self._embed_later(node, task.request.prompt.text)
+                self._embedding.begin(self._sharing, node, task.request.prompt.text)
         finally:
             self._keeper.release(task.plan)
-
-    def _embed_later(self, node: Node, text: PromptText) -> None:
-        """Index a prompt by meaning too, unless that lags behind: then it is found by its tokens only."""
-        if len(self._embedding) >= _MAX_EMBEDDING:
-            self._sharing.counters["fallback:embedding:backlog"] += 1
-            return
-        self._embedding.spawn(self._sharing.remember(node, text))
 
     def _on_release(self, task: Task, error: BaseException | None) -> None:
         """In the worker's thread: the task will not be touched by it again."""

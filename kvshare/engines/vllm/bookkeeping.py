@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from delta_tree import Node, SegmentId
-from kvshare.engines.background import Background
+from kvshare.engines.background import Background, Embedding
 from kvshare.engines.vllm.keeping import VllmKeeper
 from kvshare.engines.vllm.pending import Pending, PendingTickets
 from kvshare.engines.vllm.replica import Replica
@@ -28,7 +28,6 @@ from vector_index import PromptRecord
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_MAX_EMBEDDING = 16  # prompts waiting to be embedded; they hold text only
 _ORPHAN_GRACE_S = 30.0  # a segment may be held some time before the event that tells of it
 
 
@@ -42,7 +41,7 @@ class Bookkeeper:
         self._counters = keeper.counters
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-books")
         self._indexing = Background()
-        self._embedding = Background()
+        self._embedding = Embedding()
         self._orphans: dict[str, tuple[float, frozenset[SegmentId]]] = {}  # by replica: due when, which
 
     async def close(self) -> None:
@@ -139,10 +138,7 @@ class Bookkeeper:
             await self._sharing.remember(node, None)
         finally:
             self._pending.settle(pending)
-        if len(self._embedding) >= _MAX_EMBEDDING:
-            self._counters["fallback:embedding:backlog"] += 1
-        else:
-            self._embedding.spawn(self._sharing.remember(node, pending.text))
+        self._embedding.begin(self._sharing, node, pending.text)
 
     def _count(self, pending: Pending, finished: Finished) -> None:
         """What was planned against what became of it, and what that tells about the rates."""
