@@ -33,9 +33,9 @@ class NominatorSettings:
     write_timeout_s       for indexing after the response; generous, an index may be optimising
     """
 
-    kgram: int = 16
-    window: int = 32
-    max_fingerprints: int = 512
+    kgram: int = 8
+    window: int = 9
+    max_fingerprints: int = 2048
     block_size: int = 32
     max_candidates: int = 8
     max_holders: int = 10_000

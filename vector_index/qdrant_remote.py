@@ -18,7 +18,7 @@ from vector_index.errors import IndexUnavailableError, VectorIndexError
 from vector_index.schema import IndexSchema
 
 LOCAL = ":memory:"
-_BATCH = 64  # points per request: below 1 MB at 512 fingerprints and 1,024 dimensions
+_BATCH = 64  # points per request: some 1 MB at 2,048 fingerprints and 1,024 dimensions
 
 
 class QdrantRemoteIndex(VectorIndex):
