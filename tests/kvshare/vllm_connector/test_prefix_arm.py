@@ -1,7 +1,8 @@
-"""The prefix arm against vLLM's own prefix cache: its real block manager, driven as its scheduler does."""
+"""The replay's prefix arm against vLLM's own prefix cache: its block manager, and an engine's counters."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,6 @@ import pytest
 
 from kvshare.replay.arms import make_arm, parse_arms
 from tests.kvshare.replay.synthetic import request, workbench
-
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's imports warn a lot
 
 BLOCK = 16
 _END = 1  # what ends an answer; sampled last, so it has no KV
@@ -59,7 +58,6 @@ def _serve(manager: Any, number: int, prompt: list[int], answer: list[int]) -> i
 @pytest.mark.parametrize("num_blocks", [30, 60, 400])
 def test_hits_are_vllms(num_blocks: int) -> None:
     """Chats that go on, forms and strangers, over stores from too small to ample: the same hits each time."""
-    pytest.importorskip("vllm")
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
 
@@ -81,3 +79,26 @@ def test_hits_are_vllms(num_blocks: int) -> None:
         num_hits += outcome.num_hit > 0
         chats[chat] = [*prompt, *answer] if len(prompt) < 300 else []
     assert num_hits > 50
+
+
+def test_hits_are_those_that_vllm_counts(start: Callable[..., Any]) -> None:
+    """A real engine answers the same requests; its metrics say what it looked up and what it found."""
+    block_size = 32  # the smallest of vLLM's CPU backend
+    vllm = start("llama", block_size=block_size, disable_log_stats=False)
+    (spec,) = parse_arms(f"prefix:block_size={block_size}")
+    arm = make_arm(spec, workbench())
+    rng = np.random.default_rng(5)
+    form = rng.integers(3, 300, 150).tolist()
+    chat: list[int] = []
+    num_looked_up = num_hits = 0
+    for number in range(24):
+        fresh = rng.integers(3, 300, int(rng.integers(1, 90))).tolist()
+        prompt = [*chat, *fresh] if number % 2 else [*form, *fresh]
+        (answer,) = vllm.ask((prompt, None, None), max_tokens=int(rng.integers(1, 40)))
+        # What was sampled last was never computed: it has no KV.
+        num_hits += arm.observe(request(number, prompt, answer=answer.tokens[:-1])).num_hit
+        num_looked_up += len(prompt)
+        chat = [*prompt, *answer.tokens] if number % 2 and len(prompt) < 700 else chat
+    counted = {metric.name: metric.value for metric in vllm.llm.get_metrics() if hasattr(metric, "value")}
+    assert counted["vllm:prefix_cache_queries"] == num_looked_up
+    assert counted["vllm:prefix_cache_hits"] == num_hits > 2000
