@@ -45,6 +45,8 @@ _SHARING_NUMBERS: Final = {
     "min_run": int,
     "max_donors": int,
     "max_generation": int,
+    "max_relocated_fraction": float,
+    "min_saved_fraction": float,
     "max_candidates": int,
     "kgram": int,
     "window": int,

@@ -17,6 +17,7 @@ from vector_index import NominatorSettings
 
 Nominate = Literal["both", "fingerprints", "meaning"]
 
+_LIMITS = ("min_run", "max_donors", "max_generation", "max_relocated_fraction", "min_saved_fraction")
 _NO_TIMEOUT_S = 3600.0
 _NEVER = 2**30  # tokens: no prompt is so long
 
@@ -37,6 +38,8 @@ class SharingOptions:
     min_run: int | None = None
     max_donors: int | None = None
     max_generation: int | None = None
+    max_relocated_fraction: float | None = None
+    min_saved_fraction: float | None = None
     max_candidates: int | None = None
     kgram: int | None = None
     window: int | None = None
@@ -51,12 +54,8 @@ class SharingOptions:
     def limits(self, settings: Settings) -> PlannerLimits:
         """The planner's limits."""
         sharing, repair = settings.sharing, settings.repair
-        changes = {
-            "min_run": self.min_run,
-            "max_donors": self.max_donors,
-            "max_generation": self.max_generation,
-        }
-        sharing = sharing.model_copy(update={k: v for k, v in changes.items() if v is not None})
+        changes = {name: value for name in _LIMITS if (value := getattr(self, name)) is not None}
+        sharing = sharing.model_copy(update=changes)
         if not self.open_gates:
             return PlannerLimits(
                 sharing=sharing,

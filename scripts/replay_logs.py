@@ -1,0 +1,165 @@
+"""
+Runs every replay that docs/replay.md quotes and prints its tables; documents go to docs/measured/replay/.
+
+    .venv/bin/python scripts/replay_logs.py DATA OUT [NAME ...] > tables.md
+
+DATA has the logs in the layout of `LOGS` and `WORKLOADS`; OUT gets the workloads, a tokenizer and each run's
+folder with its report. A document here is a run's results.json without what only its report needs. No prompt
+text in any of them.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "docs" / "measured" / "replay"
+PROGRAM = Path(sys.executable).with_name("kvshare")
+Document = dict[str, Any]
+
+UNGATED = "kvshare:max_relocated_fraction=1:min_saved_fraction=0"
+FOUND = "kvshare-fingerprints-open"
+FAST = ("prefix", "chunks", "kvshare-fingerprints", FOUND, "oracle")
+ALL = ("prefix", "chunks", "response", "kvshare", UNGATED, "kvshare-semantic-open", FOUND, "oracle")
+KEPT = (
+    "arm",
+    "token_hit_rate",
+    "request_hit_rate_50",
+    "request_hit_rate_70",
+    "request_hit_rate_90",
+    "num_answered",
+    "num_false_hits",
+    "num_repaired_tokens",
+    "storage",
+    "ttft_saved_s",
+)
+
+
+@dataclass(frozen=True)
+class Log:
+    """Files below DATA, and the options and arms of their replay."""
+
+    title: str
+    files: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    arms: tuple[str, ...] = ALL
+
+
+LOGS: Mapping[str, Log] = {
+    "wildchat": Log("WildChat, first turns", ("wildchat_user_4k/wildchat_user.jsonl.gz",)),
+    "wildchat-ru": Log("WildChat, Russian", ("wildchat_hard_ru/wildchat_hard_ru.jsonl.gz",)),
+    "sharegpt-en": Log("ShareGPT, English chats", ("sharegpt_en_1k/sharegpt_en.jsonl.gz",)),
+    "sharegpt-zh": Log("ShareGPT, Chinese chats", ("sharegpt_zh_1k/sharegpt_zh.jsonl.gz",), arms=FAST),
+    "aibrix": Log("AIBrix serving workload", ("sharegpt_replay_aibrix/workload_8min.jsonl.gz",)),
+    "prompts-chat": Log("prompts.chat, templates", ("prompts_chat/prompts.jsonl.gz",)),
+    "mooncake": Log(
+        "Mooncake trace, first 4,000",
+        ("request_traces/mooncake_conversation.jsonl.gz",),
+        ("--limit", "4000"),
+        FAST,
+    ),
+    "medical": Log(
+        "Medical one-line queries",
+        ("medical_template_queries/medical_queries.jsonl.gz",),
+        ("--format", "plain:query"),
+        FAST,
+    ),
+    "support": Log(
+        "Support requests of one line",
+        ("customer_support_bitext/bitext.jsonl.gz",),
+        ("--format", "plain:instruction"),
+        FAST,
+    ),
+}
+WORKLOADS: Mapping[str, tuple[str, ...]] = {
+    "template": ("prompts_chat/prompts.jsonl.gz",),
+    "header": ("prompts_chat/prompts.jsonl.gz",),
+    "window": ("sharegpt_en_1k/sharegpt_en.jsonl.gz",),
+    "resubmit": ("sharegpt_en_1k/sharegpt_en.jsonl.gz",),
+    "rag": ("rag_cacheblend/musique_s.jsonl.gz", "rag_cacheblend/wikimqa_s_clean.jsonl.gz"),
+    "agent": ("rag_cacheblend/musique_s.jsonl.gz", "rag_cacheblend/wikimqa_s_clean.jsonl.gz"),
+}
+COLUMNS = (
+    "| log | requests | tokens | prefix | chunks | response cache: right, wrong | KVShare | saving and distance "
+    "ungated | found | oracle | found / oracle |"
+)
+
+
+def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    data, out, names = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    out.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    tokenizer = out / "tekken"
+    if not tokenizer.exists():
+        script = Path(__file__).with_name("tekken_tokenizer.py")
+        subprocess.run([sys.executable, script, tokenizer], check=True, stdout=subprocess.DEVNULL)
+    lines = [COLUMNS, "|---" * COLUMNS.count(" |") + "|"]
+    for name in names or (*LOGS, *WORKLOADS):
+        if name in LOGS:
+            log = LOGS[name]
+            files = [data / path for path in log.files]
+        else:
+            log = Log(f"`{name}`", WORKLOADS[name])
+            files = [_workload(name, data, out)]
+        document = _replay(log, files, out / name, tokenizer)
+        (FOLDER / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        lines.append(_row(log.title, document))
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _workload(name: str, data: Path, out: Path) -> Path:
+    path = out / f"{name}.jsonl.gz"
+    sources = [text for source in WORKLOADS[name] for text in ("--source", str(data / source))]
+    subprocess.run([PROGRAM, "workload", name, "--out", path, *sources, "--requests", "1000"], check=True)
+    return path
+
+
+def _replay(log: Log, files: list[Path], folder: Path, tokenizer: Path) -> Document:
+    command = [PROGRAM, "replay", *files, *log.options, "--tokenizer", tokenizer, "--out", folder]
+    run = subprocess.run(
+        [*command, "--arms", ",".join(log.arms), "--json"], stdout=subprocess.PIPE, check=True, text=True
+    )
+    whole = json.loads(run.stdout)
+    kept = {key: whole[key] for key in ("schema_version", "kind", "config", "data", "versions", "waterfall")}
+    arms = [{key: arm[key] for key in KEPT} for arm in whole["arms"]]
+    times = {key: whole["times"][key] for key in ("wall_s", "requests_per_s")}
+    return {**kept, "arms": arms, "times": times}
+
+
+def _row(title: str, document: Document) -> str:
+    arms = {arm["arm"]: arm for arm in document["arms"]}
+
+    def share(*names: str) -> str:
+        rates = [arms[name]["token_hit_rate"] for name in names if name in arms]
+        return f"{100 * rates[0]:.1f} %" if rates else ""
+
+    response = arms.get("response")
+    answers = ""
+    if response is not None:
+        wrong = response["num_false_hits"]
+        answers = f"{response['num_answered'] - wrong:,}, {wrong:,}"
+    found = arms[FOUND]["token_hit_rate"] / arms["oracle"]["token_hit_rate"]
+    data = document["data"]
+    cells = (
+        title,
+        f"{data['num_requests']:,}",
+        f"{data['num_tokens'] / 1e6:.2f} M",
+        share("prefix"),
+        share("chunks"),
+        answers,
+        share("kvshare", "kvshare-fingerprints"),
+        share(UNGATED),
+        share(FOUND),
+        share("oracle"),
+        f"{100 * found:.0f} %",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
