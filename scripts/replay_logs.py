@@ -83,7 +83,7 @@ WORKLOADS: Mapping[str, tuple[str, ...]] = {
     "agent": ("rag_cacheblend/musique_s.jsonl.gz", "rag_cacheblend/wikimqa_s_clean.jsonl.gz"),
 }
 COLUMNS = (
-    "| log | requests | tokens | prefix | chunks | response cache: right, wrong | KVShare | saving and distance "
+    "| log | requests | tokens | prefix | chunks | response cache: right, wrong | KVShare | saving, distance "
     "ungated | found | oracle | found / oracle |"
 )
 

@@ -17,6 +17,10 @@ import yaml
 
 from kvshare.bench.vllm.servers import Server, VllmOptions, free_ports, new_token, running, shared_vllm
 from kvshare.demo.pairs import Pair, near_duplicate_pairs
+from kvshare.replay.arms import parse_arms
+from kvshare.replay.live import LIVE_ARMS, LiveOptions, replay_live
+from kvshare.replay.options import ReplayOptions
+from kvshare.settings import load_settings
 from tests.conftest import KEYS
 from tests.conftest import Server as EmbeddedServer
 
@@ -177,6 +181,27 @@ def test_another_tenant_gets_nothing_of_it(fleet: Fleet) -> None:
         # A question each: the second one of a tenant may be served from its own first.
         assert ask(cid, forms.recipient_messages)[2] == 0
         assert ask(eve, forms.donor_messages)[2] == 0
+
+
+def test_a_log_is_replayed_through_vllm(fleet: Fleet, tmp_path: Path) -> None:
+    """`kvshare replay --engine`: real times, and what vLLM says it had beside what was predicted."""
+    forms = pair(21)
+    log = tmp_path / "log.jsonl"
+    log.write_text(
+        "".join(json.dumps({"messages": m}) + "\n" for m in (forms.donor_messages, forms.recipient_messages))
+    )
+    options = ReplayOptions(
+        paths=[log], out=tmp_path, arms=parse_arms(f"{LIVE_ARMS},oracle"), settings=load_settings()
+    )
+    live = LiveOptions(fleet.proxy.url, key=EmbeddedServer.key("ann"), concurrency=1, max_tokens=2)
+    with fleet.client("ann") as ann:
+        donate(fleet, ann, forms.donor_messages)
+    document = replay_live(options, live)
+    assert document["errors"] == {}
+    assert document["ttft_ms"]["p50"] > 0
+    predicted = {arm["arm"]: arm["token_hit_rate"] for arm in document["predicted"]}
+    assert predicted["oracle"] > 0.3
+    assert document["reported"]["token_hit_rate"] > 0.4, fleet.why()
 
 
 def test_what_a_client_says_about_kv_is_ignored(fleet: Fleet) -> None:

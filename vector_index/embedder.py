@@ -101,6 +101,14 @@ class Embedder:
             self._limited.done = True
 
 
+def native_precision() -> Precision:
+    """bfloat16 where this processor multiplies in it, else float32. Imports torch."""
+    import torch
+
+    able = torch.cpu.get_capabilities()
+    return "bfloat16" if able.get("avx512_bf16") or able.get("amx_bf16") else "float32"
+
+
 def _set_threads_here(num_threads: int) -> None:
     """
     Limit torch in the calling thread and nowhere else.

@@ -45,16 +45,19 @@ def make_meanings(options: ReplayOptions, embedder: TextEmbedder | None) -> Mean
 
 
 def bundled_embedder(options: ReplayOptions) -> TextEmbedder:
-    """The embedder of config.yaml. Nobody is served beside a replay, so it may have all cores."""
-    from vector_index import Embedder  # imports torch
+    """The embedder of config.yaml, as fast as it goes: nobody is served beside a replay."""
+    from vector_index import Embedder, native_precision  # imports torch
 
-    return Embedder(options.settings.index.embedder, num_threads=os.cpu_count() or 1)
+    return Embedder(
+        options.settings.index.embedder, num_threads=os.cpu_count() or 1, dtype=native_precision()
+    )
 
 
-def config_document(options: ReplayOptions, tokenizer: RequestTokenizer) -> Document:
+def config_document(
+    options: ReplayOptions, tokenizer: RequestTokenizer, meanings: Meanings | None
+) -> Document:
     """The options without paths; of the settings what a figure may depend on."""
     settings = options.settings
-    index = settings.index.model_dump(exclude={"url", "embedder", "collection", "backend"})
     return {
         "arms": [spec.text for spec in options.arms],
         "capacities_tokens": list(options.capacities_tokens),
@@ -65,15 +68,11 @@ def config_document(options: ReplayOptions, tokenizer: RequestTokenizer) -> Docu
         "interleave": options.interleave,
         "format": options.format_name,
         "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.digest},
+        "embedder": None if meanings is None else Path(meanings.name).name,  # a path would tell folders
         "settings": {
             "sharing": settings.sharing.model_dump(),
             "repair": settings.repair.model_dump(),
             "cost": settings.cost.model_dump(),
-            "index": {**index, "embedder": _last_part(settings.index.embedder)},
+            "index": settings.index.model_dump(exclude={"url", "embedder", "collection", "backend"}),
         },
     }
-
-
-def _last_part(name: str | None) -> str | None:
-    """Of a path, which would tell folders."""
-    return None if name is None else Path(name).name

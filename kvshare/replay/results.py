@@ -13,7 +13,7 @@ are the only words that come from the log.
     {
       "schema_version": 1, "kind": "replay", "complete": true,
       "config": {"arms": [spec, ...], "capacities_tokens": [...], "bytes_per_token", "prefill_tokens_per_s",
-                 "limit", "seed", "interleave", "format", "tokenizer": {"name", "sha256"},
+                 "limit", "seed", "interleave", "format", "tokenizer": {"name", "sha256"}, "embedder",
                  "settings": {"sharing", "repair", "cost", "index"}},
       "data": {"files": [{"name", "num_bytes", "sha256"}], "sha256": of the tokens in order, "num_requests",
                "num_tokens", "num_answer_tokens", "num_conversations", "num_users", "num_namespaces",

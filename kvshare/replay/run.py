@@ -79,7 +79,7 @@ class _Run:
         self._meanings = meanings
         self._total = min(len(stream), options.limit) if options.limit else len(stream)
         self._files = describe_files(options.paths)
-        self._config = config_document(options, tokenizer)
+        self._config = config_document(options, tokenizer, meanings)
         self._stack = ExitStack()
         self._arms = [self._open_arm(spec, capacity) for spec, capacity in _stores(options)]
         families = {arm_label(arm.name, arm.capacity_tokens): arm.family for arm in self._arms}

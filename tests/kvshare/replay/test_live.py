@@ -54,6 +54,17 @@ def test_a_live_replay_times_requests_and_compares(server: Server, tmp_path: Pat
     assert str(tmp_path) not in json.dumps(document)
 
 
+def test_requests_are_sent_at_the_logs_pace(server: Server, tmp_path: Path) -> None:
+    """Two seconds of log at four times its speed: nothing leaves before it is due."""
+    path = tmp_path / "log.jsonl"
+    rows = [{"prompt": f"What costs item {at}?", "timestamp": 1_700_000_000 + at} for at in (0, 1, 2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    live = LiveOptions(server.url, key=server.key("ann"), speedup=4.0, max_tokens=1)
+    assert replay_live(_options(tmp_path, path), live)["errors"] == {}
+    sent = [row["sent_s"] for row in pq.read_table(tmp_path / "live.parquet").to_pylist()]
+    assert all(moment >= due for moment, due in zip(sent, (0.0, 0.25, 0.5), strict=True))
+
+
 def test_nobody_at_the_address(tmp_path: Path, log: Path) -> None:
     """An error that says so, not a thousand failed requests."""
     with pytest.raises(UpstreamError, match="does not tell its models"):
