@@ -3,6 +3,7 @@ Production in small: two real `vllm serve` with the connector, the real proxy be
 client, and the demo model, which can tell right answers from wrong ones.
 """
 
+import json
 import os
 import subprocess
 import sys
