@@ -72,6 +72,26 @@ def _soak(d: Document) -> str:
     )
 
 
+def _replay(d: Document) -> str:
+    first, last = d["windows"][0], d["windows"][-1]
+    return (
+        f"{d['requests_per_s']:.0f} requests a second ({first['requests_per_s']:.0f} at {first['stored']:,}); "
+        f"planning p99 {last['plan']['p99_ms']:.1f} ms; {d['memory_bytes']['RssAnon'] / 1e9:.2f} GB of memory"
+    )
+
+
+def _index(d: Document) -> str:
+    warm, cold = (
+        max(kind["p99_ms"] for kind in d["nomination"][arm]["large"].values()) for arm in ("warm", "cold")
+    )
+    return (
+        f"nomination p99 {warm:.1f} ms ({cold:.1f} after the page cache was dropped); "
+        f"{d['disk_bytes']['total'] / 1e9:.1f} GB on disk; "
+        f"{d['memory_bytes']['after_queries']['RssAnon'] / 1e9:.1f} GB of memory and "
+        f"{d['memory_bytes']['after_queries']['RssFile'] / 1e9:.1f} GB of mapped files"
+    )
+
+
 ROWS: dict[str, tuple[str, str, Callable[[Document], str]]] = {
     "ttft-2000": (
         "Time to first token, 2,000 tokens, 10 % changed in 5 places",
@@ -116,7 +136,7 @@ ROWS: dict[str, tuple[str, str, Callable[[Document], str]]] = {
     ),
     "vllm-load": (
         "Stock vLLM: 8 clients, near-duplicates and unrelated prompts half and half",
-        "load --engine vllm --concurrency 8 --requests 24",
+        "load --engine vllm --concurrency 8",
         _load,
     ),
     "vllm-steady": (
@@ -128,6 +148,21 @@ ROWS: dict[str, tuple[str, str, Callable[[Document], str]]] = {
         "Stock vLLM: mixed traffic with aborts and evictions",
         "soak --engine vllm --minutes 5",
         _soak,
+    ),
+    "replay": (
+        "Replay without a model, over 100,000 stored prompts of 500 tokens",
+        "replay --stored 100000",
+        _replay,
+    ),
+    "replay-dense": (
+        "The same with the search by meaning, embeddings included, over 2,000",
+        "replay --stored 2000 --dense",
+        _replay,
+    ),
+    "index": (
+        "Nomination among 1,000,000 stored prompts in Qdrant Edge",
+        "index --stored 1000000",
+        _index,
     ),
 }
 
