@@ -75,7 +75,7 @@ def _soak(d: Document) -> str:
 def _replay(d: Document) -> str:
     first, last = d["windows"][0], d["windows"][-1]
     return (
-        f"{d['requests_per_s']:.0f} requests a second ({first['requests_per_s']:.0f} at {first['stored']:,}); "
+        f"{d['requests_per_s']:.0f} requests/s ({first['requests_per_s']:.0f} over {first['stored']:,}); "
         f"planning p99 {last['plan']['p99_ms']:.1f} ms; {d['memory_bytes']['RssAnon'] / 1e9:.2f} GB of memory"
     )
 
