@@ -160,7 +160,7 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:
     sharing = limits.sharing
     num_exact = exact.exact_length if exact is not None else 0
     saved = plan.num_tokens - plan.num_computed - num_exact  # beyond what is free of doubt
-    if saved < sharing.min_saved_fraction * plan.num_tokens:
+    if saved < max(1, sharing.min_saved_fraction * plan.num_tokens):  # repair may leave nothing of the copies
         return "not_enough_saved"
     relocated = sum(
         copy.length

@@ -169,6 +169,18 @@ def test_a_plan_that_saves_too_little_falls_back_to_the_exact_prefix(tree: Delta
     assert plan.reason == "not_enough_saved"
 
 
+def test_a_plan_of_which_repair_leaves_nothing_is_none(tree: DeltaTree) -> None:
+    """Also where any saving is welcome: what is copied is computed again to its last token."""
+    tokens = prompt(400)
+    recipient = token_ids(np.concatenate([prompt(80, seed=8), tokens[200:218]]))
+    eager = PlannerLimits(
+        sharing=SETTINGS.sharing.model_copy(update={"min_saved_fraction": 0.0}), repair=SETTINGS.repair
+    )
+    nodes = [stored(tree, tokens)]
+    plan = make_plan(recipient, nodes, tree.segment, approximate=True, limits=eager, rates=RATES)
+    assert plan == NoPlan("not_enough_saved")
+
+
 def test_a_plan_that_costs_more_than_it_saves_is_refused(tree: DeltaTree) -> None:
     """With a slow store, prefilling is cheaper than loading."""
     tokens = prompt(400)
