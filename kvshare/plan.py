@@ -109,6 +109,8 @@ def clip(copy: Copy, span: Span) -> Copy | None:
     part = copy.target.intersection(span)
     if not part:
         return None
+    if len(part) == copy.length:
+        return copy
     ahead = part.start - copy.target_start
     return replace(
         copy,

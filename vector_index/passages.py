@@ -55,6 +55,7 @@ class PassageSearch:
         Raises:  IndexUnavailableError as the index does; earlier searches' hits stay in the list
         """
         left = prints
+        is_open = ~_holdings(prints, hits).any(axis=0)
         for _ in range(_MAX_SEARCHES):
             asked = self._frequencies.rarest(
                 left,
@@ -66,7 +67,8 @@ class PassageSearch:
             known = {hit.prompt_id for hit in hits}
             new = [hit for hit in found if hit.prompt_id not in known]
             hits += new
-            left, enough = prints[~_holdings(prints, hits).any(axis=0)], self._settings.min_asked
+            is_open &= ~_holdings(prints, new).any(axis=0)
+            left, enough = prints[is_open], self._settings.min_asked
             if not new:  # the rare ones led to nobody: the common ones are left to ask for
                 left, enough = np.setdiff1d(left, asked, assume_unique=True), 1
             if len(left) < enough:
