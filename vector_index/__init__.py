@@ -30,7 +30,7 @@ from vector_index.prompt_text import PromptText, TextEmbedder, embed_prompts, wi
 from vector_index.schema import IndexSchema
 
 if TYPE_CHECKING:
-    from vector_index.embedder import Embedder, native_precision
+    from vector_index.embedder import Embedder
     from vector_index.qdrant_edge import QdrantEdgeIndex
     from vector_index.qdrant_remote import QdrantRemoteIndex
 
@@ -38,7 +38,6 @@ _HEAVY = {
     "Embedder": "vector_index.embedder",
     "QdrantEdgeIndex": "vector_index.qdrant_edge",
     "QdrantRemoteIndex": "vector_index.qdrant_remote",
-    "native_precision": "vector_index.embedder",
 }
 
 
@@ -74,6 +73,5 @@ __all__ = [
     "VectorIndexError",
     "embed_prompts",
     "fingerprints",
-    "native_precision",
     "windows",
 ]

@@ -5,6 +5,7 @@ The import takes seconds, so it happens when the model is first needed, not when
 """
 
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,8 @@ class Embedder:
     18 ms with one thread and 260 ms with two.
 
     `dtype` "bfloat16" runs the large products in it, where the processor can: 1.8 times as many texts
-    (AVX-512 BF16), cosine distances off by 3e-5. It is part of the name: other vectors, another index.
+    (AVX-512 BF16), cosine distances off by 0.003 at most, and 3e-5 between near texts. It is part of
+    the name: other vectors, another index.
     """
 
     def __init__(
@@ -55,6 +57,11 @@ class Embedder:
         self._limited = threading.local()
         self._model: SentenceTransformer | None = None
         self._lock = threading.Lock()
+
+    @classmethod
+    def for_bulk(cls, model_name_or_path: str | None = None, *, num_threads: int | None = None) -> "Embedder":
+        """As fast as the processor goes, all its cores unless told: for where nobody waits beside it."""
+        return cls(model_name_or_path, num_threads=num_threads or _num_cores(), dtype=_native_precision())
 
     @property
     def name(self) -> str:
@@ -101,12 +108,19 @@ class Embedder:
             self._limited.done = True
 
 
-def native_precision() -> Precision:
-    """bfloat16 where this processor multiplies in it, else float32. Imports torch."""
+def _native_precision() -> Precision:
+    """bfloat16 where this processor multiplies in it, else float32."""
     import torch
 
     able = torch.cpu.get_capabilities()
     return "bfloat16" if able.get("avx512_bf16") or able.get("amx_bf16") else "float32"
+
+
+def _num_cores() -> int:
+    """That this process may use, which in a container are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _set_threads_here(num_threads: int) -> None:

@@ -6,7 +6,6 @@ falls as the store grows. No log and no model: prompts are drawn like text from 
 from __future__ import annotations
 
 import gc
-import os
 import time
 from typing import Any
 
@@ -21,7 +20,7 @@ from kvshare.replay.arms.sharing import SharingArm
 from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.replay.requests import LoggedRequest, Outcome, TokenizedRequest
 from kvshare.settings import load_settings
-from vector_index import Embedder, native_precision
+from vector_index import Embedder
 
 _BYTES_PER_TOKEN = 1024
 _PREFILL_TOKENS_PER_S = 500.0  # slow enough for the search by meaning to be worth it
@@ -45,7 +44,7 @@ def run(
     nominating nor planning: the tree's books, fingerprints, indexing. `threads` are the embedder's, all
     cores if None; beside other work one is quicker.
     """
-    arm = _arm(_embedder(threads) if dense else None, seed=seed)
+    arm = _arm(Embedder.for_bulk(num_threads=threads) if dense else None, seed=seed)
     prompts = TextLikePrompts(np.random.default_rng(seed), prompt_tokens)
     stream = _Stream(arm, prompts)
     gc.collect()
@@ -139,11 +138,6 @@ def _arm(embedder: Embedder | None, *, seed: int) -> SharingArm:
     )
     options = SharingOptions(nominate="fingerprints" if embedder is None else "both")
     return SharingArm("bench", bench, sharing=options)
-
-
-def _embedder(num_threads: int | None) -> Embedder:
-    """As `kvshare replay` has it."""
-    return Embedder(num_threads=num_threads or os.cpu_count() or 1, dtype=native_precision())
 
 
 def _stops(stored: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +45,9 @@ def make_meanings(options: ReplayOptions, embedder: TextEmbedder | None) -> Mean
 
 def bundled_embedder(options: ReplayOptions) -> TextEmbedder:
     """The embedder of config.yaml, as fast as it goes: nobody is served beside a replay."""
-    from vector_index import Embedder, native_precision  # imports torch
+    from vector_index import Embedder  # imports torch
 
-    return Embedder(
-        options.settings.index.embedder, num_threads=os.cpu_count() or 1, dtype=native_precision()
-    )
+    return Embedder.for_bulk(options.settings.index.embedder)
 
 
 def config_document(
