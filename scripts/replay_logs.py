@@ -1,18 +1,19 @@
 """
 Runs every replay that docs/replay.md quotes and prints its tables; documents go to docs/measured/replay/.
 
-    .venv/bin/python scripts/replay_logs.py DATA OUT [NAME ...] > tables.md
+    .venv/bin/python scripts/replay_logs.py DATA OUT [--gates] [NAME ...] > tables.md
 
-DATA has the logs in the layout of `LOGS` and `WORKLOADS`; OUT gets the workloads, a tokenizer and each run's
-folder with its report. A document here is a run's results.json without what only its report needs. No prompt
-text in any of them.
+With --gates the arms differ in what KVShare refuses. DATA has the logs in the layout of `LOGS` and
+`WORKLOADS`; OUT gets the workloads, a tokenizer and each run's folder with its report. A document here is a
+run's results.json without what only its report needs. No prompt text in any of them.
 """
 
+import argparse
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,20 @@ FOLDER = Path(__file__).parents[1] / "docs" / "measured" / "replay"
 PROGRAM = Path(sys.executable).with_name("kvshare")
 Document = dict[str, Any]
 
-UNGATED = "kvshare:max_relocated_fraction=1:min_saved_fraction=0"
 FOUND = "kvshare-fingerprints-open"
 FAST = ("prefix", "chunks", "kvshare-fingerprints", FOUND, "oracle")
-ALL = ("prefix", "chunks", "response", "kvshare", UNGATED, "kvshare-semantic-open", FOUND, "oracle")
+ALL = ("prefix", "chunks", "response", "kvshare", "kvshare-semantic-open", FOUND, "oracle")
+# What each gate costs: as configured, copies from any distance, of any generation, both, and nothing refused.
+FAR, DEEP = "max_relocated_fraction=1", "max_generation=99"
+GATES = (
+    "kvshare-fingerprints",
+    f"kvshare-fingerprints:{FAR}",
+    f"kvshare-fingerprints:{DEEP}",
+    f"kvshare-fingerprints:{FAR}:{DEEP}",
+    f"kvshare-fingerprints:{FAR}:{DEEP}:min_saved_fraction=0",
+    FOUND,
+    "oracle",
+)
 KEPT = (
     "arm",
     "token_hit_rate",
@@ -83,32 +94,44 @@ WORKLOADS: Mapping[str, tuple[str, ...]] = {
     "agent": ("rag_cacheblend/musique_s.jsonl.gz", "rag_cacheblend/wikimqa_s_clean.jsonl.gz"),
 }
 COLUMNS = (
-    "| log | requests | tokens | prefix | chunks | response cache: right, wrong | KVShare | saving, distance "
-    "ungated | found | oracle | found / oracle |"
+    "| log | requests | tokens | prefix | chunks | response cache: right, wrong | KVShare | found "
+    "| oracle | found / oracle |"
+)
+
+GATE_COLUMNS = (
+    "| log | KVShare | from any distance | of any generation | both | however little it saves | "
+    "nothing repaired | oracle |"
 )
 
 
 def main() -> None:
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    data, out, names = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="*", choices=[*LOGS, *WORKLOADS], metavar="NAME")
+    parser.add_argument("--gates", action="store_true", help="what each gate costs")
+    given = parser.parse_args()
+    data, out, gates = given.data, given.out, given.gates
     out.mkdir(parents=True, exist_ok=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     tokenizer = out / "tekken"
     if not tokenizer.exists():
         script = Path(__file__).with_name("tekken_tokenizer.py")
         subprocess.run([sys.executable, script, tokenizer], check=True, stdout=subprocess.DEVNULL)
-    lines = [COLUMNS, "|---" * COLUMNS.count(" |") + "|"]
-    for name in names or (*LOGS, *WORKLOADS):
+    columns = GATE_COLUMNS if gates else COLUMNS
+    lines = [columns, "|---" * columns.count(" |") + "|"]
+    for name in given.names or (*LOGS, *WORKLOADS):
         if name in LOGS:
             log = LOGS[name]
             files = [data / path for path in log.files]
         else:
             log = Log(f"`{name}`", WORKLOADS[name])
             files = [_workload(name, data, out)]
+        if gates:
+            name, log = f"{name}-gates", replace(log, arms=GATES)
         document = _replay(log, files, out / name, tokenizer)
         (FOLDER / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        lines.append(_row(log.title, document))
+        lines.append(_gates_row(log.title, document) if gates else _row(log.title, document))
     sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -129,6 +152,11 @@ def _replay(log: Log, files: list[Path], folder: Path, tokenizer: Path) -> Docum
     arms = [{key: arm[key] for key in KEPT} for arm in whole["arms"]]
     times = {key: whole["times"][key] for key in ("wall_s", "requests_per_s")}
     return {**kept, "arms": arms, "times": times}
+
+
+def _gates_row(title: str, document: Document) -> str:
+    rates = [f"{100 * arm['token_hit_rate']:.1f} %" for arm in document["arms"]]
+    return f"| {title} | {' | '.join(rates)} |"
 
 
 def _row(title: str, document: Document) -> str:
@@ -153,7 +181,6 @@ def _row(title: str, document: Document) -> str:
         share("chunks"),
         answers,
         share("kvshare", "kvshare-fingerprints"),
-        share(UNGATED),
         share(FOUND),
         share("oracle"),
         f"{100 * found:.0f} %",
