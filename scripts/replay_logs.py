@@ -108,10 +108,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("names", nargs="*", choices=[*LOGS, *WORKLOADS], metavar="NAME")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*LOGS, *WORKLOADS]))
     parser.add_argument("--gates", action="store_true", help="what each gate costs")
     given = parser.parse_args()
     data, out, gates = given.data, given.out, given.gates
+    if unknown := set(given.names) - {*LOGS, *WORKLOADS}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
     out.mkdir(parents=True, exist_ok=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     tokenizer = out / "tekken"

@@ -30,6 +30,8 @@ from vector_index.edge_child import optimise_in_child
 from vector_index.errors import IndexUnavailableError
 from vector_index.schema import IndexSchema, read_stamp, write_stamp
 
+_MAX_SEGMENT_KB = 150_000  # of vectors; 100,000 prompts at 384 dimensions
+_NUM_SEGMENTS = 8  # fewer are not merged further: what is merged is built again
 _SLICE = 16  # points per native write: about 0.6 ms at 120 fingerprints and 384 dimensions
 
 
@@ -221,7 +223,12 @@ def _config(schema: IndexSchema) -> edge.EdgeConfig:
     return edge.EdgeConfig(
         vectors=dense if schema.dimension else None,
         sparse_vectors=sparse,
-        max_search_threads=1,  # most searches meet one segment: a pool only adds hand-overs
+        max_search_threads=1,  # most searches meet few segments: a pool only adds hand-overs
+        # Without a limit every optimisation builds one segment of everything: time and memory of each grow
+        # with the index (14 GB and more at a million prompts).
+        optimizers=edge.EdgeOptimizersConfig(
+            max_segment_size=_MAX_SEGMENT_KB, default_segment_number=_NUM_SEGMENTS
+        ),
     )
 
 

@@ -36,7 +36,10 @@ def run(
     dense: bool = True,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Builds an index of `stored` prompts and asks it, freshly written, optimised and cold, and warm."""
+    """
+    Builds an index of `stored` prompts, optimised on the way as a server's is, and asks it as it was written,
+    optimised and cold, and warm.
+    """
     if prompt_tokens < MIN_TOKENS:
         raise ValueError(f"prompt_tokens must be at least {MIN_TOKENS}, got {prompt_tokens}")
     return asyncio.run(_run(stored, prompt_tokens, queries, dense, seed))
@@ -48,7 +51,7 @@ async def _run(stored: int, prompt_tokens: int, queries: int, dense: bool, seed:
     embedder = corpus if dense else None
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-index-") as name:
         folder = Path(name)
-        index = QdrantEdgeIndex(settings.schema(embedder), folder, optimise_after=2**62)
+        index = QdrantEdgeIndex(settings.schema(embedder), folder)
         await index.open()
         nominator = Nominator(index, embedder=embedder, settings=settings)
         gc.collect()
