@@ -30,8 +30,8 @@ from vector_index.edge_child import optimise_in_child
 from vector_index.errors import IndexUnavailableError
 from vector_index.schema import IndexSchema, read_stamp, write_stamp
 
-_MAX_SEGMENT_KB = 150_000  # of vectors; 100,000 prompts at 384 dimensions
-_NUM_SEGMENTS = 8  # fewer are not merged further: what is merged is built again
+_MAX_SEGMENT_KB = 400_000  # of vectors; 260,000 prompts at 384 dimensions
+_NUM_SEGMENTS = 6  # fewer are not merged further: what is merged is built again
 _SLICE = 16  # points per native write: about 0.6 ms at 120 fingerprints and 384 dimensions
 
 
