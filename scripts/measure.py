@@ -155,8 +155,8 @@ ROWS: dict[str, tuple[str, str, Callable[[Document], str]]] = {
         _replay,
     ),
     "replay-dense": (
-        "The same with the search by meaning, embeddings included, over 2,000",
-        "replay --stored 2000 --dense",
+        "The same with the search by meaning, embeddings included, over 1,000",
+        "replay --stored 1000 --requests 500 --dense",
         _replay,
     ),
     "index": (
