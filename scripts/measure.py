@@ -50,8 +50,8 @@ def _vllm_ttft(d: Document) -> str:
 def _load(d: Document) -> str:
     return (
         f"{d['throughput_ratio']:.2f}x the requests per second, {d['ttft_p50_ratio']:.2f}x the median time "
-        f"to first token of vLLM with prefix caching; unrelated requests alone lose "
-        f"{100 * d['unrelated_loss']:.0f} % of throughput"
+        f"to first token of vLLM with prefix caching; with unrelated requests alone "
+        f"{1 - d['unrelated_loss']:.2f}x the requests per second"
     )
 
 
