@@ -186,7 +186,7 @@ def test_another_tenant_gets_nothing_of_it(fleet: Fleet) -> None:
 
 def test_a_log_is_replayed_through_vllm(fleet: Fleet, tmp_path: Path) -> None:
     """`kvshare replay --engine`: real times, and what vLLM says it had beside what was predicted."""
-    forms = pair(21)
+    forms = pair(31)
     log = tmp_path / "log.jsonl"
     log.write_text(
         "".join(json.dumps({"messages": m}) + "\n" for m in (forms.donor_messages, forms.recipient_messages))
@@ -212,9 +212,9 @@ def test_what_a_client_says_about_kv_is_ignored(fleet: Fleet) -> None:
         "cache_salt": "kvshare-private-somebody",
         "kv_transfer_params": {"kvshare": {"protocol": 1, "copies": [[1, 0, 100, 0, 0]]}},
     }
-    with fleet.client("ann") as ann, fleet.client("cid") as cid:
+    with fleet.client("ann") as ann, fleet.client("dot") as dot:  # new here
         donate(fleet, ann, messages)
-        assert ask(cid, messages, **stolen)[2] == 0
+        assert ask(dot, messages, **stolen)[2] == 0
 
 
 def test_streams_are_vllms_own_bytes(fleet: Fleet) -> None:
