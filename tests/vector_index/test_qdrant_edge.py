@@ -1,6 +1,7 @@
 """What only the Edge backend does: live on disk, survive, notice damage, optimise aside."""
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -162,6 +163,14 @@ async def test_optimising_leaves_the_loop_free_and_loses_nothing(
     assert await index.count("a") == 21
     assert await index.search_fingerprints("a", prints(20), 5) == [Hit(20, 1.0)]
     await index.close()
+
+
+async def test_segments_are_of_bounded_size(tmp_path: Path, schema: IndexSchema) -> None:
+    """The child, which opens the shard as it finds it, knows the limit: it never builds all into one."""
+    await filled(tmp_path, schema)
+    optimisers = json.loads((tmp_path / "shard" / "edge_config.json").read_text())["optimizers"]
+    assert 0 < optimisers["max_segment_size"] < 1_000_000
+    assert optimisers["default_segment_number"] > 1
 
 
 async def test_a_failed_optimise_leaves_the_index_open(

@@ -32,7 +32,7 @@ def savings(arm: ArmReport) -> str | None:
         ("equal prefix: not computed", total - exact, total, "c-prefix"),
         ("copies from elsewhere", total - hit, total - exact, "c-kv0"),
         ("repaired: computed again", total - hit - repaired, total - hit, "c-repaired"),
-        ("computed: nothing to share", 0, total - hit - repaired, "c-computed"),
+        ("computed: nothing shared", 0, total - hit - repaired, "c-computed"),
     ]
     return _falling(f"Where the tokens go: {arm.label}", bars, total)
 
