@@ -30,7 +30,8 @@ from vector_index.edge_child import optimise_in_child
 from vector_index.errors import IndexUnavailableError
 from vector_index.schema import IndexSchema, read_stamp, write_stamp
 
-_MAX_SEGMENT_KB = 400_000  # of vectors; 260,000 prompts at 384 dimensions
+_MAX_SEGMENT_PROMPTS = 260_000
+_BYTES_OF_FINGERPRINTS = 600  # of a prompt of 500 tokens
 _NUM_SEGMENTS = 6  # fewer are not merged further: what is merged is built again
 _SLICE = 16  # points per native write: about 0.6 ms at 120 fingerprints and 384 dimensions
 
@@ -219,7 +220,9 @@ def _config(schema: IndexSchema) -> edge.EdgeConfig:
     dense = {"dense": edge.EdgeVectorParams(schema.dimension, edge.Distance.Cosine)}
     # By default a filtered search over fewer points than 20,000 scans them all once a point was
     # deleted (2.5 ms at 5,000 points); the postings are always quicker here (0.1 ms).
-    sparse = {"sparse": edge.EdgeSparseVectorParams(full_scan_threshold=1)}
+    # Postings belong to the page cache: pinned ones take 5 KB a prompt that nobody else can have.
+    sparse = {"sparse": edge.EdgeSparseVectorParams(full_scan_threshold=1, memory=edge.Memory.Cached)}
+    segment_bytes = _MAX_SEGMENT_PROMPTS * max(4 * schema.dimension, _BYTES_OF_FINGERPRINTS)
     return edge.EdgeConfig(
         vectors=dense if schema.dimension else None,
         sparse_vectors=sparse,
@@ -227,7 +230,8 @@ def _config(schema: IndexSchema) -> edge.EdgeConfig:
         # Without a limit every optimisation builds one segment of everything: time and memory of each grow
         # with the index (14 GB and more at a million prompts).
         optimizers=edge.EdgeOptimizersConfig(
-            max_segment_size=_MAX_SEGMENT_KB, default_segment_number=_NUM_SEGMENTS
+            max_segment_size=segment_bytes // 1024,  # in KB, of the larger kind of vector alone
+            default_segment_number=_NUM_SEGMENTS,
         ),
     )
 
