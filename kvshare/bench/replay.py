@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from delta_tree import token_ids
 from kvshare.bench.figures import grown, memory_bytes, percentiles
-from kvshare.bench.text_like import TextLikePrompts
+from kvshare.bench.text_like import TextLikePrompts, common_words
 from kvshare.replay.arms.base import Workbench
 from kvshare.replay.arms.meanings import Meanings
 from kvshare.replay.arms.sharing import SharingArm
@@ -44,9 +45,12 @@ def run(
     nominating nor planning: the tree's books, fingerprints, indexing. `threads` are the embedder's, all
     cores if None; beside other work one is quicker.
     """
-    arm = _arm(Embedder.for_bulk(num_threads=threads) if dense else None, seed=seed)
+    embedder = Embedder.for_bulk(num_threads=threads) if dense else None
+    words = [] if embedder is None else common_words(embedder.load().tokenizer.get_vocab())
+    meanings = None if embedder is None else Meanings(embedder)
+    arm = _arm(meanings, seed=seed)
     prompts = TextLikePrompts(np.random.default_rng(seed), prompt_tokens)
-    stream = _Stream(arm, prompts)
+    stream = _Stream(arm, prompts, words)
     gc.collect()
     before = memory_bytes()
     windows = []
@@ -67,6 +71,7 @@ def run(
         "requests_per_s": windows[-1]["requests_per_s"],
         "plan_p99_ms": windows[-1]["plan"]["p99_ms"],
         "windows": windows,
+        "embedded_texts_per_s": None if meanings is None else round(meanings.num_texts / meanings.seconds, 1),
         "memory_bytes": memory,
     }
 
@@ -74,9 +79,10 @@ def run(
 class _Stream:
     """Requests that go to an arm one by one, embedded a batch at a time where it looks at meaning."""
 
-    def __init__(self, arm: SharingArm, prompts: TextLikePrompts) -> None:
+    def __init__(self, arm: SharingArm, prompts: TextLikePrompts, words: Sequence[str]) -> None:
         self._arm = arm
         self._prompts = prompts
+        self._words = words
         self.num_observed = 0
 
     def replay(self, num_requests: int) -> list[tuple[Outcome, float]]:
@@ -123,20 +129,20 @@ class _Stream:
             logged=LoggedRequest(source="bench", line=number + 1, conversation=name, turn=0, user=name),
             token_ids=tokens,
             answer_ids=token_ids([]),
-            text=self._prompts.text(tokens),
+            text=self._prompts.text(tokens, self._words) if self._words else "",
             time_s=float(number),
         )
 
 
-def _arm(embedder: Embedder | None, *, seed: int) -> SharingArm:
+def _arm(meanings: Meanings | None, *, seed: int) -> SharingArm:
     bench = Workbench(
         settings=load_settings(),
         bytes_per_token=_BYTES_PER_TOKEN,
         prefill_tokens_per_s=_PREFILL_TOKENS_PER_S,
         seed=seed,
-        meanings=None if embedder is None else Meanings(embedder),
+        meanings=meanings,
     )
-    options = SharingOptions(nominate="fingerprints" if embedder is None else "both")
+    options = SharingOptions(nominate="fingerprints" if meanings is None else "both")
     return SharingArm("bench", bench, sharing=options)
 
 

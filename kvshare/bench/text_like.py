@@ -1,13 +1,15 @@
 """
 Prompts that look like text to an index: common words, paragraphs that come again, one system prompt for half.
 
-Words are drawn by Zipf's law. A prompt is a header of its own, perhaps the system prompt, and paragraphs, of
-which most are popular ones; one prompt in five is an earlier one with a stretch rewritten.
+Words are drawn by Zipf's law, and token n is the n-th most common English word. A prompt is a header of its
+own, perhaps the system prompt, and paragraphs, of which most are popular ones; one prompt in five is an
+earlier one with a stretch rewritten.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,22 @@ _HEADER_TOKENS = 24
 _SHARE_WITH_SYSTEM, _SHARE_POPULAR, _SHARE_RESUBMITTED = 0.5, 0.6, 0.2
 _SYSTEM_FRACTION, _REWRITTEN_FRACTION = 0.4, 0.1
 _REMEMBERED = 1000  # prompts that may be sent again
+
+
+def common_words(vocabulary: Mapping[str, int]) -> list[str]:
+    """
+    The 20,000 most common words of an uncased WordPiece vocabulary, whose ids go by how common words are.
+
+    Raises:  ValueError if it has fewer
+    """
+    words = [word for word in sorted(vocabulary, key=vocabulary.__getitem__) if _is_word(word)]
+    if len(words) < _WORDS:
+        raise ValueError(f"the vocabulary must have {_WORDS} English words, got {len(words)}")
+    return words[:_WORDS]
+
+
+def _is_word(piece: str) -> bool:
+    return piece in {"a", "i"} or (len(piece) > 1 and piece.isascii() and piece.isalpha())
 
 
 class TextLikePrompts:
@@ -48,9 +66,9 @@ class TextLikePrompts:
         self._recent.append(prompt)
         return prompt
 
-    def text(self, prompt: TokenIds) -> str:
-        """Words for an embedder, the header and the system prompt left out."""
-        return " ".join(f"{token:x}" for token in prompt[-self.num_tokens // 2 :].tolist())
+    def text(self, prompt: TokenIds, words: Sequence[str]) -> str:
+        """Its `words` for an embedder, the header and the system prompt left out."""
+        return " ".join(words[token] for token in prompt[-self.num_tokens // 2 :].tolist())
 
     def _fresh(self) -> TokenIds:
         parts = [self._words(_HEADER_TOKENS)]

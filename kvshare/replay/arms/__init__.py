@@ -56,7 +56,7 @@ _OPTIONS: Final[dict[str, dict[str, type[Number]]]] = {
     "prefix": {"block_size": int},
     "chunks": {"chunk_size": int, "block_size": int},
     "response": {"max_distance": float},
-    "oracle": {"min_run": int},
+    "oracle": {"min_run": int, "tail": int},
     **dict.fromkeys(_KVSHARE, _SHARING_NUMBERS),
 }
 _FAST: Final = (

@@ -3,7 +3,8 @@ The `oracle` arm: the most that copying equal tokens could ever reuse.
 
 Every token counts that lies in a stretch of at least `min_run` tokens which an earlier request of the
 namespace had, in its prompt or its kept answer: the union of all `min_run`-grams that were seen. Hashes find,
-tokens decide.
+tokens decide. The last `tail` tokens of a prompt never count: with 1, what is left is what a server could
+save, which computes the last token of any prompt to predict the next.
 
 A finite store keeps the distinct k-grams used last, one token's KV each: less than that no store could hold.
 """
@@ -29,10 +30,17 @@ class OracleArm(Arm):
     family = "oracle"
 
     def __init__(
-        self, name: str, bench: Workbench, capacity_tokens: int | None = None, *, min_run: int = 16
+        self,
+        name: str,
+        bench: Workbench,
+        capacity_tokens: int | None = None,
+        *,
+        min_run: int = 16,
+        tail: int = 0,
     ) -> None:
         super().__init__(name, bench, capacity_tokens)
         self.min_run = min_run
+        self.tail = tail
         self._tokens = np.empty(1 << 16, dtype=np.int32)
         self._num_tokens = 0
         self._starts: list[int] = []  # of the requests in `_tokens`
@@ -43,7 +51,7 @@ class OracleArm(Arm):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"min_run": self.min_run}
+        return {"min_run": self.min_run, **({"tail": self.tail} if self.tail else {})}
 
     def observe(self, request: TokenizedRequest) -> Outcome:
         began = time.perf_counter()
@@ -51,7 +59,7 @@ class OracleArm(Arm):
         tokens = stored_tokens(request)
         hashes = kgram_hashes(tokens, self.min_run)
         stored = self._alive(table.find(hashes))
-        num_prompt_grams = max(0, request.num_tokens - self.min_run + 1)
+        num_prompt_grams = max(0, request.num_tokens - self.tail - self.min_run + 1)
         starts = np.flatnonzero(self._same_tokens(stored[:num_prompt_grams], tokens))
         covered = _covered(starts, self.min_run, request.num_tokens)
         outcome = Outcome(

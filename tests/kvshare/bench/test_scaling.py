@@ -10,7 +10,8 @@ import pytest
 from kvshare.bench import index, replay
 from kvshare.bench.figures import drop_from_page_cache, grown, memory_bytes, percentiles, shard_bytes
 from kvshare.bench.index_corpus import Corpus
-from kvshare.bench.text_like import TextLikePrompts
+from kvshare.bench.text_like import TextLikePrompts, common_words
+from vector_index import Embedder
 
 
 def test_nominating_is_measured_as_written_cold_and_warm() -> None:
@@ -83,9 +84,21 @@ def test_prompts_like_text_repeat_passages_and_themselves() -> None:
     assert 30 < sum(np.array_equal(prompt[24:100], system[24:100]) for prompt in drawn) < 80
     near = sum((a == b).mean() > 0.85 for n, a in enumerate(drawn) for b in islice(drawn, n))
     assert near > 5
-    assert len(first.text(drawn[0]).split()) == 150
+    words = [f"word{number}" for number in range(20_000)]
+    assert first.text(drawn[0], words).split() == [words[token] for token in drawn[0][150:]]
     with pytest.raises(ValueError, match="at least 64"):
         TextLikePrompts(np.random.default_rng(3), 10)
+
+
+@pytest.mark.model
+def test_words_are_the_common_ones_of_the_embedder() -> None:
+    """Its vocabulary is in the order of frequency; parts of words and signs are left out."""
+    words = common_words(Embedder().load().tokenizer.get_vocab())
+    assert len(set(words)) == 20_000
+    assert set(words[:40]) > {"the", "of", "and"}
+    assert not any("#" in word or "[" in word for word in words)
+    with pytest.raises(ValueError, match="20000 English words, got 2"):
+        common_words({"the": 7, "##ing": 8, "of": 9})
 
 
 def test_percentiles_are_milliseconds() -> None:

@@ -109,14 +109,15 @@ def test_finite_prefix_evicts_as_vllm_does(pairs: list[tuple[list[int], list[int
         assert outcome.num_stored_bytes <= num_blocks * BLOCK * 10
 
 
-@given(prompts)
-def test_oracle_equals_brute_force(pairs: list[tuple[list[int], list[int]]]) -> None:
-    """Every token in a stretch of 16 that an earlier prompt or answer had, and no other."""
+@given(prompts, st.integers(0, 3))
+def test_oracle_equals_brute_force(pairs: list[tuple[list[int], list[int]]], tail: int) -> None:
+    """Every token in a stretch of 16 before the tail that an earlier prompt or answer had, and no other."""
     requests = [request(i, prompt, answer=answer) for i, (prompt, answer) in enumerate(pairs)]
     seen: set[tuple[int, ...]] = set()
-    for one, outcome in zip(requests, run("oracle", requests), strict=True):
+    arm = f"oracle:tail={tail}" if tail else "oracle"
+    for one, outcome in zip(requests, run(arm, requests), strict=True):
         prompt = one.token_ids.tolist()
-        starts = [i for i in range(len(prompt) - 15) if tuple(prompt[i : i + 16]) in seen]
+        starts = [i for i in range(len(prompt) - tail - 15) if tuple(prompt[i : i + 16]) in seen]
         assert positions(outcome) == {i + k for i in starts for k in range(16)}
         tokens = prompt + one.answer_ids.tolist()
         seen |= {tuple(tokens[i : i + 16]) for i in range(len(tokens) - 15)}
