@@ -160,13 +160,8 @@ ROWS: dict[str, tuple[str, str, Callable[[Document], str]]] = {
         _replay,
     ),
     "index": (
-        "Nomination among 1,000,000 stored prompts in Qdrant Edge, by prefix and fingerprints",
-        "index --stored 1000000 --no-dense",
-        _index,
-    ),
-    "index-dense": (
-        "By meaning too, among 200,000",
-        "index --stored 200000",
+        "Nomination among 1,000,000 stored prompts in Qdrant Edge, by prefix, fingerprints and meaning",
+        "index --stored 1000000",
         _index,
     ),
 }

@@ -1,11 +1,12 @@
 """
 Runs every replay that docs/replay.md quotes and prints its tables; documents go to docs/measured/replay/.
 
-    .venv/bin/python scripts/replay_logs.py DATA OUT [--gates] [NAME ...] > tables.md
+    .venv/bin/python scripts/replay_logs.py DATA OUT [--gates | --stores] [NAME ...] > tables.md
 
-With --gates the arms differ in what KVShare refuses. DATA has the logs in the layout of `LOGS` and
-`WORKLOADS`; OUT gets the workloads, a tokenizer and each run's folder with its report. A document here is a
-run's results.json without what only its report needs. No prompt text in any of them.
+With --gates the arms differ in what KVShare refuses, with --stores in how much they may keep. DATA has the
+logs in the layout of `LOGS` and `WORKLOADS`; OUT gets the workloads, a tokenizer and each run's folder with
+its report. A document here is a run's results.json without what only its report needs. No prompt text in any
+of them.
 """
 
 import argparse
@@ -22,8 +23,10 @@ PROGRAM = Path(sys.executable).with_name("kvshare")
 Document = dict[str, Any]
 
 FOUND = "kvshare-fingerprints-open"
-FAST = ("prefix", "chunks", "kvshare-fingerprints", FOUND, "oracle")
-ALL = ("prefix", "chunks", "response", "kvshare", "kvshare-semantic-open", FOUND, "oracle")
+SAVEABLE = "oracle:tail=1"  # nobody saves the last token
+MEANING = ("kvshare-semantic-open", "kvshare-semantic-open:max_distance=0.15")
+FAST = ("prefix", "chunks", "kvshare-fingerprints", FOUND, "oracle", SAVEABLE)
+ALL = ("prefix", "chunks", "response", "kvshare", *MEANING, FOUND, "oracle", SAVEABLE)
 # What each gate costs: as configured, copies from any distance, of any generation, both, and nothing refused.
 FAR, DEEP = "max_relocated_fraction=1", "max_generation=99"
 GATES = (
@@ -35,8 +38,11 @@ GATES = (
     FOUND,
     "oracle",
 )
+STORES = ("prefix", "chunks", "kvshare-fingerprints", "oracle")
+GIB = (1, 4, 16, 64)  # at 128 KiB a token, Llama-3-8B's
 KEPT = (
     "arm",
+    "capacity_tokens",
     "token_hit_rate",
     "request_hit_rate_50",
     "request_hit_rate_70",
@@ -46,6 +52,10 @@ KEPT = (
     "num_repaired_tokens",
     "storage",
     "ttft_saved_s",
+    "num_copies",
+    "num_donors",
+    "shift_tokens",
+    "by",
 )
 
 
@@ -66,6 +76,10 @@ LOGS: Mapping[str, Log] = {
     "sharegpt-zh": Log("ShareGPT, Chinese chats", ("sharegpt_zh_1k/sharegpt_zh.jsonl.gz",), arms=FAST),
     "aibrix": Log("AIBrix serving workload", ("sharegpt_replay_aibrix/workload_8min.jsonl.gz",)),
     "prompts-chat": Log("prompts.chat, templates", ("prompts_chat/prompts.jsonl.gz",)),
+    "aibrix-5s": Log("AIBrix, five seconds", ("sharegpt_replay_aibrix/workload_5s.jsonl.gz",)),
+    "mooncake-synthetic": Log(
+        "Mooncake, synthetic trace", ("request_traces/mooncake_synthetic.jsonl.gz",), arms=FAST
+    ),
     "mooncake": Log(
         "Mooncake trace, first 4,000",
         ("request_traces/mooncake_conversation.jsonl.gz",),
@@ -95,13 +109,17 @@ WORKLOADS: Mapping[str, tuple[str, ...]] = {
 }
 COLUMNS = (
     "| log | requests | tokens | prefix | chunks | response cache: right, wrong | KVShare | found "
-    "| oracle | found / oracle |"
+    "| oracle | found / oracle | found / saveable |"
 )
-
+DETAIL_COLUMNS = (
+    "| log | prefix: 50, 70, 90 % | KVShare: 50, 70, 90 % | copies, donors a plan | moved by, mean | "
+    "hit rate by turn | requests with hits, by whose donors | found by meaning: 0.05, 0.15 |"
+)
 GATE_COLUMNS = (
     "| log | KVShare | from any distance | of any generation | both | however little it saves | "
     "nothing repaired | oracle |"
 )
+STORE_COLUMNS = f"| log | arm | {' | '.join(f'{gib} GiB' for gib in GIB)} | infinite |"
 
 
 def main() -> None:
@@ -110,8 +128,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*LOGS, *WORKLOADS]))
     parser.add_argument("--gates", action="store_true", help="what each gate costs")
+    parser.add_argument("--stores", action="store_true", help="what a finite store costs")
     given = parser.parse_args()
-    data, out, gates = given.data, given.out, given.gates
+    data, out = given.data, given.out
     if unknown := set(given.names) - {*LOGS, *WORKLOADS}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     out.mkdir(parents=True, exist_ok=True)
@@ -120,8 +139,12 @@ def main() -> None:
     if not tokenizer.exists():
         script = Path(__file__).with_name("tekken_tokenizer.py")
         subprocess.run([sys.executable, script, tokenizer], check=True, stdout=subprocess.DEVNULL)
-    columns = GATE_COLUMNS if gates else COLUMNS
-    lines = [columns, "|---" * columns.count(" |") + "|"]
+    columns, details = COLUMNS, [DETAIL_COLUMNS, _rule(DETAIL_COLUMNS)]
+    if given.gates:
+        columns, details = GATE_COLUMNS, []
+    elif given.stores:
+        columns, details = STORE_COLUMNS, []
+    lines = [columns, _rule(columns)]
     for name in given.names or (*LOGS, *WORKLOADS):
         if name in LOGS:
             log = LOGS[name]
@@ -129,12 +152,26 @@ def main() -> None:
         else:
             log = Log(f"`{name}`", WORKLOADS[name])
             files = [_workload(name, data, out)]
-        if gates:
+        if given.gates:
             name, log = f"{name}-gates", replace(log, arms=GATES)
+        elif given.stores:
+            capacity = ",".join(f"{gib}GiB" for gib in GIB)
+            options = (*log.options, "--capacity", capacity, "--interleave", "16")
+            name, log = f"{name}-stores", replace(log, arms=STORES, options=options)
         document = _replay(log, files, out / name, tokenizer)
         (FOLDER / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        lines.append(_gates_row(log.title, document) if gates else _row(log.title, document))
-    sys.stdout.write("\n".join(lines) + "\n")
+        if given.gates:
+            lines.append(_gates_row(log.title, document))
+        elif given.stores:
+            lines += _stores_rows(log.title, document)
+        else:
+            lines.append(_row(log.title, document))
+            details.append(_details_row(log.title, document))
+    sys.stdout.write("\n".join([*lines, "", *details]) + "\n")
+
+
+def _rule(columns: str) -> str:
+    return "|---" * columns.count(" |") + "|"
 
 
 def _workload(name: str, data: Path, out: Path) -> Path:
@@ -157,8 +194,51 @@ def _replay(log: Log, files: list[Path], folder: Path, tokenizer: Path) -> Docum
 
 
 def _gates_row(title: str, document: Document) -> str:
-    rates = [f"{100 * arm['token_hit_rate']:.1f} %" for arm in document["arms"]]
+    rates = [_percent(arm["token_hit_rate"]) for arm in document["arms"]]
     return f"| {title} | {' | '.join(rates)} |"
+
+
+def _stores_rows(title: str, document: Document) -> list[str]:
+    rows: dict[str, dict[int | None, float]] = {}
+    for arm in document["arms"]:
+        rows.setdefault(arm["arm"], {})[arm["capacity_tokens"]] = arm["token_hit_rate"]
+    sizes = sorted({size for rates in rows.values() for size in rates if size is not None})
+    return [
+        f"| {title} | {arm} | {' | '.join(_percent(rates[size]) for size in (*sizes, None))} |"
+        for arm, rates in rows.items()
+    ]
+
+
+def _details_row(title: str, document: Document) -> str:
+    arms = {arm["arm"]: arm for arm in document["arms"]}
+    ours = arms.get("kvshare") or arms["kvshare-fingerprints"]
+    meaning = [_percent(arms[name]["token_hit_rate"]) for name in MEANING if name in arms]
+    cells = (
+        title,
+        _reached(arms["prefix"]),
+        _reached(ours),
+        f"{ours['num_copies']['mean'] or 0:.1f}, {ours['num_donors']['mean'] or 0:.1f}",
+        f"{ours['shift_tokens']['mean'] or 0:,.0f} tokens",
+        ", ".join(
+            f"{key} {_percent(one['token_hit_rate'])}" for key, one in sorted(ours["by"]["turn"].items())
+        ),
+        ", ".join(
+            f"{key} {one['num_requests']:,}"
+            for key, one in sorted(ours["by"]["origin"].items())
+            if key != "none"
+        ),
+        ", ".join(meaning),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _reached(arm: Document) -> str:
+    """Requests of which at least so much was not computed: the paper's reading."""
+    return ", ".join(_percent(arm[f"request_hit_rate_{share}"]) for share in (50, 70, 90))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _row(title: str, document: Document) -> str:
@@ -166,14 +246,14 @@ def _row(title: str, document: Document) -> str:
 
     def share(*names: str) -> str:
         rates = [arms[name]["token_hit_rate"] for name in names if name in arms]
-        return f"{100 * rates[0]:.1f} %" if rates else ""
+        return _percent(rates[0]) if rates else ""
 
     response = arms.get("response")
     answers = ""
     if response is not None:
         wrong = response["num_false_hits"]
         answers = f"{response['num_answered'] - wrong:,}, {wrong:,}"
-    found = arms[FOUND]["token_hit_rate"] / arms["oracle"]["token_hit_rate"]
+    found = arms[FOUND]["token_hit_rate"]
     data = document["data"]
     cells = (
         title,
@@ -185,7 +265,7 @@ def _row(title: str, document: Document) -> str:
         share("kvshare", "kvshare-fingerprints"),
         share(FOUND),
         share("oracle"),
-        f"{100 * found:.0f} %",
+        *(f"{100 * found / arms[of]['token_hit_rate']:.0f} %" for of in ("oracle", SAVEABLE)),
     )
     return f"| {' | '.join(cells)} |"
 
