@@ -155,10 +155,10 @@ def main() -> None:
         if given.gates:
             name, log = f"{name}-gates", replace(log, arms=GATES)
         elif given.stores:
-            capacity = ",".join(f"{gib}GiB" for gib in GIB)
-            options = (*log.options, "--capacity", capacity, "--interleave", "16")
+            options = (*log.options, "--interleave", "16")
             name, log = f"{name}-stores", replace(log, arms=STORES, options=options)
-        document = _replay(log, files, out / name, tokenizer)
+        capacity = ",".join(f"{gib}GiB" for gib in GIB) if given.stores else "none"
+        document = _replay(log, files, out / name, tokenizer, capacity)
         (FOLDER / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         if given.gates:
             lines.append(_gates_row(log.title, document))
@@ -181,8 +181,9 @@ def _workload(name: str, data: Path, out: Path) -> Path:
     return path
 
 
-def _replay(log: Log, files: list[Path], folder: Path, tokenizer: Path) -> Document:
+def _replay(log: Log, files: list[Path], folder: Path, tokenizer: Path, capacity: str) -> Document:
     command = [PROGRAM, "replay", *files, *log.options, "--tokenizer", tokenizer, "--out", folder]
+    command += ["--capacity", capacity]
     run = subprocess.run(
         [*command, "--arms", ",".join(log.arms), "--json"], stdout=subprocess.PIPE, check=True, text=True
     )

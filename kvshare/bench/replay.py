@@ -42,7 +42,8 @@ def run(
     Replays `stored` requests and `requests` more, one at a time.
 
     Measured are the last `requests`, and as many after 1,000, 10,000, ... `keep` is what is neither
-    nominating nor planning: the tree's books, fingerprints, indexing. `threads` are the embedder's, all
+    nominating nor planning: the tree's books, fingerprints, indexing. Left out is what a replay does beside
+    that and a server does not: asking what the gates cost. `threads` are the embedder's, all
     cores if None; beside other work one is quicker.
     """
     embedder = Embedder.for_bulk(num_threads=threads) if dense else None
@@ -143,7 +144,7 @@ def _arm(meanings: Meanings | None, *, seed: int) -> SharingArm:
         meanings=meanings,
     )
     options = SharingOptions(nominate="fingerprints" if meanings is None else "both")
-    return SharingArm("bench", bench, sharing=options)
+    return SharingArm("bench", bench, sharing=options, explain_losses=False)
 
 
 def _stops(stored: int) -> list[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -97,6 +98,10 @@ def load(
         int | None, typer.Option("--concurrency", min=1, help="Clients at a time.")
     ] = None,
     requests: Annotated[int | None, typer.Option("--requests", min=2, help="Per arm and repeat.")] = None,
+    workload: Annotated[
+        Path | None,
+        typer.Option(help="Send this file's first prompts, cut to --prompt-tokens, not made-up ones."),
+    ] = None,
     prompt_tokens: PromptTokens = None,
     changed: Changed = None,
     edits: Edits = None,
@@ -108,9 +113,12 @@ def load(
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """Throughput and latency of concurrent clients, with and without sharing."""
+    if workload is not None and (changed is not None or edits is not None):
+        raise typer.BadParameter("not together with --changed or --edits", param_hint="--workload")
     options = {
         "concurrency": concurrency,
         "requests": requests,
+        "workload": workload,
         "prompt_tokens": prompt_tokens,
         "changed": changed,
         "edits": edits,

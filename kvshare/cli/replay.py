@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="The results on stdout as JSON, for programs.")]
 
 _RUN = "run"
+_DEFAULT_CAPACITY = "16GiB"  # what a GPU may have left: 131,072 tokens of a Llama-3-8B
+_INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 _CAPACITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgG]?)(i?[bB])?")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3}
 
@@ -60,7 +62,9 @@ def run(
     capacity: Annotated[
         list[str] | None,
         typer.Option(
-            "--capacity", help="Finite stores too: tokens (500k) or bytes (4GiB); repeat or commas."
+            "--capacity",
+            help="Finite stores beside the infinite ones: tokens (500k), bytes (4GiB) or none; repeat or "
+            "commas. [default: 16GiB; none with --paper or --engine]",
         ),
     ] = None,
     bytes_per_token: Annotated[
@@ -78,7 +82,11 @@ def run(
     seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
     paper: Annotated[
-        bool, typer.Option("--paper", help="The source paper's figures 2 and 4 instead.")
+        bool,
+        typer.Option(
+            "--paper",
+            help="The source paper's figures 2 and 4 instead; compares all first prompts with each other.",
+        ),
     ] = False,
     engine: Annotated[
         str | None, typer.Option("--engine", metavar="URL", help="Send it to this running server instead.")
@@ -98,7 +106,9 @@ def run(
     as_json: Json = False,
 ) -> None:
     """What each way of caching would have reused of a log's requests. No GPU, no model."""
+    _refuse_together(paper=paper, engine=engine, resume=resume, capacity=capacity)
     from kvshare.replay.arms import parse_arms
+    from kvshare.replay.checkpoint import Checkpoint
     from kvshare.replay.live import LIVE_ARMS, LiveOptions, replay_live
     from kvshare.replay.options import LLAMA3_8B_BYTES_PER_TOKEN, ReplayOptions
     from kvshare.replay.paper import PAPER_ARMS, replay_paper
@@ -106,8 +116,7 @@ def run(
     from kvshare.replay.run import replay
     from kvshare.settings import load_settings
 
-    if paper and engine:
-        raise typer.BadParameter("not together with --engine", param_hint="--paper")
+    default_capacity = [] if paper or engine else [_DEFAULT_CAPACITY]
     default_arms = PAPER_ARMS if paper else LIVE_ARMS if engine else "all"
     per_token = bytes_per_token or LLAMA3_8B_BYTES_PER_TOKEN
     options = ReplayOptions(
@@ -117,14 +126,14 @@ def run(
         settings=load_settings(config),
         format_name=log_format,
         tokenizer=tokenizer,
-        capacities_tokens=_capacities(capacity or [], per_token),
+        capacities_tokens=_capacities(capacity or default_capacity, per_token),
         bytes_per_token=per_token,
         prefill_tokens_per_s=prefill,
         limit=limit,
         seed=seed,
         interleave=interleave,
     )
-    out.mkdir(parents=True, exist_ok=True)
+    _make_folder(out)
     try:
         with progress_bar(hidden=as_json) as report:
             if paper:
@@ -138,10 +147,14 @@ def run(
                 document = replay(options, resume=resume, report=report)
                 write_report(out)
     except KeyboardInterrupt:
-        note("interrupted; --resume goes on")
-        raise typer.Exit(130) from None
-    note(f"written to {out}")
+        can_resume = not (paper or engine) and Checkpoint(out).has_progress
+        note("interrupted; --resume goes on" if can_resume else "interrupted")
+        raise typer.Exit(_INTERRUPTED) from None
+    complete = document.get("complete", True)
+    note(f"written to {out}" if complete else f"interrupted; what was answered until then is in {out}")
     show(document["kind"], document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
+    if not complete:
+        raise typer.Exit(_INTERRUPTED)
 
 
 @app.command()
@@ -159,8 +172,31 @@ def diff(
     show("replay-diff", document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
 
 
+def _refuse_together(*, paper: bool, engine: str | None, resume: bool, capacity: list[str] | None) -> None:
+    """What would be ignored is wrong usage."""
+    if paper and engine:
+        raise typer.BadParameter("not together with --engine", param_hint="--paper")
+    if paper and capacity:
+        raise typer.BadParameter("not together with --paper, which knows no limit", param_hint="--capacity")
+    if resume and (paper or engine):
+        other = "--paper" if paper else "--engine"
+        raise typer.BadParameter(f"not together with {other}, which starts anew", param_hint="--resume")
+    if engine and not engine.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"expected http://host:port, got {engine!r}", param_hint="--engine")
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        problem = "is no folder" if isinstance(exc, FileExistsError) else exc.strerror
+        raise typer.BadParameter(f"{out}: {problem}", param_hint="--out") from None
+
+
 def _capacities(texts: list[str], bytes_per_token: int) -> tuple[int, ...]:
-    """Tokens, ascending, each once."""
+    """Tokens, ascending, each once; "none" alone is none."""
+    if texts == ["none"]:
+        return ()
     words = [word.strip() for text in texts for word in text.split(",") if word.strip()]
     return tuple(sorted({_capacity_tokens(word, bytes_per_token) for word in words}))
 
@@ -169,7 +205,7 @@ def _capacity_tokens(word: str, bytes_per_token: int) -> int:
     """ "500k" tokens, "4GB" or "4GiB" bytes."""
     match = _CAPACITY.fullmatch(word)
     if match is None:
-        raise typer.BadParameter(f"expected tokens like 500k or bytes like 4GiB, got {word!r}")
+        raise typer.BadParameter(f"expected tokens like 500k, bytes like 4GiB or none, got {word!r}")
     number, prefix, unit = match.groups()
     base = 1024 if unit and len(unit) == 2 else 1000
     amount = float(number) * base ** _POWERS[prefix.lower()]
@@ -181,7 +217,10 @@ def _capacity_tokens(word: str, bytes_per_token: int) -> int:
 
 @contextmanager
 def progress_bar(*, hidden: bool) -> Iterator[Report]:
-    """A bar on stderr with rate and remaining time; nothing where stderr is no terminal."""
+    """
+    A bar on stderr with rate and remaining time, while files are read with what was read; nothing where
+    stderr is no terminal.
+    """
     if hidden or is_quiet() or not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -189,16 +228,18 @@ def progress_bar(*, hidden: bool) -> Iterator[Report]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("replaying"),
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task("", total=None, rate="")
+        task = bars.add_task("reading", total=None, rate="")
 
-        def report(done: int, total: int) -> None:
+        def report(done: int, total: int | None) -> None:
+            if total is not None and bars.tasks[0].total is None:
+                bars.reset(task, total=total, description="replaying")
             speed = bars.tasks[0].speed
             rate = f"{speed:,.0f} requests/s" if speed else ""
             bars.update(task, completed=done, total=total, rate=rate)

@@ -7,20 +7,20 @@ from typing import Any
 
 from rich import box
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 Document = Mapping[str, Any]
 
+_NUM_LINES = 5  # of those that could not be read
+
 
 def replay(document: Document) -> list[RenderableType]:
     data, times = document["data"], document["times"]
-    unreadable = data["unreadable"]["num_rows"]
     head = (
         f"{data['num_requests']:,} requests of {data['num_conversations']:,} conversations, "
         f"{data['num_tokens']:,} prompt tokens; {times['requests_per_s']:,.0f} requests/s"
     )
-    if unreadable:
-        head += f"; {unreadable:,} rows could not be read"
     table = Table(box=box.SIMPLE_HEAD)
     for name in (
         "arm",
@@ -33,7 +33,8 @@ def replay(document: Document) -> list[RenderableType]:
     ):
         table.add_column(name, justify="left" if name == "arm" else "right")
     table.add_column("false hits", justify="right")
-    table.add_column("p99 look up + plan", justify="right")
+    for name in ("look up, p99", "plan, p99"):
+        table.add_column(name, justify="right")
     for arm in document["arms"]:
         clock = times["arms"][arm["label"]]
         false_hits = f"{arm['num_false_hits']:,} of {arm['num_answered']:,}" if arm["num_answered"] else ""
@@ -44,9 +45,9 @@ def replay(document: Document) -> list[RenderableType]:
             f"{arm['ttft_saved_s']['mean'] * 1000:,.0f} ms",
             f"{arm['storage']['final_bytes'] / 1e9:,.2f} GB",
             false_hits,
-            f"{clock['lookup_ms']['p99'] + clock['plan_ms']['p99']:,.1f} ms",
+            *(f"{clock[name]['p99']:,.1f} ms" for name in ("lookup_ms", "plan_ms")),
         )
-    return [head, table]
+    return [head, *_unreadable(document), table]
 
 
 def diff(document: Document) -> list[RenderableType]:
@@ -73,7 +74,8 @@ def diff(document: Document) -> list[RenderableType]:
 
 def live(document: Document) -> list[RenderableType]:
     ttft, reported = document["ttft_ms"], document["reported"]
-    head = (
+    head = "" if document["complete"] else "interrupted: "
+    head += (
         f"{document['num_requests']:,} requests, {document['num_failed']:,} failed; "
         f"{document['requests_per_s']:,.1f} requests/s; time to first token {ttft['p50']:,.0f} ms median, "
         f"{ttft['p99']:,.0f} ms p99; the engine says {_percent(reported['token_hit_rate'])} of the tokens "
@@ -91,7 +93,7 @@ def live(document: Document) -> list[RenderableType]:
     for row in document["ttft_ms_by_cached_share"]:
         share = f"from {100 * row['from']:.0f} %"
         times.add_row(share, f"{row['num_requests']:,}", f"{row['p50']:,.0f} ms", f"{row['p99']:,.0f} ms")
-    return [head, table, times]
+    return [head, *_unreadable(document), *_unlike(document["token_counts"]), table, times]
 
 
 def paper(document: Document) -> list[RenderableType]:
@@ -108,7 +110,30 @@ def paper(document: Document) -> list[RenderableType]:
     for arm in figure_4["arms"]:
         at_least = (_percent(arm["at_least"][share]) for share in ("50", "70", "90"))
         table.add_row(arm["arm"], _percent(arm["token_hit_rate"]), *at_least)
-    return [head, table]
+    return [head, *_unreadable(document), table]
+
+
+def _unreadable(document: Document) -> list[RenderableType]:
+    """Where the first rows stand that could not be read, and why."""
+    unreadable = document["data"]["unreadable"]
+    lines = unreadable["lines"][:_NUM_LINES]
+    if not lines:
+        return []
+    parts = [f"{unreadable['num_rows']:,} rows could not be read:"]
+    parts += [f"  {escape(row['source'])}:{row['line']}  {row['reason']}" for row in lines]
+    if more := unreadable["num_rows"] - len(lines):
+        parts.append(f"  and {more:,} more")
+    return list(parts)
+
+
+def _unlike(counts: Document) -> list[RenderableType]:
+    if not counts["num_unlike"]:
+        return []
+    return [
+        f"warning: of {counts['num_unlike']:,} of {counts['num_requests']:,} requests the server counts "
+        f"other tokens than the replay ({counts['server']:,} and {counts['here']:,} in all), and no chat "
+        "template explains it: the predictions are another tokenizer's; name the server's with --tokenizer"
+    ]
 
 
 def _percent(share: float) -> str:

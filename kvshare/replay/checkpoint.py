@@ -43,6 +43,11 @@ class Checkpoint:
     def __init__(self, out: Path) -> None:
         self._folder = out / CHECKPOINT_FOLDER
 
+    @property
+    def has_progress(self) -> bool:
+        """Whether there is anything to resume."""
+        return (self._folder / _STATE_FILE).is_file()
+
     def begin(self, run: str) -> Progress:
         """Forget whatever was there and start anew."""
         self.clear()
@@ -55,10 +60,10 @@ class Checkpoint:
 
         Raises:  LogError if it was a run with other options or of other files
         """
-        state = self._folder / _STATE_FILE
-        if not state.is_file():
+        if not self.has_progress:
             return self.begin(run)
         try:
+            state = self._folder / _STATE_FILE
             progress = Progress(**json.loads(state.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as exc:
             raise LogError("the checkpoint cannot be read; start without --resume") from exc

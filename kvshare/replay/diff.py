@@ -135,7 +135,7 @@ def _rows(folder: Path) -> dict[str, pa.Table]:
     try:
         table = pq.read_table(folder / REQUESTS_FILE, columns=_COLUMNS)
     except (OSError, pa.ArrowInvalid) as exc:
-        raise LogError(f"{folder.name}/{REQUESTS_FILE} cannot be read: {type(exc).__name__}") from exc
+        raise _not_results(folder, REQUESTS_FILE, exc) from exc
     return {label: table.filter(chosen).sort_by("index") for label, chosen in _arms(table)}
 
 
@@ -156,12 +156,19 @@ def _results(folder: Path) -> Document:
     try:
         document: Document = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
-        raise LogError(f"{folder.name}/{RESULTS_FILE} cannot be read: {type(exc).__name__}") from exc
+        raise _not_results(folder, RESULTS_FILE, exc) from exc
     if document.get("schema_version") != SCHEMA_VERSION:
         raise LogError(
-            f"{folder.name} has schema version {document.get('schema_version')}, expected {SCHEMA_VERSION}"
+            f"{folder} has schema version {document.get('schema_version')}, expected {SCHEMA_VERSION}"
         )
     return document
+
+
+def _not_results(folder: Path, name: str, exc: Exception) -> LogError:
+    return LogError(
+        f"{folder}: {name} cannot be read ({type(exc).__name__}); "
+        "expected a folder that `kvshare replay --out` has written"
+    )
 
 
 def _check_same_log(a: Document, b: Document) -> None:

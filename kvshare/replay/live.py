@@ -6,28 +6,29 @@ the server says has happened.
 
 Requests go out in the stream's order, paced by its times (`speedup`) or as fast as `concurrency` lets them; a
 turn waits for the turn before it. Arms predict from prompts alone: the log's answers are not what this server
-says.
+says. An interrupted run has files too, of the requests that were answered: "complete" is false in them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from operator import itemgetter
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from delta_tree import token_ids
-from kvshare.replay.arms import Arm, Meanings, Workbench, make_arm
+from kvshare.errors import ConfigError
 from kvshare.replay.documents import write_document
 from kvshare.replay.live_client import Answered, LiveClient, connected
 from kvshare.replay.live_figures import summarise
-from kvshare.replay.options import ReplayOptions, Report, make_meanings
+from kvshare.replay.live_predictor import Predictor
+from kvshare.replay.options import ReplayOptions, Report, config_document
 from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.results import SCHEMA_VERSION, Document, Row
 from kvshare.replay.stream import RequestStream
@@ -55,31 +56,39 @@ def replay_live(
     options: ReplayOptions, live: LiveOptions, *, report: Report = lambda done, total: None
 ) -> Document:
     """
-    Send the stream, write both files; returns the document. `options.arms` predict.
+    Send the stream, write both files; returns the document. `options.arms` predict. Ctrl-C ends it early;
+    it is raised only where nothing has been answered yet.
 
-    Raises:  LogError, ModelError; UpstreamError if nobody answers
+    Raises:  ConfigError for several capacities; LogError, ModelError; UpstreamError if nobody answers
     """
+    if len(options.capacities_tokens) > 1:
+        raise ConfigError("--capacity", "one store at a time predicts what a server does")
     with RequestStream(
-        options.paths, format_name=options.format_name, interleave=options.interleave, seed=options.seed
+        options.paths,
+        format_name=options.format_name,
+        interleave=options.interleave,
+        seed=options.seed,
+        reading=lambda num_read: report(num_read, None),
     ) as stream:
         tokenizer = RequestTokenizer.load(options.tokenizer)
         total = min(len(stream), options.limit) if options.limit else len(stream)
         requests = tokenizer.tokenize(islice(stream.requests(), total))
-        with _Predictor(options) as predictor:
-            rows, wall_s = asyncio.run(_send_all(requests, live, predictor, lambda n: report(n, total)))
-        config = {
-            "arms": [spec.text for spec in options.arms],
-            "concurrency": live.concurrency,
-            "speedup": live.speedup,
-            "max_tokens": live.max_tokens,
-            "limit": options.limit,
-            "seed": options.seed,
-            "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.digest},
-        }
+        rows: list[Row] = []
+        with Predictor(options) as predictor:
+            complete = _run(_send_all(requests, live, predictor, rows, lambda n: report(n, total)), rows)
+            config = config_document(options, tokenizer, predictor.meanings)
+        rows.sort(key=itemgetter("index"))
+        wall_s = max((row["sent_s"] + row["seconds"] for row in rows), default=0.0)
         document: Document = {
             "schema_version": SCHEMA_VERSION,
             "kind": "replay-live",
-            "config": config,
+            "complete": complete,
+            "config": {
+                **config,
+                "concurrency": live.concurrency,
+                "speedup": live.speedup,
+                "max_tokens": live.max_tokens,
+            },
             "data": {"files": describe_files(options.paths), "unreadable": stream.report.to_dict()},
             **summarise(rows, [spec.text for spec in options.arms]),
             "requests_per_s": len(rows) / wall_s if wall_s else 0.0,
@@ -90,49 +99,15 @@ def replay_live(
     return document
 
 
-class _Predictor:
-    """Arms in a thread of their own: they have event loops, and planning must not hold up the sending."""
-
-    def __init__(self, options: ReplayOptions) -> None:
-        self._options = options
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-predict")
-        self._meanings: Meanings | None = None
-        self._arms: list[Arm] = []
-
-    def __enter__(self) -> _Predictor:
-        self._thread.submit(self._open).result()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.submit(self._close).result()
-        self._thread.shutdown()
-
-    async def predict(self, request: TokenizedRequest) -> dict[str, int]:
-        """Tokens not computed, by arm."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._predict, request)
-
-    def _open(self) -> None:
-        options = self._options
-        self._meanings = make_meanings(options, None)
-        bench = Workbench(
-            settings=options.settings,
-            bytes_per_token=options.bytes_per_token,
-            prefill_tokens_per_s=options.prefill_tokens_per_s,
-            seed=options.seed,
-            meanings=self._meanings,
-        )
-        capacity = next(iter(options.capacities_tokens), None)
-        self._arms = [make_arm(spec, bench, capacity) for spec in options.arms]
-
-    def _close(self) -> None:
-        for arm in self._arms:
-            arm.close()
-
-    def _predict(self, request: TokenizedRequest) -> dict[str, int]:
-        if self._meanings is not None:
-            self._meanings.prepare([request])
-        return {arm.name: arm.observe(request).num_hit for arm in self._arms}
+def _run(sending: Coroutine[Any, Any, None], rows: Sequence[Row]) -> bool:
+    """Whether it came to its end, or was interrupted when there were rows already."""
+    try:
+        asyncio.run(sending)
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        return False
+    return True
 
 
 @dataclass(slots=True)
@@ -144,8 +119,8 @@ class _Sender:
     live: LiveOptions
     began: float
     slots: asyncio.Semaphore
+    rows: list[Row]
     done: Callable[[int], None]
-    rows: list[Row] = field(default_factory=list)
     latest: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # of each conversation
 
     def send(self, tasks: asyncio.TaskGroup, request: TokenizedRequest, predicted: dict[str, int]) -> None:
@@ -173,27 +148,43 @@ class _Sender:
             del self.latest[conversation]
 
 
+class Pace:
+    """When requests are due: as far apart as in the log, counted from the first that has a time."""
+
+    def __init__(self, speedup: float) -> None:
+        self._speedup = speedup
+        self._start: tuple[float, float] | None = None  # by the clock, and by the log
+
+    def wait_s(self, request: TokenizedRequest, now_s: float) -> float:
+        """How long it has to wait; what comes before all times does not."""
+        if self._start is None:
+            if request.logged.time_s is None:
+                return 0.0
+            self._start = now_s, request.time_s
+        began_s, first_s = self._start
+        return max(0.0, began_s + (request.time_s - first_s) / self._speedup - now_s)
+
+
 async def _send_all(
     requests: Iterator[TokenizedRequest],
     live: LiveOptions,
-    predictor: _Predictor,
+    predictor: Predictor,
+    rows: list[Row],
     done: Callable[[int], None],
-) -> tuple[list[Row], float]:
+) -> None:
+    """Adds a row for each answer, in the order they come: who interrupts this finds them there."""
     async with connected(live.url, key=live.key) as client:
-        began = time.perf_counter()
+        model = await client.model()
         slots = asyncio.Semaphore(live.concurrency)
-        sender = _Sender(client, await client.model(), live, began, slots, done)
-        first_s: float | None = None
+        sender = _Sender(client, model, live, time.perf_counter(), slots, rows, done)
+        pace = None if live.speedup is None else Pace(live.speedup)
         async with asyncio.TaskGroup() as tasks:
             for request in requests:
                 predicted = await predictor.predict(replace(request, answer_ids=_NO_ANSWER))
-                first_s = request.time_s if first_s is None else first_s
-                if live.speedup is not None:
-                    due = began + (request.time_s - first_s) / live.speedup
-                    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                if pace is not None:
+                    await asyncio.sleep(pace.wait_s(request, time.perf_counter()))
                 await slots.acquire()
                 sender.send(tasks, request, predicted)
-    return sorted(sender.rows, key=lambda row: row["index"]), time.perf_counter() - began
 
 
 def request_body(request: TokenizedRequest, model: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
@@ -221,6 +212,7 @@ def _row(request: TokenizedRequest, answered: Answered, predicted: dict[str, int
         "sent_s": sent_s,
         "ttft_s": answered.ttft_s,
         "seconds": answered.seconds,
+        "num_messages": len(request.logged.messages or ()),
         "num_tokens": request.num_tokens,
         "num_prompt_tokens": usage.get("prompt_tokens"),
         "num_cached": details.get("cached_tokens"),

@@ -34,8 +34,9 @@ class Answered:
 class LiveClient:
     """Requests to one server."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
+        self._url = url
 
     async def model(self) -> str:
         """
@@ -45,10 +46,15 @@ class LiveClient:
         """
         try:
             async with self._session.get("v1/models", allow_redirects=False) as response:
+                if response.status != 200:
+                    hint = " (give an API key with --key)" if response.status in (401, 403) else ""
+                    raise self._no_models(f"HTTP status {response.status}{hint}")
                 document = await response.json(content_type=None)
             return str(document["data"][0]["id"])
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as exc:
-            raise UpstreamError(f"the engine does not tell its models: {type(exc).__name__}") from exc
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            raise self._no_models(str(exc) or type(exc).__name__) from exc
+        except (ValueError, LookupError, TypeError) as exc:
+            raise self._no_models("its answer is no list of models") from exc
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Answered:
         """One streamed request; whatever fails is told in the answer, as a word."""
@@ -67,6 +73,9 @@ class LiveClient:
             answered.error = "no_tokens"
         return answered
 
+    def _no_models(self, problem: str) -> UpstreamError:
+        return UpstreamError(f"{self._url}v1/models does not tell its models: {problem}")
+
 
 @asynccontextmanager
 async def connected(url: str, *, key: str | None) -> AsyncIterator[LiveClient]:
@@ -80,7 +89,7 @@ async def connected(url: str, *, key: str | None) -> AsyncIterator[LiveClient]:
         read_bufsize=_READ_BUFFER,
     )
     async with session:
-        yield LiveClient(session)
+        yield LiveClient(session, base)
 
 
 async def _read(response: aiohttp.ClientResponse, answered: Answered, began: float) -> None:

@@ -1,4 +1,8 @@
-"""Rows of a live replay -> figures: what a user would see, what the server says, what was predicted."""
+"""
+Rows of a live replay -> figures: what a user would see, what the server says, what was predicted.
+
+Shares are of each side's own tokens: an arm's of the replay's, the server's of those that it counted.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,12 @@ from kvshare.replay.histograms import Times
 from kvshare.replay.results import Document, Row
 
 _SHARE_EDGES: Final = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
+
+# What a server's chat template may add to messages that were laid out without it, and leave out of them.
+_MAX_PREAMBLE: Final = 32  # a default system prompt, a date
+_MAX_MORE_A_MESSAGE: Final = 8
+_MAX_LESS_A_MESSAGE: Final = 4
+_MAX_OFF_A_PROMPT: Final = 1  # the token of the beginning
 
 
 def summarise(rows: Sequence[Row], arms: Sequence[str]) -> Document:
@@ -32,18 +42,41 @@ def summarise(rows: Sequence[Row], arms: Sequence[str]) -> Document:
             "num_cached_tokens": sum(row["num_cached"] for row in told),
             "token_hit_rate": sum(row["num_cached"] for row in told) / max(1, num_prompt),
         },
+        "token_counts": _token_counts(served),
         "predicted": [_agreement(told, arm) for arm in arms],
     }
 
 
+def _token_counts(served: Sequence[Row]) -> Document:
+    """Prompt tokens as counted here and there; `num_unlike`: requests that no chat template explains."""
+    counted = [row for row in served if row["num_prompt_tokens"]]
+    return {
+        "num_requests": len(counted),
+        "here": sum(row["num_tokens"] for row in counted),
+        "server": sum(row["num_prompt_tokens"] for row in counted),
+        "num_unlike": sum(_is_unlike(row) for row in counted),
+    }
+
+
+def _is_unlike(row: Row) -> bool:
+    more, num_messages = row["num_prompt_tokens"] - row["num_tokens"], row["num_messages"]
+    if not num_messages:
+        return bool(abs(more) > _MAX_OFF_A_PROMPT)
+    most = _MAX_PREAMBLE + _MAX_MORE_A_MESSAGE * num_messages
+    return not -_MAX_LESS_A_MESSAGE * num_messages <= more <= most
+
+
 def _agreement(told: Sequence[Row], arm: str) -> Document:
     """An arm's predictions against what the server reported, for the same requests."""
-    pairs = [(row[f"predicted:{arm}"], row["num_cached"], row["num_prompt_tokens"]) for row in told]
-    num_tokens = max(1, sum(tokens for _, _, tokens in pairs))
-    off = [abs(predicted - cached) / tokens for predicted, cached, tokens in pairs]
+    predicted = f"predicted:{arm}"
+    num_tokens = sum(row["num_tokens"] for row in told)
+    off = [
+        abs(row[predicted] / max(1, row["num_tokens"]) - row["num_cached"] / row["num_prompt_tokens"])
+        for row in told
+    ]
     return {
         "arm": arm,
-        "token_hit_rate": sum(predicted for predicted, _, _ in pairs) / num_tokens,
+        "token_hit_rate": sum(row[predicted] for row in told) / max(1, num_tokens),
         "mean_difference": sum(off) / max(1, len(off)),
         "within_5_percent": sum(share <= 0.05 for share in off) / max(1, len(off)),
     }

@@ -20,6 +20,8 @@ from kvshare.replay.results import (
 )
 
 _SHARES = (50, 70, 90)
+_SUMMED = ("num_tokens", "num_hit", "num_repaired", "num_refused", "num_refused_generation", "embedded")
+_ORIGINS = {True: "cross_user", False: "same_user", None: "unknown"}
 _MAX_KEYS = 60  # of one grouping; a log with more languages than that has made them up
 
 
@@ -106,7 +108,7 @@ class ArmMeasures:
         self._bytes = {"final": num_bytes, "peak": max(self._bytes["peak"], num_bytes)}
         for times, name in ((self._lookup, "lookup_s"), (self._plan, "plan_s"), (self._observe, "observe_s")):
             times.add(row[name])
-        for name in ("num_tokens", "num_hit", "num_repaired", "num_refused"):
+        for name in _SUMMED:
             self.sums[name] += row[name]
         self.sums["num_requests"] += 1
 
@@ -130,10 +132,10 @@ class ArmMeasures:
             },
         }
 
-    def times(self) -> Document:
-        """What a clock had a part in."""
+    def times(self, *, embedding_s: float = 0.0) -> Document:
+        """What a clock had a part in. `embedding_s`: one text's, made ahead and so not in the look-up."""
         num_requests = max(1, self.sums["num_requests"])
-        spent_s = self._lookup.total_s + self._plan.total_s
+        spent_s = self._lookup.total_s + self._plan.total_s + self.sums["embedded"] * embedding_s
         net_s = self.sums["num_hit"] / self._prefill - spent_s
         busy_s = self._observe.total_s
         return {
@@ -189,12 +191,17 @@ class Measures:
         self._kvshare = [label for label in endless if families[label] == "kvshare"]
         self._overlap = self._oracle or next(iter(self._kvshare), None)
         self._similarity = Similarity(self._overlap or "")
+        self._too_short: Counter[str] = Counter()  # what the oracle has of prompts that are not looked up
 
     def add(self, rows: Iterable[Row]) -> None:
         """The rows of one request, one an arm."""
         by_label = {arm_label(row["arm"], row["capacity_tokens"]): row for row in rows}
         for label, row in by_label.items():
             self.arms[label].add(row)
+        if self._oracle is not None:
+            num_covered = by_label[self._oracle]["num_hit"]
+            for label in self._kvshare:
+                self._too_short[label] += num_covered * (by_label[label]["reason"] == "short_prompt")
         if self._meaning is not None and self._overlap is not None:
             overlap = by_label[self._overlap]
             self._similarity.add(
@@ -213,10 +220,13 @@ class Measures:
         for label in self._kvshare:
             sums = self.arms[label].sums
             hit, repaired, refused = sums["num_hit"], sums["num_repaired"], sums["num_refused"]
+            too_short, generation = self._too_short[label], sums["num_refused_generation"]
             losses = {
                 "oracle": covered,
-                "not_found": hit + repaired + refused - covered,
-                "refused": -refused,
+                "not_found": hit + repaired + refused + too_short - covered,
+                "too_short": -too_short,
+                "generation": -generation,
+                "refused": generation - refused,
                 "repaired": -repaired,
                 "hit": hit,
             }
@@ -226,10 +236,10 @@ class Measures:
 
 
 def _keys(row: Row) -> dict[str, str]:
-    origin = "none" if not row["num_hit"] else "cross_user" if row["cross_user"] else "same_user"
+    origin = "none" if not row["num_hit"] else _ORIGINS[row["cross_user"]]
     return {
         "language": row["language"],
         "length": length_bucket(row["num_tokens"]),
-        "turn": "first" if row["turn"] == 0 else "later",
+        "turn": "unknown" if row["turn"] is None else "later" if row["turn"] else "first",
         "origin": origin,
     }

@@ -14,7 +14,7 @@ from vector_index import TextEmbedder
 
 LLAMA3_8B_BYTES_PER_TOKEN = 131_072  # 32 layers, 8 KV heads of 128, K and V, bfloat16
 
-Report = Callable[[int, int], None]  # requests done, requests in all
+Report = Callable[[int, int | None], None]  # requests done, in all; or requests read so far, None
 
 
 @dataclass(frozen=True, slots=True)

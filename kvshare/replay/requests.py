@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from delta_tree import Span, TokenIds
 
 Message = Mapping[str, str]  # role, content
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who asked, as far as the log tells: for "same user or cross user"."""
+
+    user: str | None
+    conversation: str
+
+    def is_other(self, asker: Asker) -> bool | None:
+        """Whether these are two users. A conversation has one; of two without names, None: nobody knows."""
+        if self.user is not None and asker.user is not None:
+            return self.user != asker.user
+        return False if self.conversation == asker.conversation else None
+
+
+def any_of(answers: Iterable[bool | None]) -> bool | None:
+    """Whether one of them is true; None where that hangs on one that nobody knows."""
+    told = set(answers)
+    return True if True in told else None if None in told else False
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +42,8 @@ class LoggedRequest:
     source: str  # file name, for error reports
     line: int  # of that file, from 1; a row number in Parquet
     conversation: str  # unique within the stream
-    turn: int  # from 0
-    user: str  # who asked: for "same user or cross user"; the conversation's id where a log does not say
+    turn: int | None = None  # from 0; None: the log does not say
+    user: str | None = None  # None: the log does not name users
     time_s: float | None = None  # since any epoch; None: the log does not say
     messages: tuple[Message, ...] | None = None
     prompt: str | None = None
@@ -35,6 +55,10 @@ class LoggedRequest:
     num_answer_tokens: int | None = None
     language: str = "unknown"
     namespace: str = "default"  # who may share with whom: the tenant, where a log says
+
+    @property
+    def asker(self) -> Asker:
+        return Asker(self.user, self.conversation)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +91,7 @@ class Outcome:
     num_repaired: int = 0  # equal tokens that are computed again
     num_donors: int = 0
     shifts: tuple[int, ...] = ()  # of the copies, in tokens
-    cross_user: bool = False  # some of it came from another user's prompt
+    cross_user: bool | None = False  # some of it came from another user's prompt; None: not known
     false_hit: bool = False
     lookup_s: float = 0.0
     plan_s: float = 0.0

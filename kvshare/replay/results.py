@@ -39,6 +39,8 @@ are the only words that come from the log.
       "series": [[first request, requests, tokens, hit tokens, stored bytes at the end], ...]  100 to 200
                  stretches of the stream,
       "by": {"language" | "length" | "turn" | "origin": {key: Figures}},
+                 turn: first, later, unknown; origin: same_user, cross_user, none, or unknown, which is from
+                 another conversation where the log names no users
       "tree": {"depth": Histogram, "children": Histogram, "num_nodes", "num_roots", "num_segments",
                "num_prompt_tokens", "num_stored_tokens"} | null      KVShare arms only
     }
@@ -64,15 +66,20 @@ are the only words that come from the log.
 
     Waterfall   {"arm": label, "num_tokens", "steps": [{"name", "num_tokens"}, ...]}
                 from what the oracle covers down to what was not computed, the steps' tokens adding up:
-                oracle, then losses (negative): not_found, refused, repaired; then hit. An equal
-                prefix of less than 16 tokens, copied along with more, can make not_found positive
+                oracle, then losses (negative): not_found; too_short, all that the oracle has of
+                prompts that are not looked up; generation, refused if only the generation did not
+                matter; refused, by the other gates and the number of donors; repaired; then hit. An
+                equal prefix of less than 16 tokens, copied along with more, can make not_found
+                positive
 
     times
     {
       "started_at", "wall_s", "requests_per_s", "resumed": times,
       "embedding": {"num_texts", "seconds", "texts_per_s"} | null,
       "arms": {label: {"lookup_ms", "plan_ms", "observe_ms": {"mean", "p50", "p90", "p99", "max"},
-                       "requests_per_s", "ttft_saved_net_s": {"mean", "total"}  less lookup and plan}}
+                       "requests_per_s",   its second look at what the gates cost included
+                       "ttft_saved_net_s": {"mean", "total"}}}   less lookup, plan and, for each text
+                                           embedded for the lookup, the mean time of a text
     }
 """
 
@@ -96,9 +103,9 @@ COLUMNS: Final[dict[str, str]] = {
     "arm": "string",  # "kvshare:min_run=32"
     "capacity_tokens": "int64",  # null: infinite
     "namespace": "int32",
-    "user": "int32",
+    "user": "int32",  # null: the log does not name users
     "conversation": "int32",
-    "turn": "int32",
+    "turn": "int32",  # null: the log does not say
     "language": "string",
     "time_s": "float64",
     "num_tokens": "int32",
@@ -109,16 +116,18 @@ COLUMNS: Final[dict[str, str]] = {
     "num_copies": "int32",
     "num_donors": "int32",
     "shifts": "list<int32>",  # of the copies, in tokens, signed
-    "cross_user": "bool",
+    "cross_user": "bool",  # null: the log does not tell
     "answered": "bool",  # by a response cache
     "false_hit": "bool",
     "distance": "float32",  # cosine, to the nearest earlier prompt; null where the arm does not look
     "reason": "string",  # why nothing or no more was shared; null: nothing was refused
-    "num_refused": "int32",  # tokens a gate refused, that the arm's donors had
+    "num_refused": "int32",  # tokens a gate refused, that the arm's candidates had
+    "num_refused_generation": "int32",  # of these, taken if only the generation did not matter
+    "embedded": "bool",  # for the look-up; the time it took is no part of it
     "num_stored_bytes": "int64",  # in the arm's store, after this request
     "lookup_s": "float32",
     "plan_s": "float32",
-    "observe_s": "float32",  # all the arm did for this request: look up, plan, store
+    "observe_s": "float32",  # all the arm did for this request: look up, plan, tell what gates cost, store
 }
 
 LENGTH_EDGES: Final = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)

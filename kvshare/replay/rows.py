@@ -58,7 +58,7 @@ class RowMaker:
         return {
             "index": request.index,
             "namespace": self.namespaces(logged.namespace),
-            "user": self.users(logged.user),
+            "user": None if logged.user is None else self.users(logged.user),
             "conversation": self.conversations(logged.conversation),
             "turn": logged.turn,
             "language": language_label(logged.language),
@@ -87,6 +87,8 @@ def make_row(common: Row, arm: Arm, outcome: Outcome, *, observe_s: float) -> Ro
         "distance": distance,
         "reason": outcome.reason,
         "num_refused": int(outcome.details.get("num_refused", 0)),
+        "num_refused_generation": int(outcome.details.get("num_refused_generation", 0)),
+        "embedded": bool(outcome.details.get("embedded", 0)),
         "num_stored_bytes": outcome.num_stored_bytes,
         "lookup_s": outcome.lookup_s,
         "plan_s": outcome.plan_s,

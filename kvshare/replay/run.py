@@ -54,7 +54,11 @@ def replay(
     Raises:  LogError, ModelError
     """
     with RequestStream(
-        options.paths, format_name=options.format_name, interleave=options.interleave, seed=options.seed
+        options.paths,
+        format_name=options.format_name,
+        interleave=options.interleave,
+        seed=options.seed,
+        reading=lambda num_read: report(num_read, None),
     ) as stream:
         run = _Run(
             options, stream, RequestTokenizer.load(options.tokenizer), make_meanings(options, embedder)
@@ -197,8 +201,9 @@ class _Run:
 
     def _times(self, progress: Progress) -> Document:
         meanings = self._meanings
-        embedding = None
+        embedding, embedding_s = None, 0.0
         if meanings is not None:
+            embedding_s = meanings.seconds_per_text
             seconds, num_texts = meanings.seconds, meanings.num_texts
             embedding = {
                 "num_texts": num_texts,
@@ -211,7 +216,7 @@ class _Run:
             "requests_per_s": progress.num_requests / progress.wall_s if progress.wall_s else 0.0,
             "resumed": progress.num_resumed,
             "embedding": embedding,
-            "arms": {label: arm.times() for label, arm in self._measures.arms.items()},
+            "arms": {label: arm.times(embedding_s=embedding_s) for label, arm in self._measures.arms.items()},
         }
 
 

@@ -66,6 +66,7 @@ def _encode(row: LoggedRow) -> bytes:
     request = row.request
     values = {name: getattr(request, name) for name in _NAMES}
     values["turns"] = [(turn.num_messages, turn.time_s) for turn in row.turns]
+    values["turn_by_order"] = row.turn_by_order or None
     given = {name: value for name, value in values.items() if value is not None and value != []}
     return json.dumps(given, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
@@ -73,6 +74,7 @@ def _encode(row: LoggedRow) -> bytes:
 def _decode(line: bytes) -> LoggedRow:
     values: dict[str, Any] = json.loads(line)
     turns = tuple(Turn(num_messages, time_s) for num_messages, time_s in values.pop("turns", ()))
+    turn_by_order = values.pop("turn_by_order", False)
     for name in _TUPLES & values.keys():
         values[name] = tuple(values[name])
-    return LoggedRow(LoggedRequest(**values), turns)
+    return LoggedRow(LoggedRequest(**values), turns, turn_by_order)

@@ -5,6 +5,7 @@ Several log files -> one stream of requests in time order, no turn before the tu
     sort 1  by conversation and turn: no request is earlier than the turns before it, whatever its clock says
     sort 2  by time, then by place in the files
 
+Where a log names conversations and no turns, those are counted after sort 1, in the files' order.
 Where a request has no time, it has that of the request before it in its file. Where none before it has one
 either, the files' order stands and it comes before everything that has a time. Such conversations follow each
 other whole; with `interleave` that many of them are open at once and take turns, in rotation, or drawn with
@@ -16,9 +17,9 @@ from __future__ import annotations
 import random
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import groupby
 from operator import attrgetter
@@ -32,11 +33,12 @@ from kvshare.replay.requests import LoggedRequest
 from kvshare.replay.sorting import ExternalSort, read_records, write_records
 from kvshare.replay.spill import Spill
 
-_MAX_TURN = (1 << 32) - 1
+_BY_ORDER = (1 << 32) - 1  # behind all turns that have a number
 _UNTIMED = float("-inf")
 _BY_CONVERSATION = struct.Struct(">16sIQdQI")  # conversation, turn, sequence, time, offset, number
 _BY_TIME = struct.Struct(">QQIQQI")  # time, anchor, turn, sequence, offset, number
-_PLACE = struct.Struct(">QI")  # offset, number
+_PLACE = struct.Struct(">QII")  # offset, number, turn
+_TELL_EVERY = 1000  # requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class RequestStream:
     """
     `with RequestStream(paths) as stream:` reads all files, then gives the requests as often as asked for.
 
-    Raises LogError on entering for a file that cannot be replayed. `report` says what could not be read.
+    Raises LogError on entering for a file that cannot be replayed. `reading` is told how many requests were
+    read so far, `report` says what could not be read.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class RequestStream:
         seed: int | None = None,
         folder: Path | None = None,
         max_records: int = 500_000,
+        reading: Callable[[int], None] = lambda num_read: None,
     ) -> None:
         self.report = ReadReport()
         self.num_requests = 0
@@ -76,6 +80,7 @@ class RequestStream:
         self._seed = seed
         self._parent = folder
         self._max_records = max_records
+        self._reading = reading
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -89,7 +94,7 @@ class RequestStream:
             by_conversation.discard()
             ordered = self._interleaved(_unpack(record) for record in by_time)
             self._order = self._folder / "order"
-            places = (_PLACE.pack(key.offset, key.number) for key in ordered)
+            places = (_PLACE.pack(key.offset, key.number, key.turn) for key in ordered)
             self.num_requests = write_records(self._order, places)
             by_time.discard()
             self._stack = stack.pop_all()
@@ -109,8 +114,9 @@ class RequestStream:
     def requests(self, start: int = 0) -> Iterator[LoggedRequest]:
         """From request `start` on, without reading those before it."""
         for record in read_records(self._order, _PLACE.size, start=start):
-            offset, number = _PLACE.unpack(record)
-            yield self._spill.read(offset).at(number)
+            offset, number, turn = _PLACE.unpack(record)
+            row = self._spill.read(offset)
+            yield replace(row.request, turn=turn) if row.turn_by_order else row.at(number)
 
     def _read(self) -> ExternalSort:
         records = self._sort("conversations", _BY_CONVERSATION.size)
@@ -125,9 +131,11 @@ class RequestStream:
                 for number in range(row.num_requests):
                     turn, own_time_s = row.turn_and_time(number)
                     time_s = time_s if own_time_s is None else own_time_s
-                    turn = min(turn, _MAX_TURN)
+                    turn = _BY_ORDER if row.turn_by_order else turn or 0
                     records.add(_BY_CONVERSATION.pack(conversation, turn, sequence, time_s, offset, number))
                     sequence += 1
+                    if sequence % _TELL_EVERY == 0:
+                        self._reading(sequence)
         return records
 
     def _refuse_lengths(self, source: str) -> None:
@@ -137,13 +145,19 @@ class RequestStream:
             )
 
     def _never_before_earlier_turns(self, records: Iterable[bytes]) -> ExternalSort:
-        """A conversation's times never decrease; equal ones stand in the order of the files, then turns."""
+        """
+        A conversation's times never decrease; equal ones stand in the order of the files, then turns.
+
+        Turns that have no number yet go on from the one before.
+        """
         result = self._sort("times", _BY_TIME.size)
         unpacked = (_BY_CONVERSATION.unpack(record) for record in records)
         for _, turns in groupby(unpacked, key=lambda values: values[0]):
             latest, last = _UNTIMED, -1
             first: int | None = None
-            for _, turn, sequence, time_s, offset, number in turns:
+            turn = -1
+            for _, told, sequence, time_s, offset, number in turns:
+                turn = turn + 1 if told == _BY_ORDER else told
                 latest, last = max(latest, time_s), max(last, sequence)
                 first = sequence if first is None else first
                 together = latest == _UNTIMED and self._interleave > 1

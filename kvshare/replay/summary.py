@@ -42,7 +42,9 @@ class DataSummary:
 
     def add(self, request: TokenizedRequest, common: Row) -> None:
         """`common`: see rows.py; numbers grow with what is new."""
-        frame = (common["namespace"], common["user"], request.num_tokens, len(request.answer_ids))
+        user = 0 if common["user"] is None else common["user"] + 1
+        names = (common["namespace"], user, common["conversation"])
+        frame = (*names, request.num_tokens, len(request.answer_ids))
         self._hash.update(b"".join(number.to_bytes(8, "little") for number in frame))
         self._hash.update(request.token_ids.astype("<i4", copy=False).tobytes())
         self._hash.update(request.answer_ids.astype("<i4", copy=False).tobytes())
@@ -55,7 +57,7 @@ class DataSummary:
         self._languages[language] += 1
         self._lengths.add(request.num_tokens)
         self._conversations = max(self._conversations, common["conversation"] + 1)
-        self._users = max(self._users, common["user"] + 1)
+        self._users = max(self._users, user)
         self._namespaces = max(self._namespaces, common["namespace"] + 1)
 
     def document(self) -> Document:

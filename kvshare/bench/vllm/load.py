@@ -3,7 +3,8 @@
 
 Two kinds of traffic, each as the same sequence of requests to both arms, stock vLLM with its prefix cache and
 vLLM with KVShare behind the proxy, turn and turn about:
-    mixed       half edits of a few popular prompts, the first edit near the top, half strangers
+    mixed       half edits of a few popular prompts, the first edit near the top, half strangers; with a
+                workload the prompts of that file in its order instead, the next ones in each repeat
     unrelated   strangers only: what sharing costs where there is nothing to share
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,8 @@ from kvshare.bench.vllm.control import watching
 from kvshare.bench.vllm.prompts import stranger
 from kvshare.bench.vllm.servers import VllmOptions
 from kvshare.bench.vllm.stack import Stack, StackOptions, document, stack
-from kvshare.bench.vllm.traffic import Load, Request, Shape, figures, new_sequence, play
+from kvshare.bench.vllm.traffic import Load, Request, Shape, figures, given_sequence, new_sequence, play
+from kvshare.bench.vllm.workload import FilePrompts, read_prompts
 
 _ARMS = ("plain", "shared")
 
@@ -56,10 +59,15 @@ def run(
     edits: int = 5,
     repeats: int = 1,
     seed: int = 0,
+    workload: Path | None = None,
     threads: int | None = None,
     dtype: str = "bfloat16",
 ) -> dict[str, Any]:
-    """Ratios are medians over `repeats` sequences, each new to all servers."""
+    """
+    Ratios are medians over `repeats` sequences, each new to all servers.
+
+    Raises:  EngineError, and LogError where the workload cannot be sent
+    """
     config = LoadConfig(
         concurrency=concurrency,
         requests=requests,
@@ -70,6 +78,9 @@ def run(
         repeats=repeats,
         seed=seed,
     )
+    given = None
+    if workload is not None:
+        given = read_prompts(workload, num_prompts=repeats * requests, max_tokens=prompt_tokens)
     vllm = VllmOptions(
         max_model_len=prompt_tokens + config.max_output + 32,
         max_num_batched_tokens=640,  # short prefills must not wait for a whole long one, see docs/log.md
@@ -78,15 +89,15 @@ def run(
         dtype=dtype,
     )
     with stack(StackOptions(vllm=vllm, kv_bytes=2 * 2**30, seed=seed)) as servers:
-        return measure(servers, config)
+        return measure(servers, config, given)
 
 
-def measure(servers: Stack, config: LoadConfig) -> dict[str, Any]:
-    """The same over servers that run already."""
-    return asyncio.run(_measure(servers, config))
+def measure(servers: Stack, config: LoadConfig, given: FilePrompts | None = None) -> dict[str, Any]:
+    """The same over servers that run already. `given`: `requests` prompts for each repeat."""
+    return asyncio.run(_measure(servers, config, given))
 
 
-async def _measure(servers: Stack, config: LoadConfig) -> dict[str, Any]:
+async def _measure(servers: Stack, config: LoadConfig, given: FilePrompts | None) -> dict[str, Any]:
     rng = np.random.default_rng(config.seed)
     donors = [stranger(rng, config.prompt_tokens) for _ in range(config.families)]
     mixed: dict[str, list[Load]] = {name: [] for name in _ARMS}
@@ -98,11 +109,17 @@ async def _measure(servers: Stack, config: LoadConfig) -> dict[str, Any]:
             await play(client, donated, concurrency=config.concurrency)
         await front.settle(proxy)
         async with watching(control) as watch:
-            for _ in range(config.repeats):
-                await _both(clients, mixed, _sequence(rng, config, donors, config.requests), config)
+            for repeat in range(config.repeats):
+                if given is None:
+                    sequence = _sequence(rng, config, donors, config.requests)
+                else:
+                    own = given.prompts[repeat * config.requests : (repeat + 1) * config.requests]
+                    sequence = given_sequence(rng, config.shape, own)
+                await _both(clients, mixed, sequence, config)
                 strangers = _sequence(rng, config, [], config.unrelated_requests)
                 await _both(clients, unrelated, strangers, config)
-    return _summary(servers, config, mixed, unrelated, watch.decisions)
+    summary = _summary(servers, config, mixed, unrelated, watch.decisions)
+    return summary if given is None else {**summary, "workload": given.to_json()}
 
 
 def _sequence(

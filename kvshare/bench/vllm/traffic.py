@@ -18,11 +18,11 @@ from kvshare.bench.vllm.prompts import near_duplicate, stranger
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One request of a sequence. `is_near`: of a donor that was served before."""
+    """One request of a sequence. `is_near`: of a donor that was served before; None where nobody says."""
 
     prompt: TokenIds
     max_tokens: int
-    is_near: bool
+    is_near: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,10 @@ class Shape:
     edits: int
     min_output: int
     max_output: int
+
+    def draw_output(self, rng: np.random.Generator) -> int:
+        """The length of one answer."""
+        return int(rng.integers(self.min_output, self.max_output + 1))
 
 
 def new_sequence(
@@ -54,9 +58,13 @@ def new_sequence(
             if is_near
             else stranger(rng, shape.prompt_tokens)
         )
-        max_tokens = int(rng.integers(shape.min_output, shape.max_output + 1))
-        requests.append(Request(prompt, max_tokens, is_near))
+        requests.append(Request(prompt, shape.draw_output(rng), is_near))
     return [requests[index] for index in rng.permutation(num_requests)]
+
+
+def given_sequence(rng: np.random.Generator, shape: Shape, prompts: Sequence[TokenIds]) -> list[Request]:
+    """These prompts in their order; only how long the answers are is drawn."""
+    return [Request(prompt, shape.draw_output(rng), is_near=None) for prompt in prompts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,12 +74,15 @@ _ALIASES: Final = {
         "response",
         "kvshare",
         "kvshare-open",
+        "kvshare-open:max_distance=0.15",
         *_FAST[3:5],
         "kvshare-semantic",
         "kvshare-semantic-open",
+        "kvshare-semantic-open:max_distance=0.15",
         "oracle",
     ),
 }
+_EXPECTED: Final = ", ".join((*_OPTIONS, *_ALIASES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def parse_arms(text: str) -> tuple[ArmSpec, ...]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     wanted = [spec for name in names for spec in _ALIASES.get(name, (name,))]
     if not wanted:
-        raise ConfigError("--arms", f"expected some of: {', '.join(_OPTIONS)}")
+        raise ConfigError("--arms", f"expected some of: {_EXPECTED}")
     return tuple(_parse(spec) for spec in dict.fromkeys(wanted))
 
 
@@ -128,7 +131,7 @@ def make_arm(spec: ArmSpec, bench: Workbench, capacity_tokens: int | None = None
 def _parse(text: str) -> ArmSpec:
     name, *parts = text.split(":")
     if name not in _OPTIONS:
-        raise ConfigError("--arms", f"unknown arm {name!r}; expected some of: {', '.join(_OPTIONS)}")
+        raise ConfigError("--arms", f"unknown arm {name!r}; expected some of: {_EXPECTED}")
     options: Options = {}
     for part in parts:
         key, _, value = part.partition("=")

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from delta_tree import TokenIds
+from kvshare.replay.requests import Asker
 
 _TOKEN_BYTES = 4
 Digest = bytes
@@ -37,15 +38,15 @@ class EndlessPool:
     """A cache that never evicts. Each digest knows who computed it first."""
 
     def __init__(self) -> None:
-        self._owners: dict[Digest, str] = {}
+        self._owners: dict[Digest, Asker] = {}
 
     @property
     def num_cached(self) -> int:
         return len(self._owners)
 
-    def find(self, digests: Sequence[Digest]) -> list[str]:
+    def find(self, digests: Sequence[Digest]) -> list[Asker]:
         """The owners of the leading blocks that are cached."""
-        owners: list[str] = []
+        owners: list[Asker] = []
         for digest in digests:
             owner = self._owners.get(digest)
             if owner is None:
@@ -53,10 +54,10 @@ class EndlessPool:
             owners.append(owner)
         return owners
 
-    def serve(self, digests: Sequence[Digest], *, num_hit: int, num_blocks: int, user: str) -> None:
+    def serve(self, digests: Sequence[Digest], *, num_hit: int, num_blocks: int, asker: Asker) -> None:
         """Run a request of `num_blocks` blocks, the last of them perhaps not full."""
         for digest in digests[num_hit:]:
-            self._owners.setdefault(digest, user)
+            self._owners.setdefault(digest, asker)
 
 
 class BlockPool:
@@ -65,16 +66,16 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # front: taken first
-        self._held: dict[int, tuple[Digest, str]] = {}  # block -> what it holds, and who computed it
+        self._held: dict[int, tuple[Digest, Asker]] = {}  # block -> what it holds, and who computed it
         self._blocks: dict[Digest, dict[int, None]] = {}  # twice the same content: vLLM keeps both
 
     @property
     def num_cached(self) -> int:
         return len(self._held)
 
-    def find(self, digests: Sequence[Digest]) -> list[str]:
+    def find(self, digests: Sequence[Digest]) -> list[Asker]:
         """The owners of the leading blocks that are cached."""
-        owners: list[str] = []
+        owners: list[Asker] = []
         for digest in digests:
             blocks = self._blocks.get(digest)
             if not blocks:
@@ -82,7 +83,7 @@ class BlockPool:
             owners.append(self._held[next(iter(blocks))][1])
         return owners
 
-    def serve(self, digests: Sequence[Digest], *, num_hit: int, num_blocks: int, user: str) -> None:
+    def serve(self, digests: Sequence[Digest], *, num_hit: int, num_blocks: int, asker: Asker) -> None:
         """Run a request of `num_blocks` blocks; one that does not fit is not served from here at all."""
         if num_blocks > self._num_blocks:
             return
@@ -94,7 +95,7 @@ class BlockPool:
             self._forget(block)
             used.append(block)
             if place < len(digests):
-                self._held[block] = (digests[place], user)
+                self._held[block] = (digests[place], asker)
                 self._blocks.setdefault(digests[place], {})[block] = None
         for block in reversed(used):
             self._free[block] = None

@@ -19,14 +19,14 @@ from delta_tree import Span, TokenIds, merge
 from delta_tree.runs import kgram_hashes
 from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
 from kvshare.replay.arms.prefix import PrefixArm
-from kvshare.replay.requests import Outcome, TokenizedRequest
+from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     content: bytes
     start: int  # where it stood
-    user: str
+    asker: Asker
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ class ChunksArm(Arm):
         # The last token is always computed: the answer starts from it.
         last = max(0, request.num_tokens - 1)
         found = [Span(match.at, min(match.at + self.chunk_size, last)) for match in matches]
-        user = request.logged.user
+        asker = request.logged.asker
         return replace(
             exact,
             hits=merge([*exact.hits, *found]),
-            num_donors=exact.num_donors + len({(m.chunk.user, m.chunk.start - m.at) for m in matches}),
+            num_donors=exact.num_donors + len({(m.chunk.asker, m.chunk.start - m.at) for m in matches}),
             shifts=(*exact.shifts, *(match.at - match.chunk.start for match in matches)),
-            cross_user=exact.cross_user or any(match.chunk.user != user for match in matches),
+            cross_user=any_of([exact.cross_user, *(asker.is_other(match.chunk.asker) for match in matches)]),
             lookup_s=lookup_s,
             num_stored_bytes=exact.num_stored_bytes
             + len(self._chunks) * self.chunk_size * self.bench.bytes_per_token,
@@ -104,7 +104,7 @@ class ChunksArm(Arm):
             part = tokens[start : start + size]
             key = (request.logged.namespace, int(kgram_hashes(part, size)[0]))
             if key not in self._chunks:
-                self._chunks[key] = _Chunk(_content(part), start, request.logged.user)
+                self._chunks[key] = _Chunk(_content(part), start, request.logged.asker)
             self._chunks.move_to_end(key)
         if self.capacity_tokens is not None:
             while len(self._chunks) * size > self.capacity_tokens:

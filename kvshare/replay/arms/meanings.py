@@ -39,6 +39,11 @@ class Meanings(TextEmbedder):
     def dimension(self) -> int:
         return self._real.dimension
 
+    @property
+    def seconds_per_text(self) -> float:
+        """What the embedding of one text took, on average over the batches."""
+        return self.seconds / max(1, self.num_texts)
+
     def prepare(self, requests: Sequence[TokenizedRequest]) -> None:
         """Embed what these requests need and forget the batch before."""
         texts = list(dict.fromkeys(w for request in requests for w in windows(prompt_text(request))))

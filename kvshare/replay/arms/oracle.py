@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from delta_tree.runs import kgram_hashes
 from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
 from kvshare.replay.arms.gram_table import GramTable, Positions
-from kvshare.replay.requests import Outcome, TokenizedRequest, spans_of
+from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of, spans_of
 
 
 class OracleArm(Arm):
@@ -44,7 +44,7 @@ class OracleArm(Arm):
         self._tokens = np.empty(1 << 16, dtype=np.int32)
         self._num_tokens = 0
         self._starts: list[int] = []  # of the requests in `_tokens`
-        self._users: list[str] = []
+        self._askers: list[Asker] = []
         self._tables: dict[str, GramTable] = {}
         self._num_grams = 0
         self._recency = None if capacity_tokens is None else _Recency(capacity_tokens)
@@ -64,7 +64,7 @@ class OracleArm(Arm):
         covered = _covered(starts, self.min_run, request.num_tokens)
         outcome = Outcome(
             hits=spans_of(covered.tolist()) if len(starts) else (),
-            cross_user=self._is_others(stored[starts], request.logged.user),
+            cross_user=self._is_others(stored[starts], request.logged.asker),
             lookup_s=time.perf_counter() - began,
         )
         self._store(request, table, tokens, hashes, stored)
@@ -88,10 +88,10 @@ class OracleArm(Arm):
             same[places] &= self._tokens[stored[places] + offset] == tokens[places + offset]
         return same
 
-    def _is_others(self, positions: Positions, user: str) -> bool:
+    def _is_others(self, positions: Positions, asker: Asker) -> bool | None:
         """Whether any of these positions was another user's, as far as the place kept tells."""
         requests = {bisect_right(self._starts, position) - 1 for position in np.unique(positions).tolist()}
-        return any(self._users[number] != user for number in requests)
+        return any_of(asker.is_other(self._askers[number]) for number in requests)
 
     def _store(
         self,
@@ -103,7 +103,7 @@ class OracleArm(Arm):
     ) -> None:
         start = self._append(tokens)
         self._starts.append(start)
-        self._users.append(request.logged.user)
+        self._askers.append(request.logged.asker)
         positions = np.arange(start, start + len(hashes), dtype=np.int64)
         if self._recency is not None:
             self._recency.use(hashes, stored, positions)

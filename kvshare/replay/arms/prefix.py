@@ -8,7 +8,7 @@ from typing import Any
 from delta_tree import Span
 from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
 from kvshare.replay.arms.block_pool import BlockPool, EndlessPool, block_digests
-from kvshare.replay.requests import Outcome, TokenizedRequest
+from kvshare.replay.requests import Outcome, TokenizedRequest, any_of
 
 
 class PrefixArm(Arm):
@@ -39,14 +39,14 @@ class PrefixArm(Arm):
         owners = self._pool.find(digests[: max(0, request.num_tokens - 1) // size])
         lookup_s = time.perf_counter() - began
         num_blocks = -(-len(tokens) // size)
-        self._pool.serve(digests, num_hit=len(owners), num_blocks=num_blocks, user=logged.user)
+        self._pool.serve(digests, num_hit=len(owners), num_blocks=num_blocks, asker=logged.asker)
         num_hit = len(owners) * size
         return Outcome(
             hits=(Span(0, num_hit),) if num_hit else (),
             num_exact=num_hit,
             num_donors=1 if num_hit else 0,
             shifts=(0,) if num_hit else (),
-            cross_user=any(owner != logged.user for owner in owners),
+            cross_user=any_of(map(logged.asker.is_other, owners)),
             lookup_s=lookup_s,
             num_stored_bytes=self.num_stored_bytes,
         )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from delta_tree import Span, TokenIds
 from kvshare.replay.arms.base import Arm, Workbench
-from kvshare.replay.requests import Outcome, TokenizedRequest
+from kvshare.replay.requests import Asker, Outcome, TokenizedRequest
 
 _TOKEN_BYTES = 4
 _VECTOR_ITEM_BYTES = 4
@@ -29,7 +29,7 @@ _VECTOR_ITEM_BYTES = 4
 @dataclass(slots=True)
 class _Entry:
     content: bytes  # digest of the tokens that say something
-    user: str
+    asker: Asker
     num_bytes: int
     row: int
 
@@ -118,12 +118,12 @@ class ResponseArm(Arm):
             hits=(Span(0, request.num_tokens),) if is_right and request.num_tokens else (),
             num_donors=int(answered),
             shifts=(0,) if is_right else (),
-            cross_user=answered and nearest is not None and nearest.user != request.logged.user,
+            cross_user=answered and nearest is not None and request.logged.asker.is_other(nearest.asker),
             false_hit=answered and not is_right,
             lookup_s=lookup_s,
             num_stored_bytes=self._num_bytes,
             distance=distance,
-            details={"answered": float(answered)},
+            details={"answered": float(answered), "embedded": True},
         )
 
     def _content(self, tokens: TokenIds) -> bytes:
@@ -142,7 +142,7 @@ class ResponseArm(Arm):
         shelf.is_cached[row] = True
         num_tokens = request.num_tokens + len(request.answer_ids)
         num_bytes = _TOKEN_BYTES * num_tokens + _VECTOR_ITEM_BYTES * len(vector)
-        shelf.entries[row] = _Entry(content, request.logged.user, num_bytes, row)
+        shelf.entries[row] = _Entry(content, request.logged.asker, num_bytes, row)
         self._recent[(namespace, row)] = None
         self._num_bytes += num_bytes
         if self.capacity_tokens is not None:

@@ -22,13 +22,13 @@ from kvshare.plan import NoPlan, Plan
 from kvshare.planner import PlannerLimits, make_plan
 from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
 from kvshare.replay.arms.books import Books
+from kvshare.replay.arms.losses import Losses, SecondLook
 from kvshare.replay.arms.meanings import prompt_text
 from kvshare.replay.arms.sharing_options import SharingOptions
-from kvshare.replay.requests import Outcome, TokenizedRequest
+from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
 from vector_index import Nomination, Nominator, QdrantEdgeIndex
 
 _MAINTAIN_EVERY = 1000  # requests between two flushes of the index
-_REFUSALS = frozenset({"not_enough_saved", "too_much_relocated", "does_not_pay", "rotation_unknown"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,12 @@ class _Found:
 
 
 class SharingArm(Arm):
-    """KVShare with some options. Those that look at meaning need a workbench with meanings."""
+    """
+    KVShare with some options. Those that look at meaning need a workbench with meanings.
+
+    `explain_losses` False leaves out the second look at what the gates cost: no part of serving, and it takes
+    as long as planning.
+    """
 
     family = "kvshare"
 
@@ -52,6 +57,7 @@ class SharingArm(Arm):
         capacity_tokens: int | None = None,
         *,
         sharing: SharingOptions | None = None,
+        explain_losses: bool = True,
     ) -> None:
         super().__init__(name, bench, capacity_tokens)
         self.sharing = sharing or SharingOptions()
@@ -59,7 +65,6 @@ class SharingArm(Arm):
             raise ValueError(f"{name} needs embeddings")
         settings, per_token = bench.settings, bench.bytes_per_token
         self._limits = self.sharing.limits(settings)
-        self._open_limits = replace(self.sharing, open_gates=True).limits(settings)
         self._rates = Rates(
             bench.prefill_tokens_per_s, settings.cost.prior_load_bytes_per_s, bytes_per_token=per_token
         )
@@ -69,7 +74,9 @@ class SharingArm(Arm):
             min_tokens=self._limits.sharing.min_prompt_tokens,
             seed=bench.seed,
         )
-        self._owners: dict[NodeId, str] = {}
+        explains = explain_losses and not self.sharing.open_gates
+        self._second_look = SecondLook(self.sharing, settings, self._books.tree.segment) if explains else None
+        self._owners: dict[NodeId, Asker] = {}
         self._num_observed = 0
         self._open_index()
 
@@ -99,10 +106,9 @@ class SharingArm(Arm):
     async def _observe(self, request: TokenizedRequest) -> Outcome:
         found = await self._look_up(request)
         plan = found.plan
-        user = request.logged.user
         donors = plan.donors if isinstance(plan, Plan) else ()
-        cross_user = any(self._owners.get(donor) != user for donor in donors)
-        num_refused = self._num_refused(request, found)
+        cross_user = any_of(request.logged.asker.is_other(self._owners[donor]) for donor in donors)
+        losses = self._losses(request, found)
         self._books.touch(donors)
         await self._remember(request, plan)
         return replace(
@@ -114,7 +120,9 @@ class SharingArm(Arm):
             num_stored_bytes=self._books.num_bytes,
             distance=_distance(found.nomination),
             details={
-                "num_refused": num_refused,
+                "num_refused": losses.num_refused,
+                "num_refused_generation": losses.num_generation,
+                "embedded": _was_embedded(request, found.nomination),
                 "num_candidates": len(found.nodes),
                 "num_failures": len(found.nomination.failures) if found.nomination else 0,
             },
@@ -156,13 +164,12 @@ class SharingArm(Arm):
             rates=self._rates,
         )
 
-    def _num_refused(self, request: TokenizedRequest, found: _Found) -> int:
-        """Tokens that these very donors had and a gate would not take."""
-        if found.plan.reason not in _REFUSALS:
-            return 0
-        willing = self._make_plan(request, found.nodes, self._open_limits)
-        taken = _outcome(found.plan)
-        return max(0, _outcome(willing, with_repairs=True).num_hit - taken.num_hit - taken.num_repaired)
+    def _losses(self, request: TokenizedRequest, found: _Found) -> Losses:
+        if self._second_look is None:
+            return Losses()
+        return self._second_look.losses(
+            found.plan, found.nodes, lambda limits: self._make_plan(request, found.nodes, limits)
+        )
 
     async def _remember(self, request: TokenizedRequest, plan: Plan | NoPlan) -> None:
         logged = request.logged
@@ -172,7 +179,7 @@ class SharingArm(Arm):
             self._owners.pop(node_id, None)
             await self._nominator.forget(namespace, [node_id])
         if node is not None:
-            self._owners[node.node_id] = logged.user
+            self._owners[node.node_id] = logged.asker
             text = prompt_text(request) if self.sharing.uses_meaning else None
             await self._nominator.remember(node.node_id, node.namespace, node.token_ids, text)
         self._num_observed += 1
@@ -218,6 +225,11 @@ def _outcome(plan: Plan | NoPlan, *, with_repairs: bool = False) -> Outcome:
         shifts=tuple(copy.shift for copy in plan.copies),
         reason=plan.reason,
     )
+
+
+def _was_embedded(request: TokenizedRequest, nomination: Nomination | None) -> bool:
+    """Whether the look-up needed the text's embedding; a text without a word has none."""
+    return nomination is not None and "meaning" in nomination.stage_seconds and bool(request.text.strip())
 
 
 def _distance(nomination: Nomination | None) -> float | None:

@@ -30,8 +30,7 @@ def conversation_row(
         source=place.source,
         line=place.line,
         conversation=place.name,
-        turn=0,
-        user=user or place.name,
+        user=user,
         messages=messages,
         language=language or "unknown",
     )

@@ -49,7 +49,7 @@ def raw_rows(path: Path) -> Iterator[RawRow]:
             magic = file.read(4)
         if magic == _PARQUET:
             for line, value in parquet_rows(path):
-                yield RawRow(line, value) if value is not None else RawRow(line, reason=Reason.TRUNCATED)
+                yield RawRow(line, reason=value) if isinstance(value, Reason) else RawRow(line, value)
             return
         with _opened(path, magic) as stream:
             yield from _json_rows(stream)
@@ -115,11 +115,14 @@ def _json_rows(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[RawRow]:
 
 
 def _lines(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, bytes | Reason]]:
+    """Without those that are blank: they are no rows, but they have numbers."""
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
         number += 1
         if len(line) < MAX_ROW_BYTES or line.endswith(b"\n"):
-            yield number, line
+            line = line.removeprefix(_BOM) if number == 1 else line
+            if line.strip():
+                yield number, line
             continue
         while (rest := stream.readline(MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
             pass
@@ -127,9 +130,7 @@ def _lines(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, byt
 
 
 def _parsed(line: int, data: bytes) -> RawRow:
-    if line == 1:
-        data = data.removeprefix(_BOM)
-    if not data.strip():
+    if not data.strip():  # in an array, between two commas
         return RawRow(line, reason=Reason.EMPTY)
     try:
         value = json.loads(data.decode("utf-8"))

@@ -8,17 +8,22 @@ from typing import Any
 
 from kvshare.replay.readers import chats, lmsys, openai, plain, prompts, sharegpt, traces, wildchat
 from kvshare.replay.readers.row import LoggedRow, Place
+from kvshare.replay.readers.unreadable import Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How the rows of one published format become requests."""
+    """
+    How the rows of one published format become requests.
+
+    A `Reason` stands for one of a row's several requests that cannot be read, a RowError for all of the row.
+    """
 
     name: str
     what: str
     matches: Callable[[Mapping[str, Any]], bool]
-    convert: Callable[[Mapping[str, Any], Place], Iterator[LoggedRow]]  # raises RowError
-    has_content: bool = True  # False: lengths only, so that nothing can be shared
+    convert: Callable[[Mapping[str, Any], Place], Iterator[LoggedRow | Reason]]  # raises RowError
+    has_content: bool = True  # False: lengths only, recognised in order to be refused
 
 
 # In the order in which they are tried: the ones with the most telling fields first.
@@ -38,7 +43,12 @@ FORMATS: Mapping[str, Format] = {
             traces.convert_lengths,
             has_content=False,
         ),
-        Format("wildchat", "WildChat: conversation_hash, conversation", wildchat.matches, wildchat.convert),
+        Format(
+            "wildchat",
+            "WildChat: conversation_hash, or conversation_id and timestamp; conversation",
+            wildchat.matches,
+            wildchat.convert,
+        ),
         Format("lmsys", "LMSYS-Chat-1M: conversation_id, conversation", lmsys.matches, lmsys.convert),
         Format("sharegpt", "ShareGPT: conversations with from and value", sharegpt.matches, sharegpt.convert),
         Format("openai", "OpenAI request bodies, bare or as Batch API lines", openai.matches, openai.convert),
@@ -49,13 +59,18 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
+def offered() -> str:
+    """The names to choose from, for messages."""
+    return ", ".join(each.name for each in FORMATS.values() if each.has_content)
+
+
 def named(name: str) -> Format | None:
     """The format of this name, if there is one. "plain:FIELD" finds the prompts in that field."""
     base, _, field = name.partition(":")
     if base != "plain" or not field:
         return FORMATS.get(name)
 
-    def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+    def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow | Reason]:
         return plain.convert({**row, "prompt": row.get(field), "messages": None, "token_ids": None}, place)
 
     return replace(FORMATS[base], convert=convert)

@@ -27,7 +27,7 @@ def matches(row: Mapping[str, Any]) -> bool:
     return "model" in row and any(name in row for name in ("messages", "prompt", "input"))
 
 
-def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow | Reason]:
     body = fields.first(row, "body", "request")
     body = row if body is None else body
     if not isinstance(body, Mapping):
@@ -38,7 +38,10 @@ def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
         prompts = _prompts(body["prompt"])
         for number, prompt in enumerate(prompts):
             own = place.name if len(prompts) == 1 else f"{place.name}.{number}"
-            yield _row(known, place, own, **prompt)
+            try:
+                yield _row(known, place, own, **_prompt(prompt))
+            except RowError as exc:
+                yield exc.reason
         return
     messages = body.get("messages")
     messages = _messages_of_input(body) if messages is None else fields.messages(messages)
@@ -57,14 +60,13 @@ def _row(
     conversation = fields.optional_id(known, "conversation_id", "session_id")
     if conversation is None and isinstance(known.get("conversation"), str | int):
         conversation = fields.optional_id(known, "conversation")
-    conversation = conversation or own_name
     return LoggedRow(
         LoggedRequest(
             source=place.source,
             line=place.line,
-            conversation=conversation,
+            conversation=conversation or own_name,
             turn=plain.num_earlier_turns(messages),
-            user=fields.optional_id(known, "user", "safety_identifier", "user_id") or conversation,
+            user=fields.optional_id(known, "user", "safety_identifier", "user_id"),
             time_s=fields.time_s(fields.first(known, "timestamp", "created", "created_at")),
             messages=messages,
             prompt=prompt,
@@ -72,14 +74,13 @@ def _row(
             answer=_answer(known.get("response")),
             language=fields.optional_text(known, "language") or "unknown",
             namespace=fields.optional_id(known, "namespace", "tenant") or "default",
-        )
+        ),
+        turn_by_order=conversation is not None and messages is None,
     )
 
 
-def _prompts(value: object) -> list[dict[str, Any]]:
-    if isinstance(value, list) and value and isinstance(value[0], list | str):
-        return [_prompt(item) for item in value]
-    return [_prompt(value)]
+def _prompts(value: object) -> list[Any]:
+    return value if isinstance(value, list) and value and isinstance(value[0], list | str) else [value]
 
 
 def _prompt(value: object) -> dict[str, Any]:

@@ -3,7 +3,7 @@ One request per row: `messages` or `prompt` (or `token_ids`), and whatever else 
 
 This is what `kvshare workload` writes. Optional: `conversation` (the same string in all rows of one, in any
 file), `turn`, `user`, `timestamp`, `answer`, `language`, `namespace`. Without a `turn`, it is the number of
-earlier user messages.
+earlier user messages; that of bare prompts is their place in the conversation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvshare.replay.readers.row import LoggedRow, Place
 from kvshare.replay.readers.unreadable import Reason, RowError
 from kvshare.replay.requests import LoggedRequest, Message
 
-_MAX_TOKEN_ID = (1 << 31) - 1
+_MAX_INT32 = (1 << 31) - 1
 
 
 def matches(row: Mapping[str, Any]) -> bool:
@@ -33,15 +33,17 @@ def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
         token_ids = tokens(row["token_ids"])
     else:
         prompt = full(fields.text(row.get("prompt")))
-    conversation = fields.optional_id(row, "conversation", "conversation_id", "session_id") or place.name
+    conversation = fields.optional_id(row, "conversation", "conversation_id", "session_id")
     turn = fields.optional_count(row, "turn")
+    if turn is not None and turn > _MAX_INT32:
+        raise RowError(Reason.WRONG_TYPE)
     yield LoggedRow(
         LoggedRequest(
             source=place.source,
             line=place.line,
-            conversation=conversation,
+            conversation=conversation or place.name,
             turn=num_earlier_turns(messages) if turn is None else turn,
-            user=fields.optional_id(row, "user", "user_id") or conversation,
+            user=fields.optional_id(row, "user", "user_id"),
             time_s=fields.time_s(fields.first(row, "timestamp", "created", "created_at", "time")),
             messages=messages,
             prompt=prompt,
@@ -49,7 +51,8 @@ def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
             answer=fields.optional_text(row, "answer", "completion", "response"),
             language=fields.optional_text(row, "language", "lang") or "unknown",
             namespace=fields.optional_id(row, "namespace", "tenant") or "default",
-        )
+        ),
+        turn_by_order=conversation is not None and messages is None and turn is None,
     )
 
 
@@ -74,7 +77,7 @@ def tokens(value: object) -> tuple[int, ...]:
     ids = tuple(fields.count(token_id) for token_id in value)
     if not ids:
         raise RowError(Reason.EMPTY)
-    if max(ids) > _MAX_TOKEN_ID:
+    if max(ids) > _MAX_INT32:
         raise RowError(Reason.WRONG_TYPE)
     return ids
 

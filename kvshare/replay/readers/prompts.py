@@ -29,7 +29,7 @@ def matches(row: Mapping[str, Any]) -> bool:
     return "prompt" in row and any(name in row for name in (*_ANSWER_LENGTHS, *_PROMPT_LENGTHS))
 
 
-def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow | Reason]:
     requests = row.get("requests")
     if requests is None:
         yield _row(row, place, place.name, _time_s(row))
@@ -41,26 +41,30 @@ def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
     milliseconds = row.get("timestamp")  # AIBrix's own files count from 0, in milliseconds
     time_s = None if milliseconds is None else fields.seconds(milliseconds) / 1e3
     for number, request in enumerate(requests):
-        if not isinstance(request, Mapping):
-            raise RowError(Reason.WRONG_TYPE)
-        yield _row(request, place, f"{place.name}.{number}", time_s)
+        try:
+            yield _row(request, place, f"{place.name}.{number}", time_s)
+        except RowError as exc:
+            yield exc.reason
 
 
-def _row(row: Mapping[str, Any], place: Place, own_name: str, time_s: float | None) -> LoggedRow:
-    conversation = fields.optional_id(row, "session_id", "conversation") or own_name
+def _row(row: object, place: Place, own_name: str, time_s: float | None) -> LoggedRow:
+    if not isinstance(row, Mapping):
+        raise RowError(Reason.WRONG_TYPE)
+    conversation = fields.optional_id(row, "session_id", "conversation")
     return LoggedRow(
         LoggedRequest(
             source=place.source,
             line=place.line,
-            conversation=conversation,
-            turn=0,  # rows of a session come in the file's order
-            user=fields.optional_id(row, "user") or conversation,
+            conversation=conversation or own_name,
+            turn=0,
+            user=fields.optional_id(row, "user"),
             time_s=time_s,
             prompt=plain.full(fields.text(row.get("prompt"))),
             answer=fields.optional_text(row, "completion", "answer"),
             num_answer_tokens=fields.optional_count(row, *_ANSWER_LENGTHS),
             language=fields.optional_text(row, "language", "lang") or "unknown",
-        )
+        ),
+        turn_by_order=conversation is not None,
     )
 
 

@@ -34,10 +34,14 @@ class LoggedRow:
     """
     `request` with `turns` empty is the request itself. Otherwise its messages are the whole conversation, and
     there is one request per turn, made when it is asked for: a long conversation is kept once.
+
+    `turn_by_order`: the log names the conversation and no turn, so that the stream, which knows the order,
+    counts them.
     """
 
     request: LoggedRequest
     turns: tuple[Turn, ...] = ()
+    turn_by_order: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -46,7 +50,7 @@ class LoggedRow:
     def __iter__(self) -> Iterator[LoggedRequest]:
         return (self.at(number) for number in range(self.num_requests))
 
-    def turn_and_time(self, number: int) -> tuple[int, float | None]:
+    def turn_and_time(self, number: int) -> tuple[int | None, float | None]:
         """Of request `number`, without making it."""
         return (number, self.turns[number].time_s) if self.turns else (self.request.turn, self.request.time_s)
 

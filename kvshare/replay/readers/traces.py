@@ -2,7 +2,9 @@
 Production traces without text: Mooncake's block hashes, Azure's lengths.
 
 A Mooncake row has one hash id per block of 512 tokens, each id standing for the block *and* what comes before
-it; equal ids are equal tokens. Azure's rows have lengths only: a load shape, in which nothing can be a hit.
+it; equal ids are equal tokens. Neither users nor conversations are named, and a known first block may be any
+system prompt: who asked, and at which turn, is unknown. Azure's rows have lengths only: a load shape, in
+which nothing can be a hit.
 """
 
 from __future__ import annotations
@@ -40,8 +42,6 @@ def convert_mooncake(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow
             source=place.source,
             line=place.line,
             conversation=place.name,
-            turn=0,
-            user=place.name,
             time_s=None if milliseconds is None else fields.seconds(milliseconds) / 1e3,
             block_hashes=hashes,
             block_size=MOONCAKE_BLOCK_SIZE,
@@ -61,8 +61,6 @@ def convert_lengths(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]
             source=place.source,
             line=place.line,
             conversation=place.name,
-            turn=0,
-            user=place.name,
             time_s=fields.time_s(row.get("TIMESTAMP")),
             num_tokens=fields.count(row.get("ContextTokens")),
             num_answer_tokens=fields.count(row.get("GeneratedTokens")),

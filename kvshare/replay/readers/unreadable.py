@@ -21,9 +21,10 @@ class Reason(StrEnum):
     UNKNOWN_ROLE = "unknown_role"  # of a message
     NOT_TEXT = "not_text"  # a message with an image or a sound
     NO_USER_TURN = "no_user_turn"  # a conversation in which nobody asks
-    EMPTY = "empty"  # a blank line, no messages, or no text in any of them
+    EMPTY = "empty"  # no messages, or no text in any of them
     TOO_LONG = "too_long"  # a row longer than `MAX_ROW_BYTES`
     TRUNCATED = "truncated"  # a compressed file or a JSON array that breaks off: what follows is lost
+    DAMAGED = "damaged"  # stands in a part of a Parquet file that cannot be decoded
 
 
 class RowError(Exception):
@@ -36,7 +37,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """One row that could not be read."""
+    """One row that could not be read, or one request of a row that holds several."""
 
     source: str  # file name
     line: int  # from 1; a row number in Parquet and in a JSON array

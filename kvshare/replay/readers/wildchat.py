@@ -1,8 +1,9 @@
 """
 WildChat as allenai publishes it, Parquet or JSON lines: `conversation` with one dictionary per message.
 
-Also rows with `messages` in its place, as samples of it are passed on. The user is `hashed_ip`. Published
-times are those of the finished answer (of a message, and of the last one for the row): the request was made a
+Also rows with `messages` in its place, as samples of it are passed on. The user is `hashed_ip`; the older
+edition (WildChat, WildChat-nontoxic), which has a `conversation_id` like LMSYS, names none. Published times
+are those of the finished answer (of a message, and of the last one for the row): the request was made a
 little before, which changes no order within a conversation.
 """
 
@@ -17,7 +18,10 @@ from kvshare.replay.readers.row import LoggedRow, Place
 
 
 def matches(row: Mapping[str, Any]) -> bool:
-    return "conversation_hash" in row and ("conversation" in row or "messages" in row)
+    if "conversation_hash" in row:
+        return "conversation" in row or "messages" in row
+    is_older = "conversation_id" in row and isinstance(row.get("conversation"), list)
+    return is_older and ("timestamp" in row or "detoxify_moderation" in row)  # LMSYS has neither
 
 
 def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:

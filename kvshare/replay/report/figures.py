@@ -36,7 +36,9 @@ def draw(report: Report) -> dict[str, Drawn]:
         "oracle-losses": Drawn(
             "What is left of the oracle's share",
             "The oracle covers every token in a stretch of 16 that an earlier prompt had. Not found: "
-            "KVShare's donors did not have it. Refused: a gate for quality or cost said no.",
+            "the donors that KVShare nominated did not have it. Too short: prompts this short are not looked "
+            "up. Refused: they had it, and a gate said no, for the KV's generation, or for another reason of "
+            "quality or cost.",
             shapes.oracle_losses(losses) if losses else None,
             "it takes an oracle and an arm of KVShare, both with an infinite store",
         ),

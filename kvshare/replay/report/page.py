@@ -82,9 +82,11 @@ def _title(report: Report) -> str:
 def _summary(report: Report) -> str:
     data, times = report.data, report.times
     unreadable = count(data.get("unreadable") or {}, "num_rows")
+    num_users = count(data, "num_users")
+    users = f"{counted(num_users)} users" if num_users else "users not named"
     about = (
         f"{counted(count(data, 'num_requests'))} requests of {counted(count(data, 'num_conversations'))} "
-        f"conversations and {counted(count(data, 'num_users'))} users, "
+        f"conversations, {users}, "
         f"{counted(count(data, 'num_tokens'))} prompt tokens"
         + (f"; {counted(unreadable)} rows could not be read" if unreadable else "")
         + (f". Replayed {_time(str(times['started_at']))}" if times.get("started_at") else "")

@@ -14,7 +14,9 @@ from kvshare.replay.report.svg import Plane, Point, Scale
 _STEP_NAMES = {
     "oracle": "seen before (oracle)",
     "not_found": "not found",
-    "refused": "refused by a gate",
+    "too_short": "prompt too short to look",
+    "generation": "refused: copy of copies",
+    "refused": "refused by another gate",
     "repaired": "repaired: computed again",
     "hit": "not computed",
 }

@@ -72,7 +72,7 @@ def origin_table(report: Report) -> str:
         origins, figures = arm.by.get("origin", {}), arm.figures
         if arm.family == "nothing" or not origins:
             continue
-        requests = (_requests_in(arm, key) for key in ("same_user", "cross_user", "none"))
+        requests = (_requests_in(arm, key) for key in ("same_user", "cross_user", "unknown", "none"))
         cross = origins.get("cross_user")
         hit = cross.num_hit_tokens if cross else 0
         part = hit / figures.num_hit_tokens if figures.num_hit_tokens else None
@@ -81,6 +81,7 @@ def origin_table(report: Report) -> str:
         "arm",
         "requests with tokens of the same user only",
         "of another user too",
+        "of another conversation, users not named in the log",
         "nothing shared",
         "tokens not computed that are in requests of the second kind",
     )
@@ -108,7 +109,7 @@ def plans_table(report: Report) -> str:
         ]
         rows.append((arm.arm, *cells))
     head = ("arm", "copies a request", "donors a request", "shift of a copy, tokens", "look-up p50", "p99",
-            "planning p50", "p99", "TTFT saved less both")  # fmt: skip
+            "planning p50", "p99", "TTFT saved less these and embedding")  # fmt: skip
     return table(head, rows)
 
 

@@ -56,7 +56,8 @@ def _saved(report: Report, kvshare: ArmReport) -> str:
     figures, speed = kvshare.figures, number(report.config, "prefill_tokens_per_s")
     at = "" if speed is None else f" at {counted(speed)} tokens/s of prefill"
     net = kvshare.saved_net_mean_s
-    less = "" if net is None else f", {duration(net)} after its own look-up and planning on this machine"
+    own = "its own embedding, look-up and planning on this machine"
+    less = "" if net is None else f", {duration(net)} after {own}"
     return (
         f"“{kvshare.label}” would have spared {counted(figures.num_hit_tokens)} of "
         f"{counted(figures.num_tokens)} prompt tokens: an estimated {duration(figures.saved_mean_s)} of the "
@@ -118,6 +119,13 @@ def _where_not(report: Report, kvshare: ArmReport) -> Iterator[str]:
     if cross is not None and kvshare.figures.num_hit_tokens:
         part = cross.num_hit_tokens / kvshare.figures.num_hit_tokens
         yield f"{percent(part)} of what is spared is in requests that take from another user's prompt, too."
+    unknown = kvshare.by.get("origin", {}).get("unknown")
+    if unknown is not None and kvshare.figures.num_hit_tokens:
+        part = unknown.num_hit_tokens / kvshare.figures.num_hit_tokens
+        yield (
+            f"{percent(part)} of what is spared is in requests that take from another conversation; the log "
+            "does not name the users, so it may have been the same one's."
+        )
 
 
 def _store(kvshare: ArmReport) -> Iterator[str]:

@@ -1,5 +1,5 @@
 """
-What a workload is written as: JSON lines that `kvshare replay`, the benchmarks and any load tool can read.
+What a workload is written as: JSON lines that `kvshare replay`, `kvshare bench load` and load tools can read.
 
     {"id": "rag-17",             unique in the file
      "conversation": "rag-c3",   the same in all requests of one

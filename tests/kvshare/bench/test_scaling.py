@@ -11,6 +11,7 @@ from kvshare.bench import index, replay
 from kvshare.bench.figures import drop_from_page_cache, grown, memory_bytes, percentiles, shard_bytes
 from kvshare.bench.index_corpus import Corpus
 from kvshare.bench.text_like import TextLikePrompts, common_words
+from kvshare.replay.arms.losses import SecondLook
 from vector_index import Embedder
 
 
@@ -64,6 +65,12 @@ def test_a_replay_is_measured_at_several_sizes() -> None:
         assert window["requests_per_s"] > 0
         assert 0.2 < window["hit_rate"] < 1
         assert window["plan"]["p99_ms"] >= window["plan"]["p50_ms"] > 0
+
+
+def test_a_replay_is_measured_without_what_a_server_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks what the gates cost."""
+    monkeypatch.setattr(SecondLook, "losses", lambda *_: pytest.fail("asked"))
+    assert replay.run(stored=10, requests=5, prompt_tokens=100)["requests_per_s"] > 0
 
 
 @pytest.mark.model

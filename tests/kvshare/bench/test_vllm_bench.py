@@ -8,12 +8,15 @@ No timing is a limit here.
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvshare.bench.vllm import load, parity, soak, steady, ttft
 from kvshare.bench.vllm.stack import ALWAYS_SHARE, Pair, Stack, pair, with_proxy
+from kvshare.bench.vllm.workload import read_prompts
+from kvshare.replay.workloads import generate, write_rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -97,6 +100,31 @@ def test_both_arms_answer_the_same_load(servers: Stack) -> None:
     assert document["decisions"]["approx"] == 3
     assert document["throughput_ratio"] > 0
     assert document["ttft_p50_ratio"] > 0
+
+
+def test_a_workload_takes_the_place_of_made_up_prompts(servers: Stack, tmp_path: Path) -> None:
+    """Both arms answer as many of its prompts as were asked for, in each repeat the next ones."""
+    file = tmp_path / "template.jsonl"
+    write_rows(generate("template", num_requests=8, seed=0), file)
+    given = read_prompts(file, num_prompts=8, max_tokens=_TOKENS)
+    config = load.LoadConfig(
+        concurrency=1,
+        requests=4,
+        unrelated_requests=2,
+        prompt_tokens=_TOKENS,
+        families=1,
+        min_output=2,
+        max_output=4,
+        repeats=2,
+        seed=6,
+    )
+    document = load.measure(servers, config, given)
+    check_header(document, "load")
+    assert document["workload"] == given.to_json()
+    for arm in ("plain", "shared"):
+        assert document["mixed"][arm]["requests"] == 8
+        assert set(document["mixed"][arm]["ttft"]) == {"all"}
+    assert document["decisions"]["approx"] > 0, "forms that differ in their slots"
 
 
 def test_a_full_store_evicts_and_stays_within_its_bytes(servers: Stack) -> None:

@@ -13,9 +13,13 @@ from kvshare.bench.vllm.parity import distance
 from kvshare.bench.vllm.prompts import near_duplicate, stranger
 from kvshare.bench.vllm.servers import Server, VllmOptions, running
 from kvshare.bench.vllm.steady import SteadyConfig
-from kvshare.bench.vllm.traffic import Shape, new_sequence
+from kvshare.bench.vllm.traffic import Shape, given_sequence, new_sequence
 from kvshare.bench.vllm.verdict import judge
-from kvshare.errors import EngineError
+from kvshare.bench.vllm.workload import read_prompts
+from kvshare.demo import MODEL_PATH
+from kvshare.engines.embedded.tokenizer import PromptEncoder
+from kvshare.errors import EngineError, LogError
+from kvshare.replay.workloads import generate, write_rows
 
 
 def answer(*token_ids: int, margin: float = 1.0, aborted: bool = False) -> Answer:
@@ -71,9 +75,35 @@ def test_a_sequence_mixes_kinds_and_never_repeats() -> None:
     donors = [stranger(rng, 200) for _ in range(3)]
     shape = Shape(prompt_tokens=200, changed=0.1, edits=2, min_output=4, max_output=8)
     requests = new_sequence(rng, shape, donors, num_requests=20, near_share=0.5)
-    assert sum(request.is_near for request in requests) == 10
+    assert sum(request.is_near is True for request in requests) == 10
     assert len({request.prompt.tobytes() for request in requests}) == 20
     assert {request.is_near for request in requests[:10]} == {True, False}
+
+
+def test_a_workload_is_sent_from_its_top_in_its_order(tmp_path: Path) -> None:
+    """As the chat template lays the messages out; long prompts keep their head."""
+    rows = list(generate("template", num_requests=6, seed=0))
+    write_rows(rows, tmp_path / "template.jsonl.gz")
+    given = read_prompts(tmp_path / "template.jsonl.gz", num_prompts=4, max_tokens=150)
+    encoder = PromptEncoder.load(MODEL_PATH)
+    whole = [encoder.encode_chat(row.draft.messages).token_ids.tolist() for row in rows[:4]]
+    assert [prompt.tolist() for prompt in given.prompts] == [tokens[:150] for tokens in whole]
+    assert given.to_json()["num_cut"] == sum(len(tokens) > 150 for tokens in whole) > 0
+    shape = Shape(prompt_tokens=150, changed=0.1, edits=2, min_output=4, max_output=8)
+    requests = given_sequence(np.random.default_rng(0), shape, given.prompts)
+    assert [request.prompt.tolist() for request in requests] == [tokens[:150] for tokens in whole]
+    assert {request.is_near for request in requests} == {None}
+
+
+def test_a_workload_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
+    """Too few prompts, or tokens of another model: the file is named, and the line."""
+    file = tmp_path / "few.jsonl"
+    file.write_text('{"prompt": "one"}\nno json\n{"token_ids": [5, 90000]}\n', encoding="utf-8")
+    with pytest.raises(LogError, match=r"few\.jsonl, line 3: token 90000"):
+        read_prompts(file, num_prompts=2, max_tokens=100)
+    file.write_text('{"prompt": "one"}\nno json\n', encoding="utf-8")
+    with pytest.raises(LogError, match=r"few\.jsonl has 1 prompts, and 1 lines that cannot be read; 2 are"):
+        read_prompts(file, num_prompts=2, max_tokens=100)
 
 
 def test_strangers_may_never_be_approximate() -> None:

@@ -181,8 +181,12 @@ def test_bench_refuses_options_of_the_other_engine(cli: Cli, command: tuple[str,
 
 
 def test_bench_refuses_wrong_options(cli: Cli) -> None:
-    """A share above 1 is wrong usage."""
+    """A share above 1 is wrong usage; so are edits of prompts that come from a file."""
     assert cli("bench", "ttft", "--changed", "2").code == 2
+    assert cli("bench", "load", "--workload", "rag.jsonl", "--edits", "3").code == 2
+    missing = cli("bench", "load", "--workload", "rag.jsonl")
+    assert missing.code == 1
+    assert "rag.jsonl" in missing.stderr
 
 
 def test_doctor_names_a_wrong_setting(cli: Cli, tmp_path: Path) -> None:

@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delta_tree import DeltaTree
 from kvshare.errors import ConfigError
+from kvshare.plan import NoPlan
 from kvshare.replay.arms import make_arm, parse_arms
 from kvshare.replay.arms.base import Arm
-from kvshare.replay.requests import Outcome, TokenizedRequest
+from kvshare.replay.arms.losses import Losses, SecondLook
+from kvshare.replay.arms.sharing import SharingArm
+from kvshare.replay.arms.sharing_options import SharingOptions
+from kvshare.replay.measures import Measures
+from kvshare.replay.requests import Outcome, TokenizedRequest, any_of
+from kvshare.replay.rows import RowMaker, make_row
+from kvshare.settings import load_settings
 from tests.kvshare.replay.synthetic import random_tokens, request, stream, workbench
 
 BLOCK = 16
@@ -238,6 +246,75 @@ def test_configured_kvshare_repairs_and_refuses() -> None:
     assert refused.details["num_refused"] == 100
 
 
+def losses_of(requests: Sequence[TokenizedRequest]) -> dict[str, int]:
+    """The waterfall of the fingerprints' arm, with its gates as configured."""
+    specs = parse_arms("kvshare-fingerprints,oracle")
+    arms, maker = [make_arm(spec, workbench()) for spec in specs], RowMaker()
+    measures = Measures({arm.name: arm.family for arm in arms}, prefill_tokens_per_s=1000.0)
+    for one in requests:
+        measures.add([make_row(maker.common(one), arm, arm.observe(one), observe_s=0.0) for arm in arms])
+    for arm in arms:
+        arm.close()
+    (waterfall,) = measures.waterfalls()
+    return {step["name"]: step["num_tokens"] for step in waterfall["steps"]}
+
+
+def _variants_of_variants() -> list[list[int]]:
+    """A window that moves on, each with a header of its own: what came last was computed after copies."""
+    rng = np.random.default_rng(7)
+    parts = [random_tokens(rng, 150) for _ in range(5)]
+    windows = [parts[:2], parts[:3], parts[1:4], parts[2:5]]
+    return [joined([random_tokens(rng, 10), *window]) for window in windows]
+
+
+def test_copies_of_copies_are_refused_not_lost() -> None:
+    """What only KV of a too high generation has is found, and refused for its generation."""
+    requests = stream(_variants_of_variants())
+    last = run("kvshare-fingerprints", requests)[-1]
+    assert last.details["num_refused"] == last.details["num_refused_generation"] == 150
+    steps = losses_of(requests)
+    assert (steps["not_found"], steps["generation"], steps["refused"]) == (0, -150, 0)
+    opened = run("kvshare-fingerprints:max_generation=9", requests)[-1]
+    assert opened.num_hit + opened.num_repaired == last.num_hit + last.num_repaired + 150
+
+
+def test_donors_beyond_the_limit_are_refused_not_lost() -> None:
+    """Six donors of 60 tokens each where four are allowed: 120 tokens are refused."""
+    rng = np.random.default_rng(8)
+    parts = [random_tokens(rng, 60) for _ in range(6)]
+    steps = losses_of(stream([*parts, joined([random_tokens(rng, 10), *parts])]))
+    assert (steps["oracle"], steps["not_found"]) == (360, 0)
+    assert (steps["generation"], steps["refused"]) == (0, -120)
+
+
+def test_what_short_prompts_lose_is_told_apart() -> None:
+    """Prompts of less than 32 tokens are not looked up: all that the oracle has of them is too short."""
+    tokens = random_tokens(np.random.default_rng(9), 100)
+    steps = losses_of(stream([tokens, tokens[40:65]]))
+    assert (steps["not_found"], steps["too_short"], steps["hit"]) == (0, -25, 0)
+
+
+def test_losses_can_be_left_unexplained() -> None:
+    """Then all else is the same; and where no limit can have cost anything, nothing is planned again."""
+    requests = stream(_variants_of_variants())
+    arm = SharingArm("arm", workbench(), sharing=SharingOptions("fingerprints"), explain_losses=False)
+    unexplained = [arm.observe(one) for one in requests]
+    arm.close()
+    assert all(outcome.details["num_refused"] == 0 for outcome in unexplained)
+    explained = run("kvshare-fingerprints", requests)
+    assert [outcome.hits for outcome in unexplained] == [outcome.hits for outcome in explained]
+    look = SecondLook(SharingOptions(), load_settings(), DeltaTree.open(None, identity=None).segment)
+    assert look.losses(NoPlan("nothing_in_common"), (), lambda _: pytest.fail("planned again")) == Losses()
+
+
+def test_requests_embedded_for_the_look_up_are_told() -> None:
+    """Where meaning was asked: not for a prompt that is known already, and not for a short one."""
+    tokens = random_tokens(np.random.default_rng(10), 600)
+    requests = [request(i, one, text="some words") for i, one in enumerate((tokens, tokens, tokens[:40]))]
+    outcomes = run("kvshare", requests, meanings=True)
+    assert [bool(outcome.details["embedded"]) for outcome in outcomes] == [True, False, False]
+
+
 @pytest.mark.parametrize("capacity", [None, 5000])
 @pytest.mark.parametrize("arm", [spec.text for spec in parse_arms("all")])
 def test_namespaces_never_mix(arm: str, capacity: int | None) -> None:
@@ -264,6 +341,41 @@ def test_finite_stores_stay_within_their_bytes(arm: str) -> None:
     outcomes = run(arm, requests, 1000, meanings=True)
     assert all(outcome.num_stored_bytes <= allowed * 1000 * 10 for outcome in outcomes)
     assert outcomes[-1].num_stored_bytes > 0
+
+
+ASKERS = [
+    (("u", "a"), ("u", "b"), False),
+    (("u", "a"), ("v", "b"), True),
+    (("u", "a"), ("v", "a"), True),
+    ((None, "a"), (None, "a"), False),
+    ((None, "a"), ("u", "a"), False),
+    ((None, "a"), (None, "b"), None),
+    (("u", "a"), (None, "b"), None),
+]
+
+
+@pytest.mark.parametrize(("donor", "own", "is_other"), ASKERS)
+@pytest.mark.parametrize("arm", ["prefix", "chunks", "response", "kvshare-fingerprints", "oracle"])
+def test_another_user_is_one_that_the_log_names(
+    arm: str, donor: tuple[str | None, str], own: tuple[str | None, str], is_other: bool | None
+) -> None:
+    """A conversation has one user; of two conversations without names nothing is claimed."""
+    tokens = random_tokens(np.random.default_rng(10), 600)
+    requests = []
+    for one, (user, conversation) in zip(stream([tokens] * 2, text="words"), (donor, own), strict=True):
+        requests.append(replace(one, logged=replace(one.logged, user=user, conversation=conversation)))
+    outcome = run(arm, requests, meanings=True)[1]
+    assert outcome.num_hit > 0
+    assert outcome.cross_user is is_other
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [([], False), ([False, None], None), ([None, True], True), ([False], False)],
+)
+def test_one_that_is_known_is_enough(answers: list[bool | None], expected: bool | None) -> None:
+    """Among several donors."""
+    assert any_of(answers) is expected
 
 
 def test_evicted_prompts_are_no_donors() -> None:

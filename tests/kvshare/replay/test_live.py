@@ -1,18 +1,21 @@
 """The live replay measures a real server, and sets what it says beside the prediction."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from kvshare.errors import UpstreamError
+from kvshare.errors import ConfigError, UpstreamError
 from kvshare.replay.arms import parse_arms
-from kvshare.replay.live import LIVE_ARMS, LiveOptions, replay_live
+from kvshare.replay.live import LIVE_ARMS, LiveOptions, Pace, replay_live
 from kvshare.replay.live_figures import summarise
 from kvshare.replay.options import ReplayOptions
 from kvshare.settings import load_settings
 from tests.conftest import Server
+from tests.kvshare.replay.synthetic import request
 
 
 def _options(tmp_path: Path, log: Path) -> ReplayOptions:
@@ -44,7 +47,11 @@ def test_a_live_replay_times_requests_and_compares(server: Server, tmp_path: Pat
     assert document["num_requests"] == 4
     assert seen == [1, 2, 3, 4]
     assert document["errors"] == {"context_length_exceeded": 1}
+    assert document["complete"]
     assert document["ttft_ms"]["p50"] > 0
+    counts = document["token_counts"]
+    assert counts["here"] == counts["server"] > 0, "the server's tokenizer is the replay's"
+    assert counts["num_unlike"] == 0
     assert document["reported"]["num_requests"] == 3
     assert document["reported"]["num_cached_tokens"] > 0
     assert {arm["arm"] for arm in document["predicted"]} == set(LIVE_ARMS.split(","))
@@ -65,6 +72,28 @@ def test_requests_are_sent_at_the_logs_pace(server: Server, tmp_path: Path) -> N
     assert all(moment >= due for moment, due in zip(sent, (0.0, 0.25, 0.5), strict=True))
 
 
+def test_the_pace_begins_with_the_first_time() -> None:
+    """Rows without a time stand first and wait for nothing; then a second of log is half of one."""
+
+    def wait_s(time_s: float | None, *, now_s: float) -> float:
+        plain = request(0, [1])
+        known = replace(plain, logged=replace(plain.logged, time_s=time_s), time_s=time_s or 0.0)
+        return pace.wait_s(known, now_s)
+
+    pace = Pace(2.0)
+    assert wait_s(None, now_s=50) == 0
+    assert wait_s(1.7e9, now_s=60) == 0
+    assert wait_s(1.7e9 + 10, now_s=61) == 4
+    assert wait_s(1.7e9 + 20, now_s=80) == 0
+
+
+def test_one_store_predicts(tmp_path: Path, log: Path) -> None:
+    """Of several capacities none is chosen in silence."""
+    options = replace(_options(tmp_path, log), capacities_tokens=(1000, 2000))
+    with pytest.raises(ConfigError, match="--capacity"):
+        replay_live(options, LiveOptions("http://127.0.0.1:9"))
+
+
 def test_nobody_at_the_address(tmp_path: Path, log: Path) -> None:
     """An error that says so, not a thousand failed requests."""
     with pytest.raises(UpstreamError, match="does not tell its models"):
@@ -72,15 +101,41 @@ def test_nobody_at_the_address(tmp_path: Path, log: Path) -> None:
 
 
 def test_agreement_is_per_request() -> None:
-    """Predictions that are wrong both ways do not make up for each other."""
-    row = {"error": None, "ttft_s": 0.1, "num_prompt_tokens": 100}
+    """Predictions wrong both ways do not make up for each other; shares are of each side's own tokens."""
     rows = [
-        {**row, "num_cached": 80, "predicted:x": 60},
-        {**row, "num_cached": 20, "predicted:x": 40},
-        {**row, "num_cached": None, "predicted:x": 0},
+        _row(num_cached=80, **{"predicted:x": 120}),
+        _row(num_cached=20, **{"predicted:x": 80}),
+        _row(num_cached=None, **{"predicted:x": 0}),
     ]
     document = summarise(rows, ["x"])
     (agreement,) = document["predicted"]
     assert agreement["token_hit_rate"] == document["reported"]["token_hit_rate"] == 0.5
     assert agreement["mean_difference"] == pytest.approx(0.2)
     assert agreement["within_5_percent"] == 0
+
+
+@pytest.mark.parametrize(
+    ("num_messages", "here", "there", "is_unlike"),
+    [
+        (0, 100, 101, False),  # the token of the beginning
+        (0, 100, 90, True),
+        (1, 100, 130, False),  # a default system prompt
+        (1, 100, 90, True),
+        (1, 100, 200, True),
+        (20, 1000, 1150, False),
+    ],
+)
+def test_token_counts_are_compared(num_messages: int, here: int, there: int, is_unlike: bool) -> None:
+    """A chat template adds a little to a prompt and to each message; what is more is another tokenizer."""
+    row = _row(num_messages=num_messages, num_tokens=here, num_prompt_tokens=there, num_cached=None)
+    assert summarise([row], [])["token_counts"] == {
+        "num_requests": 1,
+        "here": here,
+        "server": there,
+        "num_unlike": int(is_unlike),
+    }
+
+
+def _row(**values: Any) -> dict[str, Any]:
+    common = {"error": None, "ttft_s": 0.1, "num_messages": 0, "num_tokens": 200, "num_prompt_tokens": 100}
+    return {**common, **values}

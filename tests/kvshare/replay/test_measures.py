@@ -5,7 +5,7 @@ import pytest
 
 from kvshare.replay.arms.gram_table import GramTable
 from kvshare.replay.histograms import Histogram, Series, Times
-from kvshare.replay.measures import Figures, Measures
+from kvshare.replay.measures import ArmMeasures, Figures, Measures
 from kvshare.replay.results import Row, arm_label, length_bucket
 from kvshare.replay.rows import Numbering, language_label
 
@@ -30,6 +30,8 @@ def _row(index: int, num_tokens: int, num_hit: int, **changes: object) -> Row:
         "distance": None,
         "reason": None,
         "num_refused": 0,
+        "num_refused_generation": 0,
+        "embedded": False,
         "num_stored_bytes": 0,
         "lookup_s": 0.001,
         "plan_s": 0.0,
@@ -55,17 +57,40 @@ def test_figures_by_hand() -> None:
 def test_groups_and_waterfall() -> None:
     """Requests are grouped by their row; losses add up from the oracle's tokens to the hits."""
     measures = Measures({"oracle": "oracle", "kvshare": "kvshare"}, prefill_tokens_per_s=100.0)
-    kvshare = {"arm": "kvshare", "num_repaired": 10, "num_refused": 5, "cross_user": True}
-    measures.add([_row(0, 100, 80), _row(0, 100, 60, **kvshare)])
+    kvshare = {"arm": "kvshare", "num_repaired": 10, "cross_user": True}
+    refused = {"num_refused": 5, "num_refused_generation": 2}
+    measures.add([_row(0, 100, 80), _row(0, 100, 60, **kvshare, **refused)])
     measures.add([_row(1, 700, 0, turn=2), _row(1, 700, 0, arm="kvshare", turn=2, reason="no_candidates")])
     arm = measures.arms["kvshare"].document()
     assert set(arm["by"]["length"]) == {"64-127", "512-1023"}
     assert arm["by"]["turn"]["later"]["num_tokens"] == 700
     assert arm["by"]["origin"]["cross_user"]["num_hit_tokens"] == 60
     assert arm["reasons"] == {"no_candidates": 1}
+    measures.add([_row(2, 20, 18), _row(2, 20, 0, arm="kvshare", reason="short_prompt")])
     (waterfall,) = measures.waterfalls()
     steps = {step["name"]: step["num_tokens"] for step in waterfall["steps"]}
-    assert steps == {"oracle": 80, "not_found": -5, "refused": -5, "repaired": -10, "hit": 60}
+    losses = {"not_found": -5, "too_short": -18, "generation": -2, "refused": -3, "repaired": -10}
+    assert steps == {"oracle": 98, **losses, "hit": 60}
+
+
+def test_embedding_is_taken_off_what_is_saved_net() -> None:
+    """Of requests that were embedded, as much as one text takes; what no clock had a part in stays."""
+    measures = ArmMeasures(prefill_tokens_per_s=100.0)
+    for index in range(3):
+        measures.add(_row(index, 100, 50, embedded=index > 0))
+    before = measures.document()
+    assert measures.times()["ttft_saved_net_s"]["total"] == pytest.approx(1.5 - 0.003)
+    assert measures.times(embedding_s=0.1)["ttft_saved_net_s"]["total"] == pytest.approx(1.5 - 0.003 - 0.2)
+    assert measures.document() == before
+
+
+def test_who_and_which_turn_may_be_unknown() -> None:
+    """As a group of their own; nothing shared has no origin at all."""
+    measures = Measures({"oracle": "oracle"}, prefill_tokens_per_s=100.0)
+    measures.add([_row(0, 100, 80, turn=None, cross_user=None)])
+    measures.add([_row(1, 100, 0, turn=None, cross_user=False)])
+    by = measures.arms["oracle"].document()["by"]
+    assert (set(by["turn"]), set(by["origin"])) == ({"unknown"}, {"unknown", "none"})
 
 
 def test_times_are_within_two_percent() -> None:

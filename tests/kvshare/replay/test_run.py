@@ -104,6 +104,26 @@ def test_a_resumed_run_gives_the_same_results(log: Path, tmp_path: Path, after: 
     assert not (interrupted.out / "checkpoint").exists()
 
 
+def test_a_log_that_names_no_users_claims_nothing_of_them(tmp_path: Path) -> None:
+    """What comes from another session is of unknown origin; who asked is part of the data's hash."""
+    prompt = " ".join(f"word{number}" for number in range(200))
+    hashes = set()
+    expected = {"aab": {"none": 1, "same_user": 1, "unknown": 1}, "abb": {"none": 1, "unknown": 2}}
+    for sessions, counts in expected.items():
+        log = tmp_path / f"{sessions}.jsonl"
+        lines = [json.dumps({"prompt": prompt, "session_id": session}) for session in sessions]
+        log.write_text("\n".join(lines), encoding="utf-8")
+        document = replay(options(log, tmp_path / sessions, "prefix"))
+        by = document["arms"][0]["by"]
+        assert {key: figures["num_requests"] for key, figures in by["origin"].items()} == counts
+        assert by["turn"]["first"]["num_requests"] == 2
+        users = pq.read_table(tmp_path / sessions / "requests.parquet")["user"].to_pylist()
+        assert set(users) == {None}
+        assert document["data"]["num_users"] == 0
+        hashes.add(document["data"]["sha256"])
+    assert len(hashes) == 2
+
+
 def test_resuming_with_other_options_is_refused(log: Path, tmp_path: Path) -> None:
     """A checkpoint belongs to its options and files."""
     with pytest.raises(KeyboardInterrupt):
@@ -135,6 +155,15 @@ def test_results_hold_what_the_schema_says(log: Path, tmp_path: Path) -> None:
         *steps, hit = (step["num_tokens"] for step in waterfall["steps"])
         assert sum(steps) == hit
     assert document["similarity"]["overlap"] == "oracle"
+
+
+def test_what_is_saved_net_pays_for_the_embedding(log: Path, tmp_path: Path) -> None:
+    """The response cache embeds every request: each costs what a text took on average."""
+    document = replay(options(log, tmp_path / "out", "response"), embedder=FakeEmbedder())
+    times, embedding = document["times"]["arms"]["response"], document["times"]["embedding"]
+    spent_s = 40 * (times["lookup_ms"]["mean"] / 1000 + embedding["seconds"] / embedding["num_texts"])
+    saved_s = document["arms"][0]["ttft_saved_s"]["total"]
+    assert times["ttft_saved_net_s"]["total"] == pytest.approx(saved_s - spent_s, abs=1e-6)
 
 
 def test_no_text_in_any_file(log: Path, tmp_path: Path) -> None:
@@ -216,3 +245,14 @@ def test_command_line(log: Path, tmp_path: Path) -> None:
     compared = runner.invoke(app, ["replay", "diff", out, out, "--json", "--resamples", "10"])
     assert json.loads(compared.stdout)["kind"] == "replay-diff"
     assert runner.invoke(app, [*args, "--capacity", "many"]).exit_code == 2
+
+
+@pytest.mark.parametrize(("given", "expected"), [((), [131_072]), (("--capacity", "none"), [])])
+def test_a_finite_store_unless_none_is_wanted(
+    log: Path, tmp_path: Path, given: tuple[str, ...], expected: list[int]
+) -> None:
+    """Sixteen gibibytes of a Llama-3-8B's KV, beside the infinite store."""
+    args = ["replay", str(log), "--arms", "prefix", "--out", str(tmp_path / "out"), "--json", *given]
+    document = json.loads(CliRunner().invoke(app, args).stdout)
+    assert document["config"]["capacities_tokens"] == expected
+    assert [arm["capacity_tokens"] for arm in document["arms"]] == [None, *expected]

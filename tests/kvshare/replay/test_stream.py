@@ -114,6 +114,30 @@ def test_a_clock_that_went_backwards_breaks_no_conversation(tmp_path: Path) -> N
         assert _prompts(list(stream)) == ["p2", "p0", "p1"]
 
 
+@pytest.mark.parametrize("name", ["prompts", "plain", "openai"])
+def test_turns_without_a_number_are_counted(tmp_path: Path, name: str) -> None:
+    """Per session, in the files' order; a row of no session is a first prompt."""
+    more = {"prompts": {"output_tokens": 4}, "plain": {}, "openai": {"model": "m"}}[name]
+    sessions = ["s", "t", "s", None, "s", "t"]
+    rows = [
+        {"prompt": f"p{number}", "session_id": session, "timestamp": number, **more}
+        for number, session in enumerate(sessions)
+    ]
+    with RequestStream(_write(tmp_path, [rows[:3], rows[3:]]), max_records=2) as stream:
+        assert set(stream.report.formats.values()) == {name}
+        assert [(r.prompt, r.turn) for r in stream] == [
+            (f"p{number}", turn) for number, turn in enumerate([0, 0, 1, 0, 2, 1])
+        ]
+        assert [r.turn for r in stream.requests(start=4)] == [2, 1]
+
+
+def test_turns_that_have_a_number_keep_it(tmp_path: Path) -> None:
+    """Those without one go on from there; where a log names no session, none is made up."""
+    numbered, bare = _row(0, "a", 7, None), {"prompt": "p1", "conversation": "a"}
+    with RequestStream(_write(tmp_path, [[bare, numbered], [logs.MOONCAKE]])) as stream:
+        assert [(r.prompt, r.turn) for r in stream] == [("p0", 7), ("p1", 8), (None, None)]
+
+
 def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     """Two logs from two folders have no conversation in common."""
     paths = []

@@ -39,6 +39,21 @@ WILDCHAT: dict[str, Any] = {
     "redacted": False,
     "hashed_ip": "ab12",
 }
+OLDER_WILDCHAT: dict[str, Any] = {
+    "conversation_id": "33f0",
+    "model": "gpt-4",
+    "timestamp": "2023-04-09T00:05:00+00:00",
+    "conversation": [
+        {"content": "Hello there", "language": "English", "redacted": False, "role": "user", "toxic": False},
+        {"content": "Hi.", "language": "English", "redacted": False, "role": "assistant", "toxic": False},
+    ],
+    "turn": 1,
+    "language": "English",
+    "openai_moderation": [{"flagged": False}],
+    "detoxify_moderation": [{"toxicity": 0.0}],
+    "toxic": False,
+    "redacted": False,
+}
 SHAREGPT: dict[str, Any] = {
     "id": "QWJhYvA_0",
     "conversations": [

@@ -7,6 +7,7 @@ import io
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -129,6 +130,45 @@ def test_parquet_as_published(tmp_path: Path) -> None:
     assert report.formats == {path.name: "wildchat"}
     assert [row.at(0).time_s for row in rows] == [when.timestamp()] * 2
     assert [(each.line, each.reason) for each in report.examples] == [(2, Reason.EMPTY)]
+
+
+def _write_groups(path: Path, column: Any) -> None:
+    """Row groups of 100."""
+    table = pyarrow.table({"prompt": column})
+    pyarrow.parquet.write_table(table, path, row_group_size=100, compression="zstd", use_dictionary=False)
+
+
+def test_a_damaged_row_group_costs_itself(tmp_path: Path) -> None:
+    """Its rows are counted, each with its number; those after it are read."""
+    path = tmp_path / "log"
+    _write_groups(path, [f"prompt {number}" for number in range(1, 301)])
+    metadata = pyarrow.parquet.read_metadata(path)
+    column = metadata.row_group(1).column(0)
+    data = bytearray(path.read_bytes())
+    start, size = column.data_page_offset, column.total_compressed_size
+    data[start + size // 2 : start + size] = b"\xff" * (size - size // 2)
+    path.write_bytes(data)
+    rows, report = logs.rows_of(path, "plain")
+    lines = [row.request.line for row in rows]
+    assert lines == [*range(1, 101), *range(201, 301)]
+    assert [row.request.prompt for row in rows] == [f"prompt {line}" for line in lines]
+    assert report.unreadable_of("log") == {Reason.DAMAGED: 100}
+    assert report.examples[0].line == 101
+
+
+def test_a_value_that_cannot_be_read_costs_its_row(tmp_path: Path) -> None:
+    """A string that is no UTF-8, a time after the year 9999: the rows around them are read."""
+    texts = pyarrow.array([b"good", b"\xff", b"fine"])
+    (_, offsets, data) = texts.buffers()
+    prompts = pyarrow.Array.from_buffers(pyarrow.string(), 3, [None, offsets, data])
+    path = tmp_path / "log"
+    _write_groups(path, prompts)
+    rows, report = logs.rows_of(path)
+    assert [row.request.prompt for row in rows] == ["good", "fine"]
+    assert [(each.line, each.reason) for each in report.examples] == [(2, Reason.BAD_UTF8)]
+    times = pyarrow.array([0, 1 << 60, 0], pyarrow.timestamp("ms"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c"], "timestamp": times}), path)
+    assert logs.reasons_of(path) == [(2, "wrong_type")]
 
 
 def test_parquet_that_is_none(tmp_path: Path) -> None:

@@ -66,8 +66,16 @@ def test_no_known_format_is_an_error_that_names_them(tmp_path: Path) -> None:
     path = logs.write_lines(tmp_path / "log", [{"weather": "fine"}])
     with pytest.raises(LogError, match="--format, one of mooncake"):
         logs.rows_of(path)
-    with pytest.raises(LogError, match="no log format 'excel'"):
+    with pytest.raises(LogError, match="no log format 'excel'") as refused:
         logs.rows_of(path, "excel")
+    assert "azure" not in str(refused.value), "it is always refused"
+
+
+@pytest.mark.parametrize("rows", [[], ["", "  "], ["[]"]])
+def test_an_empty_file_is_called_empty(tmp_path: Path, rows: list[str]) -> None:
+    path = logs.write_lines(tmp_path / "log", rows)
+    with pytest.raises(LogError, match="log is empty"):
+        logs.rows_of(path)
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
@@ -87,6 +95,17 @@ def test_wildchat_has_a_request_per_user_turn_with_its_history(tmp_path: Path) -
     assert (first.user, first.language) == ("ab12", "English")
     assert first.time_s is not None
     assert second.time_s == first.time_s + 180
+
+
+@pytest.mark.parametrize("without", ["timestamp", "detoxify_moderation"])
+def test_older_wildchat_is_not_taken_for_lmsys(tmp_path: Path, without: str) -> None:
+    """Either field tells them apart; the time is kept, and users are not named."""
+    row = {name: value for name, value in logs.OLDER_WILDCHAT.items() if name != without}
+    path = logs.write_lines(tmp_path / "log", [row])
+    (request,) = logs.requests_of(path)
+    assert logs.rows_of(path)[1].formats == {"log": "wildchat"}
+    assert request.time_s == (None if without == "timestamp" else 1680998700.0)
+    assert (request.user, request.answer) == (None, "Hi.")
 
 
 def test_sharegpt_roles_are_translated(tmp_path: Path) -> None:
@@ -114,6 +133,13 @@ def test_openai_bodies_bare_and_in_batches(tmp_path: Path) -> None:
     bare, batch = logs.requests_of(logs.write_lines(tmp_path / "log", [logs.OPENAI, logs.BATCH]))
     assert (bare.user, bare.time_s, len(bare.messages or ())) == ("u7", 1700000000.0, 2)
     assert batch.messages == ({"role": "user", "content": "What is KV?"},)
+
+
+@pytest.mark.parametrize("row", [logs.BATCH, logs.SHAREGPT, logs.LMSYS, logs.AIBRIX, logs.PLAIN])
+def test_users_are_not_invented(tmp_path: Path, row: dict[str, Any]) -> None:
+    """Where a log names none there is none."""
+    requests = logs.requests_of(logs.write_lines(tmp_path / "log", [row]))
+    assert {request.user for request in requests} == {None}
 
 
 def test_openai_prompts_parts_tools_input_and_answers(tmp_path: Path) -> None:
@@ -155,6 +181,7 @@ def test_mooncake_has_blocks_and_milliseconds(tmp_path: Path) -> None:
     (request,) = logs.requests_of(logs.write_lines(tmp_path / "log", [logs.MOONCAKE]))
     assert (request.block_hashes, request.block_size) == ((46, 47, 2366), 512)
     assert (request.time_s, request.num_tokens, request.num_answer_tokens) == (27.482, 1100, 52)
+    assert (request.user, request.turn) == (None, None)
 
 
 def test_azure_has_lengths_only(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ BROKEN: list[tuple[str, Any, Reason]] = [
     ("plain", '{"prompt": ' + "[" * 100_000, Reason.BAD_JSON),
     ("plain", b'{"prompt": "\xff"}', Reason.BAD_UTF8),
     ("plain", '{"prompt": "\\ud800"}', Reason.BAD_UTF8),
-    ("plain", "", Reason.EMPTY),
     ("plain", "17", Reason.NOT_AN_OBJECT),
     ("plain", {"prompt": "  "}, Reason.EMPTY),
     ("plain", {"prompt": 3}, Reason.WRONG_TYPE),
@@ -30,6 +29,7 @@ BROKEN: list[tuple[str, Any, Reason]] = [
     ("plain", {"messages": [{"role": "system", "content": "x"}]}, Reason.NO_USER_TURN),
     ("plain", {"messages": [ASKED], "turn": -1}, Reason.WRONG_TYPE),
     ("plain", {"messages": [ASKED], "turn": True}, Reason.WRONG_TYPE),
+    ("plain", {"messages": [ASKED], "turn": 1 << 31}, Reason.WRONG_TYPE),
     ("plain", {"messages": [ASKED], "timestamp": "soon"}, Reason.WRONG_TYPE),
     ("plain", '{"prompt": "x", "timestamp": 1e999}', Reason.WRONG_TYPE),
     ("plain", {"token_ids": [1, 1 << 40]}, Reason.WRONG_TYPE),
@@ -69,6 +69,28 @@ def test_a_broken_row_costs_itself_only(tmp_path: Path, name: str, row: Any, rea
     assert [(each.source, each.line, each.reason) for each in report.examples] == [("log", 1, reason)]
     assert report.unreadable_of("log") == {reason: 1}
     assert len(read) == (1 if good else 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"requests": [{"prompt": "a"}, {"prompt": 3}, {"prompt": "b"}]}, Reason.WRONG_TYPE),
+        ({"model": "m", "prompt": ["a", " ", "b"]}, Reason.EMPTY),
+    ],
+)
+def test_a_broken_request_costs_none_of_its_row(tmp_path: Path, row: Any, reason: Reason) -> None:
+    """Where a row holds several, the good ones are read and the bad one is counted."""
+    read, report = logs.rows_of(logs.write_lines(tmp_path / "log", [row]))
+    assert [each.request.prompt for each in read] == ["a", "b"]
+    assert [(each.line, each.reason) for each in report.examples] == [(1, reason)]
+    assert (report.num_rows["log"], report.num_requests["log"]) == (1, 2)
+
+
+def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
+    """Before, between and after; lines are numbered with them."""
+    path = logs.write_lines(tmp_path / "log", [b"\xef\xbb\xbf", logs.PLAIN, "", "17", " \t", "\r"])
+    assert logs.reasons_of(path) == [(4, "not_an_object")]
+    assert len(logs.requests_of(path)) == 1
 
 
 def test_all_are_counted_and_the_first_few_shown(tmp_path: Path) -> None:

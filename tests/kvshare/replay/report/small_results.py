@@ -57,6 +57,8 @@ def row(index: int, arm: str, capacity: int | None, hit: float, **changes: Any) 
         "distance": (index % 10) / 10 if arm == "response" and index else None,
         "reason": None if num_hit else "no_candidates",
         "num_refused": 0,
+        "num_refused_generation": 0,
+        "embedded": False,
         "num_stored_bytes": 1000 * (index + 1) if arm != "nothing" else 0,
         "lookup_s": 0.001,
         "plan_s": 0.002,

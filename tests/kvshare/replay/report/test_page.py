@@ -91,6 +91,18 @@ def test_the_summary_says_what_is_gained_and_where_not() -> None:
     assert "answered 10 requests; 5 of them (50.0 %)" in told
 
 
+def test_a_log_without_users_is_called_one() -> None:
+    """Where it is not known whose the tokens were, nobody is called another user."""
+    document = json.loads(json.dumps(results(60)).replace('"same_user"', '"unknown"'))
+    document["data"]["num_users"] = 0
+    told = " ".join(sentences(parse_report(document)))
+    assert "does not name the users" in told
+    assert "another user" not in told
+    page = rendered(document)
+    assert "users not named," in page
+    assert "of another conversation, users not named in the log" in page
+
+
 def test_the_summary_admits_when_there_is_little() -> None:
     """No gain is told as no gain; no log as no log."""
     assert "little to share" in headline(parse_report(results(40, hit=0.0)))

@@ -1,0 +1,64 @@
+"""A file of `kvshare workload`, or any log that replay reads, as the prompts of a benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from delta_tree import TokenIds, token_ids
+from kvshare.bench.vllm.models import VOCAB_SIZE
+from kvshare.errors import LogError
+from kvshare.replay.readers import ReadReport, read_requests
+from kvshare.replay.requests import TokenizedRequest
+from kvshare.replay.tokens import RequestTokenizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilePrompts:
+    """The first prompts of a file, in its order, in the tokens of the benchmarks' models."""
+
+    name: str  # of the file, without its folder
+    prompts: Sequence[TokenIds]
+    num_cut: int
+    unreadable: dict[str, object]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file": self.name,
+            "num_prompts": len(self.prompts),
+            "num_tokens": sum(map(len, self.prompts)),
+            "num_cut": self.num_cut,
+            "unreadable": self.unreadable,
+        }
+
+
+def read_prompts(path: Path, *, num_prompts: int, max_tokens: int) -> FilePrompts:
+    """
+    `num_prompts` from the top of the file; longer ones keep their first `max_tokens` tokens.
+
+    Raises LogError where the file has fewer, or one that the benchmarks' models cannot take.
+    """
+    report = ReadReport()
+    requests = RequestTokenizer.load().tokenize(islice(read_requests(path, report), num_prompts))
+    whole = [_checked(request) for request in requests]
+    if len(whole) < num_prompts:
+        bad = f", and {report.num_unreadable} lines that cannot be read" if report.num_unreadable else ""
+        raise LogError(f"{path.name} has {len(whole)} prompts{bad}; {num_prompts} are to be sent")
+    return FilePrompts(
+        name=path.name,
+        prompts=[token_ids(prompt[:max_tokens]) for prompt in whole],
+        num_cut=sum(len(prompt) > max_tokens for prompt in whole),
+        unreadable=report.to_dict(),
+    )
+
+
+def _checked(request: TokenizedRequest) -> TokenIds:
+    place = f"{request.logged.source}, line {request.logged.line}"
+    if not request.num_tokens:
+        raise LogError(f"{place}: a prompt without tokens")
+    if (highest := int(request.token_ids.max())) >= VOCAB_SIZE:
+        raise LogError(f"{place}: token {highest}; the benchmarks' models have {VOCAB_SIZE} tokens")
+    return request.token_ids

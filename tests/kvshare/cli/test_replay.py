@@ -1,0 +1,277 @@
+"""`kvshare replay` from its command line: what it refuses, shows and keeps; and Ctrl-C, on real processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import typer
+
+from kvshare.cli import main, replay
+from tests.kvshare.cli.conftest import Outcome
+from tests.kvshare.replay.synthetic import FakeEmbedder
+from tests.kvshare.replay.tiny_engine import KEY, TinyEngine, running
+
+TIMEOUT_S = 60
+FORM = " ".join(f"fact{number} about thing{number}" for number in range(40))
+
+Kvshare = Callable[..., Outcome]
+
+
+@pytest.fixture
+def kvshare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kvshare:
+    """Runs the command in this process, in an empty folder: as real, and ten times faster."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVSHARE_API_KEY", raising=False)
+
+    def run(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["kvshare", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        shown = capsys.readouterr()
+        return Outcome(int(ended.value.code or 0), shown.out, shown.err)
+
+    return run
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Four prompts of one form among seven rows that are broken."""
+    rows = [json.dumps({"prompt": f"{FORM} for {name}"}) for name in ("Anna", "Bert", "Cid", "Anna")]
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join([rows[0], *["{broken"] * 7, *rows[1:]]) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def engine() -> Iterator[TinyEngine]:
+    with running(TinyEngine()) as engine:
+        yield engine
+
+
+def _words(outcome: Outcome) -> str:
+    """What stands on stdout, whatever the width."""
+    return " ".join(outcome.stdout.split())
+
+
+def _live(engine: TinyEngine, *arguments: object) -> tuple[object, ...]:
+    return ("replay", "log.jsonl", "--engine", engine.url, "--key", KEY, "--out", "live", *arguments)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+@pytest.mark.usefixtures("log")
+def test_a_replay_is_written_and_shown(kvshare: Kvshare, tmp_path: Path) -> None:
+    """The table has both percentiles apart; the first unreadable rows are told by file and line."""
+    done = kvshare("replay", "log.jsonl", "--arms", "prefix,oracle", "--out", "out")
+    assert done.code == 0
+    assert "look up, p99" in done.stdout
+    assert "plan, p99" in done.stdout
+    assert "7 rows could not be read:" in done.stdout
+    assert "log.jsonl:2  bad_json" in done.stdout
+    assert "log.jsonl:7" not in done.stdout
+    assert "and 2 more" in done.stdout
+    assert "written to out" in done.stderr
+    assert len(_document(tmp_path / "out" / "results.json")["data"]["unreadable"]["lines"]) == 7
+
+
+@pytest.mark.usefixtures("log")
+def test_diff_is_shown(kvshare: Kvshare) -> None:
+    """A table an arm, with intervals; arms of one run alone are named."""
+    for out, arms in (("a", "prefix"), ("b", "prefix,oracle")):
+        assert kvshare("replay", "log.jsonl", "--arms", arms, "--out", out).code == 0
+    done = kvshare("replay", "diff", "a", "b", "--resamples", 10)
+    assert done.code == 0
+    assert "token hit rate" in done.stdout
+    assert "+0.00 to +0.00" in done.stdout
+    assert "only in b: oracle" in done.stdout
+
+
+@pytest.mark.usefixtures("log")
+def test_paper_is_shown(kvshare: Kvshare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both figures' numbers, and the rows that could not be read."""
+    monkeypatch.setattr("kvshare.replay.paper.bundled_embedder", lambda options: FakeEmbedder())
+    done = kvshare("replay", "log.jsonl", "--paper", "--arms", "prefix", "--out", "paper")
+    assert done.code == 0
+    assert "4 first prompts: 25.00 % have an identical earlier one" in _words(done)
+    assert "log.jsonl:2 bad_json" in _words(done)
+    assert (tmp_path / "paper" / "figure-4.svg").exists()
+
+
+@pytest.mark.usefixtures("log")
+def test_live_is_shown(kvshare: Kvshare, engine: TinyEngine, tmp_path: Path) -> None:
+    """What the server says beside the predictions, with a warning where it counts other tokens."""
+    done = kvshare(*_live(engine, "--capacity", "10k"))
+    assert done.code == 0
+    assert "4 requests, 0 failed" in done.stdout
+    assert "the engine says 50.00 %" in _words(done)
+    assert "log.jsonl:2 bad_json" in _words(done)
+    assert "warning: of 4 of 4 requests the server counts other tokens" in _words(done)
+    document = _document(tmp_path / "live" / "live.json")
+    assert document["complete"]
+    config = document["config"]
+    assert (config["capacities_tokens"], config["embedder"]) == ([10_000], None)
+    assert {"bytes_per_token", "prefill_tokens_per_s", "settings", "concurrency"} <= config.keys()
+
+
+@pytest.mark.usefixtures("log")
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--paper", "--engine", "http://x"), "not together with --engine"),
+        (("--paper", "--resume"), "not together with --paper"),
+        (("--engine", "http://x", "--resume"), "not together with --engine"),
+        (("--paper", "--capacity", "1k"), "not together with --paper"),
+        (("--engine", "http://x", "--capacity", "1k,2k"), "one store at a time"),
+        (("--engine", "localhost:8000"), "expected http://host:port"),
+        (("--out", "log.jsonl"), "log.jsonl: is no folder"),
+        (("--out", "log.jsonl/sub"), "log.jsonl/sub: "),
+        (("--arms", "quick"), "fast, all"),
+    ],
+)
+def test_wrong_usage_is_told(kvshare: Kvshare, arguments: tuple[str, ...], told: str) -> None:
+    """Nothing is ignored, nothing ends in a traceback: exit code 2, and a line that says what is wrong."""
+    done = kvshare("replay", "log.jsonl", *arguments)
+    assert (done.code, done.stdout) == (2, "")
+    assert told in done.stderr
+
+
+@pytest.mark.usefixtures("log")
+def test_a_wrong_key_is_told(kvshare: Kvshare, engine: TinyEngine) -> None:
+    """With the address, the status, and what to do."""
+    done = kvshare(*_live(engine, "--key", "wrong"))
+    assert done.code == 1
+    assert f"{engine.url}/v1/models does not tell its models: HTTP status 401" in done.stderr
+    assert "--key" in done.stderr
+
+
+def test_diff_of_no_results_is_told(kvshare: Kvshare) -> None:
+    """The folder as it was given, and what was expected there."""
+    done = kvshare("replay", "diff", ".", "x")
+    assert done.code == 1
+    assert ".: results.json cannot be read" in done.stderr
+    assert "kvshare replay --out" in done.stderr
+
+
+def test_the_manual_has_every_option() -> None:
+    """docs/cli.md lists what `kvshare replay --help` offers."""
+    manual = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
+    section = manual.split("## kvshare replay")[1].split("## ")[0]
+    command = typer.main.get_command(replay.app).commands["run"]  # type: ignore[attr-defined]
+    options = [name for option in command.params for name in option.opts if name.startswith("--")]
+    assert [name for name in options if f"`{name}" not in section] == []
+
+
+def test_reading_has_its_own_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read so far, without a total; then the replay's bar begins at nothing."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with replay.progress_bar(hidden=False) as report:
+        report(3000, None)
+        time.sleep(0.2)  # the bar is drawn ten times a second
+        report(1, 50)
+    shown = terminal.getvalue()
+    assert "reading" in shown
+    assert "3000/?" in shown
+    assert "replaying" in shown
+    assert " 1/50" in shown
+
+
+@pytest.mark.parametrize("mode", ["plain", "paper", "live"])
+def test_what_was_read_is_reported(
+    kvshare: Kvshare, engine: TinyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Before the first request is replayed, in all three modes."""
+    rows = (json.dumps({"prompt": f"question {number}"}) + "\n" for number in range(1500))
+    (tmp_path / "log.jsonl").write_text("".join(rows), encoding="utf-8")
+    seen: list[tuple[int, int | None]] = []
+    bar = nullcontext(lambda done, total: seen.append((done, total)))
+    monkeypatch.setattr(replay, "progress_bar", lambda *, hidden: bar)
+    monkeypatch.setattr("kvshare.replay.paper.bundled_embedder", lambda options: FakeEmbedder())
+    more = {"plain": (), "paper": ("--paper",), "live": ("--engine", engine.url, "--key", KEY)}
+    assert kvshare("replay", "log.jsonl", "--arms", "prefix", "--limit", 3, *more[mode]).code == 0
+    assert seen[0] == (1000, None)
+    assert all(total is not None for _, total in seen[1:])
+
+
+def _start(tmp_path: Path, *arguments: object) -> subprocess.Popen[str]:
+    """Where Ctrl-C works, also if these tests run in the background."""
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from kvshare.cli.main import main; main()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _interrupt(process: subprocess.Popen[str], when: Callable[[], bool]) -> Outcome:
+    """Ctrl-C as soon as it came so far."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not when():
+        assert process.poll() is None, "it ended before it could be interrupted"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    return Outcome(process.returncode, stdout, stderr)
+
+
+@pytest.mark.slow
+def test_an_interrupted_replay_goes_on(kvshare: Kvshare, tmp_path: Path) -> None:
+    """Ctrl-C behind a checkpoint is exit code 130; --resume then ends it."""
+    rows = (json.dumps({"prompt": f"question {number} of {FORM}"}) + "\n" for number in range(4000))
+    (tmp_path / "log.jsonl").write_text("".join(rows), encoding="utf-8")
+    arguments = ("replay", "log.jsonl", "--arms", "prefix,chunks", "--out", "out")
+    state = tmp_path / "out" / "checkpoint" / "state.json"
+    stopped = _interrupt(_start(tmp_path, *arguments), state.exists)
+    assert (stopped.code, stopped.stdout) == (130, "")
+    assert stopped.stderr.strip() == "interrupted; --resume goes on"
+    assert kvshare(*arguments, "--resume").code == 0
+    document = _document(tmp_path / "out" / "results.json")
+    assert (document["data"]["num_requests"], document["times"]["resumed"]) == (4000, 1)
+
+
+@pytest.mark.usefixtures("log")
+def test_an_interrupted_live_replay_keeps_what_was_answered(tmp_path: Path) -> None:
+    """Three requests were answered, the fourth waits: Ctrl-C writes the three, and nothing of --resume."""
+    with running(TinyEngine(max_answers=3)) as engine:
+        process = _start(tmp_path, *_live(engine, "--concurrency", 1))
+        stopped = _interrupt(process, engine.held.is_set)
+    assert stopped.code == 130
+    assert "interrupted; what was answered until then is in live" in stopped.stderr
+    assert "--resume" not in stopped.stderr
+    assert "interrupted: 3 requests" in stopped.stdout
+    document = _document(tmp_path / "live" / "live.json")
+    assert (document["complete"], document["num_requests"]) == (False, 3)
+    assert pq.read_table(tmp_path / "live" / "live.parquet").num_rows == 3
+
+
+@pytest.mark.usefixtures("log")
+def test_an_interrupted_live_replay_without_answers_promises_nothing(tmp_path: Path) -> None:
+    """Nothing was measured: no files, and no word of going on."""
+    with running(TinyEngine(max_answers=0)) as engine:
+        stopped = _interrupt(_start(tmp_path, *_live(engine)), engine.held.is_set)
+    assert (stopped.code, stopped.stderr.strip()) == (130, "interrupted")
+    assert not list((tmp_path / "live").iterdir())
