@@ -145,7 +145,8 @@ def fit(label: str, width: float) -> str:
     room = max(4, int(width / _CHARACTER))
     if len(label) <= room:
         return label
-    return label[: room - room // 3 - 1] + "…" + label[-(room // 3) :]
+    end = room // 2  # where options differ
+    return label[: room - end - 1] + "…" + label[-end:]
 
 
 def document(width: int, height: int, *, title: str, description: str, parts: Iterable[str]) -> str:

@@ -127,5 +127,5 @@ def test_labels_are_escaped_and_cut_in_the_middle() -> None:
     picture = document(10, 10, title=evil, description=evil, parts=parts)
     ElementTree.fromstring(picture)
     assert "<script" not in picture
-    assert fit("kvshare-open:min_run=32:max_candidates=64", 130) == "kvshare-open:…tes=64"
+    assert fit("kvshare-open:min_run=32:max_candidates=64", 130) == "kvshare-o…didates=64"
     assert fit("short", 130) == "short"
