@@ -16,6 +16,7 @@ The error tree of KVShare. Everything that `kvshare` or `proxy` raises on purpos
   x EngineError                 the engine failed while it computed
   x UpstreamError               a vLLM replica does not answer, or not as it must
   x NoReplicaError              no vLLM replica can take a request now
+  x UnreachableError            nobody answers at the URL that a command was given
 
 A sharing plan that is refused is no error: it is `NoPlan(reason)`. The packages below raise their own trees
 (`DeltaTreeError`, `VectorIndexError`); they are translated where `kvshare` calls them.
@@ -112,3 +113,12 @@ class UpstreamError(KVShareError):
 
 class NoReplicaError(KVShareError):
     """No vLLM replica answers at the moment; try again."""
+
+
+class UnreachableError(KVShareError):
+    """Nobody answers at the URL."""
+
+    def __init__(self, url: str, problem: str) -> None:
+        super().__init__(f"cannot reach {url}: {problem}; is `kvshare serve` running there?")
+        self.url = url
+        self.problem = problem

@@ -15,7 +15,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from kvshare.cli.exits import AnswerError, UnreachableError
+from kvshare.cli.exits import AnswerError
+from kvshare.errors import UnreachableError
 
 
 class _NoRedirect(HTTPRedirectHandler):

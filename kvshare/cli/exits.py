@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from kvshare.errors import ConfigError, KVShareError
+from kvshare.errors import ConfigError, KVShareError, UnreachableError
 
 
 class ExitCode(IntEnum):
@@ -14,15 +14,6 @@ class ExitCode(IntEnum):
     FAILED = 1
     USAGE = 2  # wrong arguments or a wrong config file
     UNREACHABLE = 3  # no server answers
-
-
-class UnreachableError(KVShareError):
-    """Nobody answers at the URL."""
-
-    def __init__(self, url: str, problem: str) -> None:
-        super().__init__(f"cannot reach {url}: {problem}; is `kvshare serve` running there?")
-        self.url = url
-        self.problem = problem
 
 
 class AnswerError(KVShareError):

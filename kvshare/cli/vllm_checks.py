@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from kvshare import __version__
 from kvshare.cli.checks import Check, State, first_line
 from kvshare.cli.client import JsonClient
-from kvshare.cli.exits import AnswerError, UnreachableError
+from kvshare.cli.exits import AnswerError
 from kvshare.engines.vllm.versions import TESTED, untested
 from kvshare.engines.vllm.wire import PROTOCOL, TOKEN_VARIABLE, ReplicaInfo, WireError
-from kvshare.errors import KVShareError
+from kvshare.errors import KVShareError, UnreachableError
 
 if TYPE_CHECKING:
     from kvshare.settings import ReplicaSettings

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from kvshare.errors import UpstreamError
+from kvshare.errors import UnreachableError, UpstreamError
 
 _SILENCE_S = 600.0  # a stream that says nothing for so long is broken
 _READ_BUFFER = 2**20
@@ -42,7 +42,7 @@ class LiveClient:
         """
         The name of the first model that is served.
 
-        Raises:  UpstreamError
+        Raises:  UnreachableError if nobody listens there, UpstreamError if the answer is no list of models
         """
         try:
             async with self._session.get("v1/models", allow_redirects=False) as response:
@@ -51,6 +51,8 @@ class LiveClient:
                     raise self._no_models(f"HTTP status {response.status}{hint}")
                 document = await response.json(content_type=None)
             return str(document["data"][0]["id"])
+        except aiohttp.ClientConnectorError as exc:
+            raise UnreachableError(self._url, exc.strerror or "no connection") from exc
         except (aiohttp.ClientError, TimeoutError) as exc:
             raise self._no_models(str(exc) or type(exc).__name__) from exc
         except (ValueError, LookupError, TypeError) as exc:

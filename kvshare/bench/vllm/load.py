@@ -84,7 +84,7 @@ def run(
     vllm = VllmOptions(
         max_model_len=prompt_tokens + config.max_output + 32,
         max_num_batched_tokens=640,  # short prefills must not wait for a whole long one, see docs/log.md
-        long_prefill_tokens=512,
+        long_prefill_tokens=min(512, prompt_tokens),
         num_threads=threads,
         dtype=dtype,
     )

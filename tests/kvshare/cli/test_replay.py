@@ -159,6 +159,14 @@ def test_a_wrong_key_is_told(kvshare: Kvshare, engine: TinyEngine) -> None:
     assert "--key" in done.stderr
 
 
+@pytest.mark.usefixtures("log")
+def test_an_engine_that_is_not_there_is_told(kvshare: Kvshare) -> None:
+    """The exit code of every command that finds nobody at its URL."""
+    done = kvshare("replay", "log.jsonl", "--engine", "http://127.0.0.1:9")
+    assert done.code == 3
+    assert "cannot reach http://127.0.0.1:9" in done.stderr
+
+
 def test_diff_of_no_results_is_told(kvshare: Kvshare) -> None:
     """The folder as it was given, and what was expected there."""
     done = kvshare("replay", "diff", ".", "x")

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from kvshare.errors import ConfigError, UpstreamError
+from kvshare.errors import ConfigError, UnreachableError
 from kvshare.replay.arms import parse_arms
 from kvshare.replay.live import LIVE_ARMS, LiveOptions, Pace, replay_live
 from kvshare.replay.live_figures import summarise
@@ -96,7 +96,7 @@ def test_one_store_predicts(tmp_path: Path, log: Path) -> None:
 
 def test_nobody_at_the_address(tmp_path: Path, log: Path) -> None:
     """An error that says so, not a thousand failed requests."""
-    with pytest.raises(UpstreamError, match="does not tell its models"):
+    with pytest.raises(UnreachableError, match="cannot reach"):
         replay_live(_options(tmp_path, log), LiveOptions("http://127.0.0.1:9"))
 
 
