@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*LOGS, *WORKLOADS]))
     parser.add_argument("--gates", action="store_true", help="what each gate costs")
     parser.add_argument("--stores", action="store_true", help="what a finite store costs")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     data, out = given.data, given.out
     if unknown := set(given.names) - {*LOGS, *WORKLOADS}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
