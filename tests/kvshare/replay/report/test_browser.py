@@ -5,7 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvshare.cli.main import app
 from kvshare.replay.report import write_report
 from tests.kvshare.replay.report.small_results import results, write_results
 
@@ -37,6 +39,20 @@ def test_a_browser_shows_the_report_and_complains_of_nothing(tmp_path: Path) -> 
     shown, console = open_page(page, tmp_path / "profile")
     assert console == ""
     assert shown.count("<svg") == 9
+    assert "Sharing pays here" in shown
+
+
+def test_the_report_of_a_real_replay(tmp_path: Path) -> None:
+    """Of a workload from the package, by the command line: every plot but the two of meaning."""
+    log, out = str(tmp_path / "template.jsonl"), tmp_path / "out"
+    for args in (
+        ["workload", "template", "--requests", "60", "--out", log],
+        ["replay", log, "--arms", "fast", "--capacity", "2k,8k", "--out", str(out)],
+    ):
+        assert CliRunner().invoke(app, args).exit_code == 0
+    shown, console = open_page(out / "report.html", tmp_path / "profile")
+    assert console == ""
+    assert shown.count("<svg") == 7
     assert "Sharing pays here" in shown
 
 
