@@ -55,8 +55,9 @@ KEPT = (
     "num_copies",
     "num_donors",
     "shift_tokens",
-    "by",
 )
+GROUPS = ("length", "turn", "origin")
+GROUP_FIGURES = ("num_requests", "num_tokens", "token_hit_rate")
 
 
 @dataclass(frozen=True)
@@ -189,9 +190,16 @@ def _replay(log: Log, files: list[Path], folder: Path, tokenizer: Path, capacity
     )
     whole = json.loads(run.stdout)
     kept = {key: whole[key] for key in ("schema_version", "kind", "config", "data", "versions", "waterfall")}
-    arms = [{key: arm[key] for key in KEPT} for arm in whole["arms"]]
+    arms = [{**{key: arm[key] for key in KEPT}, "by": _groups(arm["by"])} for arm in whole["arms"]]
     times = {key: whole["times"][key] for key in ("wall_s", "requests_per_s")}
     return {**kept, "arms": arms, "times": times}
+
+
+def _groups(by: Document) -> Document:
+    return {
+        kind: {key: {name: figures[name] for name in GROUP_FIGURES} for key, figures in by[kind].items()}
+        for kind in GROUPS
+    }
 
 
 def _gates_row(title: str, document: Document) -> str:
