@@ -30,6 +30,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvshare.errors import LogError
 from kvshare.replay.arms import ArmSpec, Meanings, Workbench, make_arm
 from kvshare.replay.documents import write_document
 from kvshare.replay.options import ReplayOptions, Report, bundled_embedder
@@ -89,6 +90,8 @@ def replay_paper(
         for batch in _passing(requests(), lambda done: report(done, 2 * total)):
             meanings.prepare(batch)
             nearness.add([(request, meanings.of(request)) for request in batch])
+        if not nearness.num_prompts:
+            raise LogError("--paper: the log has no first turns, or does not say which requests are")
         chosen = nearness.similar_subset()
         second = _passing(requests(), lambda done: report(total + done, 2 * total))
         subset = ([request for request in batch if request.index in chosen] for batch in second)
@@ -187,12 +190,16 @@ class _Nearness:
         """Places in the stream of the "Similar" subset."""
         return frozenset(self._similar)
 
+    @property
+    def num_prompts(self) -> int:
+        return self.num_identical + len(self._distances)
+
     def figure_2(self) -> Document:
-        num_prompts = max(1, self.num_identical + len(self._distances))
+        num_prompts = self.num_prompts
         distances = np.array(self._distances)
         similar = int((distances <= MAX_DISTANCE).sum())
         return {
-            "num_prompts": self.num_identical + len(self._distances),
+            "num_prompts": num_prompts,
             "max_distance": MAX_DISTANCE,
             "shares": {
                 "identical": self.num_identical / num_prompts,

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvshare.errors import LogError
 from kvshare.replay.arms import parse_arms
 from kvshare.replay.options import ReplayOptions
 from kvshare.replay.paper import _Nearness, replay_paper
@@ -64,6 +65,15 @@ def test_only_a_sessions_first_row_is_a_first_prompt(tmp_path: Path) -> None:
     options = ReplayOptions(paths=[log], out=tmp_path, arms=parse_arms("prefix"), settings=load_settings())
     document = replay_paper(options, embedder=FakeEmbedder())
     assert document["figure_2"]["num_prompts"] == 2
+
+
+def test_a_log_without_first_turns_is_told(tmp_path: Path) -> None:
+    """Mooncake's traces do not say which requests begin a conversation."""
+    log = tmp_path / "trace.jsonl"
+    log.write_text('{"timestamp": 0, "input_length": 512, "output_length": 4, "hash_ids": [1]}\n')
+    options = ReplayOptions(paths=[log], out=tmp_path, arms=parse_arms("prefix"), settings=load_settings())
+    with pytest.raises(LogError, match="no first turns"):
+        replay_paper(options, embedder=FakeEmbedder())
 
 
 def test_nearness_is_that_of_every_pair() -> None:
