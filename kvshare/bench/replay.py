@@ -142,9 +142,10 @@ def _arm(meanings: Meanings | None, *, seed: int) -> SharingArm:
         prefill_tokens_per_s=_PREFILL_TOKENS_PER_S,
         seed=seed,
         meanings=meanings,
+        explain_losses=False,
     )
     options = SharingOptions(nominate="fingerprints" if meanings is None else "both")
-    return SharingArm("bench", bench, sharing=options, explain_losses=False)
+    return SharingArm("bench", bench, sharing=options)
 
 
 def _stops(stored: int) -> list[int]:

@@ -28,10 +28,9 @@ from kvshare.replay.documents import write_document
 from kvshare.replay.live_client import Answered, LiveClient, connected
 from kvshare.replay.live_figures import summarise
 from kvshare.replay.live_predictor import Predictor
-from kvshare.replay.options import ReplayOptions, Report, config_document
+from kvshare.replay.options import ReplayOptions, Report, config_document, make_stream
 from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.results import SCHEMA_VERSION, Document, Row
-from kvshare.replay.stream import RequestStream
 from kvshare.replay.summary import describe_files, versions
 from kvshare.replay.tokens import RequestTokenizer
 
@@ -63,13 +62,7 @@ def replay_live(
     """
     if len(options.capacities_tokens) > 1:
         raise ConfigError("--capacity", "one store at a time predicts what a server does")
-    with RequestStream(
-        options.paths,
-        format_name=options.format_name,
-        interleave=options.interleave,
-        seed=options.seed,
-        reading=lambda num_read: report(num_read, None),
-    ) as stream:
+    with make_stream(options, report) as stream:
         tokenizer = RequestTokenizer.load(options.tokenizer)
         total = min(len(stream), options.limit) if options.limit else len(stream)
         requests = tokenizer.tokenize(islice(stream.requests(), total))

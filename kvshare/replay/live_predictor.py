@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from kvshare.replay.arms import Arm, Meanings, Workbench, make_arm
-from kvshare.replay.options import ReplayOptions, make_meanings
+from kvshare.replay.arms import Arm, Meanings, make_arm
+from kvshare.replay.options import ReplayOptions, make_bench, make_meanings
 from kvshare.replay.requests import TokenizedRequest
 
 
@@ -35,13 +35,7 @@ class Predictor:
     def _open(self) -> None:
         options = self._options
         self.meanings = make_meanings(options, None)
-        bench = Workbench(
-            settings=options.settings,
-            bytes_per_token=options.bytes_per_token,
-            prefill_tokens_per_s=options.prefill_tokens_per_s,
-            seed=options.seed,
-            meanings=self.meanings,
-        )
+        bench = make_bench(options, self.meanings, explain_losses=False)
         capacity = next(iter(options.capacities_tokens), None)
         self._arms = [make_arm(spec, bench, capacity) for spec in options.arms]
 

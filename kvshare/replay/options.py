@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvshare.replay.arms import ArmSpec, Meanings
+from kvshare.replay.arms import ArmSpec, Meanings, Workbench
 from kvshare.replay.results import Document
+from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
 from kvshare.settings import Settings
 from vector_index import TextEmbedder
@@ -41,6 +42,36 @@ def make_meanings(options: ReplayOptions, embedder: TextEmbedder | None) -> Mean
     if not any(spec.embeds for spec in options.arms):
         return None
     return Meanings(embedder or bundled_embedder(options))
+
+
+def make_stream(options: ReplayOptions, report: Report) -> RequestStream:
+    """The files' requests; while they are read, `report` is told how many there were so far."""
+    return RequestStream(
+        options.paths,
+        format_name=options.format_name,
+        interleave=options.interleave,
+        seed=options.seed,
+        reading=lambda num_read: report(num_read, None),
+    )
+
+
+def make_bench(
+    options: ReplayOptions,
+    meanings: Meanings | None,
+    *,
+    light_ids: frozenset[int] = frozenset(),
+    explain_losses: bool = True,
+) -> Workbench:
+    """What the arms are made with."""
+    return Workbench(
+        settings=options.settings,
+        bytes_per_token=options.bytes_per_token,
+        prefill_tokens_per_s=options.prefill_tokens_per_s,
+        seed=options.seed,
+        meanings=meanings,
+        light_ids=light_ids,
+        explain_losses=explain_losses,
+    )
 
 
 def bundled_embedder(options: ReplayOptions) -> TextEmbedder:

@@ -31,15 +31,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshare.errors import LogError
-from kvshare.replay.arms import ArmSpec, Meanings, Workbench, make_arm
+from kvshare.replay.arms import ArmSpec, Meanings, make_arm
 from kvshare.replay.documents import write_document
-from kvshare.replay.options import ReplayOptions, Report, bundled_embedder
+from kvshare.replay.options import ReplayOptions, Report, bundled_embedder, make_bench, make_stream
 from kvshare.replay.paper_figures import draw_figure_2, draw_figure_4
 from kvshare.replay.report.images import write_png
 from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.results import DISTANCE_THRESHOLDS, PAPER_FILE, SCHEMA_VERSION, Document
 from kvshare.replay.run import batches
-from kvshare.replay.stream import RequestStream
 from kvshare.replay.summary import describe_files, versions
 from kvshare.replay.tokens import RequestTokenizer
 from vector_index import TextEmbedder
@@ -72,13 +71,7 @@ def replay_paper(
     Raises:  LogError, ModelError
     """
     began = time.perf_counter()
-    with RequestStream(
-        options.paths,
-        format_name=options.format_name,
-        interleave=options.interleave,
-        seed=options.seed,
-        reading=lambda num_read: report(num_read, None),
-    ) as stream:
+    with make_stream(options, report) as stream:
         tokenizer = RequestTokenizer.load(options.tokenizer)
         total = min(len(stream), options.limit) if options.limit else len(stream)
         meanings = Meanings(embedder or bundled_embedder(options))
@@ -228,13 +221,7 @@ def _passing(
 def _replay_subset(
     subset: Iterable[list[TokenizedRequest]], options: ReplayOptions, meanings: Meanings
 ) -> tuple[list[Document], int]:
-    bench = Workbench(
-        settings=options.settings,
-        bytes_per_token=options.bytes_per_token,
-        prefill_tokens_per_s=options.prefill_tokens_per_s,
-        seed=options.seed,
-        meanings=meanings,
-    )
+    bench = make_bench(options, meanings, explain_losses=False)
     arms = [make_arm(spec, bench) for spec in options.arms]
     hits: list[list[tuple[int, int]]] = [[] for _ in arms]
     try:

@@ -17,11 +17,18 @@ from datetime import UTC, datetime
 from itertools import islice
 
 from kvshare.errors import LogError
-from kvshare.replay.arms import Arm, ArmSpec, Meanings, Workbench, make_arm
+from kvshare.replay.arms import Arm, ArmSpec, Meanings, make_arm
 from kvshare.replay.checkpoint import Checkpoint, Progress
 from kvshare.replay.documents import arm_document, write_document
 from kvshare.replay.measures import ArmMeasures, Measures
-from kvshare.replay.options import ReplayOptions, Report, config_document, make_meanings
+from kvshare.replay.options import (
+    ReplayOptions,
+    Report,
+    config_document,
+    make_bench,
+    make_meanings,
+    make_stream,
+)
 from kvshare.replay.requests import LoggedRequest, TokenizedRequest
 from kvshare.replay.results import (
     REQUESTS_FILE,
@@ -53,13 +60,7 @@ def replay(
     `embedder` is asked only if an arm needs it; None is the bundled one.
     Raises:  LogError, ModelError
     """
-    with RequestStream(
-        options.paths,
-        format_name=options.format_name,
-        interleave=options.interleave,
-        seed=options.seed,
-        reading=lambda num_read: report(num_read, None),
-    ) as stream:
+    with make_stream(options, report) as stream:
         run = _Run(
             options, stream, RequestTokenizer.load(options.tokenizer), make_meanings(options, embedder)
         )
@@ -165,15 +166,8 @@ class _Run:
         return saved
 
     def _open_arm(self, spec: ArmSpec, capacity: int | None) -> Arm:
-        options = self._options
-        bench = Workbench(
-            settings=options.settings,
-            bytes_per_token=options.bytes_per_token,
-            prefill_tokens_per_s=options.prefill_tokens_per_s,
-            seed=options.seed,
-            meanings=self._meanings,
-            light_ids=self._tokenizer.light_ids() if spec.name == "response" else frozenset(),
-        )
+        light_ids = self._tokenizer.light_ids() if spec.name == "response" else frozenset()
+        bench = make_bench(self._options, self._meanings, light_ids=light_ids)
         arm = make_arm(spec, bench, capacity)
         self._stack.callback(arm.close)
         return arm

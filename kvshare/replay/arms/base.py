@@ -30,6 +30,7 @@ class Workbench:
     seed: int = 0
     meanings: Meanings | None = None  # None: no arm may look at meaning
     light_ids: frozenset[int] = field(default_factory=frozenset)  # tokens without a letter or digit
+    explain_losses: bool = True  # plan again to tell what KVShare's gates cost; no part of serving
 
 
 class Arm(ABC):

@@ -41,12 +41,7 @@ class _Found:
 
 
 class SharingArm(Arm):
-    """
-    KVShare with some options. Those that look at meaning need a workbench with meanings.
-
-    `explain_losses` False leaves out the second look at what the gates cost: no part of serving, and it takes
-    as long as planning.
-    """
+    """KVShare with some options. Those that look at meaning need a workbench with meanings."""
 
     family = "kvshare"
 
@@ -57,7 +52,6 @@ class SharingArm(Arm):
         capacity_tokens: int | None = None,
         *,
         sharing: SharingOptions | None = None,
-        explain_losses: bool = True,
     ) -> None:
         super().__init__(name, bench, capacity_tokens)
         self.sharing = sharing or SharingOptions()
@@ -74,7 +68,7 @@ class SharingArm(Arm):
             min_tokens=self._limits.sharing.min_prompt_tokens,
             seed=bench.seed,
         )
-        explains = explain_losses and not self.sharing.open_gates
+        explains = bench.explain_losses and not self.sharing.open_gates
         self._second_look = SecondLook(self.sharing, settings, self._books.tree.segment) if explains else None
         self._owners: dict[NodeId, Asker] = {}
         self._num_observed = 0

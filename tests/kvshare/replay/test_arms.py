@@ -297,7 +297,9 @@ def test_what_short_prompts_lose_is_told_apart() -> None:
 def test_losses_can_be_left_unexplained() -> None:
     """Then all else is the same; and where no limit can have cost anything, nothing is planned again."""
     requests = stream(_variants_of_variants())
-    arm = SharingArm("arm", workbench(), sharing=SharingOptions("fingerprints"), explain_losses=False)
+    arm = SharingArm(
+        "arm", replace(workbench(), explain_losses=False), sharing=SharingOptions("fingerprints")
+    )
     unexplained = [arm.observe(one) for one in requests]
     arm.close()
     assert all(outcome.details["num_refused"] == 0 for outcome in unexplained)
