@@ -28,6 +28,8 @@ from kvshare.plan import NoPlan, Plan, clip, without
 from kvshare.repair import structural_repairs
 from kvshare.settings import RepairSettings, SharingSettings
 
+_SMALL_SHIFT_FRACTION = 0.1  # of the prompt: in a short one 512 tokens would reach past every document
+
 
 @dataclass(frozen=True, slots=True)
 class PlannerLimits:
@@ -121,7 +123,7 @@ def _approximate_plan(
     repairs = structural_repairs(
         foreign,
         num_tokens=num_tokens,
-        max_small_shift=limits.sharing.max_small_shift,
+        max_small_shift=_small_shift(limits.sharing, num_tokens),
         settings=limits.repair,
     )
     kept = without(foreign, repairs)
@@ -162,10 +164,11 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:
     saved = plan.num_tokens - plan.num_computed - num_exact  # beyond what is free of doubt
     if saved < max(1, sharing.min_saved_fraction * plan.num_tokens):  # repair may leave nothing of the copies
         return "not_enough_saved"
+    small_shift = _small_shift(sharing, plan.num_tokens)
     relocated = sum(
         copy.length
         for copy in plan.copies
-        if copy.target_start >= plan.exact_length and abs(copy.shift) > sharing.max_small_shift
+        if copy.target_start >= plan.exact_length and abs(copy.shift) > small_shift
     )
     if relocated > sharing.max_relocated_fraction * plan.num_tokens:
         return "too_much_relocated"
@@ -173,6 +176,11 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:
     if baseline - plan.estimate.shared_s < limits.min_saved_s:
         return "does_not_pay"
     return None
+
+
+def _small_shift(sharing: SharingSettings, num_tokens: int) -> int:
+    """How far a copy may move in a prompt of this length before it counts as relocated, in tokens."""
+    return min(sharing.max_small_shift, int(_SMALL_SHIFT_FRACTION * num_tokens))
 
 
 def _within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:

@@ -254,3 +254,18 @@ def test_cutting_holes_out_of_a_copy_keeps_the_rest_in_step(tree: DeltaTree) -> 
     assert (left.target, right.target) == (Span(0, 50), Span(60, 290))
     assert (right.offset, right.source_position, right.donor_start) == (60, 60, 60)
     assert clip(copy, Span(400, 500)) is None
+
+
+@pytest.mark.parametrize(("num_tokens", "decision"), [(700, "refused"), (7000, "approx")])
+def test_how_far_is_far_depends_on_the_prompt(tree: DeltaTree, num_tokens: int, decision: str) -> None:
+    """Three texts in another order move by 200 to 400 tokens: relocated in a short prompt, not in a long one."""
+    texts = [prompt(200, seed=number) for number in (1, 2, 3)]
+    rest = prompt(num_tokens - 600, seed=4)
+    donor = stored(tree, token_ids(np.concatenate([*texts, rest])))
+    recipient = token_ids(np.concatenate([prompt(8, seed=5), texts[2], texts[0], texts[1], rest]))
+    plan = plan_for(tree, recipient, donor)
+    if decision == "refused":
+        assert plan == NoPlan("too_much_relocated")
+    else:
+        assert isinstance(plan, Plan)
+        assert plan.decision == decision
