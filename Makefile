@@ -39,6 +39,7 @@ format: $(STAMP)
 
 # torch first and pinned: an unpinned one brings gigabytes of CUDA that a laptop does not need.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV)/: some minutes, 2 GB (on Linux more, if pip's torch brings CUDA)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch
 	$(PIP_INSTALL) -e '.[dev]'

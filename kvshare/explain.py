@@ -20,10 +20,10 @@ from delta_tree import (
     compose,
 )
 from kvshare.cost import Rates
-from kvshare.demo import MODEL_PATH
 from kvshare.errors import StoreError
 from kvshare.plan import NoPlan, Plan
 from kvshare.planner import PlannerLimits, make_plan
+from kvshare.served_model import find_model
 from kvshare.settings import Settings
 from kvshare.sharing import Lookup
 from vector_index import Candidate, fingerprints
@@ -84,7 +84,7 @@ def explain_offline(
     """
     from kvshare.engines.embedded.tokenizer import PromptEncoder  # imports transformers
 
-    encoder = PromptEncoder.load(settings.model.path or str(MODEL_PATH))
+    encoder = PromptEncoder.load(find_model(settings.model.path).path)
     if isinstance(messages_or_prompt, str):
         prompt = encoder.encode_text(messages_or_prompt)
     else:

@@ -45,7 +45,7 @@ class ModelSettings(_Section):
     path: str | None
     served_name: str | None
     device: str
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Literal["auto", "float32", "bfloat16"]
     max_model_len: int | None = Field(gt=0)
 
 

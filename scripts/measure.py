@@ -103,6 +103,11 @@ ROWS: dict[str, tuple[str, str, Callable[[Document], str]]] = {
         "ttft --engine embedded --prompt-tokens 4000 --changed 0.1 --edits 5",
         _ttft,
     ),
+    "ttft-chat-model": (
+        "Default chat model on real text, 2,000 tokens, 10 % changed in 5 places",
+        "ttft --engine embedded --model default --prompt-tokens 2000 --changed 0.1 --edits 5",
+        _ttft,
+    ),
     "parity": (
         "Largest logit error where KVShare must equal the model, float32",
         "parity",

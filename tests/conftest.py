@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+settings.register_profile("kvshare", deadline=None)  # a busy machine is no failure
+settings.load_profile("kvshare")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 KEYS = {
@@ -54,7 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump({"auth": {"keys": keys}, "store": {"path": str(folder / "store")}}))
     kvshare = Path(sys.executable).with_name("kvshare")
-    command = [kvshare, "serve", "--port", "0", "--config", config, "--format", "json"]
+    command = [kvshare, "serve", "--model", "demo", "--port", "0", "--config", config, "--format", "json"]
     with (folder / "stderr").open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None

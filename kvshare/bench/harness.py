@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -26,6 +27,7 @@ from kvshare.engines.base import (
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.tokenizer import PromptEncoder
+from kvshare.served_model import DEMO
 from kvshare.settings import Settings, load_settings
 
 
@@ -34,12 +36,13 @@ async def running_engine(
     model: PreTrainedModel | None = None, overrides: Mapping[str, object] | None = None
 ) -> AsyncIterator[EmbeddedEngine]:
     """
-    An engine in a temporary store: over the given model, or over the demo model.
+    An engine in a temporary store: over the given model, or that of the settings, by default the forms model.
 
-    The demo model's tokenizer serves both; only its ids matter to a random model.
+    The forms model's tokenizer serves given models too; only its ids matter to a random model.
     """
     with tempfile.TemporaryDirectory() as folder:
-        settings = load_settings(overrides={"store.path": folder, **(overrides or {})})
+        defaults = {"store.path": folder, "model.path": DEMO, "model.dtype": "float32"}
+        settings = load_settings(overrides={**defaults, **(overrides or {})})
         engine = new_engine(model, settings)
         await engine.start()
         try:
@@ -53,10 +56,10 @@ def new_engine(model: PreTrainedModel | None, settings: Settings) -> EmbeddedEng
     if model is None:
         return EmbeddedEngine.from_settings(settings)
 
-    def load() -> tuple[EmbeddedModel, PromptEncoder]:
+    def load(_: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
         return EmbeddedModel(model, name="bench"), PromptEncoder.load(MODEL_PATH)
 
-    return EmbeddedEngine(settings, load=load, model_id="bench")
+    return EmbeddedEngine(settings, load=load)
 
 
 class Answer:
@@ -108,15 +111,13 @@ def random_prompt(rng: np.random.Generator, num_tokens: int, vocab_size: int) ->
     return token_ids(rng.integers(16, vocab_size, num_tokens, dtype=np.int32))
 
 
-def edited(
-    rng: np.random.Generator, prompt: TokenIds, *, changed: float, edits: int, vocab_size: int
-) -> TokenIds:
-    """`changed` of the tokens replaced, in `edits` stretches of equal length, evenly spread."""
+def edited(prompt: TokenIds, *, changed: float, edits: int, draw: Callable[[int], TokenIds]) -> TokenIds:
+    """`changed` of the tokens replaced by drawn ones, in `edits` stretches of equal length, evenly spread."""
     tokens = np.array(prompt)
     length = max(1, round(changed * len(tokens) / edits))
     for place in range(1, edits + 1):
         start = place * len(tokens) // (edits + 1) - length // 2
-        tokens[start : start + length] = random_prompt(rng, length, vocab_size)
+        tokens[start : start + length] = draw(length)
     return token_ids(tokens)
 
 

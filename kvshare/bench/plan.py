@@ -223,7 +223,12 @@ def _segment(first_position: int, num_tokens: int, *, generation: int) -> Segmen
 
 
 def _variant(rng: np.random.Generator, template: TokenIds) -> TokenIds:
-    return edited(rng, template, changed=_CHANGED, edits=_EDITS, vocab_size=_VOCAB_SIZE)
+    return edited(
+        template,
+        changed=_CHANGED,
+        edits=_EDITS,
+        draw=lambda length: random_prompt(rng, length, _VOCAB_SIZE),
+    )
 
 
 def _text(rng: np.random.Generator) -> str:

@@ -33,7 +33,12 @@ async def _run(num_prompts: int, num_tokens: int, changed: float, edits: int, se
         for number in range(num_prompts):
             prompt = base
             if number:
-                prompt = edited(rng, base, changed=changed, edits=edits, vocab_size=_VOCAB_SIZE)
+                prompt = edited(
+                    base,
+                    changed=changed,
+                    edits=edits,
+                    draw=lambda length: random_prompt(rng, length, _VOCAB_SIZE),
+                )
             await ask(engine, prompt, mode=SharingMode.APPROX, store=True)
             stored_tokens += num_tokens
         sharing = engine.sharing

@@ -1,7 +1,8 @@
 """
 `kvshare bench ttft`: time to first token of a prompt of which a stored one differs in a few places.
 
-Arms, alternating in one process on a random-weight Llama of about 100 M parameters:
+Arms, alternating in one process, on a random-weight Llama of about 100 M parameters and random tokens, or on
+a given model and real text:
     full           nothing is shared
     shared         KVShare: nomination, planning, laying out, rotation and partial attention included
     exact_prefix   only the tokens before the first difference, what a prefix cache gets
@@ -11,13 +12,18 @@ Arms, alternating in one process on a random-weight Llama of about 100 M paramet
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 
+from delta_tree import TokenIds
 from kvshare.bench.harness import Answer, ask, edited, environment, median, random_prompt, running_engine
 from kvshare.bench.random_models import timing_model
+from kvshare.bench.real_text import RealText
 from kvshare.engines.base import SharingMode
+from kvshare.engines.embedded.engine import EmbeddedEngine
 
 _VOCAB_SIZE = 1000  # of the tokens drawn; the model's own is larger
 
@@ -29,36 +35,68 @@ def run(
     edits: int = 5,
     repeats: int = 5,
     seed: int = 0,
+    model: str | None = None,
 ) -> dict[str, Any]:
-    """Medians over `repeats` recipients, each new to the store."""
-    return asyncio.run(_run(prompt_tokens, changed, edits, repeats, seed))
+    """
+    Medians over `repeats` recipients, each new to the store. `model`: what `model.path` may be; None: random
+    weights in float32.
+
+    Raises:  ValueError for prompts longer than the real text is; ModelError
+    """
+    shape = {"prompt_tokens": prompt_tokens, "changed": changed, "edits": edits, "seed": seed}
+    arms, about_model = asyncio.run(_run(prompt_tokens, changed, edits, repeats, seed, model))
+    return _summary(arms, shape, about_model)
 
 
-async def _run(num_tokens: int, changed: float, edits: int, repeats: int, seed: int) -> dict[str, Any]:
+async def _run(
+    num_tokens: int, changed: float, edits: int, repeats: int, seed: int, model: str | None
+) -> tuple[dict[str, list[Answer]], dict[str, str]]:
     rng = np.random.default_rng(seed)
-    model = timing_model(max_position_embeddings=num_tokens + 64, vocab_size=16384, seed=seed)
     arms: dict[str, list[Answer]] = {"full": [], "shared": [], "exact_prefix": [], "ideal": []}
-    async with running_engine(model) as engine:
-        donor = random_prompt(rng, num_tokens, _VOCAB_SIZE)
+    async with _engine(model, num_tokens, seed) as engine:
+        donor, draw = _text(engine, rng, num_tokens, is_real=model is not None)
         await ask(engine, donor, mode=SharingMode.OFF, store=True)
         for repeat in range(repeats + 1):
-            recipient = edited(rng, donor, changed=changed, edits=edits, vocab_size=_VOCAB_SIZE)
+            recipient = edited(donor, changed=changed, edits=edits, draw=draw)
             full = await ask(engine, recipient, mode=SharingMode.OFF)
             shared = await ask(engine, recipient, mode=SharingMode.APPROX)
             prefix = await ask(engine, recipient, mode=SharingMode.EXACT)
             computed = shared.report.num_recomputed + shared.report.num_repaired if shared.report else 1
             same_head = np.array(donor)
-            same_head[num_tokens - computed :] = random_prompt(rng, computed, _VOCAB_SIZE)
+            same_head[num_tokens - computed :] = draw(computed)
             ideal = await ask(engine, same_head.astype(np.int32), mode=SharingMode.EXACT)
             if repeat == 0:
                 continue  # caches and allocator are warm from here on
             for name, answer in zip(arms, (full, shared, prefix, ideal), strict=True):
                 arms[name].append(answer)
-    return _summary(arms, num_tokens=num_tokens, changed=changed, edits=edits, seed=seed)
+        dtype = str(engine.model.geometry.dtype).removeprefix("torch.")
+        return arms, {"model": engine.model.name if model else "random weights, 100 M", "dtype": dtype}
+
+
+@asynccontextmanager
+async def _engine(model: str | None, num_tokens: int, seed: int) -> AsyncIterator[EmbeddedEngine]:
+    """A given model as `kvshare serve` runs it, or random weights."""
+    if model is not None:
+        async with running_engine(None, {"model.path": model, "model.dtype": "auto"}) as engine:
+            yield engine
+        return
+    random_model = timing_model(max_position_embeddings=num_tokens + 64, vocab_size=16384, seed=seed)
+    async with running_engine(random_model) as engine:
+        yield engine
+
+
+def _text(
+    engine: EmbeddedEngine, rng: np.random.Generator, num_tokens: int, *, is_real: bool
+) -> tuple[TokenIds, Callable[[int], TokenIds]]:
+    """The donor, and what draws other tokens."""
+    if not is_real:
+        return random_prompt(rng, num_tokens, _VOCAB_SIZE), lambda n: random_prompt(rng, n, _VOCAB_SIZE)
+    text = RealText(engine.encoder, num_tokens=num_tokens)
+    return text.prompt, lambda n: text.draw(rng, n)
 
 
 def _summary(
-    arms: dict[str, list[Answer]], *, num_tokens: int, changed: float, edits: int, seed: int
+    arms: dict[str, list[Answer]], shape: dict[str, Any], about_model: dict[str, str]
 ) -> dict[str, Any]:
     ttft = {name: median([answer.first_token_s for answer in answers]) for name, answers in arms.items()}
     report = arms["shared"][-1].report
@@ -69,16 +107,14 @@ def _summary(
     return {
         "benchmark": "ttft",
         "engine": "embedded",
-        "prompt_tokens": num_tokens,
-        "changed": changed,
-        "edits": edits,
-        "seed": seed,
+        **about_model,
+        **shape,
         "repeats": len(arms["full"]),
         "speedup": ttft["full"] / ttft["shared"],
         "ideal_speedup": ttft["full"] / ttft["ideal"],
         "of_ideal": ttft["ideal"] / ttft["shared"],
         "exact_prefix_speedup": ttft["full"] / ttft["exact_prefix"],
-        "recomputed_fraction": computed / num_tokens,
+        "recomputed_fraction": computed / shape["prompt_tokens"],
         "tokens": {
             "exact": report.num_exact,
             "copied": report.num_copied,

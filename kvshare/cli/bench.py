@@ -76,10 +76,19 @@ def ttft(
     seed: Seed = None,
     threads: Threads = None,
     dtype: Dtype = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="Embedded: a model on real text, such as default. [default: random weights and tokens]",
+        ),
+    ] = None,
     as_json: Json = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """Time to the first token of edited prompts, shared and in full."""
+    if model is not None and engine is not BenchEngine.EMBEDDED:
+        raise typer.BadParameter("only with --engine embedded", param_hint="--model")
     options: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "changed": changed,
@@ -88,6 +97,8 @@ def ttft(
         "seed": seed,
     }
     own = _of_vllm(engine, {"threads": threads, "dtype": dtype})
+    if engine is BenchEngine.EMBEDDED:
+        own = {"model": model}
     _run("ttft", {**options, **own}, as_json, output_format, engine=engine)
 
 

@@ -11,6 +11,7 @@ from kvshare.cli import (
     bench,
     doctor,
     explain,
+    fetch_model,
     keys,
     output,
     replay,
@@ -45,6 +46,7 @@ app.command("serve")(serve.serve)
 app.command("vllm", context_settings=vllm_command.CONTEXT_SETTINGS)(vllm_command.vllm)
 app.command("doctor")(doctor.doctor)
 app.command("version")(version.version)
+app.command("fetch-model")(fetch_model.fetch_model)
 app.command("explain")(explain.explain)
 app.command("stats")(store.stats)
 app.command("tree")(store.tree)

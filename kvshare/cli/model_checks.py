@@ -13,12 +13,18 @@ if TYPE_CHECKING:
 
 def check_model(settings: Settings) -> Check:
     """The model's configuration is here; its weights are not read."""
+    from kvshare import chat_model
+
+    if settings.model.path is None and not chat_model.is_prepared():
+        detail = f"{chat_model.NAME} is not here yet; `kvshare serve` downloads it once (93 MB)"
+        remedy = "get it now: kvshare fetch-model. The checks below are of the bundled forms model"
+        return Check("model", State.WARN, detail, remedy)
     try:
         config = _model_config(settings)
     except ModelError as exc:
         remedy = "download the model, or set model.path to a folder in Hugging Face format"
         return Check("model", State.FAIL, str(exc), remedy)
-    return Check("model", State.OK, f"{settings.model.path or 'the demo model'} ({config.model_type})")
+    return Check("model", State.OK, f"{model_path(settings)} ({config.model_type})")
 
 
 def check_tokenizer(settings: Settings) -> Check:
@@ -53,10 +59,12 @@ def check_geometry(settings: Settings) -> Check:
 
 
 def model_path(settings: Settings) -> str:
-    """The configured model, or the one that ships with KVShare."""
-    from kvshare.demo import MODEL_PATH
+    """The folder or name of the model that would be served now, without a download."""
+    from kvshare import chat_model
+    from kvshare.served_model import DEMO, find_model
 
-    return settings.model.path or str(MODEL_PATH)
+    chosen = settings.model.path
+    return find_model(DEMO if chosen is None and not chat_model.is_prepared() else chosen).path
 
 
 def _model_config(settings: Settings) -> Any:

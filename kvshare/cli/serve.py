@@ -36,6 +36,7 @@ class EngineKind(StrEnum):
 class Dtype(StrEnum):
     """The number formats that the embedded engine computes in."""
 
+    AUTO = "auto"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
@@ -49,7 +50,11 @@ def serve(
         int | None, typer.Option("--port", min=0, max=65535, help="0 takes a free one. [default: 8000]")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="A Hugging Face name or path. [default: the demo model]")
+        str | None,
+        typer.Option(
+            "--model",
+            help="A Hugging Face name or path, or demo, the bundled forms model. [default: SmolLM2-135M]",
+        ),
     ] = None,
     store: Annotated[Path | None, typer.Option("--store", help="Folder of metadata and index.")] = None,
     mode: Annotated[Mode | None, typer.Option("--mode", help="Sharing of requests that do not say.")] = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,6 @@ from tokenizers import Tokenizer
 
 from delta_tree import DeltaTree, DeltaTreeError, Span
 from kvshare.cost import CostModel
-from kvshare.demo import MODEL_PATH
 from kvshare.engines.background import Background, Embedding
 from kvshare.engines.base import (
     Delta,
@@ -57,6 +57,7 @@ from kvshare.kv.attention import PartialPass
 from kvshare.kv.memory_tier import MemoryTier
 from kvshare.namespace import Namespace
 from kvshare.planner import PlannerLimits
+from kvshare.served_model import find_model
 from kvshare.settings import Settings
 from kvshare.sharing import Sharing
 from vector_index import Nominator
@@ -70,18 +71,17 @@ _SETTLE_S = 0.25  # a prompt is stored after its answer; who asks again at once 
 
 
 class EmbeddedEngine(GeneratingEngine):
-    """One model in this process. `load` gives model and tokenizer when the engine starts."""
+    """One model in this process, with its tokenizer, loaded when the engine starts."""
 
     def __init__(
         self,
         settings: Settings,
         *,
-        load: Callable[[], tuple[EmbeddedModel, PromptEncoder]],
-        model_id: str,
+        load: Callable[[threading.Event], tuple[EmbeddedModel, PromptEncoder]],
     ) -> None:
+        """`load` runs in a thread; the event is set when the engine stops while it still runs."""
         self._settings = settings
         self._load = load
-        self._model_id = model_id
         self._created = int(time.time())
         self._admission = Admission(
             max_running=settings.engine.max_running, max_waiting=settings.engine.max_waiting
@@ -94,10 +94,10 @@ class EmbeddedEngine(GeneratingEngine):
     def from_settings(cls, settings: Settings) -> EmbeddedEngine:
         """The engine that config.yaml describes; nothing heavy happens before `start`."""
         chosen = settings.model
-        path = chosen.path or str(MODEL_PATH)
-        name = chosen.served_name or (Path(path).name if chosen.path else "kvshare-demo")
 
-        def load() -> tuple[EmbeddedModel, PromptEncoder]:
+        def load(stopping: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
+            source = find_model(chosen.path, download=True, cancelled=stopping)
+            path = source.path
             if path.startswith(("/", ".")) and not Path(path).is_dir():
                 raise ModelError(f"model.path: there is no folder {path}")
             if settings.engine.num_threads is not None:
@@ -105,24 +105,30 @@ class EmbeddedEngine(GeneratingEngine):
             encoder = PromptEncoder.load(path)
             model = EmbeddedModel.load(
                 path,
-                name=name,
+                name=chosen.served_name or source.name,
                 device=chosen.device,
                 dtype=chosen.dtype,
                 max_model_len=chosen.max_model_len,
             )
             return model, encoder
 
-        return cls(settings, load=load, model_id=name)
+        return cls(settings, load=load)
 
     @property
     def card(self) -> ModelCard:
-        max_model_len = self._model.max_model_len if self._running else 0
-        return ModelCard(self._model_id, self._created, max_model_len)
+        if not self._running:
+            return ModelCard("unknown until the model is loaded", self._created, 0)
+        return ModelCard(self._model.name, self._created, self._model.max_model_len)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The Rust tokenizer underneath."""
         return self._encoder.backend
+
+    @property
+    def encoder(self) -> PromptEncoder:
+        """For benchmarks: chat template and tokenizer."""
+        return self._encoder
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -158,7 +164,9 @@ class EmbeddedEngine(GeneratingEngine):
         opened.callback(self._executor.shutdown)
         self._commits = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-commit")
         opened.callback(self._commits.shutdown)
-        self._model, self._encoder = await self._off_loop(self._load)
+        stopping = threading.Event()
+        opened.callback(stopping.set)
+        self._model, self._encoder = await self._off_loop(self._load, stopping)
         self._encoder.limit_to(self._model.max_model_len)
         self._namespace_fields = await self._off_loop(self._describe_model)
         self._tree, forgotten = await self._off_loop(self._open_tree)
@@ -356,7 +364,7 @@ class EmbeddedEngine(GeneratingEngine):
     def _describe_model(self) -> dict[str, str]:
         geometry = self._model.geometry
         return {
-            "model": self._model_id,
+            "model": self._model.name,
             "revision": self._model.revision,
             "tokenizer": self._encoder.digest,
             "dtype": str(geometry.dtype).removeprefix("torch."),

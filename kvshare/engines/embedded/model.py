@@ -119,7 +119,7 @@ class EmbeddedModel:
         max_model_len: int | None = None,
     ) -> EmbeddedModel:
         """
-        Load a Hugging Face name or folder.
+        Load a Hugging Face name or folder. `dtype` "auto" is what `chosen_dtype` says.
 
         Raises:  ModelError if it cannot be loaded or is not a decoder this engine can run
         """
@@ -128,7 +128,9 @@ class EmbeddedModel:
         try:
             config = AutoConfig.from_pretrained(path)
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=getattr(torch, dtype)
+                path,
+                config=config,
+                dtype=chosen_dtype(config.dtype, where) if dtype == "auto" else getattr(torch, dtype),
             )
             torch.nn.Module.to(model, where)
         except (OSError, ValueError, KeyError, RuntimeError) as exc:
@@ -271,6 +273,22 @@ class EmbeddedModel:
     def _tolerance(self) -> float:
         """Relative to the largest value compared: rounding of a few layers, far below any real difference."""
         return 1e-3 if self.geometry.dtype == torch.float32 else 6e-2
+
+
+def chosen_dtype(saved: torch.dtype | None, device: str) -> torch.dtype:
+    """
+    The format that the weights were saved in, where `device` multiplies in it, else float32.
+
+    A processor without instructions for bfloat16 converts every operand: slower than float32, and less exact.
+    """
+    if saved not in (torch.bfloat16, torch.float16):
+        return torch.float32
+    if device.startswith("cuda"):
+        native = saved is torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        able = torch.cpu.get_capabilities() if device == "cpu" else {}
+        native = saved is torch.bfloat16 and bool(able.get("avx512_bf16") or able.get("amx_bf16"))
+    return saved if native else torch.float32
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -18,6 +18,7 @@ from tests.kvshare.cli.conftest import Cli
 BENCHES = ["parity", "ttft", "plan", "index", "replay", "storage", "demo", "proxy"]
 VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak"]
 VLLM_ONLY = {"threads", "dtype"}  # options that only the vLLM engine has
+EMBEDDED_ONLY = {"model"}
 COMMANDS = [
     "serve",
     "vllm",
@@ -171,10 +172,17 @@ def test_bench_passes_what_a_benchmark_of_vllm_takes(name: str) -> None:
     """The same for those that start real servers."""
     taken = set(inspect.signature(importlib.import_module(f"kvshare.bench.vllm.{name}").run).parameters)
     offered = set(inspect.signature(getattr(bench, name)).parameters)
-    assert offered - {"as_json", "output_format", "engine"} == taken
+    assert offered - {"as_json", "output_format", "engine"} - EMBEDDED_ONLY == taken - EMBEDDED_ONLY
 
 
-@pytest.mark.parametrize("command", [("ttft", "--dtype", "float32"), ("parity", "--threads", "1")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ttft", "--dtype", "float32"),
+        ("parity", "--threads", "1"),
+        ("ttft", "--engine", "vllm", "--model", "default"),
+    ],
+)
 def test_bench_refuses_options_of_the_other_engine(cli: Cli, command: tuple[str, ...]) -> None:
     """What only vLLM has is wrong usage without it, and is not ignored."""
     assert cli("bench", *command).code == 2

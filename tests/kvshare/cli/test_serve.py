@@ -25,11 +25,15 @@ def test_serve_says_when_it_is_ready_and_stops_on_sigterm(tmp_path: Path) -> Non
     """The announced address is loopback and answers /ready with 200; SIGTERM ends it with exit code 0."""
     config = tmp_path / "kvshare.yaml"
     config.write_text("index: {dense: false}\nlogging: {json: true}\n")
-    command = [sys.executable, "-m", "kvshare.cli.main", "serve", "--config", str(config), "--port", "0"]
+    command = [sys.executable, "-m", "kvshare.cli.main", "serve", "--model", "demo", "--port", "0"]
     with (
         (tmp_path / "log").open("w+") as log,
         subprocess.Popen(
-            [*command, "--format", "json"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True
+            [*command, "--config", str(config), "--format", "json"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
         ) as server,
     ):
         try:
@@ -48,11 +52,14 @@ def test_serve_says_when_it_is_ready_and_stops_on_sigterm(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("option", "told"),
-    [(("--model", "./nowhere"), "nowhere"), (("--store", "damaged"), "kvshare evict --all")],
+    [
+        (("--model", "./nowhere"), "nowhere"),
+        (("--model", "demo", "--store", "damaged"), "kvshare evict --all"),
+    ],
 )
 def test_serve_fails_in_one_line(cli: Cli, tmp_path: Path, option: tuple[str, str], told: str) -> None:
     """What keeps the server from starting is told once, with what to do, and ends it with exit code 1."""
-    if option[0] == "--store" and not MODEL_PATH.exists():
+    if "--store" in option and not MODEL_PATH.exists():
         pytest.skip("the demo model has not been built")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "tree.sqlite3").write_bytes(b"not a database" * 100)

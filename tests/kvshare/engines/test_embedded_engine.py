@@ -4,6 +4,7 @@ bounded.
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
@@ -51,10 +52,10 @@ def engine_at(path: Path, *, seed: int = 0, **overrides: object) -> EmbeddedEngi
     """A tiny Llama behind the demo model's tokenizer."""
     settings = load_settings(overrides={"store.path": str(path), "index.dense": False, **overrides})
 
-    def load() -> tuple[EmbeddedModel, PromptEncoder]:
+    def load(_: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
         return EmbeddedModel(tiny_model("llama", seed=seed), name="tiny"), PromptEncoder.load(MODEL_PATH)
 
-    return EmbeddedEngine(settings, load=load, model_id="tiny")
+    return EmbeddedEngine(settings, load=load)
 
 
 @pytest.fixture

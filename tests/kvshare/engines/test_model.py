@@ -21,7 +21,7 @@ from transformers import (
 from delta_tree import Span, token_ids
 from kvshare.bench.random_models import TINY, tiny_model
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.engines.embedded.model import EmbeddedModel, chosen_dtype
 from kvshare.errors import ModelError
 from kvshare.kv.attention import PartialPass
 
@@ -160,3 +160,22 @@ def test_the_bundled_model_loads_in_both_number_formats(dtype: str) -> None:
     model = EmbeddedModel.load(MODEL_PATH, name="demo", device="cpu", dtype=dtype)
     assert str(model.geometry.dtype) == f"torch.{dtype}"
     assert model.rotation is not None, model.rotation_refusal
+
+
+@pytest.mark.parametrize(
+    ("saved", "able", "expected"),
+    [
+        (torch.bfloat16, {"avx512_bf16": True}, torch.bfloat16),
+        (torch.bfloat16, {"amx_bf16": True}, torch.bfloat16),
+        (torch.bfloat16, {"avx512_bf16": False}, torch.float32),
+        (torch.float16, {"avx512_bf16": True}, torch.float32),
+        (torch.float32, {"avx512_bf16": True}, torch.float32),
+        (None, {"avx512_bf16": True}, torch.float32),
+    ],
+)
+def test_auto_is_the_saved_format_where_the_processor_has_it(
+    monkeypatch: pytest.MonkeyPatch, saved: torch.dtype | None, able: dict[str, bool], expected: torch.dtype
+) -> None:
+    """bfloat16 with instructions for it; everything else is computed in float32 on a CPU."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+    assert chosen_dtype(saved, "cpu") is expected

@@ -1,0 +1,25 @@
+"""Two users send nearly the same form to `kvshare serve --model demo`: where do the tokens come from?"""
+
+import os
+import sys
+
+import openai
+
+from kvshare.demo.pairs import near_duplicate_pairs
+
+client = openai.OpenAI(
+    base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),
+    api_key=os.environ.get("OPENAI_API_KEY", "none"),
+)
+pair = next(near_duplicate_pairs(seed=1, count=1))
+try:
+    for messages in (pair.donor_messages, pair.recipient_messages):
+        reply = client.chat.completions.create(model="kvshare-demo", messages=messages, temperature=0)
+        print(reply.choices[0].message.content, reply.usage.kvshare)  # noqa: T201
+except openai.APIConnectionError:
+    sys.exit(
+        f"nobody answers at {client.base_url}: start `kvshare serve --model demo`, or set OPENAI_BASE_URL"
+    )
+except openai.NotFoundError:
+    sys.exit("this server runs another model: start `kvshare serve --model demo`")
+print("right answer to the second:", pair.answer)  # noqa: T201

