@@ -192,7 +192,11 @@ def test_a_log_is_replayed_through_vllm(fleet: Fleet, tmp_path: Path) -> None:
         "".join(json.dumps({"messages": m}) + "\n" for m in (forms.donor_messages, forms.recipient_messages))
     )
     options = ReplayOptions(
-        paths=[log], out=tmp_path, arms=parse_arms(f"{LIVE_ARMS},oracle"), settings=load_settings()
+        paths=[log],
+        out=tmp_path,
+        arms=parse_arms(f"{LIVE_ARMS},oracle"),
+        settings=load_settings(),
+        tokenizer="demo",
     )
     live = LiveOptions(fleet.proxy.url, key=EmbeddedServer.key("ann"), concurrency=1, max_tokens=2)
     with fleet.client("ann") as ann:

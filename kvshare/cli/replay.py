@@ -53,7 +53,10 @@ def run(
         ),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="A tokenizer's path. [default: the demo model's]")
+        str | None,
+        typer.Option(
+            "--tokenizer", help="A folder, a Hugging Face name, or tokenizer.json. [default: SmolLM2's]"
+        ),
     ] = None,
     arms: Annotated[
         str | None,

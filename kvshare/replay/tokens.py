@@ -1,10 +1,10 @@
 """
 Logged requests -> requests in tokens, a batch at a time.
 
-Any fast Hugging Face tokenizer by folder, with its chat template, or a bare `tokenizer.json`; without a name,
-the demo model's. Messages without a template, and those that it refuses (a role it does not know, or a
-beginning with the assistant), are laid out plainly: role, line break, text. Block hashes become made-up
-tokens, the same for the same hash. Knows nothing of arms.
+Any fast Hugging Face tokenizer by folder, with its chat template, or a bare `tokenizer.json`; without a
+name, the default chat model's. Messages without a template, and those that it refuses (a role it does not
+know, or a beginning with the assistant), are laid out plainly: role, line break, text. Block hashes become
+made-up tokens, the same for the same hash. Knows nothing of arms.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from delta_tree import TokenIds, token_ids
-from kvshare.demo import MODEL_PATH
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import LogError, ModelError, RequestError
 from kvshare.replay.requests import LoggedRequest, Message, TokenizedRequest
+from kvshare.served_model import DEFAULT, DEMO, find_model
 from vector_index.prompt_text import WINDOW_CHARS
 
 _BATCH = 64
@@ -42,17 +42,25 @@ class RequestTokenizer:
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> RequestTokenizer:
-        """A folder or a name that transformers knows, or a `tokenizer.json`. Raises ModelError."""
-        if path is None:
-            encoder = PromptEncoder.load(MODEL_PATH)
-            return cls(encoder.backend, encoder=encoder, name="demo")
-        if Path(path).is_file():
+        """
+        A `tokenizer.json`, or what `model.path` may be. None: the default chat model's, downloaded once.
+
+        Raises:  ModelError
+        """
+        if path is not None and Path(path).is_file():
             try:
                 return cls(Tokenizer.from_file(str(path)), name=Path(path).name)
             except Exception as exc:
                 raise ModelError(f"{Path(path).name} is no tokenizer.json: {exc}") from exc
-        encoder = PromptEncoder.load(path)
-        return cls(encoder.backend, encoder=encoder, name=Path(path).name)
+        try:
+            model = find_model(DEFAULT if path is None else str(path), download=True)
+        except ModelError as exc:
+            raise ModelError(
+                f"the default tokenizer cannot be had ({exc}); name one with --tokenizer "
+                f"({DEMO}: the bundled forms model's, of 1,536 tokens)"
+            ) from exc
+        encoder = PromptEncoder.load(model.path)
+        return cls(encoder.backend, encoder=encoder, name=model.name)
 
     @property
     def digest(self) -> str:

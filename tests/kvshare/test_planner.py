@@ -258,7 +258,7 @@ def test_cutting_holes_out_of_a_copy_keeps_the_rest_in_step(tree: DeltaTree) -> 
 
 @pytest.mark.parametrize(("num_tokens", "decision"), [(700, "refused"), (7000, "approx")])
 def test_how_far_is_far_depends_on_the_prompt(tree: DeltaTree, num_tokens: int, decision: str) -> None:
-    """Three texts in another order move by 200 to 400 tokens: relocated in a short prompt, not in a long one."""
+    """Texts in another order move by 200 to 400 tokens: relocated in a short prompt, not in a long one."""
     texts = [prompt(200, seed=number) for number in (1, 2, 3)]
     rest = prompt(num_tokens - 600, seed=4)
     donor = stored(tree, token_ids(np.concatenate([*texts, rest])))

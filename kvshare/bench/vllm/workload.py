@@ -14,6 +14,7 @@ from kvshare.errors import LogError
 from kvshare.replay.readers import ReadReport, read_requests
 from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.tokens import RequestTokenizer
+from kvshare.served_model import DEMO
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ def read_prompts(path: Path, *, num_prompts: int, max_tokens: int) -> FilePrompt
     Raises LogError where the file has fewer, or one that the benchmarks' models cannot take.
     """
     report = ReadReport()
-    requests = RequestTokenizer.load().tokenize(islice(read_requests(path, report), num_prompts))
+    requests = RequestTokenizer.load(DEMO).tokenize(islice(read_requests(path, report), num_prompts))
     whole = [_checked(request) for request in requests]
     if len(whole) < num_prompts:
         bad = f", and {report.num_unreadable} lines that cannot be read" if report.num_unreadable else ""

@@ -66,7 +66,19 @@ def _words(outcome: Outcome) -> str:
 
 
 def _live(engine: TinyEngine, *arguments: object) -> tuple[object, ...]:
-    return ("replay", "log.jsonl", "--engine", engine.url, "--key", KEY, "--out", "live", *arguments)
+    return (
+        "replay",
+        "log.jsonl",
+        "--tokenizer",
+        "demo",
+        "--engine",
+        engine.url,
+        "--key",
+        KEY,
+        "--out",
+        "live",
+        *arguments,
+    )
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -77,7 +89,7 @@ def _document(path: Path) -> dict[str, Any]:
 @pytest.mark.usefixtures("log")
 def test_a_replay_is_written_and_shown(kvshare: Kvshare, tmp_path: Path) -> None:
     """The table has both percentiles apart; the first unreadable rows are told by file and line."""
-    done = kvshare("replay", "log.jsonl", "--arms", "prefix,oracle", "--out", "out")
+    done = kvshare("replay", "log.jsonl", "--tokenizer", "demo", "--arms", "prefix,oracle", "--out", "out")
     assert done.code == 0
     assert "look up, p99" in done.stdout
     assert "plan, p99" in done.stdout
@@ -93,7 +105,7 @@ def test_a_replay_is_written_and_shown(kvshare: Kvshare, tmp_path: Path) -> None
 def test_diff_is_shown(kvshare: Kvshare) -> None:
     """A table an arm, with intervals; arms of one run alone are named."""
     for out, arms in (("a", "prefix"), ("b", "prefix,oracle")):
-        assert kvshare("replay", "log.jsonl", "--arms", arms, "--out", out).code == 0
+        assert kvshare("replay", "log.jsonl", "--tokenizer", "demo", "--arms", arms, "--out", out).code == 0
     done = kvshare("replay", "diff", "a", "b", "--resamples", 10)
     assert done.code == 0
     assert "token hit rate" in done.stdout
@@ -105,7 +117,9 @@ def test_diff_is_shown(kvshare: Kvshare) -> None:
 def test_paper_is_shown(kvshare: Kvshare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both figures' numbers, and the rows that could not be read."""
     monkeypatch.setattr("kvshare.replay.paper.bundled_embedder", lambda options: FakeEmbedder())
-    done = kvshare("replay", "log.jsonl", "--paper", "--arms", "prefix", "--out", "paper")
+    done = kvshare(
+        "replay", "log.jsonl", "--tokenizer", "demo", "--paper", "--arms", "prefix", "--out", "paper"
+    )
     assert done.code == 0
     assert "4 first prompts: 25.00 % have an identical earlier one" in _words(done)
     assert "log.jsonl:2 bad_json" in _words(done)
@@ -145,7 +159,7 @@ def test_live_is_shown(kvshare: Kvshare, engine: TinyEngine, tmp_path: Path) -> 
 )
 def test_wrong_usage_is_told(kvshare: Kvshare, arguments: tuple[str, ...], told: str) -> None:
     """Nothing is ignored, nothing ends in a traceback: exit code 2, and a line that says what is wrong."""
-    done = kvshare("replay", "log.jsonl", *arguments)
+    done = kvshare("replay", "log.jsonl", "--tokenizer", "demo", *arguments)
     assert (done.code, done.stdout) == (2, "")
     assert told in done.stderr
 
@@ -162,7 +176,7 @@ def test_a_wrong_key_is_told(kvshare: Kvshare, engine: TinyEngine) -> None:
 @pytest.mark.usefixtures("log")
 def test_an_engine_that_is_not_there_is_told(kvshare: Kvshare) -> None:
     """The exit code of every command that finds nobody at its URL."""
-    done = kvshare("replay", "log.jsonl", "--engine", "http://127.0.0.1:9")
+    done = kvshare("replay", "log.jsonl", "--tokenizer", "demo", "--engine", "http://127.0.0.1:9")
     assert done.code == 3
     assert "cannot reach http://127.0.0.1:9" in done.stderr
 
@@ -214,7 +228,12 @@ def test_what_was_read_is_reported(
     monkeypatch.setattr(replay, "progress_bar", lambda *, hidden: bar)
     monkeypatch.setattr("kvshare.replay.paper.bundled_embedder", lambda options: FakeEmbedder())
     more = {"plain": (), "paper": ("--paper",), "live": ("--engine", engine.url, "--key", KEY)}
-    assert kvshare("replay", "log.jsonl", "--arms", "prefix", "--limit", 3, *more[mode]).code == 0
+    assert (
+        kvshare(
+            "replay", "log.jsonl", "--tokenizer", "demo", "--arms", "prefix", "--limit", 3, *more[mode]
+        ).code
+        == 0
+    )
     assert seen[0] == (1000, None)
     assert all(total is not None for _, total in seen[1:])
 
@@ -251,7 +270,7 @@ def test_an_interrupted_replay_goes_on(kvshare: Kvshare, tmp_path: Path) -> None
     """Ctrl-C behind a checkpoint is exit code 130; --resume then ends it."""
     rows = (json.dumps({"prompt": f"question {number} of {FORM}"}) + "\n" for number in range(4000))
     (tmp_path / "log.jsonl").write_text("".join(rows), encoding="utf-8")
-    arguments = ("replay", "log.jsonl", "--arms", "prefix,chunks", "--out", "out")
+    arguments = ("replay", "log.jsonl", "--tokenizer", "demo", "--arms", "prefix,chunks", "--out", "out")
     state = tmp_path / "out" / "checkpoint" / "state.json"
     stopped = _interrupt(_start(tmp_path, *arguments), state.exists)
     assert (stopped.code, stopped.stdout) == (130, "")

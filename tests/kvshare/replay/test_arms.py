@@ -246,9 +246,12 @@ def test_configured_kvshare_repairs_and_refuses() -> None:
     assert refused.details["num_refused"] == 100
 
 
-def losses_of(requests: Sequence[TokenizedRequest]) -> dict[str, int]:
-    """The waterfall of the fingerprints' arm, with its gates as configured."""
-    specs = parse_arms("kvshare-fingerprints,oracle")
+FAR = "max_relocated_fraction=1"  # in prompts as short as those below every move is far
+
+
+def losses_of(requests: Sequence[TokenizedRequest], arm_name: str = "kvshare-fingerprints") -> dict[str, int]:
+    """The waterfall of the fingerprints' arm, with its gates as configured unless `arm_name` says more."""
+    specs = parse_arms(f"{arm_name},oracle")
     arms, maker = [make_arm(spec, workbench()) for spec in specs], RowMaker()
     measures = Measures({arm.name: arm.family for arm in arms}, prefill_tokens_per_s=1000.0)
     for one in requests:
@@ -270,11 +273,11 @@ def _variants_of_variants() -> list[list[int]]:
 def test_copies_of_copies_are_refused_not_lost() -> None:
     """What only KV of a too high generation has is found, and refused for its generation."""
     requests = stream(_variants_of_variants())
-    last = run("kvshare-fingerprints", requests)[-1]
+    last = run(f"kvshare-fingerprints:{FAR}", requests)[-1]
     assert last.details["num_refused"] == last.details["num_refused_generation"] == 150
-    steps = losses_of(requests)
+    steps = losses_of(requests, f"kvshare-fingerprints:{FAR}")
     assert (steps["not_found"], steps["generation"], steps["refused"]) == (0, -150, 0)
-    opened = run("kvshare-fingerprints:max_generation=9", requests)[-1]
+    opened = run(f"kvshare-fingerprints:{FAR}:max_generation=9", requests)[-1]
     assert opened.num_hit + opened.num_repaired == last.num_hit + last.num_repaired + 150
 
 

@@ -19,7 +19,9 @@ from tests.kvshare.replay.synthetic import request
 
 
 def _options(tmp_path: Path, log: Path) -> ReplayOptions:
-    return ReplayOptions(paths=[log], out=tmp_path, arms=parse_arms(LIVE_ARMS), settings=load_settings())
+    return ReplayOptions(
+        paths=[log], out=tmp_path, arms=parse_arms(LIVE_ARMS), settings=load_settings(), tokenizer="demo"
+    )
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ def options(log: Path, out: Path, arms: str = ARMS, **changes: Any) -> ReplayOpt
         out=out,
         arms=parse_arms(arms),
         settings=load_settings(),
+        tokenizer="demo",
         capacities_tokens=(2000,),
         checkpoint_every=8,
         **changes,
@@ -233,7 +234,18 @@ def test_diff_of_other_logs_is_refused(log: Path, tmp_path: Path) -> None:
 def test_command_line(log: Path, tmp_path: Path) -> None:
     """`kvshare replay FILE` runs, `--json` is JSON alone, `replay diff` compares."""
     runner, out = CliRunner(), str(tmp_path / "out")
-    args = ["replay", str(log), "--arms", "prefix,oracle", "--out", out, "--bytes-per-token", "100"]
+    args = [
+        "replay",
+        str(log),
+        "--tokenizer",
+        "demo",
+        "--arms",
+        "prefix,oracle",
+        "--out",
+        out,
+        "--bytes-per-token",
+        "100",
+    ]
     args += ["--capacity", "1k,0.1MB"]
     done = runner.invoke(app, [*args, "--json"])
     assert done.exit_code == 0
@@ -252,7 +264,18 @@ def test_a_finite_store_unless_none_is_wanted(
     log: Path, tmp_path: Path, given: tuple[str, ...], expected: list[int]
 ) -> None:
     """Sixteen gibibytes of a Llama-3-8B's KV, beside the infinite store."""
-    args = ["replay", str(log), "--arms", "prefix", "--out", str(tmp_path / "out"), "--json", *given]
+    args = [
+        "replay",
+        str(log),
+        "--tokenizer",
+        "demo",
+        "--arms",
+        "prefix",
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+        *given,
+    ]
     document = json.loads(CliRunner().invoke(app, args).stdout)
     assert document["config"]["capacities_tokens"] == expected
     assert [arm["capacity_tokens"] for arm in document["arms"]] == [None, *expected]

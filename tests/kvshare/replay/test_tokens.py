@@ -26,7 +26,7 @@ MESSAGES = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> RequestTokenizer:
-    return RequestTokenizer.load()
+    return RequestTokenizer.load("demo")
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_equal_hashes_are_equal_tokens(tokenizer: RequestTokenizer) -> None:
     np.testing.assert_array_equal(one.token_ids[:1024], two.token_ids[:1024])
     assert (one.token_ids[1024:] == two.token_ids[1024:1100]).mean() < 0.1
     assert (one.token_ids[:1024] == other.token_ids).mean() < 0.1
-    (again,) = RequestTokenizer.load().tokenize([_blocks((7, 8, 9), 1100)])
+    (again,) = RequestTokenizer.load("demo").tokenize([_blocks((7, 8, 9), 1100)])
     np.testing.assert_array_equal(one.token_ids, again.token_ids)
 
 

@@ -47,7 +47,7 @@ def test_the_report_of_a_real_replay(tmp_path: Path) -> None:
     log, out = str(tmp_path / "template.jsonl"), tmp_path / "out"
     for args in (
         ["workload", "template", "--requests", "60", "--out", log],
-        ["replay", log, "--arms", "fast", "--capacity", "2k,8k", "--out", str(out)],
+        ["replay", log, "--tokenizer", "demo", "--arms", "fast", "--capacity", "2k,8k", "--out", str(out)],
     ):
         assert CliRunner().invoke(app, args).exit_code == 0
     shown, console = open_page(out / "report.html", tmp_path / "profile")

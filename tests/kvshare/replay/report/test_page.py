@@ -177,7 +177,9 @@ def test_no_word_of_the_prompts_is_in_the_report(tmp_path: Path) -> None:
     log.write_text("\n".join(json.dumps(row) for row in rows) + "\n{broken " + PLANTED + "\n")
     out = tmp_path / "out"
     arms = "prefix,kvshare-fingerprints-open,oracle"
-    done = CliRunner().invoke(app, ["replay", str(log), "--arms", arms, "--out", str(out)])
+    done = CliRunner().invoke(
+        app, ["replay", str(log), "--tokenizer", "demo", "--arms", arms, "--out", str(out)]
+    )
     assert done.exit_code == 0, done.output
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "log.jsonl:7" in page
