@@ -20,6 +20,7 @@ from delta_tree import Span
 from kvshare.bench.harness import median, new_engine
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
+from kvshare.served_model import DEMO
 from kvshare.settings import load_settings
 
 _WARM_UP = 5
@@ -39,7 +40,14 @@ async def _run(repeats: int, num_words: int, seed: int) -> dict[str, Any]:
     straight: list[float] = []
     num_tokens = 0
     with tempfile.TemporaryDirectory() as folder:
-        settings = load_settings(overrides={"store.path": folder, "index.dense": False})
+        settings = load_settings(
+            overrides={
+                "store.path": folder,
+                "index.dense": False,
+                "model.path": DEMO,
+                "model.dtype": "float32",
+            }
+        )
         engine = new_engine(None, settings)
         runner = web.AppRunner(build_app(settings, generating_api(engine)), handler_cancellation=True)
         await runner.setup()

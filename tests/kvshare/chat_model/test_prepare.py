@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import signal
+import subprocess
+import sys
 import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -150,3 +155,24 @@ def test_a_chosen_model_is_taken_as_it_is(chosen: str, name: str, path: str) -> 
     """Names and paths go to transformers; only "demo" and "default" are words of ours."""
     found = find_model(chosen)
     assert (found.name, found.path) == (name, path)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_server_without_the_package_index_serves_the_forms_model(tmp_path: Path) -> None:
+    """Ready on a machine that reaches no index, with the reason in the log, once."""
+    command = [sys.executable, "-m", "kvshare.cli.main", "serve", "--port", "0", "--format", "json"]
+    with (
+        (tmp_path / "log").open("w+") as log,
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True) as server,
+    ):
+        try:
+            assert server.stdout is not None
+            lines = list(takewhile(lambda line: line != "}\n", server.stdout))
+            assert lines, (tmp_path / "log").read_text()
+            assert json.loads("".join(lines) + "}")["model"] == FORMS_MODEL.name
+        finally:
+            server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=120) == 0
+    warnings = [line for line in (tmp_path / "log").read_text().splitlines() if "WARNING" in line]
+    assert ["cannot be had" in line for line in warnings] == [True]
