@@ -4,46 +4,44 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import urllib.request
-from itertools import takewhile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvshare.demo import MODEL_PATH
 from tests.kvshare.cli.conftest import Cli
+from tests.kvshare.cli.served import eventually, serving
 
 pytestmark = pytest.mark.slow  # each imports torch in a process of its own
-START_S = 60
 
 
-@pytest.mark.model
-@pytest.mark.skipif(not MODEL_PATH.exists(), reason="the demo model has not been built")
+def with_model(test: Callable[..., None]) -> Callable[..., None]:
+    """For tests that serve the bundled model."""
+    missing = pytest.mark.skipif(not MODEL_PATH.exists(), reason="the demo model has not been built")
+    marked: Callable[..., None] = pytest.mark.model(missing(test))
+    return marked
+
+
+@with_model
 def test_serve_says_when_it_is_ready_and_stops_on_sigterm(tmp_path: Path) -> None:
     """The announced address is loopback and answers /ready with 200; SIGTERM ends it with exit code 0."""
-    config = tmp_path / "kvshare.yaml"
-    config.write_text("index: {dense: false}\nlogging: {json: true}\n")
-    command = [sys.executable, "-m", "kvshare.cli.main", "serve", "--config", str(config), "--port", "0"]
-    with (
-        (tmp_path / "log").open("w+") as log,
-        subprocess.Popen(
-            [*command, "--format", "json"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True
-        ) as server,
-    ):
-        try:
-            assert server.stdout is not None
-            document = json.loads("".join(takewhile(lambda line: line != "}\n", server.stdout)) + "}")
-            assert document["url"].startswith("http://127.0.0.1:")
-            with urllib.request.urlopen(f"{document['url']}/ready", timeout=START_S) as response:
-                assert response.status == 200
-        finally:
-            server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=START_S) == 0
-        log.seek(0)
-        lines = log.read().splitlines()
+    with serving(tmp_path) as server:
+        assert server.url.startswith("http://127.0.0.1:")
+        assert server.ready() == (200, "ok")
+        assert server.stop() == 0
+    lines = server.log_file.read_text(encoding="utf-8").splitlines()
     assert all(json.loads(line)["level"] for line in lines if line.startswith("{"))
+
+
+@with_model
+def test_sighup_is_ignored_with_one_line(tmp_path: Path) -> None:
+    """The habit of many operators neither ends a server that loads, nor one that serves."""
+    with serving(tmp_path, while_loading=lambda process: process.send_signal(signal.SIGHUP)) as server:
+        server.process.send_signal(signal.SIGHUP)
+        eventually(lambda: len(server.logged("SIGHUP ignored")) == 2)
+        assert server.ready() == (200, "ok")
+        assert server.stop() == 0
 
 
 @pytest.mark.parametrize(
