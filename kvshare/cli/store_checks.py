@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from kvshare.settings import Settings
 
 _CONNECT_TIMEOUT_S = 2.0
+_NO_ROOM = (
+    "free some space, or set store.path or store.min_free_bytes; until then prompts share equal prefixes only"
+)
 
 
 def check_store(settings: Settings) -> Check:
@@ -47,13 +50,20 @@ def check_index(settings: Settings) -> Check:
         return Check(
             "index", State.WARN, "kept in memory, in pure Python", "use the edge backend but for tests"
         )
-    from vector_index import VectorIndexError
+    from vector_index import DiskSpace, IndexPausedError, VectorIndexError, megabytes
 
+    folder, floor = Path(settings.store.path) / "index", settings.store.min_free_bytes
+    free = DiskSpace(folder, floor).free_bytes()
+    if free < floor:
+        detail = f"{megabytes(free)} are free at {folder}, {megabytes(floor)} are needed to write it"
+        return Check("index", State.WARN, detail, _NO_ROOM)
     try:
         asyncio.run(_create_and_drop(settings))
+    except IndexPausedError as exc:
+        return Check("index", State.WARN, f"in the temporary folder {exc}", "free some space there")
     except (ImportError, VectorIndexError, OSError) as exc:
         return Check("index", State.FAIL, f"Qdrant Edge: {exc}", "reinstall it: pip install qdrant-edge-py")
-    return Check("index", State.OK, "Qdrant Edge creates a shard")
+    return Check("index", State.OK, f"Qdrant Edge creates a shard; {megabytes(free)} are free for it")
 
 
 def check_embedder(settings: Settings) -> Check:
@@ -93,7 +103,7 @@ async def _create_and_drop(settings: Settings) -> None:
     from vector_index import IndexSchema, QdrantEdgeIndex
 
     schema = IndexSchema(kgram=settings.index.kgram, window=settings.index.window, max_fingerprints=64)
-    index = QdrantEdgeIndex(schema)  # in a temporary folder
+    index = QdrantEdgeIndex(schema, min_free_bytes=settings.store.min_free_bytes)  # in a temporary folder
     try:
         await index.open()
     finally:

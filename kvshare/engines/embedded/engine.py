@@ -163,7 +163,7 @@ class EmbeddedEngine(GeneratingEngine):
         self._namespace_fields = await self._off_loop(self._describe_model)
         self._tree, forgotten = await self._off_loop(self._open_tree)
         opened.callback(self._tree.close)
-        self._index = ServedIndex(settings.index, Path(settings.store.path))
+        self._index = ServedIndex(settings.index, settings.store)
         nominator = await self._index.open(forgotten)
         opened.push_async_callback(self._index.close)
         self._sharing = self._new_sharing(nominator)
@@ -284,6 +284,7 @@ class EmbeddedEngine(GeneratingEngine):
             kv_budget_bytes=self._keeper.tier.max_bytes,
             max_depth=stats.max_depth,
             counters=dict(self._sharing.counters),
+            index=self._index.status(),
         )
 
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:

@@ -140,6 +140,7 @@ class VllmEngine(Engine):
             max_depth=stats.max_depth,
             counters={**self._sharing.counters, "tickets:pending": len(self._pending)},
             replicas=tuple(replica.status(self._tier) for replica in self.fleet.replicas),
+            index=self._index.status(),
         )
 
     async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,9 +158,9 @@ class VllmEngine(Engine):
         self._loop = asyncio.get_running_loop()
         self._tree = await asyncio.to_thread(self._open_tree)
         opened.callback(self._tree.close)
-        index = ServedIndex(settings.index, Path(settings.store.path))
-        nominator = await index.open(())
-        opened.push_async_callback(index.close)
+        self._index = ServedIndex(settings.index, settings.store)
+        nominator = await self._index.open(())
+        opened.push_async_callback(self._index.close)
         self._tier = ReplicaTier(self._on_drop)
         self._keeper = await asyncio.to_thread(
             lambda: VllmKeeper(self._tree, self._tier, min_tokens=settings.sharing.min_prompt_tokens)

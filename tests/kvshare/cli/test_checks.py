@@ -98,6 +98,13 @@ def test_the_edge_index_can_be_created(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
+def test_too_little_room_for_the_index_is_a_warning(tmp_path: Path) -> None:
+    """The server still serves, by prefixes; nothing is tried on a disk that is full."""
+    check = store_checks.check_index(settings(tmp_path, **{"store.min_free_bytes": 2**60}))
+    assert check.state is State.WARN
+    assert "are free at" in check.detail
+
+
 def test_a_qdrant_server_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     """Without the index the server still serves, so this is no failure; without an address it is."""
     away = {"index.backend": "server", "index.url": "http://127.0.0.1:1"}
