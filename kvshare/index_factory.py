@@ -6,9 +6,11 @@ shape.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -129,10 +131,23 @@ class ServedIndex:
             return _client_backend(self._settings, schema)
         from vector_index import QdrantEdgeIndex
 
-        folder = Path(self._store.path) / "index"
+        folder = None if self._store.path is None else _writable(Path(self._store.path) / "index")
         index = QdrantEdgeIndex(schema, folder, min_free_bytes=self._store.min_free_bytes)
         self._space = index.space
         return index
+
+
+def _writable(folder: Path) -> Path | None:
+    """The folder, made if need be; None, which means a temporary one, where it cannot be written."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as exc:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            return folder  # there may be room later, and the index waits for it
+        log.warning("%s cannot be written (%s): the index is in a temporary folder", folder, exc.strerror)
+        return None
 
 
 def _load_embedder(settings: IndexSettings) -> TextEmbedder | None:

@@ -75,7 +75,7 @@ class Keeper(Generic[TierT]):
         return insertion
 
     def _note_refused(self, exc: Exception) -> None:
-        """Count a prompt that was not taken. A store that fails does so for all: that is told when it begins."""
+        """Count a prompt that was not taken. A store that fails does so for all: it is logged once."""
         self.counters["fallback:commit:refused"] += 1
         if not isinstance(exc, StoreError):
             log.warning("prompt not kept: %s", exc)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from delta_tree import DeltaTree, DeltaTreeError, Span
+from delta_tree import DeltaTree, Span
 from kvshare.cost import CostModel
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.background import Background, Embedding
@@ -48,13 +48,13 @@ from kvshare.errors import (
     ModelError,
     RequestError,
     ShuttingDownError,
-    StoreError,
 )
 from kvshare.explain import Planning, explanation
 from kvshare.index_factory import ServedIndex
 from kvshare.inspection import QUESTIONS
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.memory_tier import MemoryTier
+from kvshare.metadata import check_not_in_use, open_emptied_tree
 from kvshare.namespace import Namespace
 from kvshare.planner import PlannerLimits
 from kvshare.settings import Settings
@@ -158,6 +158,7 @@ class EmbeddedEngine(GeneratingEngine):
         opened.callback(self._executor.shutdown)
         self._commits = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-commit")
         opened.callback(self._commits.shutdown)
+        await self._off_loop(check_not_in_use, settings.store.path)
         self._model, self._encoder = await self._off_loop(self._load)
         self._encoder.limit_to(self._model.max_model_len)
         self._namespace_fields = await self._off_loop(self._describe_model)
@@ -369,17 +370,11 @@ class EmbeddedEngine(GeneratingEngine):
         """
         The metadata store of this very model, and the prompts that left it because their KV is gone.
 
-        Raises:  StoreError with what to do
+        Raises:  StoreError if another process has it open
         """
         parts = ("model", "revision", "tokenizer", "dtype")
         identity = ":".join(self._namespace_fields[part] for part in parts)
-        try:
-            tree = DeltaTree.open(Path(self._settings.store.path) / "tree.sqlite3", identity=identity)
-            forgotten = [(node.namespace, int(node.node_id)) for node in tree.nodes()]
-            tree.discard_missing(frozenset())
-        except DeltaTreeError as exc:
-            raise StoreError(str(exc)) from exc
-        return tree, forgotten
+        return open_emptied_tree(self._settings.store.path, identity=identity)
 
     def _warm_up(self) -> None:
         """The first forward pass allocates and compiles; better now than in somebody's request."""

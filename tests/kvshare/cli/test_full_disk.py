@@ -134,10 +134,13 @@ def test_a_server_that_starts_without_room_gets_its_index_later(tmp_path: Path) 
         assert server.stop() == 0
 
 
-def test_a_disk_too_small_for_an_index_is_served_without(tmp_path: Path) -> None:
-    """On 3 MB an empty index hardly fits; with embeddings it does not."""
+@pytest.mark.parametrize("temporary", [False, True])
+def test_a_disk_too_small_for_an_index_is_served_without(tmp_path: Path, temporary: bool) -> None:
+    """On 3 MB an empty index hardly fits; in a temporary folder it is the same."""
     disk = disk_of(tmp_path, 3 * MB)
-    with serving(tmp_path, "--store", disk.folder, prefix=disk.command) as server:
+    config = f"store: {{path: {'null' if temporary else disk.folder}}}\n"
+    env = {"TMPDIR": str(disk.folder)}
+    with serving(tmp_path, config=config, prefix=disk.command, env=env) as server:
         for seed in range(3):
             server.complete(prompt(seed))
         assert decision(server.complete(prompt(0)[:200], **NOT_STORED)) == "exact"
