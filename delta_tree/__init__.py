@@ -19,6 +19,7 @@ from delta_tree.errors import (
     PinnedNodeError,
     StoreCorruptError,
     StoreError,
+    StoreForeignError,
     StoreLockedError,
     StoreMismatchError,
     StoreMissingError,
@@ -38,7 +39,7 @@ from delta_tree.node import (
 from delta_tree.pieces import Piece, PieceTable, merge_pieces
 from delta_tree.script import EditScript
 from delta_tree.spans import Span, TokenIds, gaps, merge, token_ids
-from delta_tree.storage import discard_store
+from delta_tree.storage import check_unlocked, discard_store, set_aside
 from delta_tree.tree import DeltaTree
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "Span",
     "StoreCorruptError",
     "StoreError",
+    "StoreForeignError",
     "StoreLockedError",
     "StoreMismatchError",
     "StoreMissingError",
@@ -79,6 +81,7 @@ __all__ = [
     "UnknownNodeError",
     "UnknownSegmentError",
     "align",
+    "check_unlocked",
     "common_prefix_length",
     "common_runs",
     "common_suffix_length",
@@ -88,5 +91,6 @@ __all__ = [
     "merge",
     "merge_pieces",
     "new_segment_id",
+    "set_aside",
     "token_ids",
 ]

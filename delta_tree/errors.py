@@ -11,7 +11,8 @@ DeltaTreeError
   + StoreError              about the metadata file, with its path
     - StoreMissingError     read-only open of a file that is not there
     - StoreCorruptError     the file is damaged
-    - StoreMismatchError    the file belongs to another model, version or program
+    - StoreMismatchError    the file belongs to another model or version
+      . StoreForeignError   or to another program
     - StoreLockedError      another process has the file open for writing
     - StoreReadOnlyError    a change was asked of a tree opened read-only
     - StoreUnavailableError the file cannot be read or written now (disk full, permissions)
@@ -104,6 +105,10 @@ class StoreMismatchError(StoreError):
         )
         self.found = found
         self.expected = expected
+
+
+class StoreForeignError(StoreMismatchError):
+    """The file is another program's database: nothing of ours may touch it."""
 
 
 class StoreLockedError(StoreError):

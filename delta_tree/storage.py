@@ -19,6 +19,8 @@ from delta_tree.errors import (
     EditRangeError,
     InvalidTokensError,
     StoreCorruptError,
+    StoreError,
+    StoreForeignError,
     StoreLockedError,
     StoreMismatchError,
     StoreMissingError,
@@ -46,8 +48,9 @@ def journal_mode_for(version: tuple[int, int, int]) -> str:
 class Storage:
     """An open file. Lives as long as the tree that holds it; not thread-safe by itself."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, *, read_only: bool) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, *, identity: str, read_only: bool) -> None:
         self._path = path
+        self.identity = identity
         self._connection: sqlite3.Connection | None = connection
         self.read_only = read_only
 
@@ -71,11 +74,11 @@ class Storage:
             )
         try:
             with _translated(path):
-                _configure(connection, path, identity, read_only=read_only)
+                found = _configure(connection, path, identity, read_only=read_only)
         except BaseException:
             connection.close()
             raise
-        return cls(path, connection, read_only=read_only)
+        return cls(path, connection, identity=found, read_only=read_only)
 
     @property
     def closed(self) -> bool:
@@ -158,15 +161,68 @@ def discard_store(path: Path) -> None:
 
     Raises:  StoreLockedError if a process has it open; StoreUnavailableError
     """
+    _lock_once(path)
+    with _os_errors(path):
+        for suffix in ("-journal", "-wal", "-shm", ""):
+            _beside(path, suffix).unlink(missing_ok=True)
+
+
+def set_aside(path: Path) -> Path:
+    """
+    Move a store away, whatever state it is in, with its journal; returns where to: `path` with `.old`.
+
+    One is kept: an earlier one is replaced. Modes stay as they are.
+    Raises:  StoreLockedError if a process has it open; StoreUnavailableError
+    """
+    _lock_once(path)
+    aside = _beside(path, ".old")
+    with _os_errors(path):
+        # The earlier one's journal must not be taken for this one's.
+        for suffix in ("-journal", "-wal", "-shm"):
+            _beside(aside, suffix).unlink(missing_ok=True)
+        for suffix in ("-journal", "-wal"):
+            if _beside(path, suffix).exists():
+                _beside(path, suffix).replace(_beside(aside, suffix))
+        path.replace(aside)
+        _beside(path, "-shm").unlink(missing_ok=True)
+    return aside
+
+
+def check_unlocked(path: Path) -> None:
+    """
+    Refuse a store that another process has open; any other state, and none at all, is fine here.
+
+    Raises:  StoreLockedError
+    """
+    try:
+        _lock_once(path, wait_s=_LOCK_WAIT_S)
+    except StoreLockedError:
+        raise
+    except StoreError:
+        pass
+
+
+def _lock_once(path: Path, *, wait_s: float = 0.0) -> None:
+    """Raises StoreLockedError if a process has the file open, StoreUnavailableError if nobody can tell."""
     try:
         if path.exists():
-            with _translated(path), closing(sqlite3.connect(path, timeout=0)) as connection:
+            with _translated(path), closing(sqlite3.connect(path, timeout=wait_s)) as connection:
                 connection.execute("BEGIN EXCLUSIVE")
+                connection.execute("ROLLBACK")
     except StoreCorruptError:
         pass  # the lock comes before the look: nobody holds the file
+    except OSError as exc:
+        raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+@contextmanager
+def _os_errors(path: Path) -> Iterator[None]:
     try:
-        for suffix in ("-journal", "-wal", "-shm", ""):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        yield
     except OSError as exc:
         raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
 
@@ -184,8 +240,8 @@ def _prepare_file(path: Path, *, must_exist: bool) -> None:
         raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
 
 
-def _configure(connection: sqlite3.Connection, path: Path, identity: str | None, *, read_only: bool) -> None:
-    """Take the lock, make sure that the file is ours and whole, or make it so if it is empty."""
+def _configure(connection: sqlite3.Connection, path: Path, identity: str | None, *, read_only: bool) -> str:
+    """Take the lock, make sure that the file is ours and whole, or make it so; what it was written for."""
     if not read_only:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA trusted_schema = OFF")
@@ -208,7 +264,7 @@ def _configure(connection: sqlite3.Connection, path: Path, identity: str | None,
             pass
     if is_empty and identity is not None:
         _create(connection, identity)
-    _check_content(connection, path, identity)
+    return _check_content(connection, path, identity)
 
 
 def _create(connection: sqlite3.Connection, identity: str) -> None:
@@ -223,7 +279,7 @@ def _create(connection: sqlite3.Connection, identity: str) -> None:
 def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
     application_id = _pragma(connection, "application_id")
     if application_id != APPLICATION_ID:
-        raise StoreMismatchError(
+        raise StoreForeignError(
             path, f"another program (application id {application_id:#x})", "a KVShare store"
         )
     version = _pragma(connection, "user_version")
@@ -231,7 +287,7 @@ def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
         raise StoreMismatchError(path, f"schema version {version}", f"schema version {SCHEMA_VERSION}")
 
 
-def _check_content(connection: sqlite3.Connection, path: Path, identity: str | None) -> None:
+def _check_content(connection: sqlite3.Connection, path: Path, identity: str | None) -> str:
     verdict = _pragma(connection, "quick_check(1)")
     if verdict != "ok":
         raise StoreCorruptError(path, " ".join(str(verdict).split()))
@@ -240,6 +296,7 @@ def _check_content(connection: sqlite3.Connection, path: Path, identity: str | N
         raise StoreCorruptError(path, "it does not say what it was written for")
     if identity is not None and row[0] != identity:
         raise StoreMismatchError(path, f"identity {row[0]}", f"identity {identity}")
+    return str(row[0])
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> object:

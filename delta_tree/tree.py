@@ -87,6 +87,11 @@ class DeltaTree(TreeReader):
             raise
         return cls(storage, forest, clock=clock, new_id=new_id)
 
+    @property
+    def identity(self) -> str | None:
+        """What the stored KV depends on, as the file says; None in memory."""
+        return None if self._storage is None else self._storage.identity
+
     def close(self) -> None:
         """Write the use counters that are still due, and release the file."""
         with self._lock:

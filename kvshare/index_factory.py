@@ -6,18 +6,22 @@ shape.
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import logging
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvshare.engines.base import IndexStatus
 from kvshare.errors import ConfigError
-from kvshare.settings import IndexSettings
+from kvshare.settings import IndexSettings, StoreSettings
 from vector_index import (
+    DiskSpace,
     EmbedderError,
+    IndexPausedError,
     IndexSchema,
-    IndexSchemaError,
-    IndexUnavailableError,
     Nominator,
     NominatorSettings,
     TextEmbedder,
@@ -27,19 +31,22 @@ from vector_index import (
 
 log = logging.getLogger(__name__)
 
-_MAINTAIN_EVERY_S = 30.0
+_LOOK_EVERY_S = 5.0  # whether a pause is over
+_MAINTAIN_EVERY = 6  # looks
 
 
 class ServedIndex:
     """
     An index backend with its nominator.
 
-    An index that cannot be opened costs hits, not requests: it is tried again every half minute.
+    An index that cannot be opened costs hits, not requests: it is tried again every half minute. One that is
+    paused, as the disk is nearly full, goes on within seconds of there being room, and catches up.
     """
 
-    def __init__(self, settings: IndexSettings, store_path: Path) -> None:
+    def __init__(self, settings: IndexSettings, store: StoreSettings) -> None:
         self._settings = settings
-        self._store_path = store_path
+        self._store = store
+        self._space: DiskSpace | None = None
         self._opened = False
         self._maintenance: asyncio.Task[None] | None = None
 
@@ -51,7 +58,7 @@ class ServedIndex:
         """
         embedder = await asyncio.to_thread(_load_embedder, self._settings)
         settings = _nominator_settings(self._settings)
-        self._index = _backend(self._settings, self._store_path, settings.schema(embedder))
+        self._index = self._backend(settings.schema(embedder))
         self.nominator = Nominator(self._index, embedder=embedder, settings=settings)
         self._forgotten = list(forgotten)
         await self._try_open()
@@ -68,10 +75,20 @@ class ServedIndex:
         except VectorIndexError as exc:
             log.warning("the index was not closed cleanly: %s", exc)
 
+    def status(self) -> IndexStatus:
+        """For `/ready` and the metrics; looks at the disk."""
+        return IndexStatus(
+            paused=self._index.why_paused(),
+            num_waiting=self.nominator.num_waiting,
+            free_bytes=None if self._space is None else self._space.free_bytes(),
+        )
+
     async def _try_open(self) -> None:
         try:
             await self._open_backend()
             self._opened = True
+        except IndexPausedError:
+            self._opened = True  # it logged that, and opens by itself
         except VectorIndexError as exc:
             log.warning("serving without the index until it can be opened: %s", exc)
 
@@ -83,23 +100,54 @@ class ServedIndex:
                 ids = [prompt_id for owner, prompt_id in self._forgotten if owner == namespace]
                 await self._index.delete(namespace, ids)
             return
-        try:
-            await self._index.open()
-        except (IndexSchemaError, IndexUnavailableError) as exc:
-            log.warning("the index is made anew: %s", exc)
-            await self._index.recreate()
-        await self._index.clear()  # the KV it pointed to died with the last process
+        # The KV that it pointed to died with the last process: what is there need not even be readable.
+        await self._index.recreate()
 
     async def _maintain(self) -> None:
-        while True:
-            await asyncio.sleep(_MAINTAIN_EVERY_S)
-            if not self._opened:
-                await self._try_open()
-                continue
-            try:
-                await self._index.maintain()
-            except (VectorIndexError, OSError) as exc:
-                log.warning("the index could not be maintained: %s", exc)
+        for look in itertools.count(1):
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if self._opened:
+                await self._catch_up()
+            if look % _MAINTAIN_EVERY == 0:
+                await (self._keep_in_shape() if self._opened else self._try_open())
+
+    async def _catch_up(self) -> None:
+        try:
+            await self.nominator.catch_up()
+        except VectorIndexError as exc:
+            log.warning("serving without the index until it can be opened: %s", exc)
+            self._opened = False
+
+    async def _keep_in_shape(self) -> None:
+        try:
+            await self._index.maintain()
+        except IndexPausedError:
+            pass  # it logged that
+        except (VectorIndexError, OSError) as exc:
+            log.warning("the index could not be maintained: %s", exc)
+
+    def _backend(self, schema: IndexSchema) -> VectorIndex:
+        if self._settings.backend != "edge":
+            return _client_backend(self._settings, schema)
+        from vector_index import QdrantEdgeIndex
+
+        folder = None if self._store.path is None else _writable(Path(self._store.path) / "index")
+        index = QdrantEdgeIndex(schema, folder, min_free_bytes=self._store.min_free_bytes)
+        self._space = index.space
+        return index
+
+
+def _writable(folder: Path) -> Path | None:
+    """The folder, made if need be; None, which means a temporary one, where it cannot be written."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as exc:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            return folder  # there may be room later, and the index waits for it
+        log.warning("%s cannot be written (%s): the index is in a temporary folder", folder, exc.strerror)
+        return None
 
 
 def _load_embedder(settings: IndexSettings) -> TextEmbedder | None:
@@ -131,11 +179,7 @@ def _nominator_settings(settings: IndexSettings) -> NominatorSettings:
     )
 
 
-def _backend(settings: IndexSettings, store_path: Path, schema: IndexSchema) -> VectorIndex:
-    if settings.backend == "edge":
-        from vector_index import QdrantEdgeIndex
-
-        return QdrantEdgeIndex(schema, store_path / "index")
+def _client_backend(settings: IndexSettings, schema: IndexSchema) -> VectorIndex:
     from vector_index import QdrantRemoteIndex
 
     if settings.backend == "memory":

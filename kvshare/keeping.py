@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
-from delta_tree import DeltaTree, Insertion, Node, NodeDraft, NodeId
+from delta_tree import DeltaTree, Insertion, Node, NodeDraft, NodeId, StoreError
 from kvshare.inspection import Answer, Question
 from kvshare.kv.tier import Tier
 
@@ -33,6 +33,7 @@ class Keeper(Generic[TierT]):
         self._min_tokens = min_tokens
         self._writing = threading.RLock()  # held for milliseconds: never taken on the event loop
         self._evicted: deque[tuple[str, int]] = deque()
+        self._num_unstored = 0  # since the store fails
 
     def discard_unreadable(self, donors: Iterable[NodeId]) -> None:
         """Take those of the prompts out of the tree, pinned or not, whose KV is not all there. Blocks."""
@@ -67,8 +68,21 @@ class Keeper(Generic[TierT]):
         except BaseException:
             self.tier.drop(segment.segment_id for segment in draft.new_segments)
             raise
+        if self._num_unstored:
+            log.warning("prompts are kept again; %d were not, meanwhile", self._num_unstored)
+            self._num_unstored = 0
         self.tier.drop(insertion.freed_segments)
         return insertion
+
+    def _note_refused(self, exc: Exception) -> None:
+        """Count a prompt that was not taken. A store that fails does so for all: it is logged once."""
+        self.counters["fallback:commit:refused"] += 1
+        if not isinstance(exc, StoreError):
+            log.warning("prompt not kept: %s", exc)
+            return
+        self._num_unstored += 1
+        if self._num_unstored == 1:
+            log.warning("prompts are not kept until the store can be written: %s", exc)
 
     def _has_all(self, node: Node) -> bool:
         return all(segment_id in self.tier for segment_id in node.pieces.segment_ids)

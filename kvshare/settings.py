@@ -113,8 +113,9 @@ class VllmSettings(_Section):
 
 
 class StoreSettings(_Section):
-    path: str
+    path: str | None
     kv_bytes: int = Field(ge=0)
+    min_free_bytes: int = Field(ge=8 * 2**20)  # an empty index takes 3 MB, one write up to 1 MB
 
 
 class SharingSettings(_Section):

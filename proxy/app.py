@@ -155,21 +155,26 @@ async def _first_of(*awaitables: Coroutine[Any, Any, object]) -> None:
 
 @contextmanager
 def _stop_signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """Events for the first and the second SIGTERM or SIGINT, while inside."""
+    """Events for the first and the second SIGTERM or SIGINT, while inside; SIGHUP does nothing then."""
     first, second = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         (second if first.is_set() else first).set()
 
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, on_signal)
+    handlers = {signal.SIGTERM: on_signal, signal.SIGINT: on_signal, signal.SIGHUP: _ignore_hangup}
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield first, second
     finally:
-        for number in signals:
+        for number in handlers:
             loop.remove_signal_handler(number)
+
+
+def _ignore_hangup() -> None:
+    """By default SIGHUP would end the process at once, without a drain."""
+    log.warning("SIGHUP ignored: settings are read at start; restart to change them")
 
 
 def _front(settings: Settings, engine: Engine) -> Front:

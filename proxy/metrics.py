@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvshare import __version__
-from kvshare.engines.base import EngineStatus, ReplicaStatus, SharingMode, SharingReport
+from kvshare.engines.base import EngineStatus, IndexStatus, ReplicaStatus, SharingMode, SharingReport
 from proxy.record import Record
 
 
@@ -160,6 +160,7 @@ class _EngineCollector(Collector):
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
         yield from _replica_gauges(status.replicas)
+        yield from _index_gauges(status.index)
         yield from self._counters(status)
 
     def _counters(self, status: EngineStatus) -> Iterable[Metric]:
@@ -220,6 +221,19 @@ def _replica_gauges(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
         for replica in replicas:
             gauge.add_metric((replica.name,), _replica_figures(replica)[name])
         yield gauge
+
+
+def _index_gauges(index: IndexStatus | None) -> Iterable[Metric]:
+    if index is None:
+        return
+    gauges: dict[str, tuple[str, float]] = {
+        "kvshare_index_paused": ("1 while the index is not written.", float(index.paused is not None)),
+        "kvshare_index_waiting_prompts": ("Prompts that a paused index misses.", index.num_waiting),
+    }
+    if index.free_bytes is not None:
+        gauges["kvshare_index_disk_free_bytes"] = ("Room on the index's disk.", index.free_bytes)
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(name, text, value=value)
 
 
 def _replica_figures(replica: ReplicaStatus) -> dict[str, float]:

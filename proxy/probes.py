@@ -20,5 +20,8 @@ async def ready(request: web.Request) -> web.Response:
     if phase is not Phase.READY:
         return web.json_response({"status": phase, "detail": ""}, status=503)
     status = front.engine.status()
-    document = {"status": "ready" if status.ready else "failed", "detail": status.detail}
+    detail = status.detail
+    if status.index is not None and status.index.paused is not None:
+        detail += f"; the index is paused: {status.index.paused}"
+    document = {"status": "ready" if status.ready else "failed", "detail": detail}
     return web.json_response(document, status=200 if status.ready else 503)

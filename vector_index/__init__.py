@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from vector_index.base import Entry, Hit, VectorIndex
 from vector_index.circuit import Circuit, Failure
+from vector_index.disk_space import MIN_FREE_BYTES, DiskSpace, megabytes
 from vector_index.errors import (
     EmbedderError,
+    IndexPausedError,
     IndexSchemaError,
     IndexUnavailableError,
     VectorIndexError,
@@ -48,13 +50,16 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
+    "MIN_FREE_BYTES",
     "Candidate",
     "Circuit",
+    "DiskSpace",
     "Embedder",
     "EmbedderError",
     "Entry",
     "Failure",
     "Hit",
+    "IndexPausedError",
     "IndexSchema",
     "IndexSchemaError",
     "IndexUnavailableError",
@@ -73,5 +78,6 @@ __all__ = [
     "VectorIndexError",
     "embed_prompts",
     "fingerprints",
+    "megabytes",
     "windows",
 ]

@@ -112,6 +112,14 @@ class VectorIndex(ABC):
     async def maintain(self) -> None:
         """Housekeeping, to be called from time to time off the critical path."""
 
+    def why_paused(self) -> str | None:
+        """Why nothing may be written for now (IndexPausedError), looked at anew; None where it may."""
+        return None
+
+    async def resume(self) -> None:
+        """Do what a pause that is over has put off. Without one, nothing."""
+        return
+
     def check_entries(self, entries: Iterable[Entry]) -> None:
         """
         Refuse entries that the index cannot hold.

@@ -3,6 +3,7 @@ What can go wrong in the index, as one tree:
 
     VectorIndexError
     |-- IndexUnavailableError   the backend cannot answer: closed, unreachable, damaged, in use
+    |   `-- IndexPausedError    it takes no writes for now, and goes on by itself
     |-- IndexSchemaError        the stored index was built with other settings; rebuild it
     `-- EmbedderError           the text embedder cannot be loaded or cannot embed
 
@@ -17,6 +18,10 @@ class VectorIndexError(Exception):
 
 class IndexUnavailableError(VectorIndexError):
     """The backend cannot answer now; the index is rebuildable, so nothing is lost for good."""
+
+
+class IndexPausedError(IndexUnavailableError):
+    """Nothing may be written for now, as the disk is nearly full; nothing was written."""
 
 
 class IndexSchemaError(VectorIndexError):

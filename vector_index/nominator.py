@@ -134,6 +134,21 @@ class Nominator:
         """Forget every prompt of a namespace; as `forget`."""
         return _logged("forget", await self._indexer.forget_namespace(namespace))
 
+    async def catch_up(self) -> None:
+        """
+        Go on where the index was paused and is no longer: to be called every few seconds.
+
+        Raises:  VectorIndexError if the index cannot be opened now that it could be
+        """
+        num_indexed, num_lost = await self._indexer.catch_up()
+        if num_indexed or num_lost:
+            log.info("the index got %d prompts that it had missed; %d are lost to it", num_indexed, num_lost)
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait until the index is no longer paused."""
+        return self._indexer.num_waiting
+
     async def restore(self, records: Iterable[PromptRecord]) -> int:
         """Fill the tables of this process from the metadata store; returns the records seen."""
         return await self._indexer.restore(records)

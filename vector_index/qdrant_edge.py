@@ -11,10 +11,17 @@ Two measured facts about qdrant-edge-py 0.9 shape this file:
 - `optimize()` holds it too, about 0.4 ms a point: seconds in which nothing would be served. It
   runs in a child process instead, while searches here answer "unavailable". It is rarely due:
   it frees deleted points and builds HNSW; fingerprint search is as fast without it.
+
+Its files are mapped and sparse. With no room left on ext4 and tmpfs, these end the process by
+SIGBUS: upserts, deletions, creating, opening. Flushing raises; the optimiser's child dies. Searching and
+closing write nothing and go well. So room is looked at before each of the former (`disk_space.py`).
 """
 
 import asyncio
 import contextlib
+import fcntl
+import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,9 +33,12 @@ import qdrant_edge as edge
 from numpy.typing import NDArray
 
 from vector_index.base import Entry, Hit, VectorIndex
+from vector_index.disk_space import MIN_FREE_BYTES, DiskSpace, megabytes
 from vector_index.edge_child import optimise_in_child
-from vector_index.errors import IndexUnavailableError
+from vector_index.errors import IndexPausedError, IndexUnavailableError
 from vector_index.schema import IndexSchema, read_stamp, write_stamp
+
+log = logging.getLogger(__name__)
 
 _MAX_SEGMENT_PROMPTS = 260_000
 _BYTES_OF_FINGERPRINTS = 600  # of a prompt of 500 tokens
@@ -42,11 +52,18 @@ class QdrantEdgeIndex(VectorIndex):
     """
     A Qdrant Edge shard in a folder, or in a temporary folder that `close` removes.
 
-    `optimise_after` is how many writes and deletions make `maintain` optimise.
+    `optimise_after` is how many writes and deletions make `maintain` optimise. With less than
+    `min_free_bytes` of disk, whatever writes raises IndexPausedError; searches go on. An index that could
+    not be opened for that reason finds nothing, and `resume` opens it.
     """
 
     def __init__(
-        self, schema: IndexSchema, folder: Path | None = None, *, optimise_after: int = 50_000
+        self,
+        schema: IndexSchema,
+        folder: Path | None = None,
+        *,
+        optimise_after: int = 50_000,
+        min_free_bytes: int = MIN_FREE_BYTES,
     ) -> None:
         super().__init__(schema)
         self._folder = folder
@@ -55,7 +72,10 @@ class QdrantEdgeIndex(VectorIndex):
         self._num_changes = 0
         self._num_unflushed = 0
         self._shard: edge.EdgeShard | None = None
+        self._waits_for_room = False  # to be opened
+        self._is_optimising_put_off = False
         self._writing = asyncio.Lock()
+        self.space = DiskSpace(folder or _temporary_root(), min_free_bytes)
 
     async def open(self) -> None:
         async with self._writing:
@@ -68,6 +88,18 @@ class QdrantEdgeIndex(VectorIndex):
             if self._temporary is not None:
                 shutil.rmtree(self._temporary, ignore_errors=True)
                 self._temporary = None
+
+    def why_paused(self) -> str | None:
+        reason = self.space.why_low()
+        if reason is None and self._waits_for_room:
+            return "it is about to be opened"
+        return reason
+
+    async def resume(self) -> None:
+        """Open what could not be opened for want of room."""
+        async with self._writing:
+            if self._waits_for_room and self.space.why_low() is None:
+                self._shard = self._open_shard()
 
     async def recreate(self) -> None:
         async with self._writing:
@@ -128,11 +160,12 @@ class QdrantEdgeIndex(VectorIndex):
 
     async def maintain(self) -> None:
         """Flush what was written (trims the write-ahead log); optimise when much has changed."""
-        if self._num_changes >= self._optimise_after:
+        if self._num_changes >= self._optimise_after and self._has_room_to_optimise():
             await self.optimise()
             return
         async with self._writing:
             if self._num_unflushed:
+                self.space.check()
                 with _edge_errors("flush"):
                     self._opened().flush()
                 self._num_unflushed = 0
@@ -145,6 +178,7 @@ class QdrantEdgeIndex(VectorIndex):
         """
         async with self._writing:
             self._opened()
+            self.space.check()
             self._close_shard()
             try:
                 await optimise_in_child(self._shard_folder())
@@ -162,6 +196,8 @@ class QdrantEdgeIndex(VectorIndex):
         min_score: float | None = None,
         params: edge.SearchParams | None = None,
     ) -> list[Hit]:
+        if self._waits_for_room:
+            return []
         request = edge.QueryRequest(
             limit=limit,
             query=query,
@@ -178,12 +214,15 @@ class QdrantEdgeIndex(VectorIndex):
         )
 
     def _update(self, operation: edge.UpdateOperation, num_changes: int) -> None:
+        self.space.check()
         with _edge_errors("update"):
             self._opened().update(operation)
         self._num_changes += num_changes
         self._num_unflushed += num_changes
 
     def _opened(self) -> edge.EdgeShard:
+        if self._waits_for_room:
+            raise IndexPausedError("the Edge index waits for room to be opened")
         if self._shard is None:
             raise IndexUnavailableError("the Edge index is not open")
         return self._shard
@@ -192,7 +231,8 @@ class QdrantEdgeIndex(VectorIndex):
         if self._folder is not None:
             return self._folder / "shard"
         if self._temporary is None:
-            self._temporary = Path(tempfile.mkdtemp(prefix="kvshare-index-"))
+            with _edge_errors("make a temporary folder"):
+                self._temporary = Path(tempfile.mkdtemp(prefix="kvshare-index-"))
         return self._temporary / "shard"
 
     def _close_shard(self) -> None:
@@ -201,8 +241,25 @@ class QdrantEdgeIndex(VectorIndex):
             with _edge_errors("close"):
                 shard.close()
         self._num_unflushed = 0
+        self._waits_for_room = False
+
+    def _check_room_to_open(self) -> None:
+        self._waits_for_room = True
+        self.space.check()
+        self._waits_for_room = False
+
+    def _has_room_to_optimise(self) -> bool:
+        """Segments are built anew beside the old ones."""
+        files = (path for path in self._shard_folder().rglob("*") if path.is_file())
+        needed = sum(512 * path.stat().st_blocks for path in files)
+        has_room = self.space.has_room_for(needed)
+        if not has_room and not self._is_optimising_put_off:
+            log.warning("the index is not optimised until %s of disk are free for it", megabytes(needed))
+        self._is_optimising_put_off = not has_room
+        return has_room
 
     def _open_shard(self) -> edge.EdgeShard:
+        self._check_room_to_open()
         folder = self._shard_folder()
         if not folder.exists():
             return self._create_shard(folder)
@@ -214,7 +271,8 @@ class QdrantEdgeIndex(VectorIndex):
         folder = self._shard_folder()
         if folder.exists() and _is_in_use(folder):
             raise IndexUnavailableError("another process has the Edge index open")
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)  # also where there is no room: this may make some
+        self._check_room_to_open()
         return self._create_shard(folder)
 
     def _create_shard(self, folder: Path) -> edge.EdgeShard:
@@ -227,6 +285,13 @@ class QdrantEdgeIndex(VectorIndex):
             shard.update(edge.UpdateOperation.create_field_index("namespace", namespace_index))
         self._num_changes = 0
         return shard
+
+
+def _temporary_root() -> Path:
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:  # no folder can be written: opening the index will say so
+        return Path(os.sep)
 
 
 def _config(schema: IndexSchema) -> edge.EdgeConfig:
@@ -277,12 +342,17 @@ def _is_in(namespace: str) -> edge.FieldCondition:
 
 
 def _is_in_use(folder: Path) -> bool:
-    """Whether another process holds the write-ahead log; a damaged shard is in nobody's use."""
+    """Whether somebody has the shard open. Asked of Edge's own lock: opening the shard would write."""
     try:
-        with _edge_errors("open"):
-            edge.EdgeShard.load(str(folder)).close()
-    except IndexUnavailableError as error:
-        return "WouldBlock" in str(error.__cause__)
+        log_folder = os.open(folder / "wal", os.O_RDONLY)
+    except OSError:
+        return False  # damaged, which is in nobody's use
+    try:
+        fcntl.flock(log_folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(log_folder)
     return False
 
 
@@ -296,5 +366,6 @@ def _edge_errors(what: str, *, hint: str = "") -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        message = f"Edge could not {what}: {type(error).__name__}{hint}"
+        why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+        message = f"Edge could not {what}: {why}{hint}"
         raise IndexUnavailableError(message) from error

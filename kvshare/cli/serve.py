@@ -56,7 +56,10 @@ def serve(
             help="A Hugging Face name or path, or demo, the bundled forms model. [default: SmolLM2-135M]",
         ),
     ] = None,
-    store: Annotated[Path | None, typer.Option("--store", help="Folder of metadata and index.")] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option("--store", help="Folder of metadata and index; `store.path: null` means memory."),
+    ] = None,
     mode: Annotated[Mode | None, typer.Option("--mode", help="Sharing of requests that do not say.")] = None,
     dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Number format of weights and KV.")] = None,
     engine: Annotated[

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from delta_tree import DeltaTree
     from kvshare.cli.client import AdminClient
 
-METADATA_FILE = "tree.sqlite3"
-_FOUND_FOREIGN = "another program"  # how StoreMismatchError.found begins when that wrote the file
-
 
 class Source(ABC):
     """Answers the questions of `kvshare.inspection` and explains plans."""
@@ -114,11 +111,16 @@ class StoreSource(Source):
             return self._folder
         from kvshare.settings import load_settings
 
-        return Path(load_settings(self._config).store.path)
+        path = load_settings(self._config).store.path
+        if path is None:
+            raise StoreError("store.path is null: the server has its store in memory; ask it with --url")
+        return Path(path)
 
 
 def metadata_path(folder: Path) -> Path:
     """The metadata file of a store."""
+    from kvshare.metadata import METADATA_FILE
+
     return folder / METADATA_FILE
 
 
@@ -141,16 +143,23 @@ def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
 
     Raises:  StoreError, saying what to do, if it is missing or held by a server; UnreadableStoreError
     """
-    from delta_tree import DeltaTree, DeltaTreeError, StoreCorruptError, StoreMismatchError, StoreMissingError
+    from delta_tree import (
+        DeltaTree,
+        DeltaTreeError,
+        StoreCorruptError,
+        StoreForeignError,
+        StoreMismatchError,
+        StoreMissingError,
+    )
 
     try:
         if not path.exists():
             raise StoreMissingError(path)  # opening it for writing would leave an empty file
         with DeltaTree.open(path, identity=None, read_only=read_only) as tree:
             yield tree
+    except StoreForeignError as exc:
+        raise StoreError(f"{path}: this is no KVShare store; set another store path") from exc
     except StoreMismatchError as exc:
-        if exc.found.startswith(_FOUND_FOREIGN):
-            raise StoreError(f"{path}: this is no KVShare store; set another store path") from exc
         raise UnreadableStoreError(str(exc), f"{path}: written for {exc.found}") from exc
     except StoreCorruptError as exc:
         raise UnreadableStoreError(str(exc), f"{path}: {exc.detail}") from exc
@@ -159,5 +168,7 @@ def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
 
 
 def _delete(path: Path) -> None:
-    for suffix in ("", "-journal", "-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    """Also what a server moved aside: it holds prompts as well."""
+    for name in (path.name, f"{path.name}.old"):
+        for suffix in ("", "-journal", "-wal", "-shm"):
+            path.with_name(name + suffix).unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import os
 import socket
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -17,26 +18,49 @@ if TYPE_CHECKING:
     from kvshare.settings import Settings
 
 _CONNECT_TIMEOUT_S = 2.0
+_LEAST_METADATA_BYTES = 1_000_000
+_IN_MEMORY = "the server goes on in memory; free some space, or set store.path to another folder or to null"
+_MOVED_ASIDE = "at start it will be moved aside, to tree.sqlite3.old; to keep it, set another store.path"
+_NO_ROOM = (
+    "free some space, or set store.path or store.min_free_bytes; until then prompts share equal prefixes only"
+)
 
 
 def check_store(settings: Settings) -> Check:
-    """The metadata store is there and whole, or can be created."""
-    from delta_tree import StoreLockedError
-    from kvshare.cli.source import metadata_path, opened
+    """The metadata store is there and whole, or can be created; if not, what the server does about it."""
+    from delta_tree import StoreLockedError, StoreMissingError
+    from kvshare.cli.source import UnreadableStoreError, metadata_path, opened
+    from vector_index import DiskSpace, megabytes
 
+    if settings.store.path is None:
+        return Check("store", State.OK, "in memory (store.path is null)")
     path = metadata_path(Path(settings.store.path))
-    if not path.exists():
-        return _check_creatable(path)
+    existing = path if path.exists() else next(above for above in path.absolute().parents if above.exists())
+    folder = path.parent if existing == path else existing
+    if not (folder.is_dir() and _is_writable(folder) and _is_writable(existing)):
+        return Check("store", State.WARN, f"{existing} is not writable", _IN_MEMORY)
+    free = DiskSpace(path, 0).free_bytes()
+    if free < _LEAST_METADATA_BYTES:
+        return Check("store", State.WARN, f"{path}: {megabytes(free)} are free", _IN_MEMORY)
     try:
+        if existing != path:
+            raise StoreMissingError(path)
         with opened(path, read_only=True) as tree:
-            num_nodes = tree.stats().num_nodes
-    except StoreError as exc:
-        if isinstance(exc.__cause__, StoreLockedError):
+            num_nodes, identity = tree.stats().num_nodes, tree.identity
+    except UnreadableStoreError as exc:
+        return Check("store", State.WARN, exc.problem, _MOVED_ASIDE)
+    except (StoreError, StoreMissingError) as exc:
+        cause = exc.__cause__ or exc
+        if isinstance(cause, StoreMissingError):
+            return Check("store", State.OK, f"{path} will be created; {megabytes(free)} are free")
+        if isinstance(cause, StoreLockedError):
             return Check(
                 "store", State.WARN, f"{path}: a running server has it", "ask that server with --url"
             )
-        return Check("store", State.FAIL, str(exc), "see the message, or set store.path to another folder")
-    return Check("store", State.OK, f"{path}: {num_nodes:,} prompts")
+        return Check("store", State.WARN, str(exc), _IN_MEMORY)
+    if not _is_for(settings, identity or ""):
+        return Check("store", State.WARN, f"{path}: written for another model or dtype", _MOVED_ASIDE)
+    return Check("store", State.OK, f"{path}: {num_nodes:,} prompts; {megabytes(free)} are free")
 
 
 def check_index(settings: Settings) -> Check:
@@ -47,13 +71,21 @@ def check_index(settings: Settings) -> Check:
         return Check(
             "index", State.WARN, "kept in memory, in pure Python", "use the edge backend but for tests"
         )
-    from vector_index import VectorIndexError
+    from vector_index import DiskSpace, IndexPausedError, VectorIndexError, megabytes
 
+    floor = settings.store.min_free_bytes
+    folder = Path(settings.store.path or tempfile.gettempdir())
+    free = DiskSpace(folder, floor).free_bytes()
+    if free < floor:
+        detail = f"{megabytes(free)} are free at {folder}, {megabytes(floor)} are needed to write it"
+        return Check("index", State.WARN, detail, _NO_ROOM)
     try:
         asyncio.run(_create_and_drop(settings))
+    except IndexPausedError as exc:
+        return Check("index", State.WARN, f"in the temporary folder {exc}", "free some space there")
     except (ImportError, VectorIndexError, OSError) as exc:
         return Check("index", State.FAIL, f"Qdrant Edge: {exc}", "reinstall it: pip install qdrant-edge-py")
-    return Check("index", State.OK, "Qdrant Edge creates a shard")
+    return Check("index", State.OK, f"Qdrant Edge creates a shard; {megabytes(free)} are free for it")
 
 
 def check_embedder(settings: Settings) -> Check:
@@ -78,22 +110,26 @@ def check_embedder(settings: Settings) -> Check:
     return Check("embedder", State.OK, str(name or "bundled MiniLM"))
 
 
-def _check_creatable(path: Path) -> Check:
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
-    if not existing.is_dir() or not _is_writable(existing):
-        return Check("store", State.FAIL, f"{existing} is not writable", "set store.path to another folder")
-    return Check("store", State.OK, f"{path} will be created")
+def _is_writable(path: Path) -> bool:
+    return os.access(path, os.W_OK | (os.X_OK if path.is_dir() else 0))
 
 
-def _is_writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK | os.X_OK)
+def _is_for(settings: Settings, identity: str) -> bool:
+    """Whether the server would take a store of this identity, as far as can be told without the weights."""
+    from kvshare.engines.vllm.wire import PROTOCOL
+
+    if settings.engine.kind == "vllm":
+        return identity == f"vllm:{PROTOCOL}"
+    if identity.startswith("vllm:"):
+        return False
+    return settings.model.dtype == "auto" or identity.endswith(f":{settings.model.dtype}")
 
 
 async def _create_and_drop(settings: Settings) -> None:
     from vector_index import IndexSchema, QdrantEdgeIndex
 
     schema = IndexSchema(kgram=settings.index.kgram, window=settings.index.window, max_fingerprints=64)
-    index = QdrantEdgeIndex(schema)  # in a temporary folder
+    index = QdrantEdgeIndex(schema, min_free_bytes=settings.store.min_free_bytes)  # in a temporary folder
     try:
         await index.open()
     finally:

@@ -160,6 +160,15 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexStatus:
+    """Whether the index is written, and the room it has for that."""
+
+    paused: str | None  # why nothing is written for now
+    num_waiting: int  # prompts that it will get afterwards
+    free_bytes: int | None  # None: not on this machine
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """What `/ready` and `/metrics` ask: can it serve, and how busy is it."""
 
@@ -174,6 +183,7 @@ class EngineStatus:
     max_depth: int
     counters: Mapping[str, int] = field(default_factory=dict)  # monotonic: evictions, fallbacks ...
     replicas: tuple[ReplicaStatus, ...] = ()
+    index: IndexStatus | None = None
 
 
 class Engine(ABC):

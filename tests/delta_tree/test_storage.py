@@ -16,12 +16,15 @@ from delta_tree import (
     NodeDraft,
     PieceTable,
     StoreCorruptError,
+    StoreForeignError,
     StoreLockedError,
     StoreMismatchError,
     StoreMissingError,
     StoreReadOnlyError,
     StoreUnavailableError,
+    check_unlocked,
     discard_store,
+    set_aside,
     token_ids,
 )
 from delta_tree.storage import journal_mode_for
@@ -331,6 +334,73 @@ def test_a_store_in_use_is_not_discarded(filled: Path) -> None:
     with DeltaTree.open(filled, identity=IDENTITY), pytest.raises(StoreLockedError):
         discard_store(filled)
     assert filled.exists()
+
+
+@pytest.mark.parametrize("blob", [None, b"", b"no database" * 999])
+def test_a_store_can_be_set_aside_in_any_state(filled: Path, blob: bytes | None) -> None:
+    """The last one is kept, with its bytes and its mode; a new one can begin."""
+    for _ in range(2):
+        if blob is not None:
+            filled.write_bytes(blob)
+        before = filled.read_bytes()
+        aside = set_aside(filled)
+        assert aside.read_bytes() == before
+        assert stat.S_IMODE(aside.stat().st_mode) == 0o600
+        assert not filled.exists()
+        with DeltaTree.open(filled, identity="model-b") as tree:
+            assert tree.nodes() == ()
+    names = {path.name.removesuffix("-journal") for path in filled.parent.iterdir()}
+    assert names == {filled.name, aside.name}
+
+
+def test_a_journal_is_set_aside_with_its_store(filled: Path) -> None:
+    """An earlier one's journal is never taken for a later one's, nor is one left for the next store."""
+    journal, old = (filled.with_name(filled.name + suffix) for suffix in ("-journal", ".old-journal"))
+    old.write_bytes(b"of an earlier store")
+    set_aside(filled)
+    assert not old.exists() or old.read_bytes() == b""
+    filled.write_bytes(b"damaged" * 999)
+    journal.write_bytes(b"its journal")
+    set_aside(filled)
+    assert not journal.exists()
+
+
+def test_a_store_in_use_is_not_set_aside(filled: Path) -> None:
+    """Neither is it moved under a running server, nor does anybody wait for the weights to be told so."""
+    with DeltaTree.open(filled, identity=IDENTITY):
+        for refuse in (set_aside, check_unlocked):
+            with pytest.raises(StoreLockedError):
+                refuse(filled)
+    assert filled.exists()
+
+
+@pytest.mark.parametrize("blob", [None, b"", b"no database" * 999])
+def test_a_store_that_nobody_has_open_is_unlocked(filled: Path, blob: bytes | None) -> None:
+    """In whatever state it is, it is left as it is."""
+    if blob is not None:
+        filled.write_bytes(blob)
+    before = filled.read_bytes()
+    check_unlocked(filled)
+    check_unlocked(filled.with_name("missing"))
+    assert filled.read_bytes() == before
+    assert not filled.with_name("missing").exists()
+
+
+def test_another_programs_file_is_told_apart(path: Path) -> None:
+    """Its own class of error, so that nobody moves it."""
+    path.parent.mkdir()
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE theirs (a)")
+    connection.close()
+    with pytest.raises(StoreForeignError):
+        DeltaTree.open(path, identity=IDENTITY)
+
+
+def test_a_tree_tells_what_it_was_written_for(filled: Path) -> None:
+    """The identity that it was opened with first."""
+    with DeltaTree.open(filled, identity=None) as tree:
+        assert tree.identity == IDENTITY
+    assert DeltaTree.open(None, identity=IDENTITY).identity is None
 
 
 def test_improved_pieces_survive_reopening(path: Path) -> None:

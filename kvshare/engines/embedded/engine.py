@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from delta_tree import DeltaTree, DeltaTreeError, Span
+from delta_tree import DeltaTree, Span
 from kvshare.cost import CostModel
 from kvshare.engines.background import Background, Embedding
 from kvshare.engines.base import (
@@ -48,13 +48,13 @@ from kvshare.errors import (
     ModelError,
     RequestError,
     ShuttingDownError,
-    StoreError,
 )
 from kvshare.explain import Planning, explanation
 from kvshare.index_factory import ServedIndex
 from kvshare.inspection import QUESTIONS
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.memory_tier import MemoryTier
+from kvshare.metadata import check_not_in_use, open_emptied_tree
 from kvshare.namespace import Namespace
 from kvshare.planner import PlannerLimits
 from kvshare.served_model import find_model
@@ -164,6 +164,7 @@ class EmbeddedEngine(GeneratingEngine):
         opened.callback(self._executor.shutdown)
         self._commits = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-commit")
         opened.callback(self._commits.shutdown)
+        await self._off_loop(check_not_in_use, settings.store.path)
         stopping = threading.Event()
         opened.callback(stopping.set)
         self._model, self._encoder = await self._off_loop(self._load, stopping)
@@ -171,7 +172,7 @@ class EmbeddedEngine(GeneratingEngine):
         self._namespace_fields = await self._off_loop(self._describe_model)
         self._tree, forgotten = await self._off_loop(self._open_tree)
         opened.callback(self._tree.close)
-        self._index = ServedIndex(settings.index, Path(settings.store.path))
+        self._index = ServedIndex(settings.index, settings.store)
         nominator = await self._index.open(forgotten)
         opened.push_async_callback(self._index.close)
         self._sharing = self._new_sharing(nominator)
@@ -292,6 +293,7 @@ class EmbeddedEngine(GeneratingEngine):
             kv_budget_bytes=self._keeper.tier.max_bytes,
             max_depth=stats.max_depth,
             counters=dict(self._sharing.counters),
+            index=self._index.status(),
         )
 
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:
@@ -376,17 +378,11 @@ class EmbeddedEngine(GeneratingEngine):
         """
         The metadata store of this very model, and the prompts that left it because their KV is gone.
 
-        Raises:  StoreError with what to do
+        Raises:  StoreError if another process has it open
         """
         parts = ("model", "revision", "tokenizer", "dtype")
         identity = ":".join(self._namespace_fields[part] for part in parts)
-        try:
-            tree = DeltaTree.open(Path(self._settings.store.path) / "tree.sqlite3", identity=identity)
-            forgotten = [(node.namespace, int(node.node_id)) for node in tree.nodes()]
-            tree.discard_missing(frozenset())
-        except DeltaTreeError as exc:
-            raise StoreError(str(exc)) from exc
-        return tree, forgotten
+        return open_emptied_tree(self._settings.store.path, identity=identity)
 
     def _warm_up(self) -> None:
         """The first forward pass allocates and compiles; better now than in somebody's request."""

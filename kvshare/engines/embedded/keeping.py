@@ -73,8 +73,7 @@ class MemoryKeeper(Keeper[MemoryTier]):
             return self._commit(computed)
         except DeltaTreeError as exc:
             # A donor may have been evicted by an administrator in the meantime. Nothing was stored.
-            log.warning("prompt not kept: %s", exc)
-            self.counters["fallback:commit:refused"] += 1
+            self._note_refused(exc)
         except Exception as exc:
             log.warning("prompt not kept: %s", type(exc).__name__, exc_info=exc)
             self.counters["fallback:commit:error"] += 1

@@ -15,10 +15,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack
-from pathlib import Path
 from typing import Any
 
-from delta_tree import DeltaTree, DeltaTreeError
+from delta_tree import DeltaTree
 from kvshare.cost import CostModel
 from kvshare.engines.background import Background
 from kvshare.engines.base import Engine, EngineStatus, ModelCard
@@ -34,15 +33,17 @@ from kvshare.engines.vllm.routing import LoadLimits
 from kvshare.engines.vllm.tier import ReplicaTier
 from kvshare.engines.vllm.upstream import Upstream
 from kvshare.engines.vllm.wire import PROTOCOL
-from kvshare.errors import ConfigError, NoReplicaError, RequestError, StoreError
+from kvshare.errors import ConfigError, NoReplicaError, RequestError
 from kvshare.index_factory import ServedIndex
 from kvshare.inspection import QUESTIONS
+from kvshare.metadata import open_tree
 from kvshare.planner import PlannerLimits
 from kvshare.settings import ReplicaSettings, Settings
 from kvshare.sharing import Sharing
 
 log = logging.getLogger(__name__)
 
+IDENTITY = f"vllm:{PROTOCOL}"  # of the store
 _FIRST_ANSWERS_S = 3.0  # the start waits so long to know which replicas are up
 
 
@@ -140,6 +141,7 @@ class VllmEngine(Engine):
             max_depth=stats.max_depth,
             counters={**self._sharing.counters, "tickets:pending": len(self._pending)},
             replicas=tuple(replica.status(self._tier) for replica in self.fleet.replicas),
+            index=self._index.status(),
         )
 
     async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,9 +159,9 @@ class VllmEngine(Engine):
         self._loop = asyncio.get_running_loop()
         self._tree = await asyncio.to_thread(self._open_tree)
         opened.callback(self._tree.close)
-        index = ServedIndex(settings.index, Path(settings.store.path))
-        nominator = await index.open(())
-        opened.push_async_callback(index.close)
+        self._index = ServedIndex(settings.index, settings.store)
+        nominator = await self._index.open(())
+        opened.push_async_callback(self._index.close)
         self._tier = ReplicaTier(self._on_drop)
         self._keeper = await asyncio.to_thread(
             lambda: VllmKeeper(self._tree, self._tier, min_tokens=settings.sharing.min_prompt_tokens)
@@ -191,11 +193,8 @@ class VllmEngine(Engine):
 
     def _open_tree(self) -> DeltaTree:
         """What the last run knew; namespaces say which model and replica each prompt belongs to."""
-        path = Path(self._settings.store.path) / "tree.sqlite3"
-        try:
-            return DeltaTree.open(path, identity=f"vllm:{PROTOCOL}")
-        except DeltaTreeError as exc:
-            raise StoreError(str(exc)) from exc
+        loss = "KV of earlier prompts that replicas still hold is given up; they are computed again"
+        return open_tree(self._settings.store.path, identity=IDENTITY, loss=loss)
 
     async def _settle_store(self) -> None:
         """Wait for all replicas, but not forever; then let go of what none of them holds."""

@@ -65,8 +65,7 @@ class VllmKeeper(Keeper[ReplicaTier]):
                 return insertion.node if insertion.created else None
         except (BadReportError, DeltaTreeError) as exc:
             # A donor may have been evicted since; a report that cannot be true is a bug over there.
-            log.warning("prompt not kept: %s", exc)
-            self.counters["fallback:commit:refused"] += 1
+            self._note_refused(exc)
         except Exception as exc:
             log.warning("prompt not kept: %s", type(exc).__name__, exc_info=exc)
             self.counters["fallback:commit:error"] += 1

@@ -75,27 +75,47 @@ def test_a_taken_port_fails(tmp_path: Path) -> None:
     assert "server.port" in check.remedy
 
 
-def test_a_store_is_created_read_or_refused(tmp_path: Path) -> None:
-    """A store that is not there yet is fine, one that is there is counted, a damaged one fails."""
+def test_a_store_is_created_read_or_moved_aside(tmp_path: Path) -> None:
+    """One that is not there yet is fine, one that is there is counted, a damaged one begins anew."""
     chosen = settings(tmp_path)
     assert store_checks.check_store(chosen).state is State.OK
     assert not (tmp_path / "store").exists()
     write_store(tmp_path / "store")
     assert "4 prompts" in store_checks.check_store(chosen).detail
+    assert "MB are free" in store_checks.check_store(chosen).detail
     (tmp_path / "store" / "tree.sqlite3").write_bytes(b"not a database" * 100)
-    assert store_checks.check_store(chosen).state is State.FAIL
+    check = store_checks.check_store(chosen)
+    assert (check.state, "moved aside" in check.remedy) == (State.WARN, True)
 
 
-def test_a_store_below_a_file_cannot_be_created(tmp_path: Path) -> None:
-    """Where no folder can be made, the store fails before the server does."""
+@pytest.mark.parametrize("change", [{"model.dtype": "bfloat16"}, {"engine.kind": "vllm"}])
+def test_a_store_for_something_else_is_moved_aside(tmp_path: Path, change: dict[str, str]) -> None:
+    """As far as it shows without the weights."""
+    write_store(tmp_path / "store")
+    check = store_checks.check_store(settings(tmp_path, **change))
+    assert (check.state, "moved aside" in check.remedy) == (State.WARN, True)
+
+
+def test_a_store_that_cannot_be_written_is_in_memory(tmp_path: Path) -> None:
+    """Where no folder can be made the server goes on; with null that is what was asked for."""
     (tmp_path / "store").write_text("a file")
-    assert store_checks.check_store(settings(tmp_path)).state is State.FAIL
+    check = store_checks.check_store(settings(tmp_path))
+    assert (check.state, "in memory" in check.remedy) == (State.WARN, True)
+    check = store_checks.check_store(settings(tmp_path, **{"store.path": None}))
+    assert (check.state, "in memory" in check.detail) == (State.OK, True)
 
 
 def test_the_edge_index_can_be_created(tmp_path: Path) -> None:
     """Qdrant Edge makes a shard in a temporary folder and leaves nothing in the store."""
     assert store_checks.check_index(settings(tmp_path)).state is State.OK
     assert not (tmp_path / "store").exists()
+
+
+def test_too_little_room_for_the_index_is_a_warning(tmp_path: Path) -> None:
+    """The server still serves, by prefixes; nothing is tried on a disk that is full."""
+    check = store_checks.check_index(settings(tmp_path, **{"store.min_free_bytes": 2**60}))
+    assert check.state is State.WARN
+    assert "are free at" in check.detail
 
 
 def test_a_qdrant_server_that_is_not_there_is_a_warning(tmp_path: Path) -> None:

@@ -4,65 +4,97 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import urllib.request
-from itertools import takewhile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from delta_tree import DeltaTree
 from kvshare.demo import MODEL_PATH
 from tests.kvshare.cli.conftest import Cli
+from tests.kvshare.cli.served import eventually, serving
+from tests.small_disk import small_disk
 
 pytestmark = pytest.mark.slow  # each imports torch in a process of its own
-START_S = 60
 
 
-@pytest.mark.model
-@pytest.mark.skipif(not MODEL_PATH.exists(), reason="the demo model has not been built")
+def with_model(test: Callable[..., None]) -> Callable[..., None]:
+    """For tests that serve the bundled model."""
+    missing = pytest.mark.skipif(not MODEL_PATH.exists(), reason="the demo model has not been built")
+    marked: Callable[..., None] = pytest.mark.model(missing(test))
+    return marked
+
+
+@with_model
 def test_serve_says_when_it_is_ready_and_stops_on_sigterm(tmp_path: Path) -> None:
     """The announced address is loopback and answers /ready with 200; SIGTERM ends it with exit code 0."""
-    config = tmp_path / "kvshare.yaml"
-    config.write_text("index: {dense: false}\nlogging: {json: true}\n")
-    command = [sys.executable, "-m", "kvshare.cli.main", "serve", "--model", "demo", "--port", "0"]
-    with (
-        (tmp_path / "log").open("w+") as log,
-        subprocess.Popen(
-            [*command, "--config", str(config), "--format", "json"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        ) as server,
-    ):
-        try:
-            assert server.stdout is not None
-            document = json.loads("".join(takewhile(lambda line: line != "}\n", server.stdout)) + "}")
-            assert document["url"].startswith("http://127.0.0.1:")
-            with urllib.request.urlopen(f"{document['url']}/ready", timeout=START_S) as response:
-                assert response.status == 200
-        finally:
-            server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=START_S) == 0
-        log.seek(0)
-        lines = log.read().splitlines()
+    with serving(tmp_path) as server:
+        assert server.url.startswith("http://127.0.0.1:")
+        assert server.ready() == (200, "ok")
+        assert server.stop() == 0
+    lines = server.log_file.read_text(encoding="utf-8").splitlines()
     assert all(json.loads(line)["level"] for line in lines if line.startswith("{"))
 
 
-@pytest.mark.parametrize(
-    ("option", "told"),
-    [
-        (("--model", "./nowhere"), "nowhere"),
-        (("--model", "demo", "--store", "damaged"), "kvshare evict --all"),
-    ],
-)
-def test_serve_fails_in_one_line(cli: Cli, tmp_path: Path, option: tuple[str, str], told: str) -> None:
+@with_model
+def test_sighup_is_ignored_with_one_line(tmp_path: Path) -> None:
+    """The habit of many operators neither ends a server that loads, nor one that serves."""
+    with serving(tmp_path, while_loading=lambda process: process.send_signal(signal.SIGHUP)) as server:
+        server.process.send_signal(signal.SIGHUP)
+        eventually(lambda: len(server.logged("SIGHUP ignored")) == 2)
+        assert server.ready() == (200, "ok")
+        assert server.stop() == 0
+
+
+@with_model
+def test_a_cache_of_something_else_does_not_keep_it_down(tmp_path: Path) -> None:
+    """
+    A damaged store is moved aside, and so is, at the next start, one of another dtype: the old file is the
+    owner's only, and nothing piles up.
+    """
+    store = tmp_path / ".kvshare"
+    store.mkdir(mode=0o700)
+    (store / "tree.sqlite3").write_bytes(b"not a database" * 100)
+    for dtype, told in (("float32", "is damaged"), ("bfloat16", "another model or dtype")):
+        with serving(tmp_path, "--dtype", dtype) as server:
+            assert server.ready() == (200, "ok")
+            assert len(server.logged(told)) == 1
+            server.complete(range(300, 400))
+            assert server.stop() == 0
+    files = [path for path in store.iterdir() if path.is_file() and path.stat().st_size]
+    assert {path.name for path in files} == {"tree.sqlite3", "tree.sqlite3.old"}
+    assert (store / "tree.sqlite3.old").read_bytes().startswith(b"SQLite format 3")
+
+
+@with_model
+def test_a_read_only_store_means_memory(tmp_path: Path) -> None:
+    """Metadata in memory and the index in a temporary folder, each with one line; sharing goes on."""
+    disk = small_disk(tmp_path / "disk", 1 << 20, options="ro")
+    if disk is None:
+        pytest.skip("this process may not mount a small file system")
+    with serving(tmp_path, "--store", disk.folder, prefix=disk.command) as server:
+        assert server.ready() == (200, "ok")
+        for num_cached in (0, 99):
+            usage = server.complete(range(300, 400))["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == num_cached
+        assert len(server.logged("in memory until the next start")) == 1
+        assert len(server.logged("the index is in a temporary folder")) == 1
+        assert server.stop() == 0
+
+
+def test_a_store_in_use_is_refused_before_the_model_is_loaded(cli: Cli, tmp_path: Path) -> None:
+    """The one state of a store that ends the start; a model that is not there is not even looked for."""
+    store = tmp_path / "store" / "tree.sqlite3"
+    with DeltaTree.open(store, identity="of the first server"):
+        outcome = cli("serve", "--port", 0, "--store", store.parent, "--model", "./nowhere")
+    assert outcome.code == 1
+    assert "another process has this store open" in outcome.stderr
+    assert "nowhere" not in outcome.stderr
+
+
+@pytest.mark.parametrize(("option", "told"), [(("--model", "./nowhere"), "nowhere")])
+def test_serve_fails_in_one_line(cli: Cli, option: tuple[str, str], told: str) -> None:
     """What keeps the server from starting is told once, with what to do, and ends it with exit code 1."""
-    if "--store" in option and not MODEL_PATH.exists():
-        pytest.skip("the demo model has not been built")
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "tree.sqlite3").write_bytes(b"not a database" * 100)
     outcome = cli("serve", "--port", 0, *option)
     assert (outcome.code, outcome.stdout) == (1, "")
     assert told in outcome.stderr.splitlines()[-1]

@@ -4,6 +4,7 @@ bounded.
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -332,25 +333,53 @@ async def test_a_restart_forgets_prompts_whose_kv_is_gone(tmp_path: Path) -> Non
         await again.stop()
 
 
-async def test_the_store_of_another_model_is_refused(tmp_path: Path) -> None:
-    """Never wrong KV: the error names the store and what to do; the right model still opens it."""
+async def test_the_store_of_another_model_is_moved_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Never wrong KV, and never no server: the other model begins a store of its own."""
     first = engine_at(tmp_path)
     await first.start()
+    await stored(first, prompt(200))
     await first.stop()
-    with pytest.raises(StoreError, match=r"tree\.sqlite3"):
-        await engine_at(tmp_path, seed=1).start()
-    again = engine_at(tmp_path)
-    await again.start()
-    await again.stop()
+    other = engine_at(tmp_path, seed=1)
+    await other.start()
+    answer = await stored(other, prompt(200))
+    assert answer.report is not None
+    assert answer.report.num_cached == 0
+    await other.stop()
+    assert (tmp_path / "tree.sqlite3.old").exists()
+    assert "another model" in caplog.text
 
 
-async def test_a_corrupt_store_is_refused_with_advice(tmp_path: Path) -> None:
-    """A damaged file is neither repaired by guessing nor overwritten."""
-    path = tmp_path / "tree.sqlite3"
-    path.write_bytes(b"this is no database" * 100)
-    with pytest.raises(StoreError, match=r"tree\.sqlite3"):
-        await engine_at(tmp_path).start()
-    assert path.read_bytes().startswith(b"this is no database")
+async def test_a_store_in_use_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    """Two servers on one store are a mistake; whoever makes it does not wait for the weights."""
+    first = engine_at(tmp_path)
+    await first.start()
+    second = engine_at(tmp_path)
+
+    def fail() -> None:
+        raise AssertionError("the model was loaded")
+
+    second._load = fail  # type: ignore[assignment]
+    with pytest.raises(StoreError, match="another process has this store open"):
+        await second.start()
+    await first.stop()
+
+
+async def test_no_store_at_all_shares_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`store.path: null`: nothing in the working directory, and a temporary index that goes at the end."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.chdir(tmp_path)
+    engine = engine_at(tmp_path, **{"store.path": None})
+    await engine.start()
+    assert list((tmp_path / "temporary").glob("kvshare-index-*"))
+    await stored(engine, prompt(200))
+    answer = await stored(engine, prompt(200))
+    assert answer.report is not None
+    assert answer.report.num_cached == 199
+    await engine.stop()
+    assert [folder for folder, _, _ in os.walk(tmp_path)] == [str(tmp_path), str(tmp_path / "temporary")]
 
 
 async def test_a_start_that_fails_leaves_the_store_free(tmp_path: Path) -> None:

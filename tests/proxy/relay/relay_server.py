@@ -103,10 +103,9 @@ async def running_relay(
         engine__kind="vllm",
         vllm__replicas=configured,
         store__path=str(store),
-        index__backend="memory",
         index__dense=False,
         index__search_timeout_s=2.0,
-        **(QUICK | overrides),
+        **({"index__backend": "memory"} | QUICK | overrides),
     )
     api = relaying_api(settings)
     app = build_app(settings, api)

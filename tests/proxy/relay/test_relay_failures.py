@@ -20,6 +20,13 @@ def by_name(status: EngineStatus) -> dict[str, int]:
     return {replica.name: replica.num_segments for replica in status.replicas}
 
 
+def waiting(relay: Relay) -> int:
+    """Prompts that a paused index misses."""
+    index = relay.engine.status().index
+    assert index is not None
+    return index.num_waiting
+
+
 async def test_a_restarted_replica_has_lost_everything(relay: Relay, vllm: FakeVllm) -> None:
     """A new epoch: its prompts leave tree and index, and new ones are kept again."""
     await relay.chat("Rome")
@@ -313,3 +320,38 @@ async def test_a_replica_that_does_not_come_back_takes_its_prompts_along(
     async with running_relay(tmp_path, vllm, wait=False, vllm__lost_after_s=0.3) as relay:
         assert relay.num_nodes == 1
         await eventually(lambda: relay.num_nodes == 0)
+
+
+async def test_a_damaged_store_is_moved_aside_and_told(
+    vllm: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The proxy starts; what the replica still holds of the last run is given up, and new prompts share."""
+    async with running_relay(tmp_path, vllm) as relay:
+        await relay.chat("Rome")
+    damaged = b"no database" * 999
+    (tmp_path / "tree.sqlite3").write_bytes(damaged)
+    async with running_relay(tmp_path, vllm) as relay:
+        assert relay.num_nodes == 0
+        await relay.chat("Rome")
+        await relay.chat("Oslo")
+        assert vllm.tickets[-1].copies
+    assert (tmp_path / "tree.sqlite3.old").read_bytes() == damaged
+    (message,) = [message for message in caplog.messages if "is damaged" in message]
+    assert "KV of earlier prompts that replicas still hold is given up" in message
+
+
+async def test_a_paused_index_shows_in_ready_and_metrics(vllm: FakeVllm, tmp_path: Path) -> None:
+    """A disk with too little room costs no request; what is kept waits for the index."""
+    floor = {"index__backend": "edge", "store__min_free_bytes": 2**60}
+    async with running_relay(tmp_path, vllm, **floor) as relay:
+        await relay.chat("Rome")
+        await relay.chat("Oslo")
+        await eventually(lambda: relay.num_nodes == 2)
+        await eventually(lambda: waiting(relay) == 2)
+        async with relay.http.get(f"{relay.url}/ready") as response:
+            assert response.status == 200
+            assert "the index is paused" in (await response.json())["detail"]
+        async with relay.http.get(f"{relay.url}/metrics") as response:
+            metrics = await response.text()
+    assert "kvshare_index_paused 1.0" in metrics
+    assert "kvshare_index_waiting_prompts 2.0" in metrics

@@ -1,0 +1,49 @@
+"""
+What a paused index has missed, so that it can be caught up with.
+
+Prompt ids are never used again, so the order within is: namespaces and prompts go first, then
+prompts come in.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vector_index.nomination import PromptRecord
+
+_MAX_RECORDS = 10_000  # they share their tokens with the tree; a text takes some KB
+
+
+@dataclass(slots=True)
+class Backlog:
+    """Records to add and prompts to delete. The oldest records are dropped where there are too many."""
+
+    records: dict[int, PromptRecord] = field(default_factory=dict)
+    deleted: dict[str, set[int]] = field(default_factory=dict)
+    deleted_namespaces: set[str] = field(default_factory=set)
+    num_dropped: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.records or self.deleted or self.deleted_namespaces)
+
+    def add(self, records: Iterable[PromptRecord]) -> None:
+        """Note prompts that were not added; one that is known is replaced."""
+        for record in records:
+            self.records.pop(record.prompt_id, None)
+            self.records[record.prompt_id] = record
+        while len(self.records) > _MAX_RECORDS:
+            del self.records[next(iter(self.records))]
+            self.num_dropped += 1
+
+    def delete(self, namespace: str, prompt_ids: Sequence[int]) -> None:
+        """Note prompts that were not deleted. An earlier state of them may be in the index."""
+        for prompt_id in prompt_ids:
+            self.records.pop(prompt_id, None)
+        self.deleted.setdefault(namespace, set()).update(prompt_ids)
+
+    def delete_namespace(self, namespace: str) -> None:
+        """Note a namespace that was not deleted."""
+        self.records = {
+            prompt_id: record for prompt_id, record in self.records.items() if record.namespace != namespace
+        }
+        self.deleted.pop(namespace, None)
+        self.deleted_namespaces.add(namespace)
