@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.installed-vllm
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test check lint types unit format clean
+.PHONY: serve test check lint types unit long format clean
 .DEFAULT_GOAL := serve
 
 serve: $(STAMP)
@@ -32,6 +32,10 @@ unit: $(VLLM_STAMP)
 ifeq ($(shell uname -s),Linux)
 	$(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector
 endif
+
+# The connector's tests once more with compiled models, vLLM's default: a quarter of an hour.
+long: $(VLLM_STAMP)
+	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
