@@ -64,9 +64,13 @@ class SchedulerSide:
     def control_port(self) -> int:
         return self._control.port
 
-    def open(self, facts: Iterable[WorkerFacts | None]) -> None:
-        """Take what every worker found out at start, and begin to share if nothing speaks against it."""
-        known = [fact for fact in facts if fact is not None]
+    def open(self, facts: Iterable[WorkerFacts]) -> None:
+        """
+        Take what every worker found out at start, and begin to share if nothing speaks against it.
+
+        A worker without a model has no facts.
+        """
+        known = list(facts)
         self._facts = known
         if not self._refusals:
             if len(known) < self._config.parallel_config.world_size:
