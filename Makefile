@@ -33,9 +33,10 @@ ifeq ($(shell uname -s),Linux)
 	$(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector
 endif
 
-# The connector's tests once more with compiled models, vLLM's default: a quarter of an hour.
+# The connector's tests once more with compiled models, vLLM's default, and what else CI has no time for.
 long: $(VLLM_STAMP)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
+	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -54,7 +54,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Raises ValueError for settings that cannot be, OSError for a control address that cannot be had."""
+        """Raises ValueError for settings that cannot be."""
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         problems = refusals(vllm_config, kv_cache_config)

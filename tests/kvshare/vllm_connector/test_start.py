@@ -1,5 +1,7 @@
 """What is found out at start: layouts, proofs, refusals. Whatever is refused is served unshared."""
 
+import logging
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -269,6 +271,20 @@ def test_inside_another_connector_nothing_is_shared(start: Any, text: Any) -> No
     assert "MultiConnector" in refusal
     tokens = text(300)
     assert len(vllm.ask((tokens, vllm.ticket(tokens), None))[0].tokens) == 4
+
+
+def test_a_taken_control_port_stops_nothing(start: Any, text: Any, caplog: Any, monkeypatch: Any) -> None:
+    """vLLM serves on without sharing, and its log says in one line what to do."""
+    from kvshare.vllm_connector import desk
+
+    monkeypatch.setattr(desk, "log", logging.getLogger("here"))  # vLLM takes handlers off its own loggers
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        served = start("llama", control_port=port)
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "here"]
+        assert f"127.0.0.1:{port}" in line
+        assert "--control-port" in line
+        assert_served_unshared(served, text(300))
 
 
 @pytest.mark.parametrize("attribute", ["lora_request", "mm_features", "prompt_embeds", "resumable"])
