@@ -16,7 +16,7 @@ serve: $(STAMP)
 test: lint types unit
 
 check: lint types $(VLLM_STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not model and not vllm"
+	$(BIN)/python -m pytest -q -m "not slow and not model and not vllm and not long"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
