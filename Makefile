@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.installed-vllm
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test check lint types unit format clean
+.PHONY: serve test check lint types unit long format clean
 .DEFAULT_GOAL := serve
 
 serve: $(STAMP)
@@ -16,7 +16,7 @@ serve: $(STAMP)
 test: lint types unit
 
 check: lint types $(VLLM_STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not model and not vllm"
+	$(BIN)/python -m pytest -q -m "not slow and not model and not vllm and not long"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -32,6 +32,11 @@ unit: $(VLLM_STAMP)
 ifeq ($(shell uname -s),Linux)
 	$(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector
 endif
+
+# The connector's tests once more with compiled models, vLLM's default, and what else CI has no time for.
+long: $(VLLM_STAMP)
+	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
+	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -38,6 +38,11 @@ def _demo(d: Document) -> str:
     return f"{shown}; KVShare computed {100 * d['kvshare_computed_fraction']:.0f} % of the tokens"
 
 
+def _vllm_parity(d: Document) -> str:
+    modes = ", ".join(f"{name} {mode['max_abs_logprob_error']:.1e}" for name, mode in d["modes"].items())
+    return f"{d['max_abs_logprob_error']:.1e} ({modes})"
+
+
 def _vllm_ttft(d: Document) -> str:
     computed = 100 * d["tokens"]["computed_fraction"]
     return (
@@ -132,26 +137,26 @@ ROWS: dict[str, tuple[str, str, Callable[[Document], str]]] = {
     "vllm-parity": (
         "Stock vLLM: largest log-probability error where KVShare must equal a full prefill, float32",
         "parity --engine vllm",
-        lambda d: f"{d['max_abs_logprob_error']:.1e}",
+        _vllm_parity,
     ),
     "vllm-ttft": (
         "Stock vLLM: time to first token through the proxy, 4,000 tokens, 10 % changed in 5 places",
-        "ttft --engine vllm --prompt-tokens 4000 --changed 0.1 --edits 5",
+        "ttft --engine vllm --prompt-tokens 4000 --changed 0.1 --edits 5 --eager",
         _vllm_ttft,
     ),
     "vllm-load": (
         "Stock vLLM: 8 clients, near-duplicates and unrelated prompts half and half",
-        "load --engine vllm --concurrency 8",
+        "load --engine vllm --concurrency 8 --eager",
         _load,
     ),
     "vllm-steady": (
         "Stock vLLM: new compositions over a full, evicting store",
-        "steady --engine vllm --batches 6",
+        "steady --engine vllm --batches 6 --eager",
         _steady,
     ),
     "vllm-soak": (
         "Stock vLLM: mixed traffic with aborts and evictions",
-        "soak --engine vllm --minutes 5",
+        "soak --engine vllm --minutes 5 --eager",
         _soak,
     ),
     "replay": (

@@ -76,7 +76,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
     model = export(folder / "demo")
     token = new_token()
-    options = VllmOptions(dtype="float32", max_model_len=2048, max_num_batched_tokens=2048)
+    options = VllmOptions(
+        dtype="float32", max_model_len=2048, max_num_batched_tokens=2048, enforce_eager=True
+    )
     replicas = []
     for name in ("one", "two"):
         (folder / name).mkdir()

@@ -42,6 +42,10 @@ Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Of each vLLM. [default: all cores but one]")
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Of the vLLM servers. [default: bfloat16]")]
+Eager = Annotated[
+    bool | None,
+    typer.Option("--eager", help="The vLLM servers do not compile the model. [default: they do]"),
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Of the prompts and of all else that is drawn.")]
 Repeats = Annotated[int | None, typer.Option("--repeats", min=1, help="Measurements per figure.")]
 PromptTokens = Annotated[int | None, typer.Option("--prompt-tokens", min=1, help="Length of the prompts.")]
@@ -83,6 +87,7 @@ def ttft(
             help="Embedded: a model on real text, such as default. [default: random weights and tokens]",
         ),
     ] = None,
+    eager: Eager = None,
     as_json: Json = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
@@ -96,7 +101,7 @@ def ttft(
         "repeats": repeats,
         "seed": seed,
     }
-    own = _of_vllm(engine, {"threads": threads, "dtype": dtype})
+    own = _of_vllm(engine, {"threads": threads, "dtype": dtype, "eager": eager})
     if engine is BenchEngine.EMBEDDED:
         own = {"model": model}
     _run("ttft", {**options, **own}, as_json, output_format, engine=engine)
@@ -120,6 +125,7 @@ def load(
     seed: Seed = None,
     threads: Threads = None,
     dtype: Dtype = None,
+    eager: Eager = None,
     as_json: Json = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
@@ -137,6 +143,7 @@ def load(
         "seed": seed,
         "threads": threads,
         "dtype": dtype,
+        "eager": eager,
     }
     _run("load", options, as_json, output_format, engine=engine)
 
@@ -154,6 +161,7 @@ def steady(
     seed: Seed = None,
     threads: Threads = None,
     dtype: Dtype = None,
+    eager: Eager = None,
     as_json: Json = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
@@ -167,6 +175,7 @@ def steady(
         "seed": seed,
         "threads": threads,
         "dtype": dtype,
+        "eager": eager,
     }
     _run("steady", options, as_json, output_format, engine=engine)
 
@@ -180,11 +189,18 @@ def soak(
     ] = None,
     seed: Seed = None,
     threads: Threads = None,
+    eager: Eager = None,
     as_json: Json = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """Mixed traffic with aborts and evictions: every exact answer must be vLLM's own."""
-    options = {"minutes": minutes, "concurrency": concurrency, "seed": seed, "threads": threads}
+    options = {
+        "minutes": minutes,
+        "concurrency": concurrency,
+        "seed": seed,
+        "threads": threads,
+        "eager": eager,
+    }
     _run("soak", options, as_json, output_format, engine=engine)
 
 

@@ -182,7 +182,10 @@ def _check_version() -> None:
 
     version = installed_version()
     if version is None:
-        raise EngineError("vllm is not installed beside kvshare: pip install 'kvshare[vllm]'")
+        raise EngineError(
+            f"vllm is not installed beside kvshare: {sys.executable} -m pip install '.[vllm]' in the "
+            "checkout of KVShare (docs/vllm.md has the way without a GPU)"
+        )
     reason = untested(version)
     if reason is not None:
         note(f"WARNING: {reason}. Sharing may be refused or fail; install a tested one for production.")

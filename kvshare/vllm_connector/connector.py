@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvshare")
 
+_INSIDE_ANOTHER = "KVShare inside another connector (MultiConnector) is not supported"
+
 
 class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     """
@@ -51,7 +54,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Raises ValueError for settings that cannot be, OSError for a control address that cannot be had."""
+        """Raises ValueError for settings that cannot be."""
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         problems = refusals(vllm_config, kv_cache_config)
@@ -82,6 +85,8 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.forget()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+            return WorkerFacts.broken(_INSIDE_ANOTHER)
         return self._worker.facts if self._worker is not None else None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -120,9 +125,11 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        """A connector around ours hands on what the first of its children has, which need not be ours."""
         if self._scheduler is not None:
             self._scheduler.open(
-                fact if isinstance(fact, WorkerFacts) else None for fact in metadata.values()
+                fact if isinstance(fact, WorkerFacts) else WorkerFacts.broken(_INSIDE_ANOTHER)
+                for fact in metadata.values()
             )
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:

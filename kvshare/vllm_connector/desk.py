@@ -30,6 +30,7 @@ from kvshare.vllm_connector.tickets import TicketOffice
 log = logging.getLogger("vllm.kvshare")
 
 _NO_MODEL = "the workers were not given the model: start with `kvshare vllm`, or add --worker-cls {}"
+_NO_ADDRESS = "the control server cannot answer on {}:{} ({}): give another --control-port, or --control-host"
 WORKER_CLS = "kvshare.vllm_connector.workers.KVShareWorker"
 
 
@@ -38,8 +39,9 @@ class SchedulerSide:
 
     def __init__(self, config: VllmConfig, settings: ConnectorSettings, refusals: Sequence[str]) -> None:
         """
-        Raises: OSError if the control server's address cannot be had, ValueError if it is open to other
-        machines and KVSHARE_VLLM_TOKEN is not set
+        Where the control server's address cannot be had, nothing is shared: the proxy could not ask.
+
+        Raises: ValueError if it is open to other machines and KVSHARE_VLLM_TOKEN is not set
         """
         token = os.environ.get(TOKEN_VARIABLE) or None
         if token is None and not _is_loopback(settings.control_host):
@@ -53,20 +55,31 @@ class SchedulerSide:
         self.events = EventLog()
         self.ledger = Ledger(settings.max_bytes)
         self.office: TicketOffice | None = None
-        self._control = ControlServer(
-            Desk(self.info, self.events, self.ledger, self.drop),
-            host=settings.control_host,
-            port=settings.control_port,
-            token=token,
-        )
+        self._control: ControlServer | None = None  # where it cannot listen, nothing is shared
+        try:
+            self._control = ControlServer(
+                Desk(self.info, self.events, self.ledger, self.drop),
+                host=settings.control_host,
+                port=settings.control_port,
+                token=token,
+            )
+        except OSError as exc:
+            if not self._refusals:
+                host, port = settings.control_host, settings.control_port
+                self._refusals.append(_NO_ADDRESS.format(host, port, exc.strerror or exc))
 
     @property
-    def control_port(self) -> int:
-        return self._control.port
+    def control_port(self) -> int | None:
+        """None where the address cannot be had."""
+        return self._control.port if self._control is not None else None
 
-    def open(self, facts: Iterable[WorkerFacts | None]) -> None:
-        """Take what every worker found out at start, and begin to share if nothing speaks against it."""
-        known = [fact for fact in facts if fact is not None]
+    def open(self, facts: Iterable[WorkerFacts]) -> None:
+        """
+        Take what every worker found out at start, and begin to share if nothing speaks against it.
+
+        A worker without a model has no facts.
+        """
+        known = list(facts)
         self._facts = known
         if not self._refusals:
             if len(known) < self._config.parallel_config.world_size:
@@ -98,7 +111,8 @@ class SchedulerSide:
         return self.office.drop(segment_ids) if self.office is not None else 0
 
     def close(self) -> None:
-        self._control.close()
+        if self._control is not None:
+            self._control.close()
 
     def info(self) -> ReplicaInfo:
         """What `GET /info` answers. From any thread."""

@@ -26,6 +26,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from delta_tree import Span
 from kvshare.vllm_connector.paged import PagedCache
 
+# As in vLLM's own buffer of token ids; positions are int64. A compiled model reads its input as what it was
+# traced with, and vLLM drops the guards that would notice: of int64 ids every other one would be 0.
+_TOKEN_DTYPE = torch.int32
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -97,7 +101,7 @@ class PartialForward:
 
     def _forward(self, runs: Sequence[Run]) -> torch.Tensor:
         device = self._cache.device
-        token_ids = torch.tensor([token for run in runs for token in run.token_ids], dtype=torch.int64)
+        token_ids = torch.tensor([token for run in runs for token in run.token_ids], dtype=_TOKEN_DTYPE)
         positions = torch.cat([torch.arange(run.position, run.position + len(run.span)) for run in runs])
         slots = torch.cat([self._cache.slots(run.block_ids, run.span) for run in runs])
         metadata = self._builder.build(0, self._common(runs, slots, positions.to(device)))

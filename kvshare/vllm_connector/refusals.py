@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+_DATA_PARALLEL_ID = re.compile(r"_dp\d+$")
 
 
 def refusals(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
@@ -13,23 +16,30 @@ def refusals(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
     return [
         message
         for message in (
-            *_parallel(config.parallel_config),
+            *_platform(),
+            *_parallel(config),
             *_model(config),
-            *_compilation(config),
             *_cache(config, kv_cache),
         )
         if message is not None
     ]
 
 
-def _parallel(parallel: Any) -> list[str | None]:
+def _platform() -> list[str | None]:
+    is_known = current_platform.is_cpu() or current_platform.is_cuda_alike()
+    return [_when(not is_known, f"{current_platform.device_name} devices are not supported")]
+
+
+def _parallel(config: VllmConfig) -> list[str | None]:
+    parallel = config.parallel_config
     return [
         _when(
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism is not supported (use tensor parallelism)",
         ),
         _when(
-            parallel.data_parallel_size > 1, "data parallelism in one vLLM is not supported (start replicas)"
+            _is_one_of_many(config),
+            "data parallelism in one vLLM is not supported (start several, and give the proxy each)",
         ),
         _when(
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
@@ -38,14 +48,16 @@ def _parallel(parallel: Any) -> list[str | None]:
     ]
 
 
-def _compilation(config: VllmConfig) -> list[str | None]:
-    passes = getattr(config.compilation_config, "pass_config", None)
-    return [
-        _when(
-            bool(getattr(passes, "enable_sp", False)),
-            "sequence parallelism (enable_sp) is not supported: it needs padded token counts",
-        )
-    ]
+def _is_one_of_many(config: VllmConfig) -> bool:
+    """
+    Whether this engine has siblings in the same vLLM.
+
+    vLLM 0.32 sets the size back to 1 for a model without experts before it makes the connector. What is left
+    is the rank at the end of the engine's id.
+    """
+    transfer = config.kv_transfer_config
+    engine_id = str(transfer.engine_id) if transfer is not None else ""
+    return config.parallel_config.data_parallel_size > 1 or _DATA_PARALLEL_ID.search(engine_id) is not None
 
 
 def _model(config: VllmConfig) -> list[str | None]:
@@ -58,6 +70,10 @@ def _model(config: VllmConfig) -> list[str | None]:
         _when(model.is_hybrid, "hybrid models with recurrent layers are not supported"),
         _when(model.use_mla, "multi-head latent attention (MLA) is not supported"),
         _when(window is not None, f"sliding window attention ({window} tokens) is not supported"),
+        _when(model.is_multimodal_model, "multimodal models are not supported"),
+        _when(model.enable_prompt_embeds, "prompt embeddings (--enable-prompt-embeds) are not supported"),
+        # Its kernels would take the adapters of vLLM's batch for those of our pass, and write out of bounds.
+        _when(config.lora_config is not None, "LoRA adapters (--enable-lora) are not supported"),
         _when(config.speculative_config is not None, "speculative decoding is not supported"),
     ]
 

@@ -16,6 +16,8 @@ from kvshare.vllm_connector.connector import KVShareConnector
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+elif current_platform.is_xpu():  # nothing is shared there, and it is served
+    from vllm.v1.worker.xpu_worker import XPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 

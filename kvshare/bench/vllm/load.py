@@ -62,6 +62,7 @@ def run(
     workload: Path | None = None,
     threads: int | None = None,
     dtype: str = "bfloat16",
+    eager: bool = False,
 ) -> dict[str, Any]:
     """
     Ratios are medians over `repeats` sequences, each new to all servers.
@@ -87,6 +88,7 @@ def run(
         long_prefill_tokens=min(512, prompt_tokens),
         num_threads=threads,
         dtype=dtype,
+        enforce_eager=eager,
     )
     with stack(StackOptions(vllm=vllm, kv_bytes=2 * 2**30, seed=seed)) as servers:
         return measure(servers, config, given)

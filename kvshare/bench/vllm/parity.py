@@ -10,6 +10,7 @@ likeliest tokens of every greedy step, against stock vLLM's full prefill:
     prefix             an exact prefix is copied, vLLM computes the rest
     mixed_batch        all of these and plain requests at the same time
     preempted          the same, of which some are preempted and resumed
+All of it once with a compiled model, as vLLM runs it by default, and once with `--enforce-eager`.
 That the laid KV is what answers is shown by `foreign_kv_error`: another prompt's KV, and the error it makes.
 """
 
@@ -32,6 +33,7 @@ from kvshare.bench.vllm.stack import Pair, StackOptions, document, pair
 from kvshare.engines.vllm.wire import Finished, Ticket, WireCopy, digest_of, private_salt
 from kvshare.errors import EngineError
 
+_MODES = {"compiled": False, "eager": True}  # enforce_eager; compiled is vLLM's default
 _NUM_TOP = 20  # vLLM's own limit
 _SHORT, _LONG = 16, 192  # output tokens; long ones outgrow the KV cache
 _BLOCK_SIZE = 32
@@ -41,12 +43,18 @@ _POLL_S = 0.05
 
 
 def run(*, tokens: int = 400, seed: int = 0, threads: int | None = None) -> dict[str, Any]:
-    """The largest absolute error per case, and over all: `max_abs_logprob_error`."""
-    with pair(pair_options(tokens, seed=seed, threads=threads)) as servers:
-        return measure(servers, tokens=tokens, seed=seed)
+    """The largest absolute error per mode and case, and over all: `max_abs_logprob_error`."""
+    modes = {}
+    for name, enforce_eager in _MODES.items():
+        options = pair_options(tokens, seed=seed, threads=threads, enforce_eager=enforce_eager)
+        with pair(options) as servers:
+            modes[name] = measure(servers, tokens=tokens, seed=seed)
+    return summary(options, modes, {"tokens": tokens, "seed": seed})
 
 
-def pair_options(num_tokens: int, *, seed: int = 0, threads: int | None = None) -> StackOptions:
+def pair_options(
+    num_tokens: int, *, seed: int = 0, threads: int | None = None, enforce_eager: bool = False
+) -> StackOptions:
     """A KV cache for a few prompts of this length and little more."""
     num_blocks = _PREEMPTING_PROMPTS * (math.ceil((num_tokens + _SHORT) / _BLOCK_SIZE) + 1)
     vllm = VllmOptions(
@@ -56,13 +64,24 @@ def pair_options(num_tokens: int, *, seed: int = 0, threads: int | None = None) 
         num_blocks=num_blocks,
         block_size=_BLOCK_SIZE,
         num_threads=threads,
+        enforce_eager=enforce_eager,
     )
     return StackOptions(model="small", vllm=vllm, kv_bytes=256 * 2**20, seed=seed)
 
 
 def measure(servers: Pair, *, tokens: int, seed: int) -> dict[str, Any]:
-    """The same over servers that run already."""
+    """One mode: that of servers that run already."""
     return asyncio.run(_measure(servers, tokens, seed))
+
+
+def summary(
+    options: StackOptions, modes: Mapping[str, Mapping[str, Any]], config: dict[str, Any]
+) -> dict[str, Any]:
+    """The document over what was measured in each mode."""
+    whole = document("parity", options, config)
+    del whole["servers"]["vllm"]["enforce_eager"]  # `modes` has both
+    worst = max(mode["max_abs_logprob_error"] for mode in modes.values())
+    return {**whole, "max_abs_logprob_error": worst, "modes": modes}
 
 
 async def _measure(servers: Pair, num_tokens: int, seed: int) -> dict[str, Any]:
@@ -80,7 +99,6 @@ async def _measure(servers: Pair, num_tokens: int, seed: int) -> dict[str, Any]:
         errors["preempted"] = await bench.together(_LONG, copies=2)
         counted = (await front.read_counters(shared)).since(before)
     return {
-        **document("parity", servers.options, {"tokens": num_tokens, "seed": seed}),
         "max_abs_logprob_error": max(errors.values()),
         "errors": errors,
         "foreign_kv_error": foreign,

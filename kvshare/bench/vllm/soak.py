@@ -57,15 +57,20 @@ class _Tally:
 
 
 def run(
-    *, minutes: float = 5.0, concurrency: int = 6, seed: int = 0, threads: int | None = None
+    *,
+    minutes: float = 5.0,
+    concurrency: int = 6,
+    seed: int = 0,
+    threads: int | None = None,
+    eager: bool = False,
 ) -> dict[str, Any]:
     """Counts of right, wrong, tied and approximate answers. `passed`: none wrong, none failed."""
     config = SoakConfig(minutes=minutes, concurrency=concurrency, seed=seed)
-    with stack(stack_options(config, threads=threads)) as servers:
+    with stack(stack_options(config, threads=threads, eager=eager)) as servers:
         return measure(servers, config)
 
 
-def stack_options(config: SoakConfig, *, threads: int | None = None) -> StackOptions:
+def stack_options(config: SoakConfig, *, threads: int | None = None, eager: bool = False) -> StackOptions:
     """A KV cache that holds little more than half of what the clients ask for at a time."""
     block_size = 32
     wanted = config.concurrency * (config.max_prompt + config.output_tokens) * 0.55
@@ -77,6 +82,7 @@ def stack_options(config: SoakConfig, *, threads: int | None = None) -> StackOpt
         num_blocks=num_blocks,
         block_size=block_size,
         num_threads=threads,
+        enforce_eager=eager,
     )
     return StackOptions(
         model="small",

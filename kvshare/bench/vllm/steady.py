@@ -74,13 +74,16 @@ def run(
     seed: int = 0,
     threads: int | None = None,
     dtype: str = "bfloat16",
+    eager: bool = False,
 ) -> dict[str, Any]:
     """Speedup of every batch; the last over the first is the result."""
     config = SteadyConfig(
         batches=batches, prompt_tokens=prompt_tokens, changed=changed, edits=edits, seed=seed
     )
     capacity = config.capacity_tokens * timing_bytes_per_token(dtype)
-    vllm = VllmOptions(max_model_len=prompt_tokens + _ROOM, num_threads=threads, dtype=dtype)
+    vllm = VllmOptions(
+        max_model_len=prompt_tokens + _ROOM, num_threads=threads, dtype=dtype, enforce_eager=eager
+    )
     with stack(StackOptions(vllm=vllm, kv_bytes=kv_bytes or capacity, seed=seed)) as servers:
         return measure(servers, config)
 

@@ -63,10 +63,17 @@ def run(
     seed: int = 0,
     threads: int | None = None,
     dtype: str = "bfloat16",
+    eager: bool = False,
 ) -> dict[str, Any]:
     """Medians over `repeats` recipients, each new to all servers."""
     config = TtftConfig(prompt_tokens=prompt_tokens, changed=changed, edits=edits, repeats=repeats, seed=seed)
-    vllm = VllmOptions(max_model_len=prompt_tokens + _ROOM, num_threads=threads, dtype=dtype, kv_cache_gib=2)
+    vllm = VllmOptions(
+        max_model_len=prompt_tokens + _ROOM,
+        num_threads=threads,
+        dtype=dtype,
+        kv_cache_gib=2,
+        enforce_eager=eager,
+    )
     with stack(StackOptions(vllm=vllm, seed=seed)) as servers:
         return measure(servers, config)
 

@@ -30,7 +30,9 @@ _KV_BYTES = 3072 * 4096  # a few prompts: steady must evict
 @pytest.fixture(scope="module")
 def both() -> Iterator[Pair]:
     """Two vLLMs whose KV caches are so small that requests are preempted."""
-    options = replace(parity.pair_options(_TOKENS), kv_bytes=_KV_BYTES, proxy_settings=ALWAYS_SHARE)
+    options = replace(
+        parity.pair_options(_TOKENS, enforce_eager=True), kv_bytes=_KV_BYTES, proxy_settings=ALWAYS_SHARE
+    )
     with pair(options) as servers:
         yield servers
 
@@ -51,14 +53,15 @@ def check_header(document: dict[str, Any], name: str) -> None:
 
 def test_planned_requests_equal_plain_vllm(both: Pair) -> None:
     """The promise of the README; before the proxy starts, which drops what it does not know."""
-    document = parity.measure(both, tokens=_TOKENS, seed=1)
+    mode = parity.measure(both, tokens=_TOKENS, seed=1)
+    document = parity.summary(both.options, {"eager": mode}, {})
     check_header(document, "parity")
     assert document["max_abs_logprob_error"] <= 1e-4
-    assert set(document["errors"]) >= {"all_placeholders", "scattered", "identity", "prefix", "preempted"}
-    assert document["foreign_kv_error"] > 0.01  # or the laid KV would not be what answers
-    assert document["preemptions"] > 0
-    assert set(document["decisions"]["scattered"]) == {"approx"}
-    assert set(document["decisions"]["prefix"]) == {"exact"}
+    assert set(mode["errors"]) >= {"all_placeholders", "scattered", "identity", "prefix", "preempted"}
+    assert mode["foreign_kv_error"] > 0.01  # or the laid KV would not be what answers
+    assert mode["preemptions"] > 0
+    assert set(mode["decisions"]["scattered"]) == {"approx"}
+    assert set(mode["decisions"]["prefix"]) == {"exact"}
 
 
 def test_time_to_first_token_is_measured_in_five_arms(servers: Stack) -> None:

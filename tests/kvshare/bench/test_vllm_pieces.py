@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvshare.bench.vllm import parity
 from kvshare.bench.vllm.client import Answer
 from kvshare.bench.vllm.front import Counters
 from kvshare.bench.vllm.mixture import Mixture
@@ -157,6 +158,20 @@ def test_a_server_that_ends_shows_its_log(tmp_path: Path) -> None:
     said = r"(?s)the proxy ended while starting.*no such model"
     with pytest.raises(EngineError, match=said), running([server]):
         pass
+
+
+def test_the_error_of_parity_is_the_larger_of_both_modes() -> None:
+    """Neither mode hides behind the other, and the document shows each."""
+    modes = {name: {"max_abs_logprob_error": error} for name, error in (("compiled", 3e-5), ("eager", 1e-6))}
+    document = parity.summary(parity.pair_options(100), modes, {})
+    assert document["max_abs_logprob_error"] == 3e-5
+    assert document["modes"] == modes
+
+
+def test_vllm_compiles_unless_told_otherwise() -> None:
+    """Benchmarks measure what users run."""
+    assert "--enforce-eager" not in VllmOptions().arguments
+    assert "--enforce-eager" in VllmOptions(enforce_eager=True).arguments
 
 
 def test_both_vllms_get_the_same_cores() -> None:

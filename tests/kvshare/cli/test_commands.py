@@ -17,7 +17,7 @@ from tests.kvshare.cli.conftest import Cli
 
 BENCHES = ["parity", "ttft", "plan", "index", "replay", "storage", "demo", "proxy"]
 VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak"]
-VLLM_ONLY = {"threads", "dtype"}  # options that only the vLLM engine has
+VLLM_ONLY = {"threads", "dtype", "eager"}  # options that only the vLLM engine has
 EMBEDDED_ONLY = {"model"}
 COMMANDS = [
     "serve",

@@ -160,11 +160,11 @@ def test_an_open_control_server_needs_a_token(installed: Installation) -> None:
 
 
 def test_vllm_must_be_installed(bare: Installation) -> None:
-    """Without vLLM the message names the extra."""
+    """Without vLLM the message says how to install it: kvshare is not on the package index, a checkout is."""
     bare.hide_package()
     outcome = bare.run("some/model")
     assert (outcome.code, outcome.stdout) == (1, "")
-    assert "kvshare[vllm]" in outcome.stderr
+    assert "pip install '.[vllm]'" in outcome.stderr
 
 
 def test_an_untested_version_is_told_and_runs(bare: Installation) -> None:

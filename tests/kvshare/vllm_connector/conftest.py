@@ -28,6 +28,7 @@ NAMESPACE = "tenant-a"
 VOCAB_SIZE = 300
 
 _DEFAULTS = {
+    "enforce_eager": True,
     "worker_cls": "kvshare.vllm_connector.workers.KVShareWorker",
     "dtype": "float32",
     "max_model_len": 1024,
@@ -81,20 +82,31 @@ class Vllm:
 
     _ids = itertools.count()
 
-    def __init__(self, model: Path, *, max_bytes: int = 1 << 28, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        max_bytes: int = 1 << 28,
+        control_port: int = 0,
+        kv_transfer_config: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """`kv_transfer_config`: changes to what `kvshare vllm` gives."""
         from vllm import LLM
+
+        own = {"control_port": control_port, "max_bytes": max_bytes}
 
         self.model = model
         with one_step_ahead(bool(options.get("async_scheduling"))):
             self.llm = LLM(
                 str(model),
                 skip_tokenizer_init=True,
-                enforce_eager=True,
                 kv_transfer_config={
                     "kv_connector": "KVShareConnector",
                     "kv_role": "kv_both",
                     "kv_load_failure_policy": "recompute",
-                    "kv_connector_extra_config": {"kvshare": {"control_port": 0, "max_bytes": max_bytes}},
+                    "kv_connector_extra_config": {"kvshare": own},
+                    **(kv_transfer_config or {}),
                 },
                 **_DEFAULTS | options,
             )
@@ -215,7 +227,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every test here is vLLM's process's; warnings of vLLM's own code are none of ours."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.vllm)
+            if item.get_closest_marker("long") is None:
+                item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
@@ -248,12 +261,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture(scope="session", params=["eager", pytest.param("compiled", marks=pytest.mark.long)])
+def mode(request: pytest.FixtureRequest) -> str:
+    """How vLLM runs the model: everything is tested eager, and again compiled, as vLLM does by default."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
-def start(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Vllm]]:
+def start(checkpoint: Callable[..., Path], mode: str) -> Iterator[Callable[..., Vllm]]:
     """`start("llama", **options)`: a vLLM; the one before it is closed unless it is the very same."""
     current: list[tuple[Any, Vllm]] = []
 
     def begin(name: str | Path = "llama", **options: Any) -> Vllm:
+        options = {"enforce_eager": mode == "eager", **options}
         wanted = (str(name), sorted(options.items()))
         if current and current[0][0] == wanted:
             return current[0][1]

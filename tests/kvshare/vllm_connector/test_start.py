@@ -1,5 +1,7 @@
 """What is found out at start: layouts, proofs, refusals. Whatever is refused is served unshared."""
 
+import logging
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +82,7 @@ class TestProofs:
     def test_a_layer_without_positions_is_found(self, start: Any, monkeypatch: Any) -> None:
         import torch
 
-        vllm = start("llama")
+        vllm = start("llama", enforce_eager=True)  # a compiled model does not ask its modules
         model = vllm.core.model_executor.driver_worker.model_runner.get_model()
         attention = model.model.layers[1].self_attn
         proofs = self.proofs(vllm)
@@ -154,6 +156,8 @@ def config(**changes: Any) -> Any:
         is_attention_free=False,
         is_hybrid=False,
         use_mla=False,
+        is_multimodal_model=False,
+        enable_prompt_embeds=False,
         get_sliding_window=lambda: changes.get("window"),
     )
     for part in (parallel, model):
@@ -163,11 +167,12 @@ def config(**changes: Any) -> Any:
         parallel_config=parallel,
         model_config=model,
         speculative_config=changes.get("speculative"),
-        compilation_config=SimpleNamespace(
-            pass_config=SimpleNamespace(enable_sp=changes.get("enable_sp", False))
-        ),
+        lora_config=changes.get("lora"),
         cache_config=SimpleNamespace(cache_dtype=changes.get("cache_dtype", "auto")),
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=changes.get("policy", "recompute")),
+        kv_transfer_config=SimpleNamespace(
+            kv_load_failure_policy=changes.get("policy", "recompute"),
+            engine_id=changes.get("engine_id", "0b7c"),
+        ),
     )
 
 
@@ -185,7 +190,10 @@ def config(**changes: Any) -> Any:
         ({"cache_dtype": "fp8"}, "fp8"),
         ({"policy": "fail"}, "recompute"),
         ({"runner_type": "pooling"}, "pooling"),
-        ({"enable_sp": True}, "enable_sp"),
+        ({"engine_id": "0b7c_dp0"}, "data parallel"),
+        ({"is_multimodal_model": True}, "multimodal"),
+        ({"enable_prompt_embeds": True}, "prompt embeddings"),
+        ({"lora": object()}, "LoRA"),
     ],
 )
 def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> None:
@@ -201,11 +209,34 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> No
     assert word in message
 
 
+def test_vllms_own_settings_are_read_right(start: Any, monkeypatch: Any) -> None:
+    """On the configuration that vLLM made itself, set as it sets it for a model with images, or for XPU."""
+    from vllm.config import MultiModalConfig
+    from vllm.platforms import current_platform
+
+    from kvshare.vllm_connector.refusals import refusals
+
+    vllm = start("llama")
+    config, cache = vllm.core.vllm_config, vllm.scheduler.kv_cache_config
+    assert refusals(config, cache) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(config.model_config, "multimodal_config", MultiModalConfig())
+        (refusal,) = refusals(config, cache)
+        assert "multimodal" in refusal
+    with monkeypatch.context() as patch:
+        patch.setattr(type(current_platform), "is_cpu", lambda _: False)
+        patch.setattr(type(current_platform), "device_name", "xpu")
+        (refusal,) = refusals(config, cache)
+        assert "xpu" in refusal
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "options", "word"),
     [
         ("mistral", {"sliding_window": 64}, {}, "sliding window"),
         ("llama", {}, {"kv_cache_dtype": "fp8"}, "quantised"),
+        ("llama", {}, {"enable_lora": True, "max_lora_rank": 8}, "LoRA"),
+        ("llama", {}, {"enable_prompt_embeds": True}, "prompt embeddings"),
     ],
 )
 def test_a_refused_model_is_served_unshared(
@@ -213,13 +244,47 @@ def test_a_refused_model_is_served_unshared(
 ) -> None:
     """The real thing starts, says why, and ignores tickets."""
     vllm = start(checkpoint(name, **changes), dtype="bfloat16", **options)
-    info = vllm.side.info()
-    assert any(word in refusal for refusal in info.refusals)
-    tokens = text(300)
+    assert any(word in refusal for refusal in vllm.side.info().refusals)
+    assert_served_unshared(vllm, text(300))
+
+
+def assert_served_unshared(vllm: Any, tokens: list[int]) -> None:
+    """A ticket is ignored, and the prompt answered."""
     (answer,) = vllm.ask((tokens, vllm.ticket(tokens), "tenant"))
     assert len(answer.tokens) == 4
     assert vllm.events() == ()
     assert vllm.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > 0
+
+
+def test_inside_another_connector_nothing_is_shared(start: Any, text: Any) -> None:
+    """vLLM's MultiConnector hands neither the model nor our orders on as we need them; we say so."""
+    ours = {
+        "kv_connector": "KVShareConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kvshare": {"control_port": 0}},
+    }
+    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours]}}
+    vllm = start("llama", kv_transfer_config=outer)
+    (child,) = vllm.scheduler.connector.sub_connectors
+    (refusal,) = child._scheduler.info().refusals
+    assert "MultiConnector" in refusal
+    tokens = text(300)
+    assert len(vllm.ask((tokens, vllm.ticket(tokens), None))[0].tokens) == 4
+
+
+def test_a_taken_control_port_stops_nothing(start: Any, text: Any, caplog: Any, monkeypatch: Any) -> None:
+    """vLLM serves on without sharing, and its log says in one line what to do."""
+    from kvshare.vllm_connector import desk
+
+    monkeypatch.setattr(desk, "log", logging.getLogger("here"))  # vLLM takes handlers off its own loggers
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        served = start("llama", control_port=port)
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "here"]
+        assert f"127.0.0.1:{port}" in line
+        assert "--control-port" in line
+        assert_served_unshared(served, text(300))
 
 
 @pytest.mark.parametrize("attribute", ["lora_request", "mm_features", "prompt_embeds", "resumable"])
