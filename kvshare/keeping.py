@@ -85,7 +85,7 @@ class Keeper(Generic[TierT]):
             log.warning("prompts are not kept until the store can be written: %s", exc)
 
     def _has_all(self, node: Node) -> bool:
-        return all(segment_id in self.tier for segment_id in node.pieces.segment_ids)
+        return not self.tier.fetch(node.pieces.segment_ids).missing
 
     def _evict(self, node: Node) -> None:
         self.tier.drop(self.tree.evict(node.node_id).freed_segments)

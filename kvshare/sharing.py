@@ -1,8 +1,9 @@
 """
 The story of one request's sharing: nominate, align, plan, fetch, and later keep what was computed.
 
-`prepare` runs before prefill and never raises: whatever fails in here, the request is served unshared and the
-failure is counted. When a request has ended, the engine's keeper stores it and `remember` indexes it.
+`find_plan` runs before prefill and never raises: whatever fails in here, the request is served unshared and
+the failure is counted. It changes nothing, so `explain` calls it, too; `note_use` says that a request is served
+by what was found. When it has ended, the engine's keeper stores it and `remember` indexes it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from delta_tree import Node, NodeId, SegmentId, TokenIds, UnknownSegmentError
@@ -33,12 +34,21 @@ _MAX_ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lookup:
-    """What sharing found for a prompt. Holds the segments' memory, if it is here, until it is laid out."""
+    """
+    What sharing found for a prompt. Holds the segments' memory, if it is here, until it is laid out.
+
+    `unreadable` are donors whose KV is not all there, `unknown` prompts that only the index knows: `note_use`
+    takes them out.
+    """
 
     plan: Plan | NoPlan
     segments: Mapping[SegmentId, SegmentKV] = field(default_factory=dict)
     candidates: tuple[Candidate, ...] = ()
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    namespace: str = ""
+    seconds: float = 0.0  # all stages and the waits between them
+    unreadable: tuple[NodeId, ...] = ()
+    unknown: tuple[int, ...] = ()
 
     def report(self, num_tokens: int) -> SharingReport:
         """Tokens by source, for usage and metrics."""
@@ -86,10 +96,14 @@ class Sharing:
         """Let plans in progress finish; later ones fail open."""
         self._executor.shutdown(wait=True)
 
-    async def prepare(
+    async def find_plan(
         self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_meaning: bool = True
     ) -> Lookup:
-        """Find and plan the reuse for a prompt. Fails open: any error is NoPlan with a reason."""
+        """
+        Nominate, plan and fetch for a prompt. Changes nothing but counters of failures; `note_use` does.
+
+        Fails open: any error is NoPlan with a reason.
+        """
         if not self.wants(prompt, mode):
             return Lookup(NoPlan("off" if mode is SharingMode.OFF else "short_prompt"))
         began = time.perf_counter()
@@ -102,8 +116,36 @@ class Sharing:
             log.warning("sharing failed, the request is served without it", exc_info=exc)
             self.counters["fallback:sharing:error"] += 1
             return Lookup(NoPlan("lookup_failed"))
-        self.cost.observe_lookup(time.perf_counter() - began)
-        return Lookup(lookup.plan, lookup.segments, candidates, {**stages, **lookup.stage_seconds})
+        return replace(
+            lookup,
+            stage_seconds={**stages, **lookup.stage_seconds},
+            seconds=time.perf_counter() - began,
+        )
+
+    async def note_use(self, lookup: Lookup) -> None:
+        """
+        A request is served by this lookup: its donors were used now, and what cannot be used leaves.
+
+        Never raises.
+        """
+        if lookup.namespace:
+            self.cost.observe_lookup(lookup.seconds)
+        if not (isinstance(lookup.plan, Plan) or lookup.unreadable or lookup.unknown):
+            return
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._note_use, lookup)
+        except Exception as exc:
+            log.warning("the use of a plan was not noted", exc_info=exc)
+            self.counters["fallback:sharing:error"] += 1
+
+    def _note_use(self, lookup: Lookup) -> None:
+        if isinstance(lookup.plan, Plan):
+            for donor in lookup.plan.donors:
+                self.tree.touch(donor)
+        self.keeper.discard_unreadable(lookup.unreadable)
+        if self._owns_index:
+            for prompt_id in lookup.unknown:
+                self.keeper.note_evicted(lookup.namespace, prompt_id)
 
     def wants(self, prompt: Prompt, mode: SharingMode) -> bool:
         """Whether anything is looked up for a prompt at all."""
@@ -150,35 +192,41 @@ class Sharing:
         """
         Align, plan and fetch.
 
-        Donors may be evicted, or get better KV, while this runs; then the rest is planned again. A donor
-        whose KV is really gone leaves the tree.
+        Donors may be evicted, or get better KV, while this runs; then the rest is planned again, without
+        donors whose KV is really gone.
         """
         stages = {"plan": 0.0, "load": 0.0}
+        nodes = self.own_nodes(namespace, candidates)
+        found = Lookup(
+            NoPlan("kv_gone"),
+            candidates=tuple(candidates),
+            stage_seconds=stages,
+            namespace=namespace,
+            unknown=tuple(c.prompt_id for c in candidates if self.tree.get(NodeId(c.prompt_id)) is None),
+        )
         for attempt in range(_MAX_ATTEMPTS):
-            nodes = self.own_nodes(namespace, candidates)
             if attempt and not nodes:
                 break
             began = time.perf_counter()
             try:
                 plan = self._make_plan(token_ids, nodes, mode)
             except UnknownSegmentError:
+                nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
                 continue
             finally:
                 stages["plan"] += time.perf_counter() - began
             if isinstance(plan, NoPlan):
-                return Lookup(plan, stage_seconds=stages)
+                return replace(found, plan=plan)
             began = time.perf_counter()
             fetched = self.tier.fetch({copy.segment_id for copy in plan.copies})
             stages["load"] += time.perf_counter() - began
             if not fetched.missing:
-                for donor in plan.donors:
-                    self.tree.touch(donor)
-                return Lookup(plan, fetched.segments, stage_seconds=stages)
+                return replace(found, plan=plan, segments=fetched.segments)
             self.counters["fallback:tier:missing"] += 1
-            self.keeper.discard_unreadable(
-                copy.donor for copy in plan.copies if copy.segment_id in fetched.missing
-            )
-        return Lookup(NoPlan("kv_gone"), stage_seconds=stages)
+            unreadable = (copy.donor for copy in plan.copies if copy.segment_id in fetched.missing)
+            found = replace(found, unreadable=tuple(dict.fromkeys([*found.unreadable, *unreadable])))
+            nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
+        return found
 
     def _make_plan(self, token_ids: TokenIds, nodes: Sequence[Node], mode: SharingMode) -> Plan | NoPlan:
         return make_plan(
@@ -190,14 +238,16 @@ class Sharing:
             rates=self.cost.rates,
         )
 
-    def own_nodes(self, namespace: str, candidates: Sequence[Candidate]) -> list[Node]:
-        """The candidates' nodes. The index filtered by namespace already; the truth is checked again here."""
+    def own_nodes(
+        self, namespace: str, candidates: Sequence[Candidate], *, without: Collection[NodeId] = ()
+    ) -> list[Node]:
+        """
+        The candidates' nodes but for some. The index filtered by namespace; the truth is checked again here.
+        """
         nodes = []
         for candidate in candidates:
             node = self.tree.get(NodeId(candidate.prompt_id))
-            if node is None:
-                if self._owns_index:
-                    self.keeper.note_evicted(namespace, candidate.prompt_id)
+            if node is None or node.node_id in without:
                 continue
             if node.namespace != namespace:
                 self.counters["isolation_denials"] += 1

@@ -49,7 +49,6 @@ class MemoryTier:
             return None
         segment, checksum = entry
         if verify and segment.checksum() != checksum:
-            self.drop([segment_id])
             return None
         return segment
 

@@ -117,7 +117,9 @@ def donor_for(sharing: Sharing, model: EmbeddedModel, tokens: TokenIds, **where:
 
 
 async def look_up(sharing: Sharing, wanted: Prompt, *, namespace: str = "ns") -> Lookup:
-    return await sharing.prepare(namespace, wanted, SharingMode.APPROX)
+    found = await sharing.find_plan(namespace, wanted, SharingMode.APPROX)
+    await sharing.note_use(found)
+    return found
 
 
 async def test_any_failure_in_the_lookup_serves_the_request_unshared(model: EmbeddedModel) -> None:
@@ -162,6 +164,34 @@ async def test_a_donor_whose_bytes_are_gone_is_a_miss(model: EmbeddedModel) -> N
     assert lookup.plan == NoPlan("kv_gone")
     assert sharing.counters["fallback:tier:missing"] == 1
     assert sharing.tree.get(node.node_id) is None
+
+
+async def test_looking_up_changes_nothing(model: EmbeddedModel) -> None:
+    """Neither the order of eviction nor a node nor the cost model: `explain` may ask as often as it likes."""
+    sharing = sharing_with(FixedNominator(), model)
+    wanted = prompt(200)
+    donor = donor_for(sharing, model, wanted.token_ids)
+    before = (sharing.tree.node(donor.node_id), sharing.cost.rates, dict(sharing.counters))
+    for _ in range(3):
+        lookup = await sharing.find_plan("ns", wanted, SharingMode.APPROX)
+        assert isinstance(lookup.plan, Plan)
+    assert (sharing.tree.node(donor.node_id), sharing.cost.rates, dict(sharing.counters)) == before
+    await sharing.note_use(lookup)
+    used = sharing.tree.node(donor.node_id)
+    assert (used.num_hits, used.last_used_at >= donor.last_used_at) == (1, True)
+
+
+async def test_looking_up_evicts_nobody(model: EmbeddedModel) -> None:
+    """A donor whose KV is gone stays until a request is served by what was found without it."""
+    sharing = sharing_with(FixedNominator(), model)
+    wanted = prompt(200)
+    donor = donor_for(sharing, model, wanted.token_ids)
+    sharing.tier.drop(donor.pieces.segment_ids)
+    lookup = await sharing.find_plan("ns", wanted, SharingMode.APPROX)
+    assert (lookup.plan, lookup.unreadable) == (NoPlan("kv_gone"), (donor.node_id,))
+    assert sharing.tree.get(donor.node_id) is not None
+    await sharing.note_use(lookup)
+    assert sharing.tree.get(donor.node_id) is None
 
 
 async def test_corrupt_bytes_are_a_miss(model: EmbeddedModel) -> None:
@@ -328,5 +358,5 @@ async def test_meaning_is_searched_only_where_prefill_takes_long(model: Embedded
     sharing = sharing_with(nominator, model)
     sharing.limits = replace(sharing.limits, dense_min_prefill_s=0.5)  # 500 tokens at the prior rate
     for length, mode in ((499, "approx"), (500, "approx"), (500, "exact")):
-        await sharing.prepare("ns", prompt(length), SharingMode(mode))
+        await sharing.find_plan("ns", prompt(length), SharingMode(mode))
     assert nominator.dense == [False, True, False]

@@ -244,7 +244,8 @@ class EmbeddedEngine(GeneratingEngine):
             namespace = request.namespace.digest
             if self._sharing.wants(request.prompt, request.mode):
                 await self._background.caught_up(namespace, timeout_s=_SETTLE_S)
-            lookup = await self._sharing.prepare(namespace, request.prompt, request.mode)
+            lookup = await self._sharing.find_plan(namespace, request.prompt, request.mode)
+            await self._sharing.note_use(lookup)
             report = lookup.report(request.prompt.num_tokens)
             queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
             task = Task(
@@ -297,7 +298,7 @@ class EmbeddedEngine(GeneratingEngine):
         )
 
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:
-        lookup = await self._sharing.prepare(request.namespace.digest, request.prompt, request.mode)
+        lookup = await self._sharing.find_plan(request.namespace.digest, request.prompt, request.mode)
         nodes = self._sharing.own_nodes(request.namespace.digest, lookup.candidates)
         planning = Planning(
             self._tree.segment,

@@ -58,6 +58,7 @@ class Dispatcher:
         elif order.prompt is not None:
             reason = "off" if order.mode is SharingMode.OFF else "short_prompt"
         if option is not None and option.replica.serves and option.lookup is not None:
+            await self._sharing.note_use(option.lookup)
             return self._planned(order, option, option.lookup)
         return self._unplanned(order, reason)
 
@@ -113,7 +114,7 @@ class Dispatcher:
     async def _look_up(self, order: Order, replica: Replica, *, by_meaning: bool) -> Option:
         assert order.prompt is not None, "checked by the callers"
         namespace = namespace_at(replica, order.owner).digest
-        lookup = await self._sharing.prepare(namespace, order.prompt, order.mode, by_meaning=by_meaning)
+        lookup = await self._sharing.find_plan(namespace, order.prompt, order.mode, by_meaning=by_meaning)
         return Option(replica, lookup, namespace)
 
     def _planned(self, order: Order, option: Option, lookup: Lookup) -> Dispatch:

@@ -44,4 +44,6 @@ def test_one_flipped_value_is_a_miss(dtype: torch.dtype) -> None:
         assert tier.get(SegmentId(number), verify=True) is kv
         getattr(kv, name)[1, 3, 2, 7] += 1
         assert tier.get(SegmentId(number), verify=True) is None
+        assert tier.fetch([SegmentId(number)]).missing == {SegmentId(number)}
+        tier.drop([SegmentId(number)])
     assert tier.num_bytes == 0
