@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Self
 
 from kvshare.plan import Estimate
+from kvshare.settings import CostSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,16 @@ class CostModel:
         self._smoothing = smoothing
         self._bytes_per_token = bytes_per_token
         self._lock = threading.Lock()
+
+    @classmethod
+    def from_settings(cls, settings: CostSettings, *, bytes_per_token: int) -> Self:
+        """What config.yaml says, until something is measured."""
+        return cls(
+            prior_prefill_tokens_per_s=settings.prior_prefill_tokens_per_s,
+            prior_load_bytes_per_s=settings.prior_load_bytes_per_s,
+            smoothing=settings.smoothing,
+            bytes_per_token=bytes_per_token,
+        )
 
     @property
     def rates(self) -> Rates:

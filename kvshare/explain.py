@@ -19,7 +19,7 @@ from delta_tree import (
     common_prefix_length,
     compose,
 )
-from kvshare.cost import Rates
+from kvshare.cost import CostModel, Rates
 from kvshare.errors import StoreError
 from kvshare.plan import NoPlan, Plan
 from kvshare.planner import PlannerLimits, make_plan
@@ -96,8 +96,8 @@ def explain_offline(
     with tree:
         candidates = _by_fingerprints(tree, prompt.token_ids, settings)
         nodes = [tree.node(NodeId(candidate.prompt_id)) for candidate in candidates]
-        limits = PlannerLimits(sharing=settings.sharing, repair=settings.repair)
-        rates = Rates(settings.cost.prior_prefill_tokens_per_s, settings.cost.prior_load_bytes_per_s)
+        limits = PlannerLimits.from_settings(settings)
+        rates = CostModel.from_settings(settings.cost, bytes_per_token=0).rates
         planning = Planning(tree.segment, limits, rates, approximate=settings.sharing.mode == "approx")
         plan = make_plan(
             prompt.token_ids,

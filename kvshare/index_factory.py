@@ -57,7 +57,7 @@ class ServedIndex:
         Raises:  ConfigError for settings that cannot work
         """
         embedder = await asyncio.to_thread(_load_embedder, self._settings)
-        settings = _nominator_settings(self._settings)
+        settings = nominator_settings(self._settings)
         self._index = self._backend(settings.schema(embedder))
         self.nominator = Nominator(self._index, embedder=embedder, settings=settings)
         self._forgotten = list(forgotten)
@@ -165,7 +165,8 @@ def _load_embedder(settings: IndexSettings) -> TextEmbedder | None:
     return embedder
 
 
-def _nominator_settings(settings: IndexSettings) -> NominatorSettings:
+def nominator_settings(settings: IndexSettings) -> NominatorSettings:
+    """What config.yaml says of nomination."""
     return NominatorSettings(
         kgram=settings.kgram,
         window=settings.window,

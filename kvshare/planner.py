@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from delta_tree import (
     Composition,
@@ -26,7 +27,7 @@ from delta_tree import (
 from kvshare.cost import Rates
 from kvshare.plan import NoPlan, Plan, clip, without
 from kvshare.repair import structural_repairs
-from kvshare.settings import RepairSettings, SharingSettings
+from kvshare.settings import RepairSettings, Settings, SharingSettings
 
 _SMALL_SHIFT_FRACTION = 0.1  # of the prompt: in a short one 512 tokens would reach past every document
 
@@ -40,6 +41,17 @@ class PlannerLimits:
     can_move_keys: bool = True
     min_saved_s: float = 0.0
     dense_min_prefill_s: float = 0.0  # search by meaning only where prefill would take this long
+
+    @classmethod
+    def from_settings(cls, settings: Settings, *, can_move_keys: bool = True) -> Self:
+        """What config.yaml says, for an engine that can or cannot move keys."""
+        return cls(
+            sharing=settings.sharing,
+            repair=settings.repair,
+            can_move_keys=can_move_keys,
+            min_saved_s=settings.cost.min_saved_s,
+            dense_min_prefill_s=settings.index.dense_min_prefill_s,
+        )
 
 
 def make_plan(

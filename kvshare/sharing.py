@@ -1,9 +1,9 @@
 """
 The story of one request's sharing: nominate, align, plan, fetch, and later keep what was computed.
 
-`find_plan` runs before prefill and never raises: whatever fails in here, the request is served unshared and
-the failure is counted. It changes nothing, so `explain` calls it, too; `note_use` says that a request is served
-by what was found. When it has ended, the engine's keeper stores it and `remember` indexes it.
+`find_plan` runs before prefill and never raises: whatever fails, the request is served unshared and
+the failure is counted. It changes nothing, so `explain` calls it, too; `note_use` says that a request is
+served by what was found. When it has ended, the keeper of the engine stores it and `remember` indexes it.
 """
 
 from __future__ import annotations

@@ -195,19 +195,8 @@ class EmbeddedEngine(GeneratingEngine):
         return Sharing(
             keeper=self._keeper,
             nominator=nominator,
-            limits=PlannerLimits(
-                sharing=settings.sharing,
-                repair=settings.repair,
-                can_move_keys=self._model.rotation is not None,
-                min_saved_s=settings.cost.min_saved_s,
-                dense_min_prefill_s=settings.index.dense_min_prefill_s,
-            ),
-            cost=CostModel(
-                prior_prefill_tokens_per_s=settings.cost.prior_prefill_tokens_per_s,
-                prior_load_bytes_per_s=settings.cost.prior_load_bytes_per_s,
-                smoothing=settings.cost.smoothing,
-                bytes_per_token=self._model.geometry.bytes_per_token,
-            ),
+            limits=PlannerLimits.from_settings(settings, can_move_keys=self._model.rotation is not None),
+            cost=CostModel.from_settings(settings.cost, bytes_per_token=self._model.geometry.bytes_per_token),
             owns_index=settings.index.backend != "server",
         )
 

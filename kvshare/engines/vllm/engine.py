@@ -169,18 +169,8 @@ class VllmEngine(Engine):
         self._sharing = Sharing(
             keeper=self._keeper,
             nominator=nominator,
-            limits=PlannerLimits(
-                sharing=settings.sharing,
-                repair=settings.repair,
-                min_saved_s=settings.cost.min_saved_s,
-                dense_min_prefill_s=settings.index.dense_min_prefill_s,
-            ),
-            cost=CostModel(
-                prior_prefill_tokens_per_s=settings.cost.prior_prefill_tokens_per_s,
-                prior_load_bytes_per_s=settings.cost.prior_load_bytes_per_s,
-                smoothing=settings.cost.smoothing,
-                bytes_per_token=0,
-            ),
+            limits=PlannerLimits.from_settings(settings),
+            cost=CostModel.from_settings(settings.cost, bytes_per_token=0),
             owns_index=settings.index.backend != "server",
         )
         opened.callback(self._sharing.close)

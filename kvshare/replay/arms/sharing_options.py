@@ -11,6 +11,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from kvshare.index_factory import nominator_settings
 from kvshare.planner import PlannerLimits
 from kvshare.settings import Settings
 from vector_index import NominatorSettings
@@ -53,16 +54,12 @@ class SharingOptions:
 
     def limits(self, settings: Settings) -> PlannerLimits:
         """The planner's limits."""
-        sharing, repair = settings.sharing, settings.repair
+        repair = settings.repair
         changes = {name: value for name in _LIMITS if (value := getattr(self, name)) is not None}
-        sharing = sharing.model_copy(update=changes)
+        sharing = settings.sharing.model_copy(update=changes)
+        limits = PlannerLimits.from_settings(settings)
         if not self.open_gates:
-            return PlannerLimits(
-                sharing=sharing,
-                repair=repair,
-                min_saved_s=settings.cost.min_saved_s,
-                dense_min_prefill_s=settings.index.dense_min_prefill_s,
-            )
+            return replace(limits, sharing=sharing)
         return PlannerLimits(
             sharing=sharing.model_copy(
                 update={
@@ -82,14 +79,12 @@ class SharingOptions:
     def nominator(self, settings: Settings) -> NominatorSettings:
         """The nominator's settings."""
         index = settings.index
-        kept = NominatorSettings(
+        kept = replace(
+            nominator_settings(index),
             kgram=self.kgram or index.kgram,
             window=self.window or index.window,
-            block_size=index.block_size,
             max_candidates=self.max_candidates or index.max_candidates,
             max_distance=index.max_distance if self.max_distance is None else self.max_distance,
-            dense_min_tokens=index.dense_min_tokens,
-            dense_min_uncovered=index.dense_min_uncovered,
             search_timeout_s=_NO_TIMEOUT_S,
             embed_timeout_s=_NO_TIMEOUT_S,
             write_timeout_s=_NO_TIMEOUT_S,
