@@ -7,7 +7,7 @@ no tensors, no HTTP, no vector index.
 """
 
 from delta_tree.align import align, common_prefix_length, common_runs, common_suffix_length
-from delta_tree.answers import Eviction, Insertion, Sharing, TreeStats
+from delta_tree.answers import Eviction, Insertion, Sharing
 from delta_tree.compose import compose
 from delta_tree.composition import Composition, Copy, DonorReason, DonorReport
 from delta_tree.edits import Edit, Match, Op
@@ -40,6 +40,7 @@ from delta_tree.pieces import Piece, PieceTable, merge_pieces
 from delta_tree.script import EditScript
 from delta_tree.spans import Span, TokenIds, gaps, merge, token_ids
 from delta_tree.storage import check_unlocked, discard_store, set_aside
+from delta_tree.totals import TreeStats
 from delta_tree.tree import DeltaTree
 
 __all__ = [

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from delta_tree.forest import Forest
 from delta_tree.node import Node, NodeId, SegmentId
 from delta_tree.spans import Span, merge
+from delta_tree.totals import TreeStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +39,6 @@ class Sharing:
 
     node_id: NodeId
     num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class TreeStats:
-    """Figures over all nodes, or those of one namespace."""
-
-    num_nodes: int
-    num_roots: int
-    num_pinned: int
-    num_segments: int
-    num_tokens: int  # of all prompts together
-    num_stored_tokens: int  # of all segments: what the prompts cost once they share
-    num_bytes: int  # KV bytes of all segments
-    max_depth: int  # nodes on the longest way from a root; 0 without nodes
 
 
 def measure(forest: Forest, nodes: Iterable[Node]) -> TreeStats:

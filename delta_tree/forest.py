@@ -7,7 +7,7 @@ memory and what is on disk never differ. The forest neither locks nor stores; tr
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,8 @@ import numpy as np
 from delta_tree.errors import UnknownNodeError, UnknownSegmentError
 from delta_tree.node import Node, NodeId, Segment, SegmentId
 from delta_tree.spans import TokenIds
+from delta_tree.totals import Totals
+from delta_tree.use_order import UseOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Forest:
         # Dictionaries as ordered sets: a template may have a hundred thousand children.
         self._children: dict[NodeId, dict[NodeId, None]] = {}
         self._by_prompt: dict[bytes, NodeId] = {}
+        self.totals = Totals(lambda node_id: self._children.get(node_id, ()))
+        self.use_order = UseOrder()
 
     def node(self, node_id: NodeId) -> Node:
         """
@@ -118,6 +122,7 @@ class Forest:
         unclaimed = {segment.segment_id for segment in change.put_segments}
         for segment in change.put_segments:
             self.segments[segment.segment_id] = segment
+            self.totals.put_segment(segment)
         for node in change.put_nodes:
             old = self.nodes.get(node.node_id)
             self.nodes[node.node_id] = node
@@ -130,13 +135,24 @@ class Forest:
             if old is None or old.parent != node.parent:
                 self._detach(old)
                 self._attach(node)
+            self.totals.put_node(node, old)
+            if old is None or _use_of(old) != _use_of(node):
+                self.use_order.put(node)
         for node_id in change.dropped_nodes:
             node = self.nodes.pop(node_id)
             del self._by_prompt[prompt_key(node.namespace, node.token_ids)]
             self._release(node)
             self._detach(node)
+            self.totals.drop_node(node)
+            self.use_order.remove(node)
         for segment_id in change.dropped_segments:
-            del self.segments[segment_id]
+            self.totals.drop_segment(self.segments.pop(segment_id))
+
+    def restore(self, segments: Sequence[Segment], nodes: Sequence[Node]) -> None:
+        """Take what was stored into an empty forest."""
+        # A child may be stored before its parent: it had another one when it was written.
+        self.apply(Change(put_segments=tuple(segments), put_nodes=tuple(nodes)))
+        self.use_order.restore(nodes)
 
     def _refer(self, node: Node, unclaimed: set[SegmentId]) -> None:
         for segment_id in node.pieces.segment_ids:
@@ -164,6 +180,10 @@ class Forest:
         siblings.pop(node.node_id, None)
         if not siblings:
             del self._children[node.parent]
+
+
+def _use_of(node: Node) -> tuple[float, int, bool]:
+    return node.last_used_at, node.num_hits, node.pinned
 
 
 def recompose(forest: Forest, dropped: Collection[NodeId]) -> tuple[Node, ...]:

@@ -6,12 +6,11 @@ nodes takes the tree's lock for as long as it counts.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from delta_tree import spans
 from delta_tree.answers import (
     Sharing,
-    TreeStats,
     measure,
     owned_bytes,
     shared_with,
@@ -20,6 +19,7 @@ from delta_tree.answers import (
 from delta_tree.forest import Forest
 from delta_tree.node import Node, NodeId, Segment, SegmentId
 from delta_tree.spans import TokenIds
+from delta_tree.totals import TreeStats
 
 
 class TreeReader:
@@ -87,11 +87,27 @@ class TreeReader:
 
     def eviction_candidates(self, namespace: str | None = None) -> tuple[Node, ...]:
         """The nodes that are not pinned, least recently used first."""
-        unpinned = [node for node in self.nodes(namespace) if not node.pinned]
-        return tuple(sorted(unpinned, key=lambda node: node.last_used_at))
+        with self._lock:
+            return tuple(self._forest.nodes[node_id] for node_id in self._forest.use_order.ids(namespace))
+
+    def least_recently_used(
+        self, namespace: str | None = None, *, without: Container[NodeId] = ()
+    ) -> Node | None:
+        """The node to evict first: not pinned, and none of `without`; None if there is none."""
+        with self._lock:
+            ids = self._forest.use_order.ids(namespace)
+            node_id = next((node_id for node_id in ids if node_id not in without), None)
+            return None if node_id is None else self._forest.nodes[node_id]
+
+    def pinned(self) -> frozenset[NodeId]:
+        """The nodes that eviction passes over."""
+        with self._lock:
+            return self._forest.totals.pinned
 
     def stats(self, namespace: str | None = None) -> TreeStats:
-        """Figures over all nodes, or those of one namespace."""
+        """Figures over all nodes, at hand without a lock, or over those of one namespace, counted now."""
+        if namespace is None:
+            return self._forest.totals.stats()
         with self._lock:
             return measure(self._forest, self.nodes(namespace))
 

@@ -77,7 +77,7 @@ class DeltaTree(TreeReader):
         storage = Storage.open(path, identity=identity, read_only=read_only)
         try:
             segments, nodes = storage.load()
-            forest.apply(Change(put_segments=tuple(segments), put_nodes=tuple(nodes)))
+            forest.restore(segments, nodes)
             check_forest(forest)
         except InvalidNodeError as exc:
             storage.close()

@@ -41,6 +41,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.model: dict[tuple[str, tuple[int, ...]], Known] = {}
         self.num_bytes: dict[SegmentId, int] = {}
+        self.unpinned: set[NodeId] = set()  # since their last use
 
     @initialize()
     def start(self) -> None:
@@ -120,6 +121,8 @@ class TreeMachine(RuleBasedStateMachine):
     def pin(self, data: st.DataObject, pinned: bool) -> None:
         """Pin or unpin a node."""
         known = self.model[self.key_of(data)]
+        if known.pinned and not pinned:
+            self.unpinned.add(known.node_id)  # it is the last in the order now
         known.pinned = pinned
         (self.tree.pin if pinned else self.tree.unpin)(known.node_id)
 
@@ -127,7 +130,9 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
         """Use a node."""
-        self.tree.touch(self.model[self.key_of(data)].node_id)
+        node_id = self.model[self.key_of(data)].node_id
+        self.unpinned.discard(node_id)
+        self.tree.touch(node_id)
 
     @rule(namespace=st.sampled_from(NAMESPACES))
     def purge(self, namespace: str) -> None:
@@ -158,6 +163,7 @@ class TreeMachine(RuleBasedStateMachine):
             for n in self.tree.nodes()
         ]
         self.tree.close()
+        self.unpinned.clear()
         self.tree = DeltaTree.open(self.folder / "tree.sqlite", identity="model")
         after = [
             (n.node_id, n.script, n.pieces, n.exact_length, n.num_hits, n.last_used_at)
@@ -178,6 +184,20 @@ class TreeMachine(RuleBasedStateMachine):
             assert self.tree.find(*key) is node
 
     @invariant()
+    def the_least_recently_used_leave_first(self) -> None:
+        """The order kept at hand is that of the times, and pinned nodes are not in it."""
+        for namespace in (None, *NAMESPACES):
+            order = self.tree.eviction_candidates(namespace)
+            held = {n.node_id for n in self.tree.nodes(namespace) if not n.pinned}
+            assert {node.node_id for node in order} == held
+            unmoved = [n.last_used_at for n in order if n.node_id not in self.unpinned]
+            assert unmoved == sorted(unmoved)
+            assert self.tree.least_recently_used(namespace) is (order[0] if order else None)
+            if order:
+                skipped = self.tree.least_recently_used(namespace, without={order[0].node_id})
+                assert skipped is (order[1] if len(order) > 1 else None)
+
+    @invariant()
     def no_parent_dangles(self) -> None:
         """Every parent exists, lists its child, and its script leads to the child."""
         for node in self.tree.nodes():
@@ -196,6 +216,11 @@ class TreeMachine(RuleBasedStateMachine):
         assert {s.segment_id for s in self.tree.segments()} == counts.keys()
         assert all(self.tree.reference_count(s) == n for s, n in counts.items())
         stats = self.tree.stats()
+        whole = [self.tree.stats(namespace) for namespace in NAMESPACES]
+        for figure in ("num_nodes", "num_roots", "num_pinned", "num_segments", "num_tokens"):
+            assert getattr(stats, figure) == sum(getattr(one, figure) for one in whole)
+        assert stats.num_stored_tokens == sum(one.num_stored_tokens for one in whole)
+        assert stats.max_depth == max(one.max_depth for one in whole)
         assert stats.num_bytes == sum(self.num_bytes[s] for s in counts)
         assert stats.num_nodes == len(self.model)
         roots = [n for n in self.tree.nodes() if n.parent is None]
