@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from kvshare.engines.base import Prompt, SharingMode, SharingReport
 from kvshare.keeping import Keeper, TierT
 from kvshare.plan import NoPlan, Plan
 from kvshare.planner import PlannerLimits, make_plan
-from vector_index import Candidate, Nominator, PromptText
+from vector_index import Candidate, Nomination, Nominator, PromptText
 
 if TYPE_CHECKING:
     from kvshare.kv.segment import SegmentKV  # imports torch
@@ -47,6 +47,7 @@ class Lookup:
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     namespace: str = ""
     seconds: float = 0.0  # all stages and the waits between them
+    num_failures: int = 0  # of the nominator's parts
     unreadable: tuple[NodeId, ...] = ()
     unknown: tuple[int, ...] = ()
 
@@ -80,8 +81,13 @@ class Sharing:
         limits: PlannerLimits,
         cost: CostModel,
         owns_index: bool = True,
+        executor: Executor | None = None,
     ) -> None:
-        """`owns_index`: nobody else writes to the index, so what the tree does not know may be taken out."""
+        """
+        `owns_index`: nobody else writes to the index, so what the tree does not know may be taken out.
+
+        Plans are made in `executor`, by default in a thread of their own.
+        """
         self.keeper = keeper
         self.tree = keeper.tree
         self.tier = keeper.tier
@@ -90,7 +96,7 @@ class Sharing:
         self.limits = limits
         self.cost = cost
         self._owns_index = owns_index
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-plan")
+        self._executor = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-plan")
 
     def close(self) -> None:
         """Let plans in progress finish; later ones fail open."""
@@ -108,9 +114,9 @@ class Sharing:
             return Lookup(NoPlan("off" if mode is SharingMode.OFF else "short_prompt"))
         began = time.perf_counter()
         try:
-            candidates, stages = await self._nominate(namespace, prompt, mode, by_meaning=by_meaning)
+            nomination = await self._nominate(namespace, prompt, mode, by_meaning=by_meaning)
             lookup = await asyncio.get_running_loop().run_in_executor(
-                self._executor, self._plan, namespace, prompt.token_ids, candidates, mode
+                self._executor, self._plan, namespace, prompt.token_ids, nomination.candidates, mode
             )
         except Exception as exc:
             log.warning("sharing failed, the request is served without it", exc_info=exc)
@@ -118,7 +124,8 @@ class Sharing:
             return Lookup(NoPlan("lookup_failed"))
         return replace(
             lookup,
-            stage_seconds={**stages, **lookup.stage_seconds},
+            stage_seconds={**nomination.stage_seconds, **lookup.stage_seconds},
+            num_failures=len(nomination.failures),
             seconds=time.perf_counter() - began,
         )
 
@@ -176,7 +183,7 @@ class Sharing:
 
     async def _nominate(
         self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_meaning: bool
-    ) -> tuple[tuple[Candidate, ...], dict[str, float]]:
+    ) -> Nomination:
         prefill_s = prompt.num_tokens / self.cost.rates.prefill_tokens_per_s
         pays = by_meaning and prefill_s >= self.limits.dense_min_prefill_s
         nomination = await self.nominator.nominate(
@@ -184,7 +191,7 @@ class Sharing:
         )
         for failure in nomination.failures:
             self.counters[f"fallback:{failure.component}:{failure.reason}"] += 1
-        return tuple(nomination.candidates), dict(nomination.stage_seconds)
+        return nomination
 
     def _plan(
         self, namespace: str, token_ids: TokenIds, candidates: Sequence[Candidate], mode: SharingMode

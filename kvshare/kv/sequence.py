@@ -29,6 +29,11 @@ class SequenceKV:
     def capacity(self) -> int:
         return self.k.shape[1]
 
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one slot, all layers."""
+        return self.geometry.bytes_per_token
+
     def reserve(self, num_tokens: int) -> None:
         """Grow so that `num_tokens` slots exist; doubling, so that decoding copies rarely."""
         if num_tokens <= self.capacity:

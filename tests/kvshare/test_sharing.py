@@ -10,11 +10,11 @@ from delta_tree import DeltaTree, Node, TokenIds, token_ids
 from kvshare.bench.random_models import tiny_model
 from kvshare.cost import CostModel
 from kvshare.engines.base import Prompt, SharingMode
-from kvshare.engines.embedded.keeping import Computed, MemoryKeeper
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.memory_tier import MemoryTier
 from kvshare.plan import NoPlan, Plan
 from kvshare.planner import PlannerLimits
+from kvshare.retention import Computed, MemoryKeeper
 from kvshare.settings import load_settings
 from kvshare.sharing import Lookup, Sharing
 from vector_index import (

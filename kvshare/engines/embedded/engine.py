@@ -37,7 +37,6 @@ from kvshare.engines.base import (
     Started,
 )
 from kvshare.engines.embedded.admission import Admission
-from kvshare.engines.embedded.keeping import Computed, MemoryKeeper
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.scheduler import Scheduler
 from kvshare.engines.embedded.task import Task
@@ -57,6 +56,7 @@ from kvshare.kv.memory_tier import MemoryTier
 from kvshare.metadata import check_not_in_use, open_emptied_tree
 from kvshare.namespace import Namespace
 from kvshare.planner import PlannerLimits
+from kvshare.retention import Computed, MemoryKeeper
 from kvshare.served_model import find_model
 from kvshare.settings import Settings
 from kvshare.sharing import Sharing

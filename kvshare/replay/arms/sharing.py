@@ -1,43 +1,66 @@
 """
-The `kvshare` arms: the real nominator over Qdrant Edge, the real delta tree and planner; only the KV is
-missing.
+The `kvshare` arms: the sharing that serves (`kvshare/sharing.py`, `kvshare/retention.py`) over the real index
+and tree, with KV that has a size and no bytes.
 
-Follows `kvshare/sharing.py` step by step, one request at a time and without a clock in any decision.
+One request at a time, rates that are never measured, and no clock in any decision.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import tempfile
-import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from delta_tree import Node, NodeId, Span, gaps, merge
-from kvshare.cost import Rates
-from kvshare.drafting import FinishedSequence
+from delta_tree import DeltaTree, NodeId, SegmentId, Span, gaps, merge
+from kvshare.cost import CostModel
+from kvshare.engines.base import Prompt, SharingMode
 from kvshare.plan import NoPlan, Plan
 from kvshare.planner import PlannerLimits, make_plan
 from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
-from kvshare.replay.arms.books import Books
 from kvshare.replay.arms.losses import Losses, SecondLook
 from kvshare.replay.arms.meanings import prompt_text
 from kvshare.replay.arms.sharing_options import SharingOptions
+from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
-from vector_index import Nomination, Nominator, QdrantEdgeIndex
+from kvshare.retention import Computed, MemoryKeeper
+from kvshare.sharing import Lookup, Sharing
+from vector_index import Nominator, QdrantEdgeIndex
 
 _MAINTAIN_EVERY = 1000  # requests between two flushes of the index
+_ERRORS = ("fallback:sharing:error", "fallback:commit:error", "fallback:commit:refused")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    plan: Plan | NoPlan
-    nodes: tuple[Node, ...]
-    nomination: Nomination | None
-    lookup_s: float = 0.0
-    plan_s: float = 0.0
+class _Inline(Executor):
+    """Runs what it is given at once: a replay needs no threads."""
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        future: Future[_T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as exc:  # noqa: BLE001  the caller of the future gets it
+            future.set_exception(exc)
+        return future
+
+
+def _tree(seed: int) -> DeltaTree:
+    """Ids come from the seed and times are counted, so that ties are broken the same way in every run."""
+    draw = random.Random(seed)
+    ticks = itertools.count(1)
+    return DeltaTree.open(
+        None,
+        identity=None,
+        clock=lambda: float(next(ticks)),
+        new_id=lambda: NodeId(draw.randrange(1, 2**53)),
+    )
 
 
 class SharingArm(Arm):
@@ -59,20 +82,34 @@ class SharingArm(Arm):
             raise ValueError(f"{name} needs embeddings")
         settings, per_token = bench.settings, bench.bytes_per_token
         self._limits = self.sharing.limits(settings)
-        self._rates = Rates(
-            bench.prefill_tokens_per_s, settings.cost.prior_load_bytes_per_s, bytes_per_token=per_token
-        )
-        self._books = Books(
-            bytes_per_token=per_token,
-            max_bytes=None if capacity_tokens is None else capacity_tokens * per_token,
+        self._kv = WeightlessSequence(per_token)
+        segment_ids = itertools.count(1)
+        self._keeper: MemoryKeeper[WeightlessKV] = MemoryKeeper(
+            _tree(bench.seed),
+            WeightlessTier(None if capacity_tokens is None else capacity_tokens * per_token),
             min_tokens=self._limits.sharing.min_prompt_tokens,
-            seed=bench.seed,
+            new_id=lambda: SegmentId(next(segment_ids)),
+        )
+        self._loop = asyncio.new_event_loop()
+        self._open_index()
+        self._core = Sharing(
+            keeper=self._keeper,
+            nominator=self._nominator,
+            limits=self._limits,
+            cost=CostModel(
+                prior_prefill_tokens_per_s=bench.prefill_tokens_per_s,
+                prior_load_bytes_per_s=settings.cost.prior_load_bytes_per_s,
+                smoothing=0.0,  # what this machine measures must not change a result
+                bytes_per_token=per_token,
+            ),
+            executor=_Inline(),
         )
         explains = bench.explain_losses and not self.sharing.open_gates
-        self._second_look = SecondLook(self.sharing, settings, self._books.tree.segment) if explains else None
+        self._second_look = (
+            SecondLook(self.sharing, settings, self._keeper.tree.segment) if explains else None
+        )
         self._owners: dict[NodeId, Asker] = {}
         self._num_observed = 0
-        self._open_index()
 
     def _open_index(self) -> None:
         settings = self.sharing.nominator(self.bench.settings)
@@ -80,7 +117,6 @@ class SharingArm(Arm):
         self._folder = tempfile.TemporaryDirectory(prefix="kvshare-replay-")
         self._index = QdrantEdgeIndex(settings.schema(embedder), Path(self._folder.name))
         self._nominator = Nominator(self._index, embedder=embedder, settings=settings)
-        self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._index.open())
 
     @property
@@ -92,96 +128,85 @@ class SharingArm(Arm):
 
     def close(self) -> None:
         self._nominator.close()
+        self._core.close()
         self._loop.run_until_complete(self._index.close())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
         self._folder.cleanup()
 
     async def _observe(self, request: TokenizedRequest) -> Outcome:
-        found = await self._look_up(request)
-        plan = found.plan
+        namespace = request.logged.namespace
+        prompt = Prompt(request.token_ids, prompt_text(request))
+        lookup = await self._core.find_plan(
+            namespace, prompt, SharingMode.APPROX, by_meaning=self.sharing.uses_meaning
+        )
+        plan = lookup.plan
         donors = plan.donors if isinstance(plan, Plan) else ()
         cross_user = any_of(request.logged.asker.is_other(self._owners[donor]) for donor in donors)
-        losses = self._losses(request, found)
-        self._books.touch(donors)
+        losses = self._losses(request, lookup)
+        self._keeper.hold(plan)
+        await self._core.note_use(lookup)
         await self._remember(request, plan)
+        self._keeper.release(plan)
+        self._check_counters()
+        plan_s = sum(lookup.stage_seconds.get(stage, 0.0) for stage in ("plan", "load"))
         return replace(
             _outcome(plan, with_repairs=self.sharing.open_gates),
             num_donors=len(donors),
             cross_user=cross_user,
-            lookup_s=found.lookup_s,
-            plan_s=found.plan_s,
-            num_stored_bytes=self._books.num_bytes,
-            distance=_distance(found.nomination),
+            lookup_s=max(0.0, lookup.seconds - plan_s),
+            plan_s=plan_s,
+            num_stored_bytes=self._keeper.tier.num_bytes,
+            distance=_distance(lookup),
             details={
                 "num_refused": losses.num_refused,
                 "num_refused_generation": losses.num_generation,
-                "embedded": _was_embedded(request, found.nomination),
-                "num_candidates": len(found.nodes),
-                "num_failures": len(found.nomination.failures) if found.nomination else 0,
+                "embedded": "meaning" in lookup.stage_seconds and bool(request.text.strip()),
+                "num_candidates": len(self._core.own_nodes(namespace, lookup.candidates)),
+                "num_failures": lookup.num_failures,
             },
         )
 
-    async def _look_up(self, request: TokenizedRequest) -> _Found:
-        limits = self._limits
-        if request.num_tokens < limits.sharing.min_prompt_tokens:
-            return _Found(NoPlan("short_prompt"), (), None)
-        prefill_s = request.num_tokens / self._rates.prefill_tokens_per_s
-        dense = self.sharing.uses_meaning and prefill_s >= limits.dense_min_prefill_s
-        began = time.perf_counter()
-        nomination = await self._nominator.nominate(
-            request.logged.namespace,
-            request.token_ids,
-            prompt_text(request) if dense else None,
-            allow_dense=dense,
-        )
-        nominated = time.perf_counter()
-        nodes = self._own_nodes(request.logged.namespace, nomination)
-        plan = self._make_plan(request, nodes, limits)
-        return _Found(
-            plan, nodes, nomination, lookup_s=nominated - began, plan_s=time.perf_counter() - nominated
-        )
+    def _check_counters(self) -> None:
+        """A server goes on without what failed; a replay would give wrong figures."""
+        failed = [name for name in _ERRORS if self._core.counters[name]]
+        if failed:
+            raise RuntimeError(f"{self.name}: {', '.join(failed)}; the log above says what happened")
 
-    def _own_nodes(self, namespace: str, nomination: Nomination) -> tuple[Node, ...]:
-        nodes = (self._books.tree.get(NodeId(c.prompt_id)) for c in nomination.candidates)
-        return tuple(node for node in nodes if node is not None and node.namespace == namespace)
-
-    def _make_plan(
-        self, request: TokenizedRequest, nodes: tuple[Node, ...], limits: PlannerLimits
-    ) -> Plan | NoPlan:
-        return make_plan(
-            request.token_ids,
-            nodes,
-            self._books.tree.segment,
-            approximate=True,
-            limits=limits,
-            rates=self._rates,
-        )
-
-    def _losses(self, request: TokenizedRequest, found: _Found) -> Losses:
+    def _losses(self, request: TokenizedRequest, lookup: Lookup) -> Losses:
         if self._second_look is None:
             return Losses()
-        return self._second_look.losses(
-            found.plan, found.nodes, lambda limits: self._make_plan(request, found.nodes, limits)
-        )
+        nodes = self._core.own_nodes(request.logged.namespace, lookup.candidates)
+
+        def plan_again(limits: PlannerLimits) -> Plan | NoPlan:
+            return make_plan(
+                request.token_ids,
+                nodes,
+                self._keeper.tree.segment,
+                approximate=True,
+                limits=limits,
+                rates=self._core.cost.rates,
+            )
+
+        return self._second_look.losses(lookup.plan, nodes, plan_again)
 
     async def _remember(self, request: TokenizedRequest, plan: Plan | NoPlan) -> None:
         logged = request.logged
-        finished = FinishedSequence(logged.namespace, stored_tokens(request), plan)
-        node = self._books.keep(finished)
-        for namespace, node_id in self._books.take_evicted():
-            self._owners.pop(node_id, None)
-            await self._nominator.forget(namespace, [node_id])
+        node = self._keeper.commit(Computed(logged.namespace, stored_tokens(request), plan, self._kv))
+        evicted = self._keeper.take_evicted()
+        for _, node_id in evicted:
+            self._owners.pop(NodeId(node_id), None)
+        await self._core.forget(evicted)
         if node is not None:
             self._owners[node.node_id] = logged.asker
             text = prompt_text(request) if self.sharing.uses_meaning else None
-            await self._nominator.remember(node.node_id, node.namespace, node.token_ids, text)
+            await self._core.remember(node, text)
         self._num_observed += 1
         if self._num_observed % _MAINTAIN_EVERY == 0:
             await self._index.maintain()
 
     def describe_tree(self) -> dict[str, Any]:
-        tree = self._books.tree
+        tree = self._keeper.tree
         stats = tree.stats()
         depths: dict[NodeId, int] = {}
         for node in tree.nodes():  # parents come before their children, unless they were evicted
@@ -221,11 +246,6 @@ def _outcome(plan: Plan | NoPlan, *, with_repairs: bool = False) -> Outcome:
     )
 
 
-def _was_embedded(request: TokenizedRequest, nomination: Nomination | None) -> bool:
-    """Whether the look-up needed the text's embedding; a text without a word has none."""
-    return nomination is not None and "meaning" in nomination.stage_seconds and bool(request.text.strip())
-
-
-def _distance(nomination: Nomination | None) -> float | None:
-    found = [c.similarity for c in nomination.candidates if c.similarity is not None] if nomination else []
+def _distance(lookup: Lookup) -> float | None:
+    found = [c.similarity for c in lookup.candidates if c.similarity is not None]
     return max(0.0, 1.0 - max(found)) if found else None

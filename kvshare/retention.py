@@ -1,7 +1,9 @@
 """
-Keeping what the embedded engine computed: KV is cut into segments, and room is made for them.
+Retention in host memory: what a finished sequence computed is cut into segments, and room is made for them.
 
-Nothing here is on the way of an answer. All methods may be called from any thread; those that block say so.
+The embedded engine retains tensors, a replay byte counts; which prompts become nodes and which are evicted is
+decided here for both. Nothing is on the way of an answer. All methods may be called from any thread; those
+that block say so.
 """
 
 from __future__ import annotations
@@ -9,43 +11,92 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
-from delta_tree import DeltaTree, DeltaTreeError, Node, NodeDraft, NodeId, TokenIds, new_segment_id
+from delta_tree import (
+    DeltaTree,
+    DeltaTreeError,
+    Node,
+    NodeDraft,
+    NodeId,
+    SegmentId,
+    Span,
+    TokenIds,
+    new_segment_id,
+)
 from kvshare.drafting import FinishedSequence, StoredSpan, computed_spans, draft_node, find_parent
 from kvshare.keeping import Keeper
-from kvshare.kv.memory_tier import MemoryTier
-from kvshare.kv.segment import SegmentKV
-from kvshare.kv.sequence import SequenceKV
+from kvshare.kv.tier import Tier
 from kvshare.plan import NoPlan, Plan
 
 log = logging.getLogger(__name__)
 
 
+class Retained(Protocol):
+    """KV of one stretch of a sequence, or what stands for it."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def checksum(self) -> int: ...
+
+
+KVT = TypeVar("KVT", bound=Retained)
+KVT_co = TypeVar("KVT_co", bound=Retained, covariant=True)
+KVT_contra = TypeVar("KVT_contra", bound=Retained, contravariant=True)
+
+
+class SequenceBuffer(Protocol[KVT_co]):
+    """The KV of a finished sequence, of which stretches can be retained."""
+
+    @property
+    def bytes_per_token(self) -> int: ...
+
+    def cut(self, span: Span) -> KVT_co: ...
+
+
+class HostTier(Tier, Protocol[KVT_contra]):
+    """A tier of this process, with a budget."""
+
+    @property
+    def max_bytes(self) -> int: ...
+
+    def put(self, segment_id: SegmentId, segment: KVT_contra, checksum: int) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Computed:
+class Computed(Generic[KVT]):
     """A finished sequence: its tokens, the plan it came from, and the KV of as many slots."""
 
     namespace: str
     token_ids: TokenIds  # (T,) prompt and generated tokens whose KV is computed
     plan: Plan | NoPlan
-    kv: SequenceKV
+    kv: SequenceBuffer[KVT]
 
     @property
     def sequence(self) -> FinishedSequence:
         return FinishedSequence(self.namespace, self.token_ids, self.plan)
 
 
-class MemoryKeeper(Keeper[MemoryTier]):
+class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
     """
     The only writer of tree and tier.
 
     Donors in use are held: they are not evicted to make room. An administrator may still evict them.
     """
 
-    def __init__(self, tree: DeltaTree, tier: MemoryTier, *, min_tokens: int) -> None:
+    def __init__(
+        self,
+        tree: DeltaTree,
+        tier: HostTier[KVT],
+        *,
+        min_tokens: int,
+        new_id: Callable[[], SegmentId] = new_segment_id,
+    ) -> None:
         super().__init__(tree, tier, min_tokens=min_tokens)
+        self._new_id = new_id
         self._held: Counter[NodeId] = Counter()
         self._held_lock = threading.Lock()
 
@@ -62,7 +113,7 @@ class MemoryKeeper(Keeper[MemoryTier]):
                 self._held.subtract(plan.donors)
                 self._held += Counter()  # drops the zeros
 
-    def commit(self, computed: Computed) -> Node | None:
+    def commit(self, computed: Computed[KVT]) -> Node | None:
         """
         Keep a finished sequence: new KV as segments, the prompt as a node. Blocks.
 
@@ -79,7 +130,7 @@ class MemoryKeeper(Keeper[MemoryTier]):
             self.counters["fallback:commit:error"] += 1
         return None
 
-    def _commit(self, computed: Computed) -> Node | None:
+    def _commit(self, computed: Computed[KVT]) -> Node | None:
         num_tokens = len(computed.token_ids)
         if num_tokens < self._min_tokens:
             return None
@@ -88,7 +139,7 @@ class MemoryKeeper(Keeper[MemoryTier]):
             self.tree.touch(known.node_id)
             return None
         num_computed = sum(len(span) for span in computed_spans(computed.sequence))
-        if num_computed * computed.kv.geometry.bytes_per_token > self.tier.max_bytes:
+        if num_computed * computed.kv.bytes_per_token > self.tier.max_bytes:
             self.counters["fallback:commit:too_large"] += 1
             return None
         draft, kept = self._drafted(computed)
@@ -102,17 +153,17 @@ class MemoryKeeper(Keeper[MemoryTier]):
                 draft, kept = self._drafted(replace(computed, plan=NoPlan("donor_gone")))
             return self._store(draft, kept)
 
-    def _drafted(self, computed: Computed) -> tuple[NodeDraft, list[SegmentKV]]:
+    def _drafted(self, computed: Computed[KVT]) -> tuple[NodeDraft, list[KVT]]:
         """The node for a finished sequence, and the KV of its new segments, cut out of the slots."""
         spans = computed_spans(computed.sequence)
         kept = [computed.kv.cut(span) for span in spans]
         stored = [
-            StoredSpan(new_segment_id(), span, kv.num_bytes, kv.checksum())
+            StoredSpan(self._new_id(), span, kv.num_bytes, kv.checksum())
             for span, kv in zip(spans, kept, strict=True)
         ]
         return draft_node(computed.sequence, stored, parent=find_parent(computed.plan, self.tree.get)), kept
 
-    def _store(self, draft: NodeDraft, kept: Sequence[SegmentKV]) -> Node | None:
+    def _store(self, draft: NodeDraft, kept: Sequence[KVT]) -> Node | None:
         """Make room, then put KV and node in place, in an order in which nobody finds a node without KV."""
         num_bytes = sum(kv.num_bytes for kv in kept)
         if not self._make_room(num_bytes):
@@ -132,25 +183,20 @@ class MemoryKeeper(Keeper[MemoryTier]):
             return True
         with self._held_lock:
             held = frozenset(self._held)
-        if self._kept_bytes(held) + num_bytes > self.tier.max_bytes:
+        if self._bytes_of(held | self.tree.pinned()) + num_bytes > self.tier.max_bytes:
             return False  # evicting all the others would not be enough: evict nobody
-        for candidate in self.tree.eviction_candidates():
-            if candidate.node_id not in held:
-                self._evict(candidate)
-                self.counters["evictions"] += 1
-                if self._fits(num_bytes):
-                    return True
+        while (candidate := self.tree.least_recently_used(without=held)) is not None:
+            self._evict(candidate)
+            self.counters["evictions"] += 1
+            if self._fits(num_bytes):
+                return True
         return False
 
-    def _kept_bytes(self, held: frozenset[NodeId]) -> int:
-        """Bytes of the segments that held and pinned nodes point to."""
-        kept = {
-            segment_id
-            for node in self.tree.nodes()
-            if node.pinned or node.node_id in held
-            for segment_id in node.pieces.segment_ids
-        }
-        return sum(self.tree.segment(segment_id).num_bytes for segment_id in kept)
+    def _bytes_of(self, node_ids: frozenset[NodeId]) -> int:
+        """Of the segments that these nodes point to."""
+        nodes = (self.tree.get(node_id) for node_id in node_ids)
+        segments = {entry for node in nodes if node is not None for entry in node.pieces.segment_ids}
+        return sum(self.tree.segment(segment_id).num_bytes for segment_id in segments)
 
     def _fits(self, num_bytes: int) -> bool:
         return self.tier.num_bytes + num_bytes <= self.tier.max_bytes
