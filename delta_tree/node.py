@@ -5,6 +5,8 @@ They carry no behaviour beyond what follows from their fields; the tree keeps th
 """
 
 import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NewType
 
@@ -12,10 +14,14 @@ from delta_tree.pieces import PieceTable, SegmentId
 from delta_tree.script import EditScript
 from delta_tree.spans import TokenIds
 
-__all__ = ["Node", "NodeDraft", "NodeId", "Segment", "SegmentId", "new_node_id", "new_segment_id"]
+__all__ = ["Node", "NodeDraft", "NodeId", "NodeIds", "Segment", "SegmentId", "new_segment_id"]
 
 NodeId = NewType("NodeId", int)
-"""A positive integer below 2**53 (exact in JSON), random, stable across reopening."""
+"""A positive integer below 2**53 (exact in JSON), higher for later prompts, stable across reopening."""
+
+
+_YEAR_2026 = 1_767_225_600.0  # Unix time
+_RANDOM_BITS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,19 @@ def new_segment_id() -> SegmentId:
     return SegmentId(secrets.randbelow(2**63 - 1) + 1)
 
 
-def new_node_id() -> NodeId:
-    """A fresh random id: an index that outlives the store cannot name a later prompt by it."""
-    return NodeId(secrets.randbelow(2**53 - 1) + 1)
+class NodeIds:
+    """
+    Ids by the time, so that of two prompts the later one has the higher id: whoever ranks by id ranks by age.
+
+    Milliseconds since 2026 in 41 bits, then 12 random bits: an index that outlives the store cannot name a
+    later prompt by an id of then. Not thread-safe; the tree's lock guards it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._last = 0
+
+    def __call__(self) -> NodeId:
+        milliseconds = max(1, int(1000 * (self._clock() - _YEAR_2026)))
+        self._last = max(self._last + 1, milliseconds << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS))
+        return NodeId(self._last)

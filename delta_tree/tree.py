@@ -25,7 +25,7 @@ from delta_tree.errors import (
     StoreError,
 )
 from delta_tree.forest import Change, Forest, recompose
-from delta_tree.node import Node, NodeDraft, NodeId, Segment, SegmentId, new_node_id
+from delta_tree.node import Node, NodeDraft, NodeId, NodeIds, Segment, SegmentId
 from delta_tree.reading import TreeReader
 from delta_tree.script import EditScript
 from delta_tree.spans import TokenIds, token_ids
@@ -46,12 +46,12 @@ class DeltaTree(TreeReader):
         forest: Forest,
         *,
         clock: Callable[[], float],
-        new_id: Callable[[], NodeId] = new_node_id,
+        new_id: Callable[[], NodeId] | None = None,
     ) -> None:
         super().__init__(forest)
         self._storage = storage
         self._clock = clock
-        self._new_id = new_id
+        self._new_id = new_id or NodeIds()
         self._used: set[NodeId] = set()  # nodes whose use counters are not on disk yet
 
     @classmethod
@@ -62,7 +62,7 @@ class DeltaTree(TreeReader):
         identity: str | None,
         read_only: bool = False,
         clock: Callable[[], float] = time.time,
-        new_id: Callable[[], NodeId] = new_node_id,
+        new_id: Callable[[], NodeId] | None = None,
     ) -> Self:
         """
         The tree stored at `path`, a file made if it is missing; None keeps it in memory only.

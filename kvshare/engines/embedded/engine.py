@@ -337,7 +337,9 @@ class EmbeddedEngine(GeneratingEngine):
                 task.request.namespace.digest, task.computed_tokens, task.plan, task.computed_kv
             )
             node = await self._loop.run_in_executor(self._commits, self._keeper.commit, computed)
-            if node is not None:
+            if node is None:  # it was known, or found no room: others may have left all the same
+                await self._sharing.forget_evicted()
+            else:
                 await self._sharing.remember(node, None)
                 self._embedding.begin(self._sharing, node, task.request.prompt.text)
         finally:

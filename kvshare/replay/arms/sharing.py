@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -51,15 +50,11 @@ class _Inline(Executor):
         return future
 
 
-def _tree(seed: int) -> DeltaTree:
-    """Ids come from the seed and times are counted, so that ties are broken the same way in every run."""
-    draw = random.Random(seed)
-    ticks = itertools.count(1)
+def _tree() -> DeltaTree:
+    """Ids and times are counted, so that ties are broken the same way in every run."""
+    ids, ticks = itertools.count(1), itertools.count(1)
     return DeltaTree.open(
-        None,
-        identity=None,
-        clock=lambda: float(next(ticks)),
-        new_id=lambda: NodeId(draw.randrange(1, 2**53)),
+        None, identity=None, clock=lambda: float(next(ticks)), new_id=lambda: NodeId(next(ids))
     )
 
 
@@ -85,7 +80,7 @@ class SharingArm(Arm):
         self._kv = WeightlessSequence(per_token)
         segment_ids = itertools.count(1)
         self._keeper: MemoryKeeper[WeightlessKV] = MemoryKeeper(
-            _tree(bench.seed),
+            _tree(),
             WeightlessTier(None if capacity_tokens is None else capacity_tokens * per_token),
             min_tokens=self._limits.sharing.min_prompt_tokens,
             new_id=lambda: SegmentId(next(segment_ids)),
@@ -122,6 +117,11 @@ class SharingArm(Arm):
     @property
     def options(self) -> dict[str, Any]:
         return self.sharing.as_document()
+
+    @property
+    def node_ids(self) -> list[int]:
+        """What is stored now."""
+        return [int(node.node_id) for node in self._keeper.tree.nodes()]
 
     def observe(self, request: TokenizedRequest) -> Outcome:
         return self._loop.run_until_complete(self._observe(request))
