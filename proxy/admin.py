@@ -7,8 +7,8 @@ from typing import Any
 
 from aiohttp import web
 
-from proxy.body import read_object
-from proxy.front import FRONT
+from proxy.context import FRONT
+from proxy.request_body import read_object
 
 
 async def metrics(request: web.Request) -> web.Response:

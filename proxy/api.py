@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from aiohttp import web
 
 from kvshare.engines.base import Engine, GeneratingEngine
-from proxy import handlers
-from proxy.front import GENERATING
+from proxy.context import GENERATING
+from proxy.openai import routes as handlers
 
 
 class Api(ABC):

@@ -16,7 +16,7 @@ from kvshare.settings import Settings
 from proxy import admin, probes
 from proxy.api import Api, GeneratingApi
 from proxy.auth import Keyring
-from proxy.front import FRONT, Front
+from proxy.context import FRONT, Front
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
 from proxy.middleware import add_request_id, observe
@@ -42,7 +42,7 @@ def relaying_api(settings: Settings) -> Api:
 
     Raises:  ConfigError if there are none, or two of one name
     """
-    from proxy.relay import RelayApi
+    from proxy.relay.routes import RelayApi
 
     return RelayApi.from_settings(settings)
 

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from kvshare import __version__
 from kvshare.engines.base import EngineStatus, IndexStatus, ReplicaStatus, SharingMode, SharingReport
-from proxy.record import Record
+from proxy.request_log import Record
 
 
 def _edges(text: str) -> tuple[float, ...]:

@@ -16,10 +16,10 @@ from http import HTTPStatus
 from aiohttp import web
 
 from proxy.auth import ANONYMOUS, Caller, Role
+from proxy.context import FRONT, Front
 from proxy.errors import to_reply
-from proxy.front import FRONT, Front
-from proxy.record import RECORD, Record
-from proxy.usage import combine
+from proxy.openai.usage import combine
+from proxy.request_log import RECORD, Record
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from proxy.front import FRONT
+from proxy.context import FRONT
 from proxy.lifecycle import Phase
 
 

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from kvshare.settings import Settings, load_settings
 from proxy.app import build_admin_app, build_app, generating_api
-from proxy.front import FRONT
+from proxy.context import FRONT
 from proxy.lifecycle import Lifecycle
 from tests.proxy.fake_engine import Behaviour, FakeEngine
 

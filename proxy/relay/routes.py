@@ -27,17 +27,17 @@ from kvshare.errors import NoReplicaError, RequestError, UpstreamError
 from kvshare.settings import ReplicaSettings, Settings
 from proxy.api import Api
 from proxy.auth import Role
-from proxy.body import read_raw
+from proxy.context import FRONT
 from proxy.errors import wrong_content_type
-from proxy.front import FRONT
-from proxy.handlers import cache_directives
-from proxy.members import Members, read_members
-from proxy.plannable import ToTokenize, Unplannable, plan_chat, plan_completion
-from proxy.record import RECORD
-from proxy.relaying import Outgoing, Relaying
-from proxy.schemas import parse_options
-from proxy.scrubbing import check_form, check_path, client_salt
-from proxy.upstream import HttpUpstream
+from proxy.openai.bodies import parse_options
+from proxy.openai.routes import cache_directives
+from proxy.relay.forward import Outgoing, Relaying
+from proxy.relay.json_members import Members, read_members
+from proxy.relay.sanitize import check_form, check_path, client_salt
+from proxy.relay.tokenize_body import ToTokenize, Unplannable, plan_chat, plan_completion
+from proxy.relay.upstream import HttpUpstream
+from proxy.request_body import read_raw
+from proxy.request_log import RECORD
 
 log = logging.getLogger(__name__)
 

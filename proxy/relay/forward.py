@@ -22,11 +22,11 @@ from kvshare.engines.vllm.dispatch import Dispatch, Flight, Order
 from kvshare.engines.vllm.engine import VllmEngine
 from kvshare.errors import EngineError, NoReplicaError, UpstreamError
 from proxy.errors import to_reply, upstream_timed_out
-from proxy.members import Members
-from proxy.record import RECORD
-from proxy.scrubbing import headers_to_client, headers_to_upstream, scrubbed, takes_salt
-from proxy.streaming import dump
-from proxy.upstream import HttpUpstream
+from proxy.openai.sse import dump
+from proxy.relay.json_members import Members
+from proxy.relay.sanitize import headers_to_client, headers_to_upstream, scrubbed, takes_salt
+from proxy.relay.upstream import HttpUpstream
+from proxy.request_log import RECORD
 
 log = logging.getLogger(__name__)
 

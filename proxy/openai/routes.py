@@ -10,13 +10,13 @@ from aiohttp import web
 
 from kvshare.engines.base import GenerationRequest, Prompt, SamplingParams, SharingMode
 from kvshare.errors import ContextLengthError, ModelNotFoundError
-from proxy.answering import Job, answer
-from proxy.body import read_object
+from proxy.context import FRONT, GENERATING, Front
 from proxy.errors import not_found
-from proxy.front import FRONT, GENERATING, Front
-from proxy.record import RECORD
-from proxy.schemas import ChatBody, CompletionBody, GenerationBody, parse_chat, parse_completion
-from proxy.shapes import ChatShape, CompletionShape, Shape
+from proxy.openai.answering import Job, answer
+from proxy.openai.bodies import ChatBody, CompletionBody, GenerationBody, parse_chat, parse_completion
+from proxy.openai.responses import ChatShape, CompletionShape, Shape
+from proxy.request_body import read_object
+from proxy.request_log import RECORD
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from kvshare.engines.base import Delta, GenerationRequest
+from proxy.context import FRONT, GENERATING
 from proxy.errors import to_reply
-from proxy.front import FRONT, GENERATING
-from proxy.generation import Generation
 from proxy.middleware import log_failure
-from proxy.record import RECORD, Record
-from proxy.schemas import GenerationBody
-from proxy.shapes import Shape
-from proxy.streaming import EventStream, dump
-from proxy.usage import combine, usage_object
+from proxy.openai.bodies import GenerationBody
+from proxy.openai.responses import Shape
+from proxy.openai.run import Generation
+from proxy.openai.sse import EventStream, dump
+from proxy.openai.usage import combine, usage_object
+from proxy.request_log import RECORD, Record
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from kvshare.engines.base import SamplingParams, SharingMode
 from kvshare.errors import RequestError, UnsupportedParameterError
-from proxy.unsupported import refuse_unsupported, refuse_unsupported_in_messages
+from proxy.openai.unsupported import refuse_unsupported, refuse_unsupported_in_messages
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64

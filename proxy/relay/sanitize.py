@@ -16,7 +16,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvshare.errors import RequestError
 from proxy.errors import bad_path
-from proxy.members import Members
+from proxy.relay.json_members import Members
 
 _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt"})
 _XARGS = "vllm_xargs"  # vLLM puts its entries beside `kv_transfer_params`
