@@ -7,13 +7,13 @@ from typing import Any
 
 from aiohttp import web
 
-from proxy.context import FRONT
+from proxy.context import SERVER
 from proxy.request_body import read_object
 
 
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, in Prometheus' text format."""
-    body = request.app[FRONT].metrics.exposition()
+    body = request.app[SERVER].metrics.exposition()
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
@@ -32,6 +32,6 @@ async def evict(request: web.Request) -> web.Response:
 
 
 async def _inspect(request: web.Request, what: str, arguments: Mapping[str, Any]) -> web.Response:
-    front = request.app[FRONT]
-    front.lifecycle.check_accepting()
-    return web.json_response(await front.engine.inspect(what, arguments))
+    server = request.app[SERVER]
+    server.lifecycle.check_accepting()
+    return web.json_response(await server.engine.inspect(what, arguments))

@@ -1,4 +1,4 @@
-"""What one kind of engine serves under /v1. The rest of the front is the same for all of them."""
+"""What one kind of engine serves under /v1. The rest of the server is the same for all of them."""
 
 from __future__ import annotations
 

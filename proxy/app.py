@@ -1,4 +1,4 @@
-"""Wires the front: routes, middlewares, the engine's lifetime, listeners and signals."""
+"""Wires the server: routes, middlewares, the engine's lifetime, listeners and signals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvshare.settings import Settings
 from proxy import admin, probes
 from proxy.api import Api, GeneratingApi
 from proxy.auth import Keyring
-from proxy.context import FRONT, Front
+from proxy.context import SERVER, ServerContext
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
 from proxy.middleware import add_request_id, observe
@@ -53,8 +53,8 @@ def build_app(settings: Settings, api: Api) -> web.Application:
 
     Raises:  ConfigError if keys cannot be told apart
     """
-    front = _front(settings, api.engine)
-    app = _application(front)
+    server = _server_context(settings, api.engine)
+    app = _application(server)
     app[_API] = api
     _add_probes(app)
     api.add_routes(app)
@@ -62,11 +62,11 @@ def build_app(settings: Settings, api: Api) -> web.Application:
         _add_operator_routes(app, api)
 
     async def own_engine(_: web.Application) -> AsyncIterator[None]:
-        async with front.lifecycle.engine_running():
+        async with server.lifecycle.engine_running():
             yield
 
     async def abort_running(_: web.Application) -> None:
-        front.lifecycle.abort_running()
+        server.lifecycle.abort_running()
 
     app.cleanup_ctx.append(own_engine)
     app.on_shutdown.append(abort_running)
@@ -74,8 +74,8 @@ def build_app(settings: Settings, api: Api) -> web.Application:
 
 
 def build_admin_app(app: web.Application) -> web.Application:
-    """The application of the admin port, for the same front as `app`; it owns nothing."""
-    admin_app = _application(app[FRONT])
+    """The application of the admin port, for the same server as `app`; it owns nothing."""
+    admin_app = _application(app[SERVER])
     _add_probes(admin_app)
     app[_API].add_model_list(admin_app)
     _add_operator_routes(admin_app, app[_API])
@@ -120,23 +120,23 @@ async def serve(
                 await web.TCPSite(runner, settings.server.host, port).start()
             url = _base_url(runners[0])
             on_listening(url)
-            await _first_of(app[FRONT].lifecycle.wait_started(), first.wait())
-            if on_ready is not None and app[FRONT].lifecycle.is_engine_up:
+            await _first_of(app[SERVER].lifecycle.wait_started(), first.wait())
+            if on_ready is not None and app[SERVER].lifecycle.is_engine_up:
                 on_ready(url)
-            await _until_stopped(app[FRONT], first, second)
+            await _until_stopped(app[SERVER], first, second)
         finally:
             for runner in reversed(runners):
                 await runner.cleanup()
 
 
-async def _until_stopped(front: Front, first: asyncio.Event, second: asyncio.Event) -> None:
+async def _until_stopped(server: ServerContext, first: asyncio.Event, second: asyncio.Event) -> None:
     """
     Returns when drained, or told twice; what then still runs the application's shutdown aborts.
     """
-    lifecycle = front.lifecycle
+    lifecycle = server.lifecycle
     await first.wait()
-    log.info("draining: %d requests run, at most %g s", lifecycle.num_running, front.settings.server.drain_s)
-    await _first_of(lifecycle.drain(front.settings.server.drain_s), second.wait())
+    log.info("draining: %d requests run, at most %g s", lifecycle.num_running, server.settings.server.drain_s)
+    await _first_of(lifecycle.drain(server.settings.server.drain_s), second.wait())
     log.info("drained")
 
 
@@ -177,13 +177,13 @@ def _ignore_hangup() -> None:
     log.warning("SIGHUP ignored: settings are read at start; restart to change them")
 
 
-def _front(settings: Settings, engine: Engine) -> Front:
+def _server_context(settings: Settings, engine: Engine) -> ServerContext:
     lifecycle = Lifecycle(engine)
 
     def status() -> EngineStatus | None:
         return engine.status() if lifecycle.is_engine_up else None
 
-    return Front(
+    return ServerContext(
         settings=settings,
         engine=engine,
         keyring=Keyring(settings.auth.keys),
@@ -192,9 +192,9 @@ def _front(settings: Settings, engine: Engine) -> Front:
     )
 
 
-def _application(front: Front) -> web.Application:
-    app = web.Application(middlewares=[observe], client_max_size=front.settings.server.max_body_bytes)
-    app[FRONT] = front
+def _application(server: ServerContext) -> web.Application:
+    app = web.Application(middlewares=[observe], client_max_size=server.settings.server.max_body_bytes)
+    app[SERVER] = server
     app.on_response_prepare.append(add_request_id)
     return app
 

@@ -14,7 +14,7 @@ from proxy.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class ServerContext:
     """The parts of one server. Two listeners of it (main and admin port) have the same."""
 
     settings: Settings
@@ -25,4 +25,4 @@ class Front:
 
 
 GENERATING: web.AppKey[GeneratingEngine] = web.AppKey("generating", GeneratingEngine)
-FRONT: web.AppKey[Front] = web.AppKey("front", Front)
+SERVER: web.AppKey[ServerContext] = web.AppKey("server", ServerContext)

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from kvshare import __version__
 from kvshare.engines.base import EngineStatus, IndexStatus, ReplicaStatus, SharingMode, SharingReport
-from proxy.request_log import Record
+from proxy.request_log import RequestRecord
 
 
 def _edges(text: str) -> tuple[float, ...]:
@@ -104,7 +104,7 @@ class Metrics:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
 
-    def count(self, record: Record, *, endpoint: str, status: int) -> None:
+    def count(self, record: RequestRecord, *, endpoint: str, status: int) -> None:
         """Add a request that is over."""
         self._requests.labels(endpoint, str(status), record.finish_reason).inc()
         if record.tokenize_s is not None:

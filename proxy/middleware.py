@@ -16,10 +16,10 @@ from http import HTTPStatus
 from aiohttp import web
 
 from proxy.auth import ANONYMOUS, Caller, Role
-from proxy.context import FRONT, Front
+from proxy.context import SERVER, ServerContext
 from proxy.errors import to_reply
 from proxy.openai.usage import combine
-from proxy.request_log import RECORD, Record
+from proxy.request_log import RECORD, RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +33,16 @@ _QUIET = ("/health", "/ready", "/metrics")
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer whatever happens, then count and log it."""
-    front = request.app[FRONT]
-    record = request[RECORD] = Record(_request_id(request))
+    server = request.app[SERVER]
+    record = request[RECORD] = RequestRecord(_request_id(request))
     status = CLIENT_CLOSED
     try:
-        response = await _answer(request, handler, front)
+        response = await _answer(request, handler, server)
         status = CLIENT_CLOSED if record.disconnected else response.status
         return response
     finally:
         endpoint = _endpoint(request)
-        front.metrics.count(record, endpoint=endpoint, status=status)
+        server.metrics.count(record, endpoint=endpoint, status=status)
         _log(record, endpoint, status)
 
 
@@ -52,9 +52,9 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
         response.headers["X-Request-Id"] = request[RECORD].request_id
 
 
-async def _answer(request: web.Request, handler: Handler, front: Front) -> web.StreamResponse:
+async def _answer(request: web.Request, handler: Handler, server: ServerContext) -> web.StreamResponse:
     try:
-        request[RECORD].caller = _authenticate(request, front)
+        request[RECORD].caller = _authenticate(request, server)
         return await handler(request)
     except Exception as exc:  # noqa: BLE001  the one place where errors become replies
         reply = to_reply(exc)
@@ -72,17 +72,17 @@ def log_failure(request_id: str, exc: Exception) -> None:
         failure = failure.__cause__
 
 
-def _authenticate(request: web.Request, front: Front) -> Caller:
+def _authenticate(request: web.Request, server: ServerContext) -> Caller:
     """Whoever may call the matched route. A route is closed unless it is listed as open."""
     route = _endpoint(request)
     if route in ("/health", "/ready", "unknown"):
         return ANONYMOUS
     if route == "/metrics":
-        if front.keyring.is_open:
+        if server.keyring.is_open:
             return ANONYMOUS
-        return front.keyring.require(request, Role.ADMIN)
+        return server.keyring.require(request, Role.ADMIN)
     is_admin_route = route.startswith("/admin/")
-    return front.keyring.require(request, Role.ADMIN if is_admin_route else Role.INFER)
+    return server.keyring.require(request, Role.ADMIN if is_admin_route else Role.INFER)
 
 
 def _endpoint(request: web.Request) -> str:
@@ -96,7 +96,7 @@ def _request_id(request: web.Request) -> str:
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _log(record: Record, endpoint: str, status: int) -> None:
+def _log(record: RequestRecord, endpoint: str, status: int) -> None:
     level = logging.DEBUG if endpoint in _QUIET else logging.INFO
     log.log(
         level,
@@ -110,7 +110,7 @@ def _log(record: Record, endpoint: str, status: int) -> None:
     )
 
 
-def _generated(record: Record) -> str:
+def _generated(record: RequestRecord) -> str:
     """What a generating request adds to its line."""
     total = combine(record.reports)
     num_completion_tokens = record.num_completion_tokens

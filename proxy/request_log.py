@@ -13,7 +13,7 @@ from proxy.auth import ANONYMOUS, Caller
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """Filled in as the request goes on; read once, when it is over."""
 
     request_id: str
@@ -55,4 +55,4 @@ class Record:
         self._last_token[delta.choice] = now
 
 
-RECORD: web.RequestKey[Record] = web.RequestKey("record", Record)
+RECORD: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)

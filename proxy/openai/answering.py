@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from kvshare.engines.base import Delta, GenerationRequest
-from proxy.context import FRONT, GENERATING
+from proxy.context import GENERATING, SERVER
 from proxy.errors import to_reply
 from proxy.middleware import log_failure
 from proxy.openai.bodies import GenerationBody
-from proxy.openai.responses import Shape
-from proxy.openai.run import Generation
+from proxy.openai.responses import Response
+from proxy.openai.run import Run
 from proxy.openai.sse import EventStream, dump
 from proxy.openai.usage import combine, usage_object
-from proxy.request_log import RECORD, Record
+from proxy.request_log import RECORD, RequestRecord
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,44 +28,44 @@ class Job:
     """A request that is understood: what to run, and how its answer looks."""
 
     requests: Sequence[GenerationRequest]
-    shape: Shape
+    shape: Response
     body: GenerationBody
 
 
 async def answer(request: web.Request, job: Job) -> web.StreamResponse:
     """Run the job to its end. Leaving early, by an error or a disconnect, frees the engine's slots."""
-    front, record = request.app[FRONT], request[RECORD]
+    server, record = request.app[SERVER], request[RECORD]
     record.mode = job.requests[0].mode
-    generation = Generation(request.app[GENERATING], job.requests)
-    with front.lifecycle.running(generation):
+    run = Run(request.app[GENERATING], job.requests)
+    with server.lifecycle.running(run):
         try:
-            async with generation.open():
-                await generation.wait_started()
+            async with run.open():
+                await run.wait_started()
                 if job.body.stream:
-                    return await _stream(request, job, generation)
-                return await _collect(job, generation, record)
+                    return await _stream(request, job, run)
+                return await _collect(job, run, record)
         finally:
-            record.reports = tuple(generation.reports.values())
-            record.finished = tuple(generation.finished.values())
+            record.reports = tuple(run.reports.values())
+            record.finished = tuple(run.finished.values())
 
 
-async def _collect(job: Job, generation: Generation, record: Record) -> web.Response:
-    async for event in generation.events():
+async def _collect(job: Job, run: Run, record: RequestRecord) -> web.Response:
+    async for event in run.events():
         if isinstance(event, Delta):
             record.note(event)
             job.shape.collect(event)
     job.shape.check_ended()
-    return web.Response(body=dump(job.shape.response(_usage(generation))), content_type="application/json")
+    return web.Response(body=dump(job.shape.response(_usage(run))), content_type="application/json")
 
 
-async def _stream(request: web.Request, job: Job, generation: Generation) -> web.StreamResponse:
+async def _stream(request: web.Request, job: Job, run: Run) -> web.StreamResponse:
     """From the first byte on, an error is an event, and `[DONE]` comes in any case."""
     record = request[RECORD]
     stream = EventStream(request)
     try:
         await stream.begin()
         try:
-            await _send_events(request, job, generation, stream)
+            await _send_events(request, job, run, stream)
         except ConnectionError:
             raise
         except Exception as exc:  # noqa: BLE001  the status is out: the client gets the error as a frame
@@ -80,11 +80,11 @@ async def _stream(request: web.Request, job: Job, generation: Generation) -> web
     return stream.response
 
 
-async def _send_events(request: web.Request, job: Job, generation: Generation, stream: EventStream) -> None:
+async def _send_events(request: web.Request, job: Job, run: Run, stream: EventStream) -> None:
     record, shape = request[RECORD], job.shape
     await stream.send(*shape.opening())
-    heartbeat_s = request.app[FRONT].settings.server.keep_alive_s
-    async for event in generation.events(heartbeat_s=heartbeat_s):
+    heartbeat_s = request.app[SERVER].settings.server.keep_alive_s
+    async for event in run.events(heartbeat_s=heartbeat_s):
         if isinstance(event, Delta):
             record.note(event)
             await stream.send(*shape.chunks(event))
@@ -92,11 +92,9 @@ async def _send_events(request: web.Request, job: Job, generation: Generation, s
             await stream.keep_alive()
     shape.check_ended()
     if job.body.include_usage:
-        await stream.send(shape.usage_chunk(_usage(generation)))
+        await stream.send(shape.usage_chunk(_usage(run)))
 
 
-def _usage(generation: Generation) -> dict[str, object]:
-    num_completion_tokens = sum(entry.num_completion_tokens for entry in generation.finished.values())
-    return usage_object(
-        combine(tuple(generation.reports.values())), num_completion_tokens=num_completion_tokens
-    )
+def _usage(run: Run) -> dict[str, object]:
+    num_completion_tokens = sum(entry.num_completion_tokens for entry in run.finished.values())
+    return usage_object(combine(tuple(run.reports.values())), num_completion_tokens=num_completion_tokens)

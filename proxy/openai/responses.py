@@ -29,7 +29,7 @@ class Choice:
         return "".join(self.texts)
 
 
-class Shape(ABC):
+class Response(ABC):
     """The documents of one answer. Every one carries the same id, creation time and model."""
 
     object_name: str
@@ -97,7 +97,7 @@ class Shape(ABC):
     def _end(self, index: int, finish_reason: FinishReason) -> dict[str, Any]: ...
 
 
-class ChatShape(Shape):
+class ChatResponse(Response):
     """chat.completion and chat.completion.chunk"""
 
     object_name = "chat.completion"
@@ -133,7 +133,7 @@ class ChatShape(Shape):
         return {"content": content, "refusal": None}
 
 
-class CompletionShape(Shape):
+class CompletionResponse(Response):
     """text_completion, whole and in chunks"""
 
     object_name = "text_completion"

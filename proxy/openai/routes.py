@@ -10,30 +10,32 @@ from aiohttp import web
 
 from kvshare.engines.base import GenerationRequest, Prompt, SamplingParams, SharingMode
 from kvshare.errors import ContextLengthError, ModelNotFoundError
-from proxy.context import FRONT, GENERATING, Front
+from proxy.context import GENERATING, SERVER, ServerContext
 from proxy.errors import not_found
 from proxy.openai.answering import Job, answer
 from proxy.openai.bodies import ChatBody, CompletionBody, GenerationBody, parse_chat, parse_completion
-from proxy.openai.responses import ChatShape, CompletionShape, Shape
+from proxy.openai.responses import ChatResponse, CompletionResponse, Response
 from proxy.request_body import read_object
 from proxy.request_log import RECORD
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions"""
-    front = _accepting_front(request)
+    server = _accepting_server(request)
     body, chat = await read_chat(request)
-    return await answer(request, Job((chat,), _shape(ChatShape, "chatcmpl", front, body, (chat,)), body))
+    return await answer(
+        request, Job((chat,), _response(ChatResponse, "chatcmpl", server, body, (chat,)), body)
+    )
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions"""
-    front = _accepting_front(request)
+    server = _accepting_server(request)
     body = parse_completion(await read_object(request))
-    _check_model(front, body.model)
+    _check_model(server, body.model)
     prompts = await _encode_prompts(request, body)
     requests = [_engine_request(request, body, prompt, body.sampling) for prompt in prompts]
-    job = Job(requests, _shape(CompletionShape, "cmpl", front, body, requests), body)
+    job = Job(requests, _response(CompletionResponse, "cmpl", server, body, requests), body)
     try:
         return await answer(request, job)
     except ContextLengthError as exc:
@@ -43,15 +45,15 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 async def models(request: web.Request) -> web.Response:
     """GET /v1/models"""
-    front = _accepting_front(request)
-    return web.json_response({"object": "list", "data": [_card(front)]})
+    server = _accepting_server(request)
+    return web.json_response({"object": "list", "data": [_card(server)]})
 
 
 async def model(request: web.Request) -> web.Response:
     """GET /v1/models/{model}"""
-    front = _accepting_front(request)
-    _check_model(front, request.match_info["model"])
-    return web.json_response(_card(front))
+    server = _accepting_server(request)
+    _check_model(server, request.match_info["model"])
+    return web.json_response(_card(server))
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
@@ -64,16 +66,16 @@ async def responses(request: web.Request) -> web.StreamResponse:
 
 async def explain(request: web.Request) -> web.Response:
     """POST /admin/explain: the plan that this chat completion would get for the caller's own namespace."""
-    request.app[FRONT].lifecycle.check_accepting()
+    request.app[SERVER].lifecycle.check_accepting()
     _, chat = await read_chat(request)
     return web.json_response(await request.app[GENERATING].explain(chat))
 
 
 async def read_chat(request: web.Request) -> tuple[ChatBody, GenerationRequest]:
     """A chat body and the engine's view of it."""
-    front, record = request.app[FRONT], request[RECORD]
+    server, record = request.app[SERVER], request[RECORD]
     body = parse_chat(await read_object(request))
-    _check_model(front, body.model)
+    _check_model(server, body.model)
     started = time.perf_counter()
     prompt = await request.app[GENERATING].encode_chat([message.for_template() for message in body.messages])
     record.tokenize_s = time.perf_counter() - started
@@ -94,10 +96,10 @@ async def _encode_prompts(request: web.Request, body: CompletionBody) -> list[Pr
 def _engine_request(
     request: web.Request, body: GenerationBody, prompt: Prompt, sampling: SamplingParams
 ) -> GenerationRequest:
-    front = request.app[FRONT]
+    server = request.app[SERVER]
     directives = cache_directives(request)
     owner = request[RECORD].caller.owner
-    mode = body.mode or SharingMode(front.settings.sharing.mode)
+    mode = body.mode or SharingMode(server.settings.sharing.mode)
     return GenerationRequest(
         request_id=uuid.uuid4().hex,  # not the client's, which may come twice
         namespace=request.app[GENERATING].namespace(tenant=owner.tenant, scope=owner.scope),
@@ -114,19 +116,19 @@ def cache_directives(request: web.Request) -> set[str]:
     return {directive.strip().lower() for header in headers for directive in header.split(",")}
 
 
-def _accepting_front(request: web.Request) -> Front:
-    front = request.app[FRONT]
-    front.lifecycle.check_accepting()
-    return front
+def _accepting_server(request: web.Request) -> ServerContext:
+    server = request.app[SERVER]
+    server.lifecycle.check_accepting()
+    return server
 
 
-def _check_model(front: Front, name: str) -> None:
-    if name != front.engine.card.model_id:
+def _check_model(server: ServerContext, name: str) -> None:
+    if name != server.engine.card.model_id:
         raise ModelNotFoundError(name)
 
 
-def _card(front: Front) -> dict[str, object]:
-    card = front.engine.card
+def _card(server: ServerContext) -> dict[str, object]:
+    card = server.engine.card
     return {
         "id": card.model_id,
         "object": "model",
@@ -136,17 +138,17 @@ def _card(front: Front) -> dict[str, object]:
     }
 
 
-def _shape(
-    shape: type[ChatShape] | type[CompletionShape],
+def _response(
+    shape: type[ChatResponse] | type[CompletionResponse],
     prefix: str,
-    front: Front,
+    server: ServerContext,
     body: GenerationBody,
     requests: Sequence[GenerationRequest],
-) -> Shape:
+) -> Response:
     return shape(
         answer_id=f"{prefix}-{requests[0].request_id}",
         created=int(time.time()),
-        model=front.engine.card.model_id,
+        model=server.engine.card.model_id,
         num_choices=len(requests) * body.num_choices,
         logprobs=requests[0].sampling.logprobs is not None,
         include_usage=body.include_usage,

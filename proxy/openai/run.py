@@ -1,7 +1,7 @@
 """
 Runs engine generations as one stream of events: several prompts at once, a heartbeat while nothing comes.
 
-A pump task per prompt iterates the engine's generator; leaving `Generation.open` cancels the pumps and
+A pump task per prompt iterates the engine's generator; leaving `Run.open` cancels the pumps and
 closes the generators, which frees the engine's slots. A client that reads slowly does not slow the engine
 down: what is waiting for it is bounded by the completion's length.
 """
@@ -37,7 +37,7 @@ class _Arrival:
     event: Event | Exception
 
 
-class Generation:
+class Run:
     """
     The events of all `requests`, choices numbered through: request i's choice c is `i * n + c`.
 
@@ -53,7 +53,7 @@ class Generation:
         self.finished: dict[int, Finished] = {}
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[Generation]:
+    async def open(self) -> AsyncIterator[Run]:
         """Run the requests; none runs after leaving."""
         pumps = [
             asyncio.create_task(self._pump(number, request), name=f"pump {request.request_id}")

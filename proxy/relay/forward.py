@@ -23,8 +23,8 @@ from kvshare.engines.vllm.engine import VllmEngine
 from kvshare.errors import EngineError, NoReplicaError, UpstreamError
 from proxy.errors import to_reply, upstream_timed_out
 from proxy.openai.sse import dump
-from proxy.relay.json_members import Members
-from proxy.relay.sanitize import headers_to_client, headers_to_upstream, scrubbed, takes_salt
+from proxy.relay.json_members import JsonMembers
+from proxy.relay.sanitize import headers_to_client, headers_to_upstream, sanitized, takes_salt
 from proxy.relay.upstream import HttpUpstream
 from proxy.request_log import RECORD
 
@@ -37,7 +37,7 @@ class Outgoing:
 
     path: str  # as the client wrote it, with its query
     order: Order
-    members: Members | None = None
+    members: JsonMembers | None = None
     form: bytes = b""
     ends_with_done: bool = False  # its streams are OpenAI's
 
@@ -50,7 +50,7 @@ class Outgoing:
             added["cache_salt"] = dispatch.salt
         if dispatch.ticket is not None:
             added["kv_transfer_params"] = _transfer_params(dispatch)
-        return scrubbed(self.members, added)
+        return sanitized(self.members, added)
 
 
 def _transfer_params(dispatch: Dispatch) -> Mapping[str, Any]:
@@ -66,7 +66,7 @@ def _transfer_params(dispatch: Dispatch) -> Mapping[str, Any]:
     return params
 
 
-class Relaying:
+class RelayedRequest:
     """A request on its way. `abort` ends it from outside, with an error that the client is told."""
 
     def __init__(

@@ -3,7 +3,7 @@ The /v1 routes in front of vLLM: two of them are planned, everything else is pas
 
 1. read      the body, as bytes with its members marked
 2. plan      tokenize with vLLM's own tokenizer, find donors, choose the replica        `VllmEngine.dispatch`
-3. relay     the client's bytes, with salt and ticket; the answer's bytes back          `Relaying`
+3. relay     the client's bytes, with salt and ticket; the answer's bytes back          `RelayedRequest`
 
 What cannot be planned, or fails to be, is relayed without a plan.
 """
@@ -27,21 +27,21 @@ from kvshare.errors import NoReplicaError, RequestError, UpstreamError
 from kvshare.settings import ReplicaSettings, Settings
 from proxy.api import Api
 from proxy.auth import Role
-from proxy.context import FRONT
+from proxy.context import SERVER
 from proxy.errors import wrong_content_type
 from proxy.openai.bodies import parse_options
 from proxy.openai.routes import cache_directives
-from proxy.relay.forward import Outgoing, Relaying
-from proxy.relay.json_members import Members, read_members
+from proxy.relay.forward import Outgoing, RelayedRequest
+from proxy.relay.json_members import JsonMembers, read_members
 from proxy.relay.sanitize import check_form, check_path, client_salt
-from proxy.relay.tokenize_body import ToTokenize, Unplannable, plan_chat, plan_completion
+from proxy.relay.tokenize_body import TokenizeBody, Unplannable, for_chat, for_completion
 from proxy.relay.upstream import HttpUpstream
 from proxy.request_body import read_raw
 from proxy.request_log import RECORD
 
 log = logging.getLogger(__name__)
 
-PlanBody = Callable[[Mapping[str, Any], Collection[str]], ToTokenize | Unplannable]
+ToBody = Callable[[Mapping[str, Any], Collection[str]], TokenizeBody | Unplannable]
 
 _OPERATORS_ONLY = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # they read files on the server
 _LONG_PROMPT = 20_000  # token ids; longer lists are converted off the event loop
@@ -83,16 +83,16 @@ class RelayApi(Api):
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""
-        return await self._generate(request, plan_chat)
+        return await self._generate(request, for_chat)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions"""
-        return await self._generate(request, plan_completion)
+        return await self._generate(request, for_completion)
 
-    async def _generate(self, request: web.Request, plan_body: PlanBody) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, to_body: ToBody) -> web.StreamResponse:
         self._check_accepting(request)
         members = await _read_json(request)
-        order = await self._order(request, members, plan_body)
+        order = await self._order(request, members, to_body)
         request[RECORD].mode = order.mode
         return await self._relay(
             request, Outgoing(request.rel_url.raw_path_qs, order, members, ends_with_done=True)
@@ -104,7 +104,7 @@ class RelayApi(Api):
         path = request.rel_url.raw_path_qs
         check_path(path)
         if request.path.rstrip("/") in _OPERATORS_ONLY:
-            request.app[FRONT].keyring.require(request, Role.ADMIN)
+            request.app[SERVER].keyring.require(request, Role.ADMIN)
         owner = request[RECORD].caller.owner
         if request.content_type == "application/json" and request.can_read_body:
             members = await _read_json(request)
@@ -120,24 +120,24 @@ class RelayApi(Api):
         """POST /admin/explain: the plan that this chat completion would get in the caller's own namespace."""
         self._check_accepting(request)
         members = await _read_json(request)
-        planning = plan_chat(members.document, self._model_names)
-        if isinstance(planning, Unplannable):
-            raise RequestError(f"This request would not be planned: {planning.reason}.")
-        prompt = await self._tokenize(planning)
+        wanted = for_chat(members.document, self._model_names)
+        if isinstance(wanted, Unplannable):
+            raise RequestError(f"This request would not be planned: {wanted.reason}.")
+        prompt = await self._tokenize(wanted)
         return web.json_response(await self._engine.explain(self._new_order(request, members, prompt)))
 
-    async def _order(self, request: web.Request, members: Members, plan_body: PlanBody) -> Order:
+    async def _order(self, request: web.Request, members: JsonMembers, to_body: ToBody) -> Order:
         """What can be planned of a request. Whatever goes wrong here costs the plan, not the request."""
         order = self._new_order(request, members, None)
         if order.mode is SharingMode.OFF:
             return order
-        planning = plan_body(members.document, self._model_names)
-        if isinstance(planning, Unplannable):
-            self._engine.note_unshared(planning.reason)
+        wanted = to_body(members.document, self._model_names)
+        if isinstance(wanted, Unplannable):
+            self._engine.note_unshared(wanted.reason)
             return order
         began = time.perf_counter()
         try:
-            prompt = await self._tokenize(planning)
+            prompt = await self._tokenize(wanted)
         except (UpstreamError, NoReplicaError, DeltaTreeError, OverflowError) as exc:
             log.debug("request %s is not planned: %s", request[RECORD].request_id, exc)
             self._engine.note_unshared("not_tokenized")
@@ -145,7 +145,7 @@ class RelayApi(Api):
         request[RECORD].tokenize_s = time.perf_counter() - began
         return self._new_order(request, members, prompt)
 
-    def _new_order(self, request: web.Request, members: Members, prompt: Prompt | None) -> Order:
+    def _new_order(self, request: web.Request, members: JsonMembers, prompt: Prompt | None) -> Order:
         options = parse_options(members.document)
         directives = cache_directives(request)
         mode = SharingMode(options.mode or self._settings.sharing.mode)
@@ -157,25 +157,25 @@ class RelayApi(Api):
             client_salt=client_salt(members),
         )
 
-    async def _tokenize(self, planning: ToTokenize) -> Prompt:
+    async def _tokenize(self, wanted: TokenizeBody) -> Prompt:
         """Raises NoReplicaError, UpstreamError; DeltaTreeError, OverflowError for what are no tokens."""
-        ids = planning.token_ids
-        numbers = await self._engine.tokenize(planning.body) if ids is None else list(ids)
+        ids = wanted.token_ids
+        numbers = await self._engine.tokenize(wanted.body) if ids is None else list(ids)
         if len(numbers) < _LONG_PROMPT:
-            return Prompt(token_ids(np.asarray(numbers, dtype=np.int32)), planning.text)
+            return Prompt(token_ids(np.asarray(numbers, dtype=np.int32)), wanted.text)
         array = await asyncio.to_thread(np.asarray, numbers, dtype=np.int32)
-        return Prompt(token_ids(array), planning.text)
+        return Prompt(token_ids(array), wanted.text)
 
     async def _relay(self, request: web.Request, outgoing: Outgoing) -> web.StreamResponse:
-        relaying = Relaying(
+        relayed = RelayedRequest(
             request,
             outgoing,
             self._engine,
             self._upstreams,
             read_timeout_s=self._settings.vllm.read_timeout_s,
         )
-        with request.app[FRONT].lifecycle.running(relaying):
-            return await relaying.run()
+        with request.app[SERVER].lifecycle.running(relayed):
+            return await relayed.run()
 
     @property
     def _model_names(self) -> Collection[str]:
@@ -184,10 +184,10 @@ class RelayApi(Api):
 
     @staticmethod
     def _check_accepting(request: web.Request) -> None:
-        request.app[FRONT].lifecycle.check_accepting()
+        request.app[SERVER].lifecycle.check_accepting()
 
 
-async def _read_json(request: web.Request) -> Members:
+async def _read_json(request: web.Request) -> JsonMembers:
     """Raises HttpError for another content type, RequestError for what is not JSON."""
     if request.content_type != "application/json":
         raise wrong_content_type()

@@ -35,7 +35,7 @@ class Unplannable:
 
 
 @dataclass(frozen=True, slots=True)
-class ToTokenize:
+class TokenizeBody:
     """The body for `/tokenize`, or the tokens themselves where the client sent tokens."""
 
     body: Mapping[str, Any]
@@ -43,7 +43,7 @@ class ToTokenize:
     token_ids: tuple[int, ...] | None = None
 
 
-def plan_chat(document: Mapping[str, Any], models: Collection[str]) -> ToTokenize | Unplannable:
+def for_chat(document: Mapping[str, Any], models: Collection[str]) -> TokenizeBody | Unplannable:
     """For a body of POST /v1/chat/completions."""
     messages = document.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
@@ -59,10 +59,10 @@ def plan_chat(document: Mapping[str, Any], models: Collection[str]) -> ToTokeniz
     known = [text or "" for text in texts]
     users = [text for text, message in zip(known, messages, strict=True) if message.get("role") == "user"]
     text = PromptText(last_user_turn=users[-1] if users else "", body="\n".join(known))
-    return ToTokenize(body, text)
+    return TokenizeBody(body, text)
 
 
-def plan_completion(document: Mapping[str, Any], models: Collection[str]) -> ToTokenize | Unplannable:
+def for_completion(document: Mapping[str, Any], models: Collection[str]) -> TokenizeBody | Unplannable:
     """For a body of POST /v1/completions. A list of one prompt counts as that prompt."""
     prompt = document.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -79,9 +79,9 @@ def plan_completion(document: Mapping[str, Any], models: Collection[str]) -> ToT
         return Unplannable("prompt_logprobs")
     if isinstance(prompt, str):
         body = {key: document[key] for key in _COMPLETION_KEYS if document.get(key) is not None}
-        return ToTokenize({**body, "prompt": prompt}, PromptText(last_user_turn="", body=prompt))
+        return TokenizeBody({**body, "prompt": prompt}, PromptText(last_user_turn="", body=prompt))
     if isinstance(prompt, list) and all(type(token) is int and 0 <= token <= _INT32 for token in prompt):
-        return ToTokenize({}, PromptText(last_user_turn="", body=""), tuple(prompt))
+        return TokenizeBody({}, PromptText(last_user_turn="", body=""), tuple(prompt))
     return Unplannable("malformed")
 
 

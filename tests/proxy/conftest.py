@@ -17,7 +17,7 @@ from aiohttp import web
 
 from kvshare.settings import Settings, load_settings
 from proxy.app import build_admin_app, build_app, generating_api
-from proxy.context import FRONT
+from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
 from tests.proxy.fake_engine import Behaviour, FakeEngine
 
@@ -51,7 +51,7 @@ class Server:
 
     @property
     def lifecycle(self) -> Lifecycle:
-        return self.app[FRONT].lifecycle
+        return self.app[SERVER].lifecycle
 
     def client(self, key: str = "none", **options: object) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)

@@ -17,7 +17,7 @@ from kvshare.engines.vllm.engine import VllmEngine
 from kvshare.engines.vllm.tickets import salt_of
 from kvshare.namespace import Owner
 from proxy.app import build_app, relaying_api
-from proxy.context import FRONT
+from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
 from tests.fake_vllm import MODEL, FakeVllm
 from tests.proxy.conftest import eventually, settings_with
@@ -49,7 +49,7 @@ class Relay:
 
     @property
     def lifecycle(self) -> Lifecycle:
-        return self.app[FRONT].lifecycle
+        return self.app[SERVER].lifecycle
 
     @property
     def num_nodes(self) -> int:
