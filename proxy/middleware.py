@@ -6,9 +6,7 @@ Prompt text is in none of them: an error is logged by class and place, as its me
 
 from __future__ import annotations
 
-import logging
 import re
-import traceback
 import uuid
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -18,16 +16,12 @@ from aiohttp import web
 from proxy.auth import ANONYMOUS, Caller, Role
 from proxy.context import SERVER, ServerContext
 from proxy.errors import to_reply
-from proxy.openai.usage import combine
-from proxy.request_log import RECORD, RequestRecord
-
-log = logging.getLogger(__name__)
+from proxy.request_log import RECORD, RequestRecord, log_failure, log_request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics and log only
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_QUIET = ("/health", "/ready", "/metrics")
 
 
 @web.middleware
@@ -43,7 +37,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     finally:
         endpoint = _endpoint(request)
         server.metrics.count(record, endpoint=endpoint, status=status)
-        _log(record, endpoint, status)
+        log_request(record, endpoint, status)
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
@@ -61,15 +55,6 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
         if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # that is a state
             log_failure(request[RECORD].request_id, exc)
         return reply.to_response()
-
-
-def log_failure(request_id: str, exc: Exception) -> None:
-    """An error that is the server's; class and place only, since the message may quote the prompt."""
-    failure: BaseException | None = exc
-    while failure is not None:
-        places = "".join(traceback.format_tb(failure.__traceback__))
-        log.error("request %s failed: %s\n%s", request_id, type(failure).__name__, places)
-        failure = failure.__cause__
 
 
 def _authenticate(request: web.Request, server: ServerContext) -> Caller:
@@ -94,28 +79,3 @@ def _endpoint(request: web.Request) -> str:
 def _request_id(request: web.Request) -> str:
     given = request.headers.get("X-Request-Id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _log(record: RequestRecord, endpoint: str, status: int) -> None:
-    level = logging.DEBUG if endpoint in _QUIET else logging.INFO
-    log.log(
-        level,
-        "request %s key=%s %s %d%s %.1f ms",
-        record.request_id,
-        record.caller.name,
-        endpoint,
-        status,
-        "" if record.mode is None else _generated(record),
-        record.duration_s * 1e3,
-    )
-
-
-def _generated(record: RequestRecord) -> str:
-    """What a generating request adds to its line."""
-    total = combine(record.reports)
-    num_completion_tokens = record.num_completion_tokens
-    return (
-        f" {record.finish_reason or '-'} decision={total.decision if record.reports else '-'}"
-        f" reused={total.num_cached} recomputed={total.num_recomputed + total.num_repaired}"
-        f" completion={'-' if num_completion_tokens is None else num_completion_tokens}"
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -10,6 +12,10 @@ from aiohttp import web
 
 from kvshare.engines.base import Delta, Finished, SharingMode, SharingReport
 from proxy.auth import ANONYMOUS, Caller
+
+log = logging.getLogger("proxy.middleware")  # the name that operators know
+
+_QUIET = ("/health", "/ready", "/metrics")
 
 
 @dataclass(slots=True)
@@ -56,3 +62,53 @@ class RequestRecord:
 
 
 RECORD: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
+
+
+def log_request(record: RequestRecord, endpoint: str, status: int) -> None:
+    level = logging.DEBUG if endpoint in _QUIET else logging.INFO
+    log.log(
+        level,
+        "request %s key=%s %s %d%s %.1f ms",
+        record.request_id,
+        record.caller.name,
+        endpoint,
+        status,
+        "" if record.mode is None else _generated(record),
+        record.duration_s * 1e3,
+    )
+
+
+def _generated(record: RequestRecord) -> str:
+    """What a generating request adds to its line."""
+    total = combine(record.reports)
+    num_completion_tokens = record.num_completion_tokens
+    return (
+        f" {record.finish_reason or '-'} decision={total.decision if record.reports else '-'}"
+        f" reused={total.num_cached} recomputed={total.num_recomputed + total.num_repaired}"
+        f" completion={'-' if num_completion_tokens is None else num_completion_tokens}"
+    )
+
+
+_BY_BOLDNESS = ("approx", "exact", "full")
+
+
+def combine(reports: Sequence[SharingReport]) -> SharingReport:
+    """One account of several prompts: counts added, the boldest decision, the first reason. No donors."""
+    decisions = {report.decision for report in reports}
+    return SharingReport(
+        num_exact=sum(report.num_exact for report in reports),
+        num_copied=sum(report.num_copied for report in reports),
+        num_recomputed=sum(report.num_recomputed for report in reports),
+        num_repaired=sum(report.num_repaired for report in reports),
+        decision=next((decision for decision in _BY_BOLDNESS if decision in decisions), "full"),
+        reason=next((report.reason for report in reports if report.reason is not None), None),
+    )
+
+
+def log_failure(request_id: str, exc: Exception) -> None:
+    """An error that is the server's; class and place only, since the message may quote the prompt."""
+    failure: BaseException | None = exc
+    while failure is not None:
+        places = "".join(traceback.format_tb(failure.__traceback__))
+        log.error("request %s failed: %s\n%s", request_id, type(failure).__name__, places)
+        failure = failure.__cause__

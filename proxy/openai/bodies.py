@@ -2,12 +2,12 @@
 The bodies of the two generating routes: what is read, and which types and ranges hold.
 
 Unknown keys are let through, as OpenAI's clients send many; known ones must be right. What would change the
-answer and is not implemented is refused in `unsupported`.
+answer and is not implemented is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -15,7 +15,6 @@ from pydantic_core import PydanticCustomError
 
 from kvshare.engines.base import SamplingParams, SharingMode
 from kvshare.errors import RequestError, UnsupportedParameterError
-from proxy.openai.unsupported import refuse_unsupported, refuse_unsupported_in_messages
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -205,8 +204,8 @@ class CompletionBody(GenerationBody):
 def parse_chat(document: Mapping[str, Any]) -> ChatBody:
     """Raises RequestError or UnsupportedParameterError, naming the parameter."""
     body = _validated(ChatBody, document)
-    refuse_unsupported(document)
-    refuse_unsupported_in_messages(document["messages"])
+    _refuse_unsupported(document)
+    _refuse_unsupported_in_messages(document["messages"])
     if body.top_logprobs and not body.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     _check_stream_options(body)
@@ -216,7 +215,7 @@ def parse_chat(document: Mapping[str, Any]) -> ChatBody:
 def parse_completion(document: Mapping[str, Any]) -> CompletionBody:
     """Raises RequestError or UnsupportedParameterError, naming the parameter."""
     body = _validated(CompletionBody, document)
-    refuse_unsupported(document)
+    _refuse_unsupported(document)
     if document.get("best_of") not in (None, body.num_choices):
         raise UnsupportedParameterError("best_of", "only equal to 'n'")
     _check_stream_options(body)
@@ -252,3 +251,71 @@ def _param(location: tuple[int | str, ...]) -> str:
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path[:200]
+
+
+# Parameters that this server does not implement and that would change the answer if it ignored them, each
+# with the values that ask for nothing. Any other value is refused with `unsupported_parameter`: a client that
+# asked for JSON or tools must not take prose for them. What only hints (`user`, `metadata`, `store`,
+# `prompt_cache_key`, `service_tier` ...) is not here and passes.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    # OpenAI
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "echo": (False,),
+    "suffix": ("",),
+    # vLLM's additions
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "prompt_logprobs": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+
+_NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+
+
+def _refuse_unsupported(document: Mapping[str, Any]) -> None:
+    """Raises UnsupportedParameterError for the first parameter of a body that asks for what is not there."""
+    _refuse(document, _NEUTRAL, at="")
+
+
+def _refuse_unsupported_in_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """The same for what may stand in a message beside its text."""
+    for number, message in enumerate(messages):
+        _refuse(message, _NEUTRAL_IN_MESSAGE, at=f"messages[{number}].")
+
+
+def _refuse(document: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]], *, at: str) -> None:
+    for name, accepted in neutral.items():
+        value = document.get(name)
+        if value is not None and not any(_same(value, entry) for entry in accepted):
+            raise UnsupportedParameterError(f"{at}{name}", "not implemented by this server")
+
+
+def _same(value: object, accepted: object) -> bool:
+    """Equal, with true and 1 kept apart."""
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshare.engines.base import Delta, FinishReason, TokenLogprob
+from kvshare.engines.base import Delta, FinishReason, SharingReport, TokenLogprob
 from kvshare.errors import EngineError
 
 
@@ -182,3 +182,21 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
 def _finite(logprob: float) -> float:
     """JSON has no -Infinity; OpenAI writes -9999.0 for a token that cannot come."""
     return max(logprob, -9999.0)
+
+
+def usage_object(report: SharingReport, *, num_completion_tokens: int) -> dict[str, Any]:
+    """`cached_tokens` is always a number: 0 where nothing was shared. Donors are never named."""
+    return {
+        "prompt_tokens": report.num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": report.num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": report.num_cached},
+        "kvshare": {
+            "exact": report.num_exact,
+            "copied": report.num_copied,
+            "recomputed": report.num_recomputed,
+            "repaired": report.num_repaired,
+            "decision": report.decision,
+            "reason": report.reason,
+        },
+    }

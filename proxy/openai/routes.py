@@ -1,4 +1,4 @@
-"""The OpenAI routes: a body becomes engine requests and the shape of its answer, for `answering` to run."""
+"""The OpenAI routes: a body becomes engine requests and the shape of its answer, for `run`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvshare.engines.base import GenerationRequest, Prompt, SamplingParams, Shar
 from kvshare.errors import ContextLengthError, ModelNotFoundError
 from proxy.context import GENERATING, SERVER, ServerContext
 from proxy.errors import not_found
-from proxy.openai.answering import Job, answer
 from proxy.openai.bodies import ChatBody, CompletionBody, GenerationBody, parse_chat, parse_completion
 from proxy.openai.responses import ChatResponse, CompletionResponse, Response
+from proxy.openai.run import Job, answer
 from proxy.request_body import read_object
 from proxy.request_log import RECORD
 
