@@ -245,6 +245,20 @@ async def test_a_request_goes_where_its_donor_is(tmp_path: Path) -> None:
         assert one.tickets[0].namespace != two.tickets[0].namespace
 
 
+async def test_probes_do_not_change_which_replica_is_next(tmp_path: Path) -> None:
+    """Idle replicas take turns, request by request; questions in between do not count."""
+    async with (
+        running_vllm() as one,
+        running_vllm() as two,
+        running_relay(tmp_path, one, two) as relay,
+    ):
+        for number in range(1, 5):
+            await relay.chat("Rome", kvshare={"mode": "off"})
+            await relay.send("/ready", method="GET")
+            await relay.send("/metrics", method="GET")
+            assert {len(one.generated), len(two.generated)} == {number // 2, (number + 1) // 2}
+
+
 async def test_an_overloaded_replicas_donors_are_passed_over(tmp_path: Path) -> None:
     """It has so many requests more than the other one that waiting would cost more than computing."""
     async with (
