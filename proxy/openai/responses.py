@@ -50,9 +50,9 @@ class Response(ABC):
         self._no_usage_yet: dict[str, Any] = {"usage": None} if include_usage else {}
         self.choices = [Choice() for _ in range(num_choices)]
 
-    def response(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The whole answer. Raises EngineError if a choice has no end."""
-        choices = [self._whole(index, choice) for index, choice in enumerate(self.choices)]
+        choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
         return {**self._head, "object": self.object_name, "choices": choices, "usage": usage}
 
     def collect(self, delta: Delta) -> None:
@@ -88,7 +88,7 @@ class Response(ABC):
         """The chunks before any text."""
 
     @abstractmethod
-    def _whole(self, index: int, choice: Choice) -> dict[str, Any]: ...
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
 
     @abstractmethod
     def _content(self, delta: Delta) -> dict[str, Any]: ...
@@ -109,7 +109,7 @@ class ChatResponse(Response):
             for index in range(len(self.choices))
         ]
 
-    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -142,7 +142,7 @@ class CompletionResponse(Response):
     def opening(self) -> list[dict[str, Any]]:
         return []
 
-    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {
             "index": index,
             "text": choice.text,
