@@ -8,20 +8,21 @@ answer and is not implemented is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from kvshare.engines.base import SamplingParams, SharingMode
+from kvshare.engines.base import SamplingParams
 from kvshare.errors import RequestError, UnsupportedParameterError
+from proxy.request_body import at_most, validated
+from proxy.request_options import KVShareField
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
-MAX_OPTIONS = 16  # keys of `kvshare`, unknown ones included
 _INT32 = 2**31 - 1
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -73,39 +74,13 @@ def _prompt_list(prompt: object) -> list[str | tuple[int, ...]]:
 Text = Annotated[str, BeforeValidator(_one_text)]
 
 
-def _at_most(limit: int) -> BeforeValidator:
-    """Counts before it looks: a body of megabytes of wrong entries must not keep the loop busy."""
-
-    def check(entries: object) -> object:
-        if isinstance(entries, list | dict) and len(entries) > limit:
-            raise PydanticCustomError("too_many", f"expected at most {limit} entries, got {len(entries)}")
-        return entries
-
-    return BeforeValidator(check)
-
-
-Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stop_list), _at_most(MAX_STOPS)]
+Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stop_list), at_most(MAX_STOPS)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
-LogitBias = Annotated[dict[BiasKey, Annotated[float, Field(ge=-100, le=100)]], _at_most(MAX_BIASES)]
+LogitBias = Annotated[dict[BiasKey, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_BIASES)]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class KVShareOptions(BaseModel):
-    """The `kvshare` object of a request: how much of other prompts it accepts, and whether it is kept."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    mode: Literal["off", "exact", "approx"] | None = None
-    no_store: bool = False
-
-
-class _OptionsBody(_Body):
-    """The only part of a relayed body that is the proxy's own."""
-
-    kvshare: Annotated[KVShareOptions, _at_most(MAX_OPTIONS)] | None = None
 
 
 class StreamOptions(_Body):
@@ -140,7 +115,7 @@ class GenerationBody(_Body):
     logit_bias: LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    kvshare: Annotated[KVShareOptions, _at_most(MAX_OPTIONS)] | None = None
+    kvshare: KVShareField = None
 
     @property
     def num_choices(self) -> int:
@@ -149,15 +124,6 @@ class GenerationBody(_Body):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def mode(self) -> SharingMode | None:
-        """None: the request leaves it to the settings."""
-        return SharingMode(self.kvshare.mode) if self.kvshare and self.kvshare.mode else None
-
-    @property
-    def may_store(self) -> bool:
-        return not (self.kvshare and self.kvshare.no_store)
 
     def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         return SamplingParams(
@@ -203,7 +169,7 @@ class CompletionBody(GenerationBody):
 
 def parse_chat(document: Mapping[str, Any]) -> ChatBody:
     """Raises RequestError or UnsupportedParameterError, naming the parameter."""
-    body = _validated(ChatBody, document)
+    body = validated(ChatBody, document)
     _refuse_unsupported(document)
     _refuse_unsupported_in_messages(document["messages"])
     if body.top_logprobs and not body.logprobs:
@@ -214,7 +180,7 @@ def parse_chat(document: Mapping[str, Any]) -> ChatBody:
 
 def parse_completion(document: Mapping[str, Any]) -> CompletionBody:
     """Raises RequestError or UnsupportedParameterError, naming the parameter."""
-    body = _validated(CompletionBody, document)
+    body = validated(CompletionBody, document)
     _refuse_unsupported(document)
     if document.get("best_of") not in (None, body.num_choices):
         raise UnsupportedParameterError("best_of", "only equal to 'n'")
@@ -222,35 +188,9 @@ def parse_completion(document: Mapping[str, Any]) -> CompletionBody:
     return body
 
 
-def parse_options(document: Mapping[str, Any]) -> KVShareOptions:
-    """The `kvshare` object of a relayed body; its defaults where there is none. Raises RequestError."""
-    return _validated(_OptionsBody, document).kvshare or KVShareOptions()
-
-
 def _check_stream_options(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
-
-
-_BodyT = TypeVar("_BodyT", bound=BaseModel)
-
-
-def _validated(model: type[_BodyT], document: Mapping[str, Any]) -> _BodyT:
-    try:
-        return model.model_validate(document)
-    except ValidationError as exc:
-        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = _param(first["loc"])
-        code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
-        raise RequestError(f"Invalid '{param}': {first['msg']}.", param=param, code=code) from None
-
-
-def _param(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content") -> "messages[0].content", short enough to be sent back."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path[:200]
 
 
 # Parameters that this server does not implement and that would change the answer if it ignored them, each

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from kvshare.engines.base import GenerationRequest, Prompt, SamplingParams, SharingMode
+from kvshare.engines.base import GenerationRequest, Prompt, SamplingParams
 from kvshare.errors import ContextLengthError, ModelNotFoundError
 from proxy.context import GENERATING, SERVER, ServerContext
 from proxy.errors import not_found
@@ -17,6 +17,7 @@ from proxy.openai.responses import ChatResponse, CompletionResponse, Response
 from proxy.openai.run import Job, answer
 from proxy.request_body import read_object
 from proxy.request_log import RECORD
+from proxy.request_options import request_options
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -96,24 +97,16 @@ async def _encode_prompts(request: web.Request, body: CompletionBody) -> list[Pr
 def _engine_request(
     request: web.Request, body: GenerationBody, prompt: Prompt, sampling: SamplingParams
 ) -> GenerationRequest:
-    server = request.app[SERVER]
-    directives = cache_directives(request)
+    options = request_options(request, body.kvshare)
     owner = request[RECORD].caller.owner
-    mode = body.mode or SharingMode(server.settings.sharing.mode)
     return GenerationRequest(
         request_id=uuid.uuid4().hex,  # not the client's, which may come twice
         namespace=request.app[GENERATING].namespace(tenant=owner.tenant, scope=owner.scope),
         prompt=prompt,
         sampling=sampling,
-        mode=SharingMode.OFF if "no-cache" in directives else mode,
-        store=body.may_store and "no-store" not in directives,
+        mode=options.mode,
+        store=options.store,
     )
-
-
-def cache_directives(request: web.Request) -> set[str]:
-    """What the request's `Cache-Control` says: `no-cache` shares nothing, `no-store` keeps nothing."""
-    headers = request.headers.getall("Cache-Control", [])
-    return {directive.strip().lower() for header in headers for directive in header.split(",")}
 
 
 def _accepting_server(request: web.Request) -> ServerContext:

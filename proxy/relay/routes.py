@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,6 @@ from proxy.api import Api
 from proxy.auth import Role
 from proxy.context import SERVER
 from proxy.errors import wrong_content_type
-from proxy.openai.bodies import parse_options
-from proxy.openai.routes import cache_directives
 from proxy.relay.forward import Outgoing, RelayedRequest
 from proxy.relay.json_members import JsonMembers, read_members
 from proxy.relay.sanitize import check_form, check_path, client_salt
@@ -38,6 +37,7 @@ from proxy.relay.tokenize_body import TokenizeBody, Unplannable, for_chat, for_c
 from proxy.relay.upstream import HttpUpstream
 from proxy.request_body import read_raw
 from proxy.request_log import RECORD
+from proxy.request_options import parse_kvshare, request_options
 
 log = logging.getLogger(__name__)
 
@@ -124,11 +124,12 @@ class RelayApi(Api):
         if isinstance(wanted, Unplannable):
             raise RequestError(f"This request would not be planned: {wanted.reason}.")
         prompt = await self._tokenize(wanted)
-        return web.json_response(await self._engine.explain(self._new_order(request, members, prompt)))
+        order = replace(self._new_order(request, members), prompt=prompt)
+        return web.json_response(await self._engine.explain(order))
 
     async def _order(self, request: web.Request, members: JsonMembers, to_body: ToBody) -> Order:
         """What can be planned of a request. Whatever goes wrong here costs the plan, not the request."""
-        order = self._new_order(request, members, None)
+        order = self._new_order(request, members)
         if order.mode is SharingMode.OFF:
             return order
         wanted = to_body(members.document, self._model_names)
@@ -143,17 +144,14 @@ class RelayApi(Api):
             self._engine.note_unshared("not_tokenized")
             return order
         request[RECORD].tokenize_s = time.perf_counter() - began
-        return self._new_order(request, members, prompt)
+        return replace(order, prompt=prompt)
 
-    def _new_order(self, request: web.Request, members: JsonMembers, prompt: Prompt | None) -> Order:
-        options = parse_options(members.document)
-        directives = cache_directives(request)
-        mode = SharingMode(options.mode or self._settings.sharing.mode)
+    def _new_order(self, request: web.Request, members: JsonMembers) -> Order:
+        options = request_options(request, parse_kvshare(members.document))
         return Order(
             owner=request[RECORD].caller.owner,
-            prompt=prompt,
-            mode=SharingMode.OFF if "no-cache" in directives else mode,
-            keep=not options.no_store and "no-store" not in directives,
+            mode=options.mode,
+            keep=options.store,
             client_salt=client_salt(members),
         )
 
