@@ -29,8 +29,8 @@ from proxy.context import GENERATING, SERVER
 from proxy.errors import to_reply
 from proxy.openai.bodies import GenerationBody
 from proxy.openai.responses import Response, usage_object
-from proxy.openai.sse import EventStream, dump
 from proxy.request_log import RECORD, RequestRecord, combine, log_failure
+from proxy.sse import EventStream, dump
 
 
 @dataclass(frozen=True, slots=True, eq=False)

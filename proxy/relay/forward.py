@@ -22,11 +22,11 @@ from kvshare.engines.vllm.dispatch import Dispatch, Flight, Order
 from kvshare.engines.vllm.engine import VllmEngine
 from kvshare.errors import EngineError, NoReplicaError, UpstreamError
 from proxy.errors import to_reply, upstream_timed_out
-from proxy.openai.sse import dump
 from proxy.relay.json_members import JsonMembers
 from proxy.relay.sanitize import headers_to_client, headers_to_upstream, sanitized, takes_salt
 from proxy.relay.upstream import HttpUpstream
 from proxy.request_log import RECORD
+from proxy.sse import dump
 
 log = logging.getLogger(__name__)
 
