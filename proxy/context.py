@@ -1,4 +1,4 @@
-"""What handlers need of the server they run in, under typed keys."""
+"""The parts of one server, under a typed key. Its two ports, main and admin, have the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from kvshare.engines.base import Engine, GeneratingEngine
+from kvshare.engines.base import Engine
 from kvshare.settings import Settings
 from proxy.auth import Keyring
 from proxy.lifecycle import Lifecycle
@@ -15,7 +15,7 @@ from proxy.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """The parts of one server. Two listeners of it (main and admin port) have the same."""
+    """What a handler needs beside its request."""
 
     settings: Settings
     engine: Engine
@@ -24,5 +24,11 @@ class ServerContext:
     metrics: Metrics
 
 
-GENERATING: web.AppKey[GeneratingEngine] = web.AppKey("generating", GeneratingEngine)
 SERVER: web.AppKey[ServerContext] = web.AppKey("server", ServerContext)
+
+
+def accepting_server(request: web.Request) -> ServerContext:
+    """The server of `request`. Raises ShuttingDownError or HttpError 503 unless it takes requests now."""
+    server = request.app[SERVER]
+    server.lifecycle.check_accepting()
+    return server

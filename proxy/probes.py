@@ -8,6 +8,11 @@ from proxy.context import SERVER
 from proxy.lifecycle import Phase
 
 
+def add_routes(app: web.Application) -> None:
+    app.router.add_get("/health", health)
+    app.router.add_get("/ready", ready)
+
+
 async def health(request: web.Request) -> web.Response:
     """GET /health: the process answers."""
     return web.json_response({"status": "ok"})

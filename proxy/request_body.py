@@ -24,15 +24,20 @@ BODY_TIMEOUT_S = 60.0  # a client that trickles its body holds a connection no l
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
-    """
-    The body as a JSON object.
+    """The body as a JSON object. Raises HttpError 408 and 415, RequestError."""
+    check_is_json(request)
+    return parse_object(await read_raw(request))
 
-    Asking for the JSON content type keeps web pages out: a browser sends it across origins only after a
-    preflight, which this server does not answer.
+
+def check_is_json(request: web.Request) -> None:
+    """
+    Raises HttpError 415 for another content type.
+
+    That keeps web pages out: a browser sends JSON across origins only after a preflight, which this server
+    does not answer.
     """
     if request.content_type != "application/json":
         raise wrong_content_type()
-    return parse_object(await read_raw(request))
 
 
 async def read_raw(request: web.Request) -> bytes:

@@ -19,6 +19,9 @@ _HEADERS = {
 }
 
 
+DONE = b"data: [DONE]\n\n"
+
+
 class EventStream:
     """One SSE response. From `begin` on, the status line is out and errors can only be frames."""
 
@@ -32,19 +35,19 @@ class EventStream:
     async def send(self, *documents: dict[str, Any]) -> None:
         """One frame per document, in one write."""
         if documents:
-            await self.response.write(b"".join(_frame(document) for document in documents))
+            await self.response.write(b"".join(frame(document) for document in documents))
 
     async def keep_alive(self) -> None:
         """A comment: clients skip it, idle timeouts on the way do not."""
         await self.response.write(b": keep-alive\n\n")
 
     async def finish(self) -> None:
-        await self.response.write(b"data: [DONE]\n\n")
+        await self.response.write(DONE)
         await self.response.write_eof()
 
 
-def _frame(document: dict[str, Any]) -> bytes:
-    """JSON escapes line ends, so that a document is always one `data` line."""
+def frame(document: dict[str, Any]) -> bytes:
+    """One event. JSON escapes line ends, so that a document is always one `data` line."""
     return b"data: " + dump(document) + b"\n\n"
 
 

@@ -25,7 +25,7 @@ from kvshare.engines.base import (
     Started,
 )
 from kvshare.errors import EngineError, KVShareError
-from proxy.context import GENERATING, SERVER
+from proxy.context import SERVER
 from proxy.errors import to_reply
 from proxy.openai.bodies import GenerationBody
 from proxy.openai.responses import Response, usage_object
@@ -138,11 +138,11 @@ class Run:
         self._queue.put_nowait(error)
 
 
-async def answer(request: web.Request, job: Job) -> web.StreamResponse:
+async def answer(request: web.Request, engine: GeneratingEngine, job: Job) -> web.StreamResponse:
     """Run the job to its end. Leaving early, by an error or a disconnect, frees the engine's slots."""
     server, record = request.app[SERVER], request[RECORD]
     record.mode = job.requests[0].mode
-    run = Run(request.app[GENERATING], job.requests)
+    run = Run(engine, job.requests)
     with server.lifecycle.running(run):
         try:
             async with run.open():

@@ -21,12 +21,13 @@ from aiohttp import web
 from kvshare.engines.vllm.dispatch import Dispatch, Flight, Order
 from kvshare.engines.vllm.engine import VllmEngine
 from kvshare.errors import EngineError, NoReplicaError, UpstreamError
+from proxy.context import SERVER
 from proxy.errors import to_reply, upstream_timed_out
 from proxy.relay.json_members import JsonMembers
 from proxy.relay.sanitize import headers_to_client, headers_to_upstream, sanitized, takes_salt
 from proxy.relay.upstream import HttpUpstream
 from proxy.request_log import RECORD
-from proxy.sse import dump
+from proxy.sse import DONE, frame
 
 log = logging.getLogger(__name__)
 
@@ -66,23 +67,20 @@ def _transfer_params(dispatch: Dispatch) -> Mapping[str, Any]:
     return params
 
 
-class RelayedRequest:
-    """A request on its way. `abort` ends it from outside, with an error that the client is told."""
+async def forward(request: web.Request, engine: VllmEngine, outgoing: Outgoing) -> web.StreamResponse:
+    """Plan and send a request, pass its answer on. A drain waits for it, and aborts it in the end."""
+    relayed = RelayedRequest(request, engine, outgoing)
+    with request.app[SERVER].lifecycle.running(relayed):
+        return await relayed.run()
 
-    def __init__(
-        self,
-        request: web.Request,
-        outgoing: Outgoing,
-        engine: VllmEngine,
-        upstreams: Mapping[str, HttpUpstream],
-        *,
-        read_timeout_s: float,
-    ) -> None:
+
+class RelayedRequest:
+    """A request on its way. `abort` ends it from outside, with an error that is sent to the client."""
+
+    def __init__(self, request: web.Request, engine: VllmEngine, outgoing: Outgoing) -> None:
         self._request = request
-        self._outgoing = outgoing
         self._engine = engine
-        self._upstreams = upstreams
-        self._read_timeout_s = read_timeout_s
+        self._outgoing = outgoing
         self._scope = asyncio.timeout(None)
         self._aborted: Exception | None = None
         self._answer: web.StreamResponse | None = None  # once its status line is out
@@ -128,19 +126,20 @@ class RelayedRequest:
             dispatch = dispatch.elsewhere(others[0], self._outgoing.order)
 
     async def _send(self, dispatch: Dispatch) -> aiohttp.ClientResponse:
-        record = self._request[RECORD]
+        upstream, record = dispatch.replica.upstream, self._request[RECORD]
+        assert isinstance(upstream, HttpUpstream), "the proxy connects replicas by HTTP only"
         record.reports = () if dispatch.report is None else (dispatch.report,)
         headers = headers_to_upstream(self._request.headers)
         headers["X-Request-Id"] = record.request_id
         try:
-            return await self._upstreams[dispatch.replica.name].send(
+            return await upstream.send(
                 self._request.method,
                 self._outgoing.path,
                 headers=headers,
                 body=self._outgoing.body(dispatch),
             )
         except TimeoutError as exc:
-            raise upstream_timed_out(self._read_timeout_s) from exc
+            raise upstream_timed_out(self._request.app[SERVER].settings.vllm.read_timeout_s) from exc
 
     async def _pass_on(self, response: aiohttp.ClientResponse, flight: Flight) -> web.StreamResponse:
         flight.was_refused = response.status >= 400
@@ -184,7 +183,7 @@ class RelayedRequest:
         try:
             if self._outgoing.ends_with_done and self._is_stream:
                 # The blank line ends what may be half a frame.
-                await self._answer.write(b"\n\ndata: " + dump(to_reply(error).body) + b"\n\ndata: [DONE]\n\n")
+                await self._answer.write(b"\n\n" + frame(to_reply(error).body) + DONE)
                 await self._answer.write_eof()
             elif self._request.transport is not None:
                 self._request.transport.abort()

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from kvshare.settings import Settings, load_settings
-from proxy.app import build_admin_app, build_app, generating_api
+from proxy.app import build_admin_app, build_app
 from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
 from tests.proxy.fake_engine import Behaviour, FakeEngine
@@ -87,7 +87,7 @@ async def running_server(
 ) -> AsyncIterator[Server]:
     """The server, with the engine started unless `wait` is off; `admin`: its admin port."""
     engine = FakeEngine(behaviour)
-    app = build_app(settings_with(**overrides), generating_api(engine))
+    app = build_app(settings_with(**overrides), engine)
     async with AsyncExitStack() as stack:
         runner = await _listening(stack, app)
         if admin:

@@ -7,7 +7,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from kvshare.engines.base import SharingMode
 from kvshare.errors import RequestError
-from proxy.app import build_app, generating_api
+from proxy.app import build_app
 from proxy.request_options import RequestOptions, parse_kvshare, request_options
 from tests.proxy.conftest import settings_with
 from tests.proxy.fake_engine import FakeEngine
@@ -29,7 +29,7 @@ def test_the_stricter_of_body_and_header_wins(
     body: dict[str, object], cache_control: str, expected: RequestOptions
 ) -> None:
     """What neither says is the settings' mode, and may be stored."""
-    app = build_app(settings_with(sharing__mode="exact"), generating_api(FakeEngine()))
+    app = build_app(settings_with(sharing__mode="exact"), FakeEngine())
     headers = {"Cache-Control": cache_control} if cache_control else {}
     request = make_mocked_request("POST", "/v1/chat/completions", headers, app=app)
     assert request_options(request, parse_kvshare(body)) == expected
