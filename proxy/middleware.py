@@ -1,8 +1,4 @@
-"""
-Around every handler: the request's id and caller, errors in OpenAI's shape, metrics, a line in the log.
-
-Prompt text is in none of them: an error is logged by class and place, as its message may quote the prompt.
-"""
+"""Around every handler: the request's id and caller, errors in OpenAI's shape, metrics, a line in the log."""
 
 from __future__ import annotations
 

@@ -1,11 +1,16 @@
-"""What is remembered of a request while it is answered, for its metrics and its line in the log. No text."""
+"""
+What is recorded of a request while it is answered, for its metrics; and what the log says of it.
+
+No prompt text is in either: an exception is logged by class and place, as its message may quote the prompt.
+"""
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 
 from aiohttp import web
@@ -16,6 +21,7 @@ from proxy.auth import ANONYMOUS, Caller
 log = logging.getLogger("proxy.middleware")  # the name that operators know
 
 _QUIET = ("/health", "/ready", "/metrics")
+_BY_BOLDNESS = ("approx", "exact", "full")
 
 
 @dataclass(slots=True)
@@ -64,7 +70,21 @@ class RequestRecord:
 RECORD: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
 
 
+def combine(reports: Sequence[SharingReport]) -> SharingReport:
+    """One account of several prompts: counts added, the boldest decision, the first reason. No donors."""
+    decisions = {report.decision for report in reports}
+    return SharingReport(
+        num_exact=sum(report.num_exact for report in reports),
+        num_copied=sum(report.num_copied for report in reports),
+        num_recomputed=sum(report.num_recomputed for report in reports),
+        num_repaired=sum(report.num_repaired for report in reports),
+        decision=next((decision for decision in _BY_BOLDNESS if decision in decisions), "full"),
+        reason=next((report.reason for report in reports if report.reason is not None), None),
+    )
+
+
 def log_request(record: RequestRecord, endpoint: str, status: int) -> None:
+    """The one line of a request that is over."""
     level = logging.DEBUG if endpoint in _QUIET else logging.INFO
     log.log(
         level,
@@ -89,26 +109,26 @@ def _generated(record: RequestRecord) -> str:
     )
 
 
-_BY_BOLDNESS = ("approx", "exact", "full")
-
-
-def combine(reports: Sequence[SharingReport]) -> SharingReport:
-    """One account of several prompts: counts added, the boldest decision, the first reason. No donors."""
-    decisions = {report.decision for report in reports}
-    return SharingReport(
-        num_exact=sum(report.num_exact for report in reports),
-        num_copied=sum(report.num_copied for report in reports),
-        num_recomputed=sum(report.num_recomputed for report in reports),
-        num_repaired=sum(report.num_repaired for report in reports),
-        decision=next((decision for decision in _BY_BOLDNESS if decision in decisions), "full"),
-        reason=next((report.reason for report in reports if report.reason is not None), None),
-    )
-
-
 def log_failure(request_id: str, exc: Exception) -> None:
-    """An error that is the server's; class and place only, since the message may quote the prompt."""
-    failure: BaseException | None = exc
-    while failure is not None:
+    """Log an error that is the server's, with the places of each exception in its chain of causes."""
+    for failure in _causes(exc):
         places = "".join(traceback.format_tb(failure.__traceback__))
         log.error("request %s failed: %s\n%s", request_id, type(failure).__name__, places)
+
+
+def class_and_place(exc: BaseException) -> str:
+    """`UpstreamError at upstream.py:78, caused by ClientOSError at ...`, for one line of a log."""
+    return ", caused by ".join(type(failure).__name__ + _place(failure) for failure in _causes(exc))
+
+
+def _causes(exc: BaseException) -> Iterator[BaseException]:
+    failure: BaseException | None = exc
+    while failure is not None:
+        yield failure
         failure = failure.__cause__
+
+
+def _place(exc: BaseException) -> str:
+    """Where it was raised; nothing for an exception that was not."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

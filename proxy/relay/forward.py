@@ -26,7 +26,7 @@ from proxy.errors import to_reply, upstream_timed_out
 from proxy.relay.json_members import JsonMembers
 from proxy.relay.sanitize import headers_to_client, headers_to_upstream, sanitized, takes_salt
 from proxy.relay.upstream import HttpUpstream
-from proxy.request_log import RECORD
+from proxy.request_log import RECORD, class_and_place
 from proxy.sse import DONE, frame
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,8 @@ class RelayedRequest:
                     response = await self._send(dispatch)
                 except UpstreamError as exc:
                     flight.was_refused = True
-                    log.warning("replica %s did not take a request: %s", dispatch.replica.name, exc)
+                    name = dispatch.replica.name
+                    log.warning("replica %s did not take a request: %s", name, class_and_place(exc))
                     self._engine.note_unreachable(dispatch.replica)
                 else:
                     try:
@@ -153,7 +154,8 @@ class RelayedRequest:
                 try:
                     chunk = await response.content.readany()
                 except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-                    log.warning("replica %s broke off an answer: %s", flight.dispatch.replica.name, exc)
+                    name = flight.dispatch.replica.name
+                    log.warning("replica %s broke off an answer: %s", name, class_and_place(exc))
                     return await self._break_off(EngineError("The model server broke off this answer."))
                 if not chunk:
                     break

@@ -33,7 +33,7 @@ from proxy.relay.json_members import JsonMembers, read_members
 from proxy.relay.sanitize import check_form, check_path, client_salt
 from proxy.relay.tokenize_body import TokenizeBody, Unplannable, for_chat, for_completion
 from proxy.request_body import check_is_json, read_raw
-from proxy.request_log import RECORD
+from proxy.request_log import RECORD, class_and_place
 from proxy.request_options import parse_kvshare, request_options
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ async def _order(request: web.Request, members: JsonMembers, to_body: ToBody) ->
     try:
         prompt = await _tokenize(engine, wanted)
     except (UpstreamError, NoReplicaError, DeltaTreeError, OverflowError) as exc:
-        log.debug("request %s is not planned: %s", request[RECORD].request_id, exc)
+        log.debug("request %s is not planned: %s", request[RECORD].request_id, class_and_place(exc))
         engine.note_unshared("not_tokenized")
         return order
     request[RECORD].tokenize_s = time.perf_counter() - began
