@@ -44,7 +44,7 @@ def build_app(settings: Settings, engine: Engine) -> web.Application:
     """
     The application of the main port. It owns the engine: starts it in the background, stops it at cleanup.
 
-    Raises:  ConfigError if keys cannot be told apart
+    Raises:  ConfigError if two keys have one name or one hash
     """
     server = _server_context(settings, engine)
     app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
@@ -114,9 +114,7 @@ async def serve(
 
 
 async def _until_stopped(server: ServerContext, first: asyncio.Event, second: asyncio.Event) -> None:
-    """
-    Returns when drained, or told twice; what then still runs the application's shutdown aborts.
-    """
+    """Returns after the drain, or at the second signal; the shutdown then aborts what still runs."""
     lifecycle = server.lifecycle
     await first.wait()
     log.info("draining: %d requests run, at most %g s", lifecycle.num_running, server.settings.server.drain_s)

@@ -22,7 +22,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer whatever happens, then count and log it."""
+    """Answer in any case, then count and log the request."""
     server = request.app[SERVER]
     record = request[RECORD] = RequestRecord(_request_id(request))
     status = CLIENT_CLOSED
@@ -54,7 +54,7 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
 
 
 def _authenticate(request: web.Request, server: ServerContext) -> Caller:
-    """Whoever may call the matched route. A route is closed unless it is listed as open."""
+    """The caller, if it may use the matched route. A route asks for a key unless it is listed here."""
     route = _endpoint(request)
     if route in ("/health", "/ready", "unknown"):
         return ANONYMOUS
@@ -67,7 +67,7 @@ def _authenticate(request: web.Request, server: ServerContext) -> Caller:
 
 
 def _endpoint(request: web.Request) -> str:
-    """The matched route's pattern: bounded, whatever path the client asked for."""
+    """The matched route's pattern: one of a few, for any path that a client asks for."""
     resource = request.match_info.route.resource
     return "unknown" if resource is None else resource.canonical
 

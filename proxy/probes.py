@@ -1,4 +1,4 @@
-"""Is it alive, does it take requests: asked by orchestrators and load balancers, without a key."""
+"""Whether the process is alive and takes requests, for orchestrators and load balancers; no key is needed."""
 
 from __future__ import annotations
 

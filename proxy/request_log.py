@@ -47,7 +47,7 @@ class RequestRecord:
 
     @property
     def num_completion_tokens(self) -> int | None:
-        """None for an answer that was relayed: nobody here counted."""
+        """None for a relayed answer, whose tokens were not counted here."""
         if not self.finished:
             return None
         return sum(finished.num_completion_tokens for finished in self.finished)
@@ -71,7 +71,7 @@ RECORD: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
 
 
 def combine(reports: Sequence[SharingReport]) -> SharingReport:
-    """One account of several prompts: counts added, the boldest decision, the first reason. No donors."""
+    """One report of several prompts: counts added, the boldest decision, the first reason. No donors."""
     decisions = {report.decision for report in reports}
     return SharingReport(
         num_exact=sum(report.num_exact for report in reports),

@@ -1,5 +1,5 @@
 """
-Server-sent events: headers, frames, comments. Knows nothing of what the frames say.
+Server-sent events: headers, frames, comments. What the frames say is decided elsewhere.
 
 A stream that merely ends looks like success to clients, so every one that began ends with `[DONE]`, after
 an error frame if it failed.
@@ -52,5 +52,5 @@ def frame(document: dict[str, Any]) -> bytes:
 
 
 def dump(document: dict[str, Any]) -> bytes:
-    """Compact and pure ASCII: whatever an engine makes of half a character can be sent."""
+    """Compact and pure ASCII, so that half a character, as an engine may emit it, can be sent."""
     return json.dumps(document, separators=(",", ":")).encode("ascii")

@@ -1,8 +1,8 @@
 """
-The bodies of the two generating routes: what is read, and which types and ranges hold.
+The bodies of the two generating routes: which parameters are read, their types and ranges.
 
-Unknown keys are let through, as OpenAI's clients send many; known ones must be right. What would change the
-answer and is not implemented is refused.
+Unknown parameters pass, as OpenAI's clients send many; known ones must be right. A parameter that would
+change the answer and is not implemented is refused.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _refuse_unsupported(document: Mapping[str, Any]) -> None:
 
 
 def _refuse_unsupported_in_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """The same for what may stand in a message beside its text."""
+    """The same for the parameters of a message."""
     for number, message in enumerate(messages):
         _refuse(message, _NEUTRAL_IN_MESSAGE, at=f"messages[{number}].")
 
@@ -257,5 +257,5 @@ def _refuse(document: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...
 
 
 def _same(value: object, accepted: object) -> bool:
-    """Equal, with true and 1 kept apart."""
+    """Whether two values are equal; true and 1 are not."""
     return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)

@@ -1,7 +1,7 @@
 """
-The JSON of answers: one shape per endpoint, each as a whole response and as chunks of a stream.
+The JSON of answers: one class per endpoint, which writes a whole response and the chunks of a stream.
 
-A shape turns deltas into documents; it neither reads nor writes sockets.
+It turns deltas into documents; it neither reads nor writes sockets.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ Runs a request in the engine and writes its answer, whole or as a stream.
 
 Each prompt of a request has a task that runs the engine's `generate`; what they emit meets in one queue. A
 client that reads slowly does not slow the engine down: the completion's length bounds what waits for it. Plan
-and admission come before the first byte, so that what the engine refuses keeps its real status.
+and admission come before the first byte, so that what the engine refuses has its real status.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
-One relayed request: sent to a replica, to another one where that does not answer, and its answer passed on.
+Forwards one request: sends it to a replica, or to another if that does not answer, and passes its answer on.
 
-Status, headers and every byte of the body are vLLM's. Only an answer that breaks off gets an end of ours, as
-a stream that merely ends looks like success.
+Status, headers and every byte of the body are vLLM's. Only an answer that breaks off gets an end from here,
+as a stream that merely ends looks like success.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Outgoing:
 
 def _transfer_params(dispatch: Dispatch) -> Mapping[str, Any]:
     """
-    The ticket; and for approximate plans vLLM's own way to tell how much of a prompt somebody else had: it
-    would count every token that comes from outside as cached, those computed in the connector included.
+    The ticket; for approximate plans also the number of reused tokens, in vLLM's own parameter. Without it
+    vLLM would count all tokens of the connector as cached, those that the connector computed included.
     """
     ticket, report = dispatch.ticket, dispatch.report
     assert ticket is not None, "asked where there is one"
@@ -86,15 +86,13 @@ class RelayedRequest:
         self._answer: web.StreamResponse | None = None  # once its status line is out
 
     def abort(self, error: Exception) -> None:
-        """End the relaying with `error`."""
+        """End the request with `error`."""
         self._aborted = error
-        with suppress(RuntimeError):  # it is over already
+        with suppress(RuntimeError):  # it has ended already
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> web.StreamResponse:
-        """
-        Plan and relay until the answer ends. Leaving early closes the connection to vLLM, which aborts there.
-        """
+        """Plan and forward until the answer ends. Leaving early closes the connection, and vLLM aborts."""
         try:
             async with self._scope:
                 return await self._try_replicas(await self._engine.dispatch(self._outgoing.order))
@@ -104,7 +102,7 @@ class RelayedRequest:
             return await self._break_off(self._aborted)
 
     async def _try_replicas(self, dispatch: Dispatch) -> web.StreamResponse:
-        """Until one takes the request. Nothing has been sent to the client before that."""
+        """Try replicas until one takes the request; nothing has been sent to the client before."""
         tried = set()
         while True:
             tried.add(dispatch.replica.name)
@@ -178,7 +176,7 @@ class RelayedRequest:
         return self._answer is not None and self._answer.content_type == "text/event-stream"
 
     async def _break_off(self, error: Exception) -> web.StreamResponse:
-        """Tell the client that its answer is incomplete, in the stream or by a connection that breaks."""
+        """Report to the client that its answer is incomplete, in the stream or by closing the connection."""
         if self._answer is None:
             raise error
         self._request[RECORD].finish_reason = "error"

@@ -1,6 +1,6 @@
 """
-A JSON object's bytes with its top-level members marked: some can be cut out and others appended, while every
-other byte stays what the client sent.
+A JSON object's bytes with the positions of its top-level members: some can be removed and others appended,
+while every other byte stays as the client sent it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class JsonMembers:
 
 def read_members(raw: bytes) -> JsonMembers:
     """
-    Mark the members of a body.
+    Find the members of a body.
 
     Raises:  RequestError unless it is a JSON object in UTF-8: what cannot be read cannot be searched either
     """

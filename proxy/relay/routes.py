@@ -71,7 +71,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def pass_through(request: web.Request) -> web.StreamResponse:
-    """Anything else under /v1, whatever it is."""
+    """Any other route under /v1, of vLLM's choice."""
     accepting_server(request)
     path = request.rel_url.raw_path_qs
     check_path(path)

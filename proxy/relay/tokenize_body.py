@@ -1,8 +1,8 @@
 """
-Which requests to vLLM can be planned, and what to tokenize for them. Knows OpenAI's bodies and vLLM's keys.
+Builds the body for vLLM's `/tokenize` from a request, or says why the request cannot be planned.
 
-Whatever looks odd is not planned; vLLM gets it as it is and says itself what is wrong with it. A prompt that
-vLLM tokenizes differently in the end is no danger: the ticket's digest does not fit then.
+An unusual request is not planned: vLLM gets it unchanged and reports what is wrong with it. A prompt that
+vLLM tokenizes differently in the end does no harm: the ticket's digest does not match then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMPLETION_KEYS = ("model", "add_special_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Unplannable:
-    """Why a request is relayed as it is; a fixed word, which is counted."""
+    """Why a request is relayed without a plan; a fixed word, which is counted."""
 
     reason: str
 
@@ -86,7 +86,7 @@ def for_completion(document: Mapping[str, Any], models: Collection[str]) -> Toke
 
 
 def _odd(document: Mapping[str, Any], models: Collection[str]) -> str | None:
-    """What makes vLLM treat a prompt differently, or need all of it computed."""
+    """Why vLLM would treat the prompt differently, or compute all of it; None if it would not."""
     model = document.get("model")
     if model is not None and model not in models:
         return "adapter"  # or a model that is not there
@@ -121,7 +121,7 @@ def _text_part(part: object) -> str | None:
 
 
 def _template_kwargs(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What the chat route itself gives the template beside `chat_template_kwargs`; `/tokenize` does not."""
+    """`chat_template_kwargs` with what the chat route adds to it and `/tokenize` does not."""
     given = document.get("chat_template_kwargs")
     kwargs = dict(given) if isinstance(given, Mapping) else {}
     effort = document.get("reasoning_effort")
