@@ -1,4 +1,4 @@
-"""Wires the front: routes, middlewares, the engine's lifetime, listeners and signals."""
+"""Wires the server: routes, middlewares, the engine's lifetime, listeners and signals."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from aiohttp import web
 
 from kvshare.engines.base import Engine, EngineStatus, GeneratingEngine
+from kvshare.engines.vllm.engine import VllmEngine
 from kvshare.settings import Settings
-from proxy import admin, probes
-from proxy.api import Api, GeneratingApi
+from proxy import admin, openai, probes, relay
 from proxy.auth import Keyring
-from proxy.front import FRONT, Front
+from proxy.context import SERVER, ServerContext
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
 from proxy.middleware import add_request_id, observe
+from proxy.relay.upstream import HttpUpstream
 
 log = logging.getLogger(__name__)
 
-_API: web.AppKey[Api] = web.AppKey("api", Api)
 _CLOSE_S = 2.0  # connections that still write after a drain get this long
 
 # aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
@@ -31,42 +31,30 @@ _aiohttp_log = logging.getLogger("proxy.aiohttp")
 _aiohttp_log.setLevel(logging.CRITICAL + 1)
 
 
-def generating_api(engine: GeneratingEngine) -> Api:
-    """For an engine that computes the answers itself."""
-    return GeneratingApi(engine)
-
-
-def relaying_api(settings: Settings) -> Api:
+def vllm_engine(settings: Settings) -> VllmEngine:
     """
-    For the vLLM replicas of the settings.
+    The engine for the vLLM replicas of the settings.
 
     Raises:  ConfigError if there are none, or two of one name
     """
-    from proxy.relay import RelayApi
-
-    return RelayApi.from_settings(settings)
+    return VllmEngine(settings, lambda replica: HttpUpstream(replica, settings.vllm))
 
 
-def build_app(settings: Settings, api: Api) -> web.Application:
+def build_app(settings: Settings, engine: Engine) -> web.Application:
     """
     The application of the main port. It owns the engine: starts it in the background, stops it at cleanup.
 
-    Raises:  ConfigError if keys cannot be told apart
+    Raises:  ConfigError if two keys have one name or one hash
     """
-    front = _front(settings, api.engine)
-    app = _application(front)
-    app[_API] = api
-    _add_probes(app)
-    api.add_routes(app)
-    if settings.server.admin_port is None:
-        _add_operator_routes(app, api)
+    server = _server_context(settings, engine)
+    app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
 
     async def own_engine(_: web.Application) -> AsyncIterator[None]:
-        async with front.lifecycle.engine_running():
+        async with server.lifecycle.engine_running():
             yield
 
     async def abort_running(_: web.Application) -> None:
-        front.lifecycle.abort_running()
+        server.lifecycle.abort_running()
 
     app.cleanup_ctx.append(own_engine)
     app.on_shutdown.append(abort_running)
@@ -74,28 +62,24 @@ def build_app(settings: Settings, api: Api) -> web.Application:
 
 
 def build_admin_app(app: web.Application) -> web.Application:
-    """The application of the admin port, for the same front as `app`; it owns nothing."""
-    admin_app = _application(app[FRONT])
-    _add_probes(admin_app)
-    app[_API].add_model_list(admin_app)
-    _add_operator_routes(admin_app, app[_API])
-    return admin_app
+    """The application of the admin port, for the same server as `app`; it owns nothing."""
+    return _application(app[SERVER], serves_clients=False, serves_admins=True)
 
 
 def run(
     settings: Settings,
-    api: Api,
+    engine: Engine,
     *,
     on_listening: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises what the engine's start raises, and OSError for a taken port."""
-    asyncio.run(serve(settings, api, on_listening=on_listening or _log_listening, on_ready=on_ready))
+    asyncio.run(serve(settings, engine, on_listening=on_listening or _log_listening, on_ready=on_ready))
 
 
 async def serve(
     settings: Settings,
-    api: Api,
+    engine: Engine,
     *,
     on_listening: Callable[[str], None],
     on_ready: Callable[[str], None] | None = None,
@@ -106,7 +90,7 @@ async def serve(
     `on_listening` and, once the engine is up, `on_ready` get the base URL, with the port that was taken where
     the settings say 0.
     """
-    app = build_app(settings, api)
+    app = build_app(settings, engine)
     runners = [_runner(app)]
     ports = [settings.server.port]
     if settings.server.admin_port is not None:
@@ -120,23 +104,21 @@ async def serve(
                 await web.TCPSite(runner, settings.server.host, port).start()
             url = _base_url(runners[0])
             on_listening(url)
-            await _first_of(app[FRONT].lifecycle.wait_started(), first.wait())
-            if on_ready is not None and app[FRONT].lifecycle.is_engine_up:
+            await _first_of(app[SERVER].lifecycle.wait_started(), first.wait())
+            if on_ready is not None and app[SERVER].lifecycle.is_engine_up:
                 on_ready(url)
-            await _until_stopped(app[FRONT], first, second)
+            await _until_stopped(app[SERVER], first, second)
         finally:
             for runner in reversed(runners):
                 await runner.cleanup()
 
 
-async def _until_stopped(front: Front, first: asyncio.Event, second: asyncio.Event) -> None:
-    """
-    Returns when drained, or told twice; what then still runs the application's shutdown aborts.
-    """
-    lifecycle = front.lifecycle
+async def _until_stopped(server: ServerContext, first: asyncio.Event, second: asyncio.Event) -> None:
+    """Returns after the drain, or at the second signal; the shutdown then aborts what still runs."""
+    lifecycle = server.lifecycle
     await first.wait()
-    log.info("draining: %d requests run, at most %g s", lifecycle.num_running, front.settings.server.drain_s)
-    await _first_of(lifecycle.drain(front.settings.server.drain_s), second.wait())
+    log.info("draining: %d requests run, at most %g s", lifecycle.num_running, server.settings.server.drain_s)
+    await _first_of(lifecycle.drain(server.settings.server.drain_s), second.wait())
     log.info("drained")
 
 
@@ -177,13 +159,13 @@ def _ignore_hangup() -> None:
     log.warning("SIGHUP ignored: settings are read at start; restart to change them")
 
 
-def _front(settings: Settings, engine: Engine) -> Front:
+def _server_context(settings: Settings, engine: Engine) -> ServerContext:
     lifecycle = Lifecycle(engine)
 
     def status() -> EngineStatus | None:
         return engine.status() if lifecycle.is_engine_up else None
 
-    return Front(
+    return ServerContext(
         settings=settings,
         engine=engine,
         keyring=Keyring(settings.auth.keys),
@@ -192,27 +174,21 @@ def _front(settings: Settings, engine: Engine) -> Front:
     )
 
 
-def _application(front: Front) -> web.Application:
-    app = web.Application(middlewares=[observe], client_max_size=front.settings.server.max_body_bytes)
-    app[FRONT] = front
+def _application(server: ServerContext, *, serves_clients: bool, serves_admins: bool) -> web.Application:
+    app = web.Application(middlewares=[observe], client_max_size=server.settings.server.max_body_bytes)
+    app[SERVER] = server
     app.on_response_prepare.append(add_request_id)
+    probes.add_routes(app)
+    engine = server.engine
+    if isinstance(engine, GeneratingEngine):
+        openai.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)
+    elif isinstance(engine, VllmEngine):
+        relay.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)
+    else:
+        raise TypeError(f"no routes for an engine of type {type(engine).__name__}")
+    if serves_admins:
+        admin.add_routes(app)
     return app
-
-
-def _add_probes(app: web.Application) -> None:
-    app.router.add_get("/health", probes.health)
-    app.router.add_get("/ready", probes.ready)
-
-
-def _add_operator_routes(app: web.Application, api: Api) -> None:
-    router = app.router
-    api.add_operator_routes(app)
-    router.add_get("/metrics", admin.metrics)
-    router.add_get("/admin/stats", admin.question("stats"))
-    router.add_get("/admin/tree", admin.question("tree"))
-    router.add_get("/admin/node/{id}", admin.question("node"))
-    router.add_get("/admin/diff", admin.question("diff"))
-    router.add_post("/admin/evict", admin.evict)
 
 
 def _runner(app: web.Application) -> web.AppRunner:

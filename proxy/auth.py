@@ -31,7 +31,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the key's name (for logs) and the identity that its KV is filed under."""
+    """The key's name (for logs) and the identity under which its KV is stored."""
 
     name: str
     tenant: str
@@ -40,7 +40,7 @@ class Caller:
 
     @property
     def owner(self) -> Owner:
-        """Keys of one tenant meet here; a private key meets nobody, whatever its name looks like."""
+        """All keys of a tenant have one owner; a private key has its own, which no other names give."""
         if self.scope == "private":
             return Owner(json.dumps([self.tenant, self.name]), self.scope)
         return Owner(self.tenant, self.scope)
@@ -54,7 +54,7 @@ class Keyring:
     """The configured keys. Without any there is one local caller, and admins are loopback peers."""
 
     def __init__(self, keys: Sequence[KeySettings]) -> None:
-        """Raises ConfigError if two keys have one name or one hash: they could not be told apart."""
+        """Raises ConfigError if two keys have one name or one hash: they would be one."""
         for field in ("name", "sha256"):
             values = [getattr(key, field) for key in keys]
             if len(set(values)) != len(values):
@@ -81,7 +81,7 @@ class Keyring:
         return caller
 
     def _find(self, key: bytes) -> Caller | None:
-        """Compares with every hash, so that timing tells nothing about which one was near."""
+        """Compares with every hash, so that timing does not reveal which one was close."""
         digest = hashlib.sha256(key).hexdigest()
         found = None
         for known, caller in self._callers:
@@ -99,9 +99,9 @@ def _presented_key(request: web.Request) -> bytes:
 
 def is_local(request: web.Request) -> bool:
     """
-    Whether a program on this machine asks, and asks by itself.
+    Whether the request comes from a program on this machine, on its own behalf.
 
-    A web page in the user's browser (Origin, Sec-Fetch-Site, a foreign Host) and whatever a reverse proxy
+    A web page in the user's browser (Origin, Sec-Fetch-Site, a foreign Host) and what a reverse proxy
     on this machine forwards come from a loopback address too; they are not local.
     """
     foreign = ("Origin", "Sec-Fetch-Site", "Forwarded", "X-Forwarded-For", "X-Real-IP")

@@ -1,5 +1,5 @@
 """
-Every refusal as HTTP: one table from error class to status, type and code, and one body shape.
+Every error as HTTP: one table from error class to status, type and code, and one body shape.
 
 * KVShareError
   - HttpError        what HTTP itself refuses: 401, 403, 404, 405, 408, 413, 415, 503 while loading
@@ -135,7 +135,7 @@ _HTTP_MESSAGES = {
 
 
 def to_reply(exc: Exception) -> ErrorReply:
-    """What the client is told about `exc`. An error nobody foresaw tells nothing about itself."""
+    """What the client learns of `exc`. An unexpected error is reported without its message."""
     if isinstance(exc, HttpError):
         return exc.reply
     if isinstance(exc, web.HTTPException):

@@ -1,5 +1,5 @@
 """
-From starting to stopped: loads the engine beside the listening server, and drains before it goes.
+From starting to stopped: loads the engine while the server listens, drains before it stops.
 
     starting -> ready -> draining
             \\-> failed
@@ -126,7 +126,7 @@ class Lifecycle:
             self.abort_running()
 
     def abort_running(self) -> None:
-        """End every generation now; each tells its client why."""
+        """End every generation now, with an error for its client."""
         self._phase = Phase.DRAINING
         for generation in tuple(self._running):
             generation.abort(ShuttingDownError("The server is shutting down; the answer is incomplete."))

@@ -1,5 +1,5 @@
 """
-The Prometheus side: what each request adds to, and what the engine is asked at scrape time.
+The Prometheus metrics: what each request adds to, and what the engine is asked at scrape time.
 
 One registry per server. Label values come from fixed sets: route patterns, statuses, the engine's own
 words; never from what a client sends.
@@ -8,6 +8,7 @@ words; never from what a client sends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from kvshare import __version__
 from kvshare.engines.base import EngineStatus, IndexStatus, ReplicaStatus, SharingMode, SharingReport
-from proxy.record import Record
+from proxy.request_log import RequestRecord
 
 
 def _edges(text: str) -> tuple[float, ...]:
@@ -36,62 +37,8 @@ class Metrics:
     def __init__(self, *, status: Callable[[], EngineStatus | None], num_inflight: Callable[[], int]) -> None:
         """`status` gives None until the engine is up."""
         self.registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "kvshare_requests",
-            "Requests answered; status 499: the client went away.",
-            ("endpoint", "status", "finish_reason"),
-            registry=registry,
-        )
-        self._duration = Histogram(
-            "kvshare_request_duration_seconds",
-            "From the request's headers to the last byte, generating routes.",
-            ("endpoint",),
-            buckets=_REQUEST_S,
-            registry=registry,
-        )
-        self._first_token = Histogram(
-            "kvshare_time_to_first_token_seconds",
-            "From the request's headers to its first token.",
-            buckets=_FIRST_TOKEN_S,
-            registry=registry,
-        )
-        self._token_gap = Histogram(
-            "kvshare_inter_token_latency_seconds",
-            "Between tokens of one choice.",
-            buckets=_TOKEN_GAP_S,
-            registry=registry,
-        )
-        self._prompt_tokens = Counter(
-            "kvshare_prompt_tokens_by_source",
-            "Prompt tokens by where their KV came from.",
-            ("source",),
-            registry=registry,
-        )
-        self._lookups = Counter(
-            "kvshare_lookup_requests",
-            "Prompts by what sharing found for them, and why not more.",
-            ("result", "reason"),
-            registry=registry,
-        )
-        self._tokens_requested = Counter(
-            "kvshare_lookup_tokens_requested", "Prompt tokens that were looked up.", registry=registry
-        )
-        self._tokens_hit = Counter(
-            "kvshare_lookup_tokens_hit", "Prompt tokens that were found and reused.", registry=registry
-        )
-        self._stages = Histogram(
-            "kvshare_stage_duration_seconds",
-            "Time per stage of a request.",
-            ("stage",),
-            buckets=_STAGE_S,
-            registry=registry,
-        )
-        self._recompute = Histogram(
-            "kvshare_recompute_fraction",
-            "Share of a prompt that was computed.",
-            buckets=_FRACTION,
-            registry=registry,
-        )
+        self._requests = _RequestMetrics(registry)
+        self._sharing = _SharingMetrics(registry)
         build = Gauge("kvshare_build_info", "The version that runs.", ("version",), registry=registry)
         build.labels(__version__).set(1)
         inflight = Gauge(
@@ -104,8 +51,44 @@ class Metrics:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
 
-    def count(self, record: Record, *, endpoint: str, status: int) -> None:
+    def count(self, record: RequestRecord, *, endpoint: str, status: int) -> None:
         """Add a request that is over."""
+        self._requests.count(record, endpoint=endpoint, status=status)
+        if record.mode is not None:
+            for report in record.reports:
+                self._sharing.count(report, record.mode)
+
+
+class _RequestMetrics:
+    """Requests by outcome, and how long they took."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        histogram = partial(Histogram, registry=registry)
+        self._requests = Counter(
+            "kvshare_requests",
+            "Requests answered; status 499: the client went away.",
+            ("endpoint", "status", "finish_reason"),
+            registry=registry,
+        )
+        self._duration = histogram(
+            "kvshare_request_duration_seconds",
+            "From the request's headers to the last byte, generating routes.",
+            ("endpoint",),
+            buckets=_REQUEST_S,
+        )
+        self._first_token = histogram(
+            "kvshare_time_to_first_token_seconds",
+            "From the request's headers to its first token.",
+            buckets=_FIRST_TOKEN_S,
+        )
+        self._token_gap = histogram(
+            "kvshare_inter_token_latency_seconds", "Between tokens of one choice.", buckets=_TOKEN_GAP_S
+        )
+        self._stages = histogram(
+            "kvshare_stage_duration_seconds", "Time per stage of a request.", ("stage",), buckets=_STAGE_S
+        )
+
+    def count(self, record: RequestRecord, *, endpoint: str, status: int) -> None:
         self._requests.labels(endpoint, str(status), record.finish_reason).inc()
         if record.tokenize_s is not None:
             self._stages.labels("tokenize").observe(record.tokenize_s)
@@ -116,14 +99,37 @@ class Metrics:
             self._first_token.observe(record.first_token_s)
         for gap in record.token_gaps_s:
             self._token_gap.observe(gap)
-        for report in record.reports:
-            self._count_report(report, record.mode)
         for finished in record.finished:
             for stage, seconds in finished.stage_seconds.items():
                 if stage != "tokenize":  # measured here, around the engine's encode_*
                     self._stages.labels(stage).observe(seconds)
 
-    def _count_report(self, report: SharingReport, mode: SharingMode) -> None:
+
+class _SharingMetrics:
+    """Where the KV of prompts came from."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=registry)
+        self._prompt_tokens = counter(
+            "kvshare_prompt_tokens_by_source", "Prompt tokens by where their KV came from.", ("source",)
+        )
+        self._lookups = counter(
+            "kvshare_lookup_requests",
+            "Prompts by what sharing found for them, and why not more.",
+            ("result", "reason"),
+        )
+        self._tokens_requested = counter(
+            "kvshare_lookup_tokens_requested", "Prompt tokens that were looked up."
+        )
+        self._tokens_hit = counter("kvshare_lookup_tokens_hit", "Prompt tokens that were found and reused.")
+        self._recompute = Histogram(
+            "kvshare_recompute_fraction",
+            "Share of a prompt that was computed.",
+            buckets=_FRACTION,
+            registry=registry,
+        )
+
+    def count(self, report: SharingReport, mode: SharingMode) -> None:
         num_computed = report.num_recomputed + report.num_repaired
         self._prompt_tokens.labels("compute").inc(num_computed)
         self._prompt_tokens.labels("kvshare_exact").inc(report.num_exact)

@@ -1,14 +1,8 @@
-"""
-Around every handler: the request's id and caller, errors in OpenAI's shape, metrics, a line in the log.
-
-Prompt text is in none of them: an error is logged by class and place, as its message may quote the prompt.
-"""
+"""Around every handler: the request's id and caller, errors in OpenAI's shape, metrics, a line in the log."""
 
 from __future__ import annotations
 
-import logging
 import re
-import traceback
 import uuid
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -16,34 +10,30 @@ from http import HTTPStatus
 from aiohttp import web
 
 from proxy.auth import ANONYMOUS, Caller, Role
+from proxy.context import SERVER, ServerContext
 from proxy.errors import to_reply
-from proxy.front import FRONT, Front
-from proxy.record import RECORD, Record
-from proxy.usage import combine
-
-log = logging.getLogger(__name__)
+from proxy.request_log import RECORD, RequestRecord, log_failure, log_request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics and log only
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_QUIET = ("/health", "/ready", "/metrics")
 
 
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer whatever happens, then count and log it."""
-    front = request.app[FRONT]
-    record = request[RECORD] = Record(_request_id(request))
+    """Answer in any case, then count and log the request."""
+    server = request.app[SERVER]
+    record = request[RECORD] = RequestRecord(_request_id(request))
     status = CLIENT_CLOSED
     try:
-        response = await _answer(request, handler, front)
+        response = await _answer(request, handler, server)
         status = CLIENT_CLOSED if record.disconnected else response.status
         return response
     finally:
         endpoint = _endpoint(request)
-        front.metrics.count(record, endpoint=endpoint, status=status)
-        _log(record, endpoint, status)
+        server.metrics.count(record, endpoint=endpoint, status=status)
+        log_request(record, endpoint, status)
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
@@ -52,9 +42,9 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
         response.headers["X-Request-Id"] = request[RECORD].request_id
 
 
-async def _answer(request: web.Request, handler: Handler, front: Front) -> web.StreamResponse:
+async def _answer(request: web.Request, handler: Handler, server: ServerContext) -> web.StreamResponse:
     try:
-        request[RECORD].caller = _authenticate(request, front)
+        request[RECORD].caller = _authenticate(request, server)
         return await handler(request)
     except Exception as exc:  # noqa: BLE001  the one place where errors become replies
         reply = to_reply(exc)
@@ -63,30 +53,21 @@ async def _answer(request: web.Request, handler: Handler, front: Front) -> web.S
         return reply.to_response()
 
 
-def log_failure(request_id: str, exc: Exception) -> None:
-    """An error that is the server's; class and place only, since the message may quote the prompt."""
-    failure: BaseException | None = exc
-    while failure is not None:
-        places = "".join(traceback.format_tb(failure.__traceback__))
-        log.error("request %s failed: %s\n%s", request_id, type(failure).__name__, places)
-        failure = failure.__cause__
-
-
-def _authenticate(request: web.Request, front: Front) -> Caller:
-    """Whoever may call the matched route. A route is closed unless it is listed as open."""
+def _authenticate(request: web.Request, server: ServerContext) -> Caller:
+    """The caller, if it may use the matched route. A route asks for a key unless it is listed here."""
     route = _endpoint(request)
     if route in ("/health", "/ready", "unknown"):
         return ANONYMOUS
     if route == "/metrics":
-        if front.keyring.is_open:
+        if server.keyring.is_open:
             return ANONYMOUS
-        return front.keyring.require(request, Role.ADMIN)
+        return server.keyring.require(request, Role.ADMIN)
     is_admin_route = route.startswith("/admin/")
-    return front.keyring.require(request, Role.ADMIN if is_admin_route else Role.INFER)
+    return server.keyring.require(request, Role.ADMIN if is_admin_route else Role.INFER)
 
 
 def _endpoint(request: web.Request) -> str:
-    """The matched route's pattern: bounded, whatever path the client asked for."""
+    """The matched route's pattern: one of a few, for any path that a client asks for."""
     resource = request.match_info.route.resource
     return "unknown" if resource is None else resource.canonical
 
@@ -94,28 +75,3 @@ def _endpoint(request: web.Request) -> str:
 def _request_id(request: web.Request) -> str:
     given = request.headers.get("X-Request-Id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _log(record: Record, endpoint: str, status: int) -> None:
-    level = logging.DEBUG if endpoint in _QUIET else logging.INFO
-    log.log(
-        level,
-        "request %s key=%s %s %d%s %.1f ms",
-        record.request_id,
-        record.caller.name,
-        endpoint,
-        status,
-        "" if record.mode is None else _generated(record),
-        record.duration_s * 1e3,
-    )
-
-
-def _generated(record: Record) -> str:
-    """What a generating request adds to its line."""
-    total = combine(record.reports)
-    num_completion_tokens = record.num_completion_tokens
-    return (
-        f" {record.finish_reason or '-'} decision={total.decision if record.reports else '-'}"
-        f" reused={total.num_cached} recomputed={total.num_recomputed + total.num_repaired}"
-        f" completion={'-' if num_completion_tokens is None else num_completion_tokens}"
-    )

@@ -17,6 +17,7 @@ from delta_tree import TokenIds, token_ids
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.base import (
     Delta,
+    Event,
     Finished,
     GenerationRequest,
     SamplingParams,
@@ -93,7 +94,8 @@ async def ask(
     )
     answer = Answer()
     began = time.perf_counter()
-    async for event in engine.generate(request):
+
+    def on_event(event: Event) -> None:
         if isinstance(event, Started):
             answer.report = event.report
         elif isinstance(event, Delta):
@@ -102,6 +104,8 @@ async def ask(
             answer.text += event.text
         else:
             answer.finished = event
+
+    await engine.generate(request, on_event)
     await engine.settle()  # so that arms do not pay for each other's commits
     return answer
 

@@ -33,7 +33,7 @@ def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str, Any]
 
 async def _run(repeats: int, num_words: int, seed: int) -> dict[str, Any]:
     # The front stands above this package; only this benchmark reaches up.
-    from proxy.app import build_app, generating_api
+    from proxy.app import build_app
 
     rng = np.random.default_rng(seed)
     through: list[float] = []
@@ -49,7 +49,7 @@ async def _run(repeats: int, num_words: int, seed: int) -> dict[str, Any]:
             }
         )
         engine = new_engine(None, settings)
-        runner = web.AppRunner(build_app(settings, generating_api(engine)), handler_cancellation=True)
+        runner = web.AppRunner(build_app(settings, engine), handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as client:

@@ -15,6 +15,7 @@ from kvshare.cli.output import is_quiet, note, show
 from kvshare.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
+    from kvshare.engines.base import Engine
     from kvshare.settings import Settings
 
 
@@ -121,21 +122,24 @@ def _replicas(urls: Sequence[str], control_urls: Sequence[str]) -> list[dict[str
 def _run(settings: Settings, output_format: OutputFormat) -> None:
     """Load the engine's code, then listen; the engine starts while the server already answers /health."""
     started = time.perf_counter()
-    from proxy.app import generating_api, relaying_api, run
+    from proxy.app import run, vllm_engine
 
+    engine: Engine
     if settings.engine.kind == "vllm":
-        api, doing = relaying_api(settings), "asking the replicas"
+        engine, doing = vllm_engine(settings), "asking the replicas"
     else:
         from kvshare.engines.embedded.engine import EmbeddedEngine
 
-        api, doing = generating_api(EmbeddedEngine.from_settings(settings)), "loading the model"
+        engine, doing = EmbeddedEngine.from_settings(settings), "loading the model"
 
     def announce(url: str) -> None:
         ready_s = time.perf_counter() - started
-        show("ready", {"url": url, "model": api.engine.card.model_id, "ready_s": ready_s}, output_format)
+        show("ready", {"url": url, "model": engine.card.model_id, "ready_s": ready_s}, output_format)
 
     try:
-        run(settings, api, on_listening=lambda url: note(f"listening on {url}, {doing}"), on_ready=announce)
+        run(
+            settings, engine, on_listening=lambda url: note(f"listening on {url}, {doing}"), on_ready=announce
+        )
     except OSError as exc:
         where = f"{settings.server.host}:{settings.server.port}"
         raise EngineError(

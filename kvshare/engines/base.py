@@ -2,7 +2,7 @@
 What an engine takes and gives: requests, events, the abstract classes. Knows neither HTTP nor torch.
 
 Every `Engine` can be started, asked how it is and what it stores. A `GeneratingEngine` also tokenizes, plans
-(through `kvshare.sharing`), computes, and streams events: the proxy turns HTTP into `GenerationRequest` and
+(through `kvshare.sharing`), computes, and emits events: the proxy turns HTTP into `GenerationRequest` and
 events into chunks. The vLLM engine generates nothing here; what the proxy relays for it stands in
 `kvshare.engines.vllm.engine`.
 """
@@ -10,7 +10,7 @@ events into chunks. The vLLM engine generates nothing here; what the proxy relay
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -229,11 +229,12 @@ class GeneratingEngine(Engine):
         """Take token ids as they are. Raises RequestError if one is outside the vocabulary."""
 
     @abstractmethod
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+    async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
         """
-        Stream the events of a request: Started, Delta..., Finished.
+        Run a request to its end. `emit` gets its events on the event loop: Started, Delta..., Finished.
 
-        Closing the generator (or cancelling the task that iterates it) frees the request's slot at once.
+        Nothing waits for a slow reader: the caller queues what it cannot send yet. Cancelling frees the
+        request's slot at once; a few deltas may still be emitted then.
         Raises, before Started: ContextLengthError, OverloadedError, ShuttingDownError, RequestError;
         after it: EngineError.
         """

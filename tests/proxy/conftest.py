@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 
 from kvshare.settings import Settings, load_settings
-from proxy.app import build_admin_app, build_app, generating_api
-from proxy.front import FRONT
+from proxy.app import build_admin_app, build_app
+from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
 from tests.proxy.fake_engine import Behaviour, FakeEngine
 
@@ -51,7 +51,7 @@ class Server:
 
     @property
     def lifecycle(self) -> Lifecycle:
-        return self.app[FRONT].lifecycle
+        return self.app[SERVER].lifecycle
 
     def client(self, key: str = "none", **options: object) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
@@ -87,7 +87,7 @@ async def running_server(
 ) -> AsyncIterator[Server]:
     """The server, with the engine started unless `wait` is off; `admin`: its admin port."""
     engine = FakeEngine(behaviour)
-    app = build_app(settings_with(**overrides), generating_api(engine))
+    app = build_app(settings_with(**overrides), engine)
     async with AsyncExitStack() as stack:
         runner = await _listening(stack, app)
         if admin:

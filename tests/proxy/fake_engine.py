@@ -8,7 +8,7 @@ tested against behaviour. `Behaviour` makes it slow or makes it fail.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,7 @@ class FakeEngine(GeneratingEngine):
     def _prompt(self, token_ids: list[int], *, last: str) -> Prompt:
         return Prompt(np.array(token_ids, dtype=np.int32), PromptText(last_user_turn=last, body=last))
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+    async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
         self.requests.append(request)
         self._check(request)
         if self.num_waiting >= self.behaviour.max_waiting and self._slots.locked():
@@ -127,7 +127,7 @@ class FakeEngine(GeneratingEngine):
         self.running.set()
         try:
             async for event in self._events(request):
-                yield event
+                emit(event)
         finally:
             self.num_running -= 1
             self.num_freed += 1

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from kvshare.errors import ModelError
-from proxy.app import generating_api, serve
+from proxy.app import serve
 from tests.proxy.conftest import chat, eventually, running_server, settings_with
 from tests.proxy.fake_engine import Behaviour, FakeEngine
 
@@ -42,9 +42,7 @@ async def serving(behaviour: Behaviour | None = None, **overrides: object) -> As
     """`serve` until the block ends or a signal stops it."""
     engine = FakeEngine(behaviour)
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(
-        serve(settings_with(**overrides), generating_api(engine), on_listening=listening.set_result)
-    )
+    task = asyncio.create_task(serve(settings_with(**overrides), engine, on_listening=listening.set_result))
     await asyncio.wait({listening, task}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         task.result()
@@ -98,7 +96,7 @@ async def test_serve_raises_what_the_start_raises() -> None:
     """An engine that cannot load ends the server with its own error."""
     engine = FakeEngine(Behaviour(start_error=ModelError("no such model")))
     with pytest.raises(ModelError, match="no such model"):
-        await serve(settings_with(), generating_api(engine), on_listening=lambda url: None)
+        await serve(settings_with(), engine, on_listening=lambda url: None)
     assert engine.is_stopped
 
 
@@ -110,7 +108,7 @@ async def test_serve_raises_for_a_taken_port() -> None:
         engine = FakeEngine()
         settings = settings_with(server__port=taken.getsockname()[1])
         with pytest.raises(OSError, match="address already in use"):
-            await serve(settings, generating_api(engine), on_listening=lambda url: None)
+            await serve(settings, engine, on_listening=lambda url: None)
     assert engine.is_stopped
 
 

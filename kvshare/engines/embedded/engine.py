@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -25,7 +25,6 @@ from delta_tree import DeltaTree, Span
 from kvshare.cost import CostModel
 from kvshare.engines.background import Background, Embedding
 from kvshare.engines.base import (
-    Delta,
     EngineStatus,
     Event,
     Finished,
@@ -224,7 +223,7 @@ class EmbeddedEngine(GeneratingEngine):
             )
         return prompt
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+    async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
         max_tokens = self._max_tokens(request)
         async with self._admission.slot():
             self._check_running()
@@ -236,7 +235,6 @@ class EmbeddedEngine(GeneratingEngine):
             lookup = await self._sharing.find_plan(namespace, request.prompt, request.mode)
             await self._sharing.note_use(lookup)
             report = lookup.report(request.prompt.num_tokens)
-            queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
             task = Task(
                 request,
                 lookup,
@@ -245,22 +243,20 @@ class EmbeddedEngine(GeneratingEngine):
                 eos_token_ids=self.eos_token_ids,
                 max_tokens=max_tokens,
                 cost=self._sharing.cost,
-                emit=lambda delta: self._call_soon(queue.put_nowait, delta),
-                on_end=queue.put_nowait,
+                emit=lambda delta: self._call_soon(emit, delta),
             )
             del lookup  # the task lets go of the donors' KV once it is laid out
             submitted = False
             self._keeper.hold(task.plan)
             try:
-                yield Started(report)
                 self._check_running()
+                emit(Started(report))
                 self._scheduler.submit(task)
                 submitted = True
-                while (item := await queue.get()) is not None:
-                    if isinstance(item, BaseException):
-                        raise EngineError("the engine failed while computing this request") from item
-                    yield item
-                yield Finished(report, task.num_completion_tokens, task.stage_seconds)
+                await task.released.wait()
+                if task.error is not None:
+                    raise EngineError("the engine failed while computing this request") from task.error
+                emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
             finally:
                 if submitted:
                     self._scheduler.cancel(task)  # a no-op where it has ended by itself
@@ -331,7 +327,7 @@ class EmbeddedEngine(GeneratingEngine):
         """After the worker let go of a task: store what it computed, index it, release its donors."""
         await task.released.wait()
         try:
-            if task.failed or not (task.prefilled and task.request.store):
+            if task.error is not None or not (task.prefilled and task.request.store):
                 return
             computed = Computed(
                 task.request.namespace.digest, task.computed_tokens, task.plan, task.computed_kv

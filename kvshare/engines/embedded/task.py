@@ -55,7 +55,6 @@ class Task:
         max_tokens: int,
         cost: CostModel,
         emit: Callable[[Delta], None],
-        on_end: Callable[[BaseException | None], None],
     ) -> None:
         self.request = request
         self.lookup: Lookup | None = lookup
@@ -64,14 +63,13 @@ class Task:
         self.released = asyncio.Event()
         self.prefilled = False
         self.cancelled = False  # set by anybody, looked at between quanta
-        self.failed = False
+        self.error: BaseException | None = None  # what ended it, other than itself or its client
         self._model = model
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._max_tokens = max_tokens
         self._cost = cost
         self._emit = emit
-        self._on_end = on_end
         self._prompt = request.prompt.token_ids
         self._remaining = (
             self.plan.placeholders if isinstance(self.plan, Plan) else (Span(0, len(self._prompt)),)
@@ -96,11 +94,10 @@ class Task:
 
     def end(self, error: BaseException | None) -> None:
         """On the event loop, once the worker has let go: nothing more will come."""
-        self.failed = error is not None
+        self.error = error
         for choice in self._choices[1:]:
             choice.kv = self._choices[0].kv  # only the first choice is kept; the others' memory goes now
         self.released.set()
-        self._on_end(error)
 
     def advance(self, *, max_queries: int) -> bool:
         """Do one quantum. Returns whether there is more to do; emits deltas as they come."""

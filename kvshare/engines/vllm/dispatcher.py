@@ -66,6 +66,7 @@ class Dispatcher:
     def running(self, dispatch: Dispatch) -> Iterator[Flight]:
         """Counts the request at its replica; its ticket is out until the replica tells its end."""
         flight, replica, pending = Flight(dispatch), dispatch.replica, dispatch.pending
+        self._fleet.advance_rotation()
         replica.num_inflight += 1
         if pending is not None:
             self._pending.add(pending)

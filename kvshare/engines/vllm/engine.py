@@ -5,7 +5,7 @@ The vLLM engine: plans for replicas that compute. Knows which of them holds what
     running   counts it as in flight, and remembers what its ticket was    while its answer is relayed
     journals  tell what really happened, in `bookkeeping`                  afterwards
 
-HTTP is `proxy/relay.py`'s business.
+HTTP is `proxy/relay`'s business.
 """
 
 from __future__ import annotations

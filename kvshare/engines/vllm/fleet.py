@@ -21,7 +21,7 @@ class Fleet:
         self._times = times
         self._followers: list[Follower] = []
         self._models: ServedModels | None = None
-        self._turn = 0
+        self._next = 0  # the replica that comes first among equally idle ones
 
     @property
     def models(self) -> ServedModels | None:
@@ -34,11 +34,17 @@ class Fleet:
         return self._models.max_model_len if self._models is not None else 0
 
     def serving(self) -> list[Replica]:
-        """Those that take requests, the idlest first; among equals each has its turn."""
-        self._turn += 1
-        number = len(self.replicas)
-        turned = [self.replicas[(self._turn + index) % number] for index in range(number)]
-        return sorted((entry for entry in turned if entry.serves), key=lambda entry: entry.num_inflight)
+        """
+        The replicas that take requests, the idlest first; among equally idle ones the next in rotation.
+
+        Asking does not advance the rotation, see `advance_rotation`.
+        """
+        rotated = self.replicas[self._next :] + self.replicas[: self._next]
+        return sorted((entry for entry in rotated if entry.serves), key=lambda entry: entry.num_inflight)
+
+    def advance_rotation(self) -> None:
+        """Called once per request that is sent: equally idle replicas then take turns."""
+        self._next = (self._next + 1) % len(self.replicas)
 
     def sharing(self) -> list[Replica]:
         """Those that plans may be made for."""

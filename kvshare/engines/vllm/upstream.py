@@ -1,4 +1,4 @@
-"""What the engine asks of one vLLM and the connector inside it. Over HTTP: `proxy/upstream.py`."""
+"""What the engine asks of one vLLM and the connector inside it. Over HTTP: `proxy/relay/upstream.py`."""
 
 from __future__ import annotations
 

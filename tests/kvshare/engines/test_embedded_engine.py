@@ -6,7 +6,7 @@ bounded.
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -78,8 +78,22 @@ async def request(
     )
 
 
+async def stream(engine: EmbeddedEngine, wanted: GenerationRequest) -> AsyncGenerator[Event, None]:
+    """The events of a request as they come; closing it cancels the request."""
+    queue: asyncio.Queue[Event | None] = asyncio.Queue()
+    running = asyncio.create_task(engine.generate(wanted, queue.put_nowait))
+    running.add_done_callback(lambda _: queue.put_nowait(None))
+    try:
+        while (event := await queue.get()) is not None:
+            yield event
+        await running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def events(engine: EmbeddedEngine, wanted: GenerationRequest) -> list[Event]:
-    found = [event async for event in engine.generate(wanted)]
+    found = [event async for event in stream(engine, wanted)]
     await engine.settle()
     return found
 
@@ -106,7 +120,7 @@ async def test_the_next_turn_of_a_chat_is_an_exact_prefix(engine: EmbeddedEngine
     """KV of generated tokens is kept: prompt + answer + more finds all but the last generated token."""
     tokens = prompt(100)
     generated: list[int] = []
-    async for event in engine.generate(await request(engine, tokens, logprobs=0)):
+    async for event in stream(engine, await request(engine, tokens, logprobs=0)):
         if isinstance(event, Delta):
             generated += [entry.token_id for entry in event.logprobs]
     assert len(generated) == 8
@@ -150,8 +164,8 @@ async def test_a_prompt_is_found_by_the_very_next_request(engine: EmbeddedEngine
     """Storing happens after the answer, yet who asks again at once finds it."""
     tokens = prompt(200)
     for expected in (0, 199):
-        stream = engine.generate(await request(engine, tokens))
-        report = next(e.report for e in [event async for event in stream] if isinstance(e, Started))
+        running = stream(engine, await request(engine, tokens))
+        report = next(e.report for e in [event async for event in running] if isinstance(e, Started))
         assert report.num_exact == expected
 
 
@@ -248,7 +262,7 @@ async def test_streams_interleave(engine: EmbeddedEngine) -> None:
     order: list[str] = []
 
     async def follow(name: str, wanted: GenerationRequest) -> None:
-        async for event in engine.generate(wanted):
+        async for event in stream(engine, wanted):
             if isinstance(event, Delta):
                 order.append(name)
 
@@ -263,7 +277,7 @@ async def test_a_closed_stream_frees_its_slot_at_once(tmp_path: Path) -> None:
     engine = engine_at(tmp_path, **{"engine.max_running": 1})
     await engine.start()
     try:
-        running = engine.generate(await request(engine, prompt(60), max_tokens=900))
+        running = stream(engine, await request(engine, prompt(60), max_tokens=900))
         assert isinstance(await anext(running), Started)
         assert isinstance(await anext(running), Delta)
         waiting = asyncio.create_task(events(engine, await request(engine, prompt(60, seed=1))))
@@ -283,10 +297,10 @@ async def test_a_full_queue_is_refused(tmp_path: Path) -> None:
     engine = engine_at(tmp_path, **{"engine.max_running": 1, "engine.max_waiting": 0})
     await engine.start()
     try:
-        running = engine.generate(await request(engine, prompt(60), max_tokens=900))
+        running = stream(engine, await request(engine, prompt(60), max_tokens=900))
         await anext(running)
         with pytest.raises(OverloadedError):
-            await anext(engine.generate(await request(engine, prompt(60, seed=1))))
+            await anext(stream(engine, await request(engine, prompt(60, seed=1))))
         await running.aclose()
     finally:
         await engine.stop()
@@ -409,9 +423,9 @@ async def test_requests_that_share_nothing_do_not_wait_for_commits(
 
     namespace = engine.namespace(tenant="t", scope="tenant").digest
     engine._background.spawn(commit(), namespace=namespace)
-    stream = engine.generate(replace(await request(engine, prompt(60)), mode=SharingMode.OFF))
-    assert isinstance(await asyncio.wait_for(anext(stream), timeout=60), Started)
-    await stream.aclose()
+    running = stream(engine, replace(await request(engine, prompt(60)), mode=SharingMode.OFF))
+    assert isinstance(await asyncio.wait_for(anext(running), timeout=60), Started)
+    await running.aclose()
     release.set()
 
 
@@ -419,7 +433,7 @@ async def test_stopping_ends_what_runs_and_what_waits(tmp_path: Path) -> None:
     """Nobody hangs: running requests fail, waiting ones are told that the engine stops."""
     engine = engine_at(tmp_path, **{"engine.max_running": 1})
     await engine.start()
-    running = engine.generate(await request(engine, prompt(60), max_tokens=900))
+    running = stream(engine, await request(engine, prompt(60), max_tokens=900))
     await anext(running)
     await anext(running)
     waiting = asyncio.create_task(events(engine, await request(engine, prompt(60, seed=1))))

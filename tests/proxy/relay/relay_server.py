@@ -16,8 +16,8 @@ from aiohttp import web
 from kvshare.engines.vllm.engine import VllmEngine
 from kvshare.engines.vllm.tickets import salt_of
 from kvshare.namespace import Owner
-from proxy.app import build_app, relaying_api
-from proxy.front import FRONT
+from proxy.app import build_app, vllm_engine
+from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
 from tests.fake_vllm import MODEL, FakeVllm
 from tests.proxy.conftest import eventually, settings_with
@@ -49,7 +49,7 @@ class Relay:
 
     @property
     def lifecycle(self) -> Lifecycle:
-        return self.app[FRONT].lifecycle
+        return self.app[SERVER].lifecycle
 
     @property
     def num_nodes(self) -> int:
@@ -107,16 +107,15 @@ async def running_relay(
         index__search_timeout_s=2.0,
         **({"index__backend": "memory"} | QUICK | overrides),
     )
-    api = relaying_api(settings)
-    app = build_app(settings, api)
+    engine = vllm_engine(settings)
+    app = build_app(settings, engine)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with aiohttp.ClientSession() as http:
-            assert isinstance(api.engine, VllmEngine)
-            relay = Relay(url, api.engine, app, http)
+            relay = Relay(url, engine, app, http)
             await relay.lifecycle.wait_started()
             if wait:
                 await eventually(lambda: len(relay.engine.fleet.sharing()) == len(replicas))

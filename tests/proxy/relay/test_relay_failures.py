@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import openai
 import pytest
 
 from kvshare.engines.base import EngineStatus
-from tests.fake_vllm import Behaviour, FakeVllm, running_vllm
+from tests.fake_vllm import MODEL, Behaviour, FakeVllm, running_vllm
 from tests.proxy.conftest import eventually
 from tests.proxy.relay.relay_server import OTHER, Relay, chat_body, running_relay
 
@@ -243,6 +248,53 @@ async def test_a_request_goes_where_its_donor_is(tmp_path: Path) -> None:
         assert len(rome.generated) == 5
         assert all(ticket.copies for ticket in rome.tickets[1:])
         assert one.tickets[0].namespace != two.tickets[0].namespace
+
+
+@asynccontextmanager
+async def quoting_replica() -> AsyncIterator[dict[str, str]]:
+    """A replica that lists its model, and answers anything else with a broken status line that quotes it."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = re.search(r"Content-Length: (\d+)", head)
+        body = await reader.readexactly(int(length[1])) if length else b""
+        models = json.dumps({"data": [{"id": MODEL, "max_model_len": 1000}]})
+        ok = f"HTTP/1.1 200 OK\r\nContent-Length: {len(models)}\r\nConnection: close\r\n\r\n{models}".encode()
+        writer.write(body + b"\r\n\r\n" if body else ok)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        yield {"url": url, "control_url": url}
+
+
+async def test_a_replica_that_quotes_the_prompt_does_not_get_it_into_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Errors of the HTTP client quote what a server sent; the log has their class and place only."""
+    caplog.set_level(logging.DEBUG, logger="proxy")
+    async with quoting_replica() as replica, running_relay(tmp_path, replica, wait=False) as relay:
+        response = await relay.send(CHAT, chat_body("TOPSECRET"))
+    assert response.status == 503
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("proxy")]
+    assert "SECRET" not in "".join(lines)
+    assert any("did not take a request: UpstreamError at upstream.py:" in line for line in lines)
+
+
+async def test_probes_do_not_change_which_replica_is_next(tmp_path: Path) -> None:
+    """Idle replicas take turns, request by request; questions in between do not count."""
+    async with (
+        running_vllm() as one,
+        running_vllm() as two,
+        running_relay(tmp_path, one, two) as relay,
+    ):
+        for number in range(1, 5):
+            await relay.chat("Rome", kvshare={"mode": "off"})
+            await relay.send("/ready", method="GET")
+            await relay.send("/metrics", method="GET")
+            assert {len(one.generated), len(two.generated)} == {number // 2, (number + 1) // 2}
 
 
 async def test_an_overloaded_replicas_donors_are_passed_over(tmp_path: Path) -> None:

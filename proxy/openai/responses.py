@@ -1,7 +1,7 @@
 """
-The JSON of answers: one shape per endpoint, each as a whole response and as chunks of a stream.
+The JSON of answers: one class per endpoint, which writes a whole response and the chunks of a stream.
 
-A shape turns deltas into documents; it neither reads nor writes sockets.
+It turns deltas into documents; it neither reads nor writes sockets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshare.engines.base import Delta, FinishReason, TokenLogprob
+from kvshare.engines.base import Delta, FinishReason, SharingReport, TokenLogprob
 from kvshare.errors import EngineError
 
 
@@ -29,7 +29,7 @@ class Choice:
         return "".join(self.texts)
 
 
-class Shape(ABC):
+class Response(ABC):
     """The documents of one answer. Every one carries the same id, creation time and model."""
 
     object_name: str
@@ -50,9 +50,9 @@ class Shape(ABC):
         self._no_usage_yet: dict[str, Any] = {"usage": None} if include_usage else {}
         self.choices = [Choice() for _ in range(num_choices)]
 
-    def response(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The whole answer. Raises EngineError if a choice has no end."""
-        choices = [self._whole(index, choice) for index, choice in enumerate(self.choices)]
+        choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
         return {**self._head, "object": self.object_name, "choices": choices, "usage": usage}
 
     def collect(self, delta: Delta) -> None:
@@ -88,7 +88,7 @@ class Shape(ABC):
         """The chunks before any text."""
 
     @abstractmethod
-    def _whole(self, index: int, choice: Choice) -> dict[str, Any]: ...
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
 
     @abstractmethod
     def _content(self, delta: Delta) -> dict[str, Any]: ...
@@ -97,7 +97,7 @@ class Shape(ABC):
     def _end(self, index: int, finish_reason: FinishReason) -> dict[str, Any]: ...
 
 
-class ChatShape(Shape):
+class ChatResponse(Response):
     """chat.completion and chat.completion.chunk"""
 
     object_name = "chat.completion"
@@ -109,7 +109,7 @@ class ChatShape(Shape):
             for index in range(len(self.choices))
         ]
 
-    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -133,7 +133,7 @@ class ChatShape(Shape):
         return {"content": content, "refusal": None}
 
 
-class CompletionShape(Shape):
+class CompletionResponse(Response):
     """text_completion, whole and in chunks"""
 
     object_name = "text_completion"
@@ -142,7 +142,7 @@ class CompletionShape(Shape):
     def opening(self) -> list[dict[str, Any]]:
         return []
 
-    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {
             "index": index,
             "text": choice.text,
@@ -182,3 +182,21 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
 def _finite(logprob: float) -> float:
     """JSON has no -Infinity; OpenAI writes -9999.0 for a token that cannot come."""
     return max(logprob, -9999.0)
+
+
+def usage_object(report: SharingReport, *, num_completion_tokens: int) -> dict[str, Any]:
+    """`cached_tokens` is always a number: 0 where nothing was shared. Donors are never named."""
+    return {
+        "prompt_tokens": report.num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": report.num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": report.num_cached},
+        "kvshare": {
+            "exact": report.num_exact,
+            "copied": report.num_copied,
+            "recomputed": report.num_recomputed,
+            "repaired": report.num_repaired,
+            "decision": report.decision,
+            "reason": report.reason,
+        },
+    }

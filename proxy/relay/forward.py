@@ -1,8 +1,8 @@
 """
-One relayed request: sent to a replica, to another one where that does not answer, and its answer passed on.
+Forwards one request: sends it to a replica, or to another if that does not answer, and passes its answer on.
 
-Status, headers and every byte of the body are vLLM's. Only an answer that breaks off gets an end of ours, as
-a stream that merely ends looks like success.
+Status, headers and every byte of the body are vLLM's. Only an answer that breaks off gets an end from here,
+as a stream that merely ends looks like success.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from aiohttp import web
 from kvshare.engines.vllm.dispatch import Dispatch, Flight, Order
 from kvshare.engines.vllm.engine import VllmEngine
 from kvshare.errors import EngineError, NoReplicaError, UpstreamError
+from proxy.context import SERVER
 from proxy.errors import to_reply, upstream_timed_out
-from proxy.members import Members
-from proxy.record import RECORD
-from proxy.scrubbing import headers_to_client, headers_to_upstream, scrubbed, takes_salt
-from proxy.streaming import dump
-from proxy.upstream import HttpUpstream
+from proxy.relay.json_members import JsonMembers
+from proxy.relay.sanitize import headers_to_client, headers_to_upstream, sanitized, takes_salt
+from proxy.relay.upstream import HttpUpstream
+from proxy.request_log import RECORD, class_and_place
+from proxy.sse import DONE, frame
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Outgoing:
 
     path: str  # as the client wrote it, with its query
     order: Order
-    members: Members | None = None
+    members: JsonMembers | None = None
     form: bytes = b""
     ends_with_done: bool = False  # its streams are OpenAI's
 
@@ -50,13 +51,13 @@ class Outgoing:
             added["cache_salt"] = dispatch.salt
         if dispatch.ticket is not None:
             added["kv_transfer_params"] = _transfer_params(dispatch)
-        return scrubbed(self.members, added)
+        return sanitized(self.members, added)
 
 
 def _transfer_params(dispatch: Dispatch) -> Mapping[str, Any]:
     """
-    The ticket; and for approximate plans vLLM's own way to tell how much of a prompt somebody else had: it
-    would count every token that comes from outside as cached, those computed in the connector included.
+    The ticket; for approximate plans also the number of reused tokens, in vLLM's own parameter. Without it
+    vLLM would count all tokens of the connector as cached, those that the connector computed included.
     """
     ticket, report = dispatch.ticket, dispatch.report
     assert ticket is not None, "asked where there is one"
@@ -66,37 +67,32 @@ def _transfer_params(dispatch: Dispatch) -> Mapping[str, Any]:
     return params
 
 
-class Relaying:
-    """A request on its way. `abort` ends it from outside, with an error that the client is told."""
+async def forward(request: web.Request, engine: VllmEngine, outgoing: Outgoing) -> web.StreamResponse:
+    """Plan and send a request, pass its answer on. A drain waits for it, and aborts it in the end."""
+    relayed = RelayedRequest(request, engine, outgoing)
+    with request.app[SERVER].lifecycle.running(relayed):
+        return await relayed.run()
 
-    def __init__(
-        self,
-        request: web.Request,
-        outgoing: Outgoing,
-        engine: VllmEngine,
-        upstreams: Mapping[str, HttpUpstream],
-        *,
-        read_timeout_s: float,
-    ) -> None:
+
+class RelayedRequest:
+    """A request on its way. `abort` ends it from outside, with an error that is sent to the client."""
+
+    def __init__(self, request: web.Request, engine: VllmEngine, outgoing: Outgoing) -> None:
         self._request = request
-        self._outgoing = outgoing
         self._engine = engine
-        self._upstreams = upstreams
-        self._read_timeout_s = read_timeout_s
+        self._outgoing = outgoing
         self._scope = asyncio.timeout(None)
         self._aborted: Exception | None = None
         self._answer: web.StreamResponse | None = None  # once its status line is out
 
     def abort(self, error: Exception) -> None:
-        """End the relaying with `error`."""
+        """End the request with `error`."""
         self._aborted = error
-        with suppress(RuntimeError):  # it is over already
+        with suppress(RuntimeError):  # it has ended already
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> web.StreamResponse:
-        """
-        Plan and relay until the answer ends. Leaving early closes the connection to vLLM, which aborts there.
-        """
+        """Plan and forward until the answer ends. Leaving early closes the connection, and vLLM aborts."""
         try:
             async with self._scope:
                 return await self._try_replicas(await self._engine.dispatch(self._outgoing.order))
@@ -106,7 +102,7 @@ class Relaying:
             return await self._break_off(self._aborted)
 
     async def _try_replicas(self, dispatch: Dispatch) -> web.StreamResponse:
-        """Until one takes the request. Nothing has been sent to the client before that."""
+        """Try replicas until one takes the request; nothing has been sent to the client before."""
         tried = set()
         while True:
             tried.add(dispatch.replica.name)
@@ -115,7 +111,8 @@ class Relaying:
                     response = await self._send(dispatch)
                 except UpstreamError as exc:
                     flight.was_refused = True
-                    log.warning("replica %s did not take a request: %s", dispatch.replica.name, exc)
+                    name = dispatch.replica.name
+                    log.warning("replica %s did not take a request: %s", name, class_and_place(exc))
                     self._engine.note_unreachable(dispatch.replica)
                 else:
                     try:
@@ -128,19 +125,20 @@ class Relaying:
             dispatch = dispatch.elsewhere(others[0], self._outgoing.order)
 
     async def _send(self, dispatch: Dispatch) -> aiohttp.ClientResponse:
-        record = self._request[RECORD]
+        upstream, record = dispatch.replica.upstream, self._request[RECORD]
+        assert isinstance(upstream, HttpUpstream), "the proxy connects replicas by HTTP only"
         record.reports = () if dispatch.report is None else (dispatch.report,)
         headers = headers_to_upstream(self._request.headers)
         headers["X-Request-Id"] = record.request_id
         try:
-            return await self._upstreams[dispatch.replica.name].send(
+            return await upstream.send(
                 self._request.method,
                 self._outgoing.path,
                 headers=headers,
                 body=self._outgoing.body(dispatch),
             )
         except TimeoutError as exc:
-            raise upstream_timed_out(self._read_timeout_s) from exc
+            raise upstream_timed_out(self._request.app[SERVER].settings.vllm.read_timeout_s) from exc
 
     async def _pass_on(self, response: aiohttp.ClientResponse, flight: Flight) -> web.StreamResponse:
         flight.was_refused = response.status >= 400
@@ -154,7 +152,8 @@ class Relaying:
                 try:
                     chunk = await response.content.readany()
                 except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-                    log.warning("replica %s broke off an answer: %s", flight.dispatch.replica.name, exc)
+                    name = flight.dispatch.replica.name
+                    log.warning("replica %s broke off an answer: %s", name, class_and_place(exc))
                     return await self._break_off(EngineError("The model server broke off this answer."))
                 if not chunk:
                     break
@@ -177,14 +176,14 @@ class Relaying:
         return self._answer is not None and self._answer.content_type == "text/event-stream"
 
     async def _break_off(self, error: Exception) -> web.StreamResponse:
-        """Tell the client that its answer is incomplete, in the stream or by a connection that breaks."""
+        """Report to the client that its answer is incomplete, in the stream or by closing the connection."""
         if self._answer is None:
             raise error
         self._request[RECORD].finish_reason = "error"
         try:
             if self._outgoing.ends_with_done and self._is_stream:
                 # The blank line ends what may be half a frame.
-                await self._answer.write(b"\n\ndata: " + dump(to_reply(error).body) + b"\n\ndata: [DONE]\n\n")
+                await self._answer.write(b"\n\n" + frame(to_reply(error).body) + DONE)
                 await self._answer.write_eof()
             elif self._request.transport is not None:
                 self._request.transport.abort()

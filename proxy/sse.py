@@ -1,5 +1,5 @@
 """
-Server-sent events: headers, frames, comments. Knows nothing of what the frames say.
+Server-sent events: headers, frames, comments. What the frames say is decided elsewhere.
 
 A stream that merely ends looks like success to clients, so every one that began ends with `[DONE]`, after
 an error frame if it failed.
@@ -19,6 +19,9 @@ _HEADERS = {
 }
 
 
+DONE = b"data: [DONE]\n\n"
+
+
 class EventStream:
     """One SSE response. From `begin` on, the status line is out and errors can only be frames."""
 
@@ -32,22 +35,22 @@ class EventStream:
     async def send(self, *documents: dict[str, Any]) -> None:
         """One frame per document, in one write."""
         if documents:
-            await self.response.write(b"".join(_frame(document) for document in documents))
+            await self.response.write(b"".join(frame(document) for document in documents))
 
     async def keep_alive(self) -> None:
         """A comment: clients skip it, idle timeouts on the way do not."""
         await self.response.write(b": keep-alive\n\n")
 
     async def finish(self) -> None:
-        await self.response.write(b"data: [DONE]\n\n")
+        await self.response.write(DONE)
         await self.response.write_eof()
 
 
-def _frame(document: dict[str, Any]) -> bytes:
-    """JSON escapes line ends, so that a document is always one `data` line."""
+def frame(document: dict[str, Any]) -> bytes:
+    """One event. JSON escapes line ends, so that a document is always one `data` line."""
     return b"data: " + dump(document) + b"\n\n"
 
 
 def dump(document: dict[str, Any]) -> bytes:
-    """Compact and pure ASCII: whatever an engine makes of half a character can be sent."""
+    """Compact and pure ASCII, so that half a character, as an engine may emit it, can be sent."""
     return json.dumps(document, separators=(",", ":")).encode("ascii")

@@ -1,8 +1,8 @@
 """
-What a relayed request may carry: headers and members of which vLLM would make more than the client may ask.
+Removes from a relayed request the headers and members that would give a client more than it may ask for.
 
-A client must not name KV by itself (`kv_transfer_params`), nor choose whose prefix cache it shares
-(`cache_salt`), nor send its key on. All of that is taken out, on every route.
+A client must not name KV itself (`kv_transfer_params`) nor choose whose prefix cache it shares
+(`cache_salt`). Its key is not sent on. All of that is removed, on every route.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvshare.errors import RequestError
 from proxy.errors import bad_path
-from proxy.members import Members
+from proxy.relay.json_members import JsonMembers
 
 _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt"})
-_XARGS = "vllm_xargs"  # vLLM puts its entries beside `kv_transfer_params`
+_XARGS = "vllm_xargs"  # vLLM merges its entries with `kv_transfer_params`
 _OWN = "kvshare"
 
 # Bodies without `cache_salt` in vLLM 0.32. All others get one: a route that does not know it lets it pass.
@@ -40,7 +40,7 @@ _NOT_SENT_ON = _HOP_BY_HOP | frozenset(
 )
 
 
-def scrubbed(members: Members, added: Mapping[str, Any]) -> bytes:
+def sanitized(members: JsonMembers, added: Mapping[str, Any]) -> bytes:
     """The body without what the client may not say, and with `added`."""
     without = set(_FORBIDDEN | {_OWN})
     xargs = members.document.get(_XARGS)
@@ -50,7 +50,7 @@ def scrubbed(members: Members, added: Mapping[str, Any]) -> bytes:
     return members.spliced(without=without, added=added)
 
 
-def client_salt(members: Members) -> str | None:
+def client_salt(members: JsonMembers) -> str | None:
     """The `cache_salt` that a client asked for: it divides its own space, under its owner's."""
     salt = members.document.get("cache_salt")
     return salt if isinstance(salt, str) and salt else None
@@ -62,7 +62,7 @@ def takes_salt(raw_path: str) -> bool:
 
 
 def check_form(raw: bytes) -> None:
-    """Forms are passed on as they are, so none may name what would be scrubbed. Raises RequestError."""
+    """Forms are passed on unchanged, so none may name what would be removed. Raises RequestError."""
     for name in _FORBIDDEN:
         if name.encode() in raw:
             raise RequestError(f"Unsupported parameter: '{name}'.", param=name)

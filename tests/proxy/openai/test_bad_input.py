@@ -331,7 +331,7 @@ STALLED = (
 
 async def test_a_body_that_does_not_come_is_408(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that stalls within its body is told so and loses its connection."""
-    monkeypatch.setattr("proxy.body.BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("proxy.request_body.BODY_TIMEOUT_S", 0.05)
     reader, writer = await say(server, *STALLED)
     head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 1)
     assert head.startswith(b"HTTP/1.1 408 ")

@@ -1,29 +1,43 @@
-"""A request body -> a JSON object, or an error that says what is wrong with it. Never quotes it."""
+"""
+A request body -> a JSON object -> a checked model, or an error that says what is wrong with it.
+
+No error quotes the body.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
+from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
 from kvshare.errors import RequestError
 from proxy.errors import body_timed_out, wrong_content_type
+
+_Body = TypeVar("_Body", bound=BaseModel)
 
 BODY_TIMEOUT_S = 60.0  # a client that trickles its body holds a connection no longer than this
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
-    """
-    The body as a JSON object.
+    """The body as a JSON object. Raises HttpError 408 and 415, RequestError."""
+    check_is_json(request)
+    return parse_object(await read_raw(request))
 
-    Asking for the JSON content type keeps web pages out: a browser sends it across origins only after a
-    preflight, which this server does not answer.
+
+def check_is_json(request: web.Request) -> None:
+    """
+    Raises HttpError 415 for another content type.
+
+    That keeps web pages out: a browser sends JSON across origins only after a preflight, which this server
+    does not answer.
     """
     if request.content_type != "application/json":
         raise wrong_content_type()
-    return parse_object(await read_raw(request))
 
 
 async def read_raw(request: web.Request) -> bytes:
@@ -65,3 +79,33 @@ def _check_unicode(raw: bytes, document: object) -> None:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise RequestError(f"The body is not JSON: {name} is no number.")
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """Counts before it looks: a body of megabytes of wrong entries must not keep the loop busy."""
+
+    def check(entries: object) -> object:
+        if isinstance(entries, list | dict) and len(entries) > limit:
+            raise PydanticCustomError("too_many", f"expected at most {limit} entries, got {len(entries)}")
+        return entries
+
+    return BeforeValidator(check)
+
+
+def validated(model: type[_Body], document: Mapping[str, Any]) -> _Body:
+    """`document` as a `model`. Raises RequestError that names the first wrong parameter."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = _param(first["loc"])
+        code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
+        raise RequestError(f"Invalid '{param}': {first['msg']}.", param=param, code=code) from None
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """("messages", 0, "content") -> "messages[0].content", short enough to be sent back."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path[:200]

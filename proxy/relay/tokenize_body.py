@@ -1,8 +1,8 @@
 """
-Which requests to vLLM can be planned, and what to tokenize for them. Knows OpenAI's bodies and vLLM's keys.
+Builds the body for vLLM's `/tokenize` from a request, or says why the request cannot be planned.
 
-Whatever looks odd is not planned; vLLM gets it as it is and says itself what is wrong with it. A prompt that
-vLLM tokenizes differently in the end is no danger: the ticket's digest does not fit then.
+An unusual request is not planned: vLLM gets it unchanged and reports what is wrong with it. A prompt that
+vLLM tokenizes differently in the end does no harm: the ticket's digest does not match then.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _COMPLETION_KEYS = ("model", "add_special_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Unplannable:
-    """Why a request is relayed as it is; a fixed word, which is counted."""
+    """Why a request is relayed without a plan; a fixed word, which is counted."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class ToTokenize:
+class TokenizeBody:
     """The body for `/tokenize`, or the tokens themselves where the client sent tokens."""
 
     body: Mapping[str, Any]
@@ -43,7 +43,7 @@ class ToTokenize:
     token_ids: tuple[int, ...] | None = None
 
 
-def plan_chat(document: Mapping[str, Any], models: Collection[str]) -> ToTokenize | Unplannable:
+def for_chat(document: Mapping[str, Any], models: Collection[str]) -> TokenizeBody | Unplannable:
     """For a body of POST /v1/chat/completions."""
     messages = document.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
@@ -59,10 +59,10 @@ def plan_chat(document: Mapping[str, Any], models: Collection[str]) -> ToTokeniz
     known = [text or "" for text in texts]
     users = [text for text, message in zip(known, messages, strict=True) if message.get("role") == "user"]
     text = PromptText(last_user_turn=users[-1] if users else "", body="\n".join(known))
-    return ToTokenize(body, text)
+    return TokenizeBody(body, text)
 
 
-def plan_completion(document: Mapping[str, Any], models: Collection[str]) -> ToTokenize | Unplannable:
+def for_completion(document: Mapping[str, Any], models: Collection[str]) -> TokenizeBody | Unplannable:
     """For a body of POST /v1/completions. A list of one prompt counts as that prompt."""
     prompt = document.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -79,14 +79,14 @@ def plan_completion(document: Mapping[str, Any], models: Collection[str]) -> ToT
         return Unplannable("prompt_logprobs")
     if isinstance(prompt, str):
         body = {key: document[key] for key in _COMPLETION_KEYS if document.get(key) is not None}
-        return ToTokenize({**body, "prompt": prompt}, PromptText(last_user_turn="", body=prompt))
+        return TokenizeBody({**body, "prompt": prompt}, PromptText(last_user_turn="", body=prompt))
     if isinstance(prompt, list) and all(type(token) is int and 0 <= token <= _INT32 for token in prompt):
-        return ToTokenize({}, PromptText(last_user_turn="", body=""), tuple(prompt))
+        return TokenizeBody({}, PromptText(last_user_turn="", body=""), tuple(prompt))
     return Unplannable("malformed")
 
 
 def _odd(document: Mapping[str, Any], models: Collection[str]) -> str | None:
-    """What makes vLLM treat a prompt differently, or need all of it computed."""
+    """Why vLLM would treat the prompt differently, or compute all of it; None if it would not."""
     model = document.get("model")
     if model is not None and model not in models:
         return "adapter"  # or a model that is not there
@@ -121,7 +121,7 @@ def _text_part(part: object) -> str | None:
 
 
 def _template_kwargs(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What the chat route itself gives the template beside `chat_template_kwargs`; `/tokenize` does not."""
+    """`chat_template_kwargs` with what the chat route adds to it and `/tokenize` does not."""
     given = document.get("chat_template_kwargs")
     kwargs = dict(given) if isinstance(given, Mapping) else {}
     effort = document.get("reasoning_effort")

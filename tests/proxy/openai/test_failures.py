@@ -128,7 +128,7 @@ async def test_a_disconnect_storm_leaves_nothing_behind() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         await eventually(lambda: server.lifecycle.num_running == 0)
         assert (server.engine.num_running, server.engine.num_waiting) == (0, 0)
-        assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("pump")]
+        assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("generate")]
         assert (await server.post(CHAT, chat())).status == 200
 
 

@@ -1,6 +1,6 @@
 """
-A JSON object's bytes with its top-level members marked: some can be cut out and others appended, while every
-other byte stays what the client sent.
+A JSON object's bytes with the positions of its top-level members: some can be removed and others appended,
+while every other byte stays as the client sent it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class JsonMembers:
     """
     A body as text and as values. A name that comes twice has its last value, as everywhere in Python.
     """
@@ -55,9 +55,9 @@ class Members:
         return (body + ",".join(([""] if kept and tail else []) + tail) + rest).encode()
 
 
-def read_members(raw: bytes) -> Members:
+def read_members(raw: bytes) -> JsonMembers:
     """
-    Mark the members of a body.
+    Find the members of a body.
 
     Raises:  RequestError unless it is a JSON object in UTF-8: what cannot be read cannot be searched either
     """
@@ -77,7 +77,7 @@ def read_members(raw: bytes) -> Members:
         raise RequestError("The JSON body holds a number that cannot be represented.") from None
 
 
-def _read_object(text: str, position: int) -> Members:
+def _read_object(text: str, position: int) -> JsonMembers:
     members: list[Member] = []
     document: dict[str, Any] = {}
     position = _skip(text, position + 1)
@@ -94,7 +94,7 @@ def _read_object(text: str, position: int) -> Members:
         position = _skip(text, position)
     if _skip(text, position + 1) != len(text):
         raise JSONDecodeError("Extra data", text, position + 1)
-    return Members(text, tuple(members), document)
+    return JsonMembers(text, tuple(members), document)
 
 
 def _expect(text: str, position: int, mark: str) -> int:

@@ -1,5 +1,5 @@
 """
-The only HTTP client of vLLM: a replica's API for what is relayed, its connector's control server beside it.
+The only HTTP client of vLLM: of a replica's API, and of the control server in its connector.
 
 Two secrets come from the environment: KVSHARE_VLLM_API_KEY is vLLM's own key, KVSHARE_VLLM_TOKEN opens the
 control servers. A client's key is never passed on.
@@ -59,13 +59,13 @@ class HttpUpstream(Upstream):
         """
         Relay a request; returns when vLLM's headers are there. The caller closes the response.
 
-        Raises:  UpstreamError if it did not get through; TimeoutError if vLLM says nothing for too long
+        Raises:  UpstreamError if it did not get through; TimeoutError if vLLM does not answer in time
         """
         try:
             try:
                 return await self._request(method, raw_path, headers, body)
             except (aiohttp.ServerDisconnectedError, ConnectionResetError):
-                # Most likely a connection from before that was being closed; a new one tells.
+                # Most likely an idle connection that vLLM was closing: try a new one.
                 return await self._request(method, raw_path, headers, body)
         except aiohttp.ConnectionTimeoutError as exc:
             raise UpstreamError(f"{self._url}: {_describe(exc)}") from exc

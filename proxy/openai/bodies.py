@@ -1,28 +1,28 @@
 """
-The bodies of the two generating routes: what is read, and which types and ranges hold.
+The bodies of the two generating routes: which parameters are read, their types and ranges.
 
-Unknown keys are let through, as OpenAI's clients send many; known ones must be right. What would change the
-answer and is not implemented is refused in `unsupported`.
+Unknown parameters pass, as OpenAI's clients send many; known ones must be right. A parameter that would
+change the answer and is not implemented is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from kvshare.engines.base import SamplingParams, SharingMode
+from kvshare.engines.base import SamplingParams
 from kvshare.errors import RequestError, UnsupportedParameterError
-from proxy.unsupported import refuse_unsupported, refuse_unsupported_in_messages
+from proxy.request_body import at_most, validated
+from proxy.request_options import KVShareField
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
-MAX_OPTIONS = 16  # keys of `kvshare`, unknown ones included
 _INT32 = 2**31 - 1
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -74,39 +74,13 @@ def _prompt_list(prompt: object) -> list[str | tuple[int, ...]]:
 Text = Annotated[str, BeforeValidator(_one_text)]
 
 
-def _at_most(limit: int) -> BeforeValidator:
-    """Counts before it looks: a body of megabytes of wrong entries must not keep the loop busy."""
-
-    def check(entries: object) -> object:
-        if isinstance(entries, list | dict) and len(entries) > limit:
-            raise PydanticCustomError("too_many", f"expected at most {limit} entries, got {len(entries)}")
-        return entries
-
-    return BeforeValidator(check)
-
-
-Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stop_list), _at_most(MAX_STOPS)]
+Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stop_list), at_most(MAX_STOPS)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
-LogitBias = Annotated[dict[BiasKey, Annotated[float, Field(ge=-100, le=100)]], _at_most(MAX_BIASES)]
+LogitBias = Annotated[dict[BiasKey, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_BIASES)]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class KVShareOptions(BaseModel):
-    """The `kvshare` object of a request: how much of other prompts it accepts, and whether it is kept."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    mode: Literal["off", "exact", "approx"] | None = None
-    no_store: bool = False
-
-
-class _OptionsBody(_Body):
-    """The only part of a relayed body that is the proxy's own."""
-
-    kvshare: Annotated[KVShareOptions, _at_most(MAX_OPTIONS)] | None = None
 
 
 class StreamOptions(_Body):
@@ -141,7 +115,7 @@ class GenerationBody(_Body):
     logit_bias: LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    kvshare: Annotated[KVShareOptions, _at_most(MAX_OPTIONS)] | None = None
+    kvshare: KVShareField = None
 
     @property
     def num_choices(self) -> int:
@@ -150,15 +124,6 @@ class GenerationBody(_Body):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def mode(self) -> SharingMode | None:
-        """None: the request leaves it to the settings."""
-        return SharingMode(self.kvshare.mode) if self.kvshare and self.kvshare.mode else None
-
-    @property
-    def may_store(self) -> bool:
-        return not (self.kvshare and self.kvshare.no_store)
 
     def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         return SamplingParams(
@@ -204,9 +169,9 @@ class CompletionBody(GenerationBody):
 
 def parse_chat(document: Mapping[str, Any]) -> ChatBody:
     """Raises RequestError or UnsupportedParameterError, naming the parameter."""
-    body = _validated(ChatBody, document)
-    refuse_unsupported(document)
-    refuse_unsupported_in_messages(document["messages"])
+    body = validated(ChatBody, document)
+    _refuse_unsupported(document)
+    _refuse_unsupported_in_messages(document["messages"])
     if body.top_logprobs and not body.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     _check_stream_options(body)
@@ -215,17 +180,12 @@ def parse_chat(document: Mapping[str, Any]) -> ChatBody:
 
 def parse_completion(document: Mapping[str, Any]) -> CompletionBody:
     """Raises RequestError or UnsupportedParameterError, naming the parameter."""
-    body = _validated(CompletionBody, document)
-    refuse_unsupported(document)
+    body = validated(CompletionBody, document)
+    _refuse_unsupported(document)
     if document.get("best_of") not in (None, body.num_choices):
         raise UnsupportedParameterError("best_of", "only equal to 'n'")
     _check_stream_options(body)
     return body
-
-
-def parse_options(document: Mapping[str, Any]) -> KVShareOptions:
-    """The `kvshare` object of a relayed body; its defaults where there is none. Raises RequestError."""
-    return _validated(_OptionsBody, document).kvshare or KVShareOptions()
 
 
 def _check_stream_options(body: GenerationBody) -> None:
@@ -233,22 +193,69 @@ def _check_stream_options(body: GenerationBody) -> None:
         raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
 
 
-_BodyT = TypeVar("_BodyT", bound=BaseModel)
+# Parameters that this server does not implement and that would change the answer if it ignored them, each
+# with the values that ask for nothing. Any other value is refused with `unsupported_parameter`: a client that
+# asked for JSON or tools must not take prose for them. What only hints (`user`, `metadata`, `store`,
+# `prompt_cache_key`, `service_tier` ...) is not here and passes.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    # OpenAI
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "echo": (False,),
+    "suffix": ("",),
+    # vLLM's additions
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "prompt_logprobs": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+
+_NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
 
 
-def _validated(model: type[_BodyT], document: Mapping[str, Any]) -> _BodyT:
-    try:
-        return model.model_validate(document)
-    except ValidationError as exc:
-        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = _param(first["loc"])
-        code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
-        raise RequestError(f"Invalid '{param}': {first['msg']}.", param=param, code=code) from None
+def _refuse_unsupported(document: Mapping[str, Any]) -> None:
+    """Raises UnsupportedParameterError for the first parameter of a body that asks for what is not there."""
+    _refuse(document, _NEUTRAL, at="")
 
 
-def _param(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content") -> "messages[0].content", short enough to be sent back."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path[:200]
+def _refuse_unsupported_in_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """The same for the parameters of a message."""
+    for number, message in enumerate(messages):
+        _refuse(message, _NEUTRAL_IN_MESSAGE, at=f"messages[{number}].")
+
+
+def _refuse(document: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]], *, at: str) -> None:
+    for name, accepted in neutral.items():
+        value = document.get(name)
+        if value is not None and not any(_same(value, entry) for entry in accepted):
+            raise UnsupportedParameterError(f"{at}{name}", "not implemented by this server")
+
+
+def _same(value: object, accepted: object) -> bool:
+    """Whether two values are equal; true and 1 are not."""
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)

@@ -1,0 +1,34 @@
+"""The parts of one server, under a typed key. Its two ports, main and admin, have the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from kvshare.engines.base import Engine
+from kvshare.settings import Settings
+from proxy.auth import Keyring
+from proxy.lifecycle import Lifecycle
+from proxy.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    """What a handler needs beside its request."""
+
+    settings: Settings
+    engine: Engine
+    keyring: Keyring
+    lifecycle: Lifecycle
+    metrics: Metrics
+
+
+SERVER: web.AppKey[ServerContext] = web.AppKey("server", ServerContext)
+
+
+def accepting_server(request: web.Request) -> ServerContext:
+    """The server of `request`. Raises ShuttingDownError or HttpError 503 unless it takes requests now."""
+    server = request.app[SERVER]
+    server.lifecycle.check_accepting()
+    return server

@@ -1,0 +1,166 @@
+"""
+The /v1 routes of an engine that generates here, and their handlers.
+
+1. read      the body, checked                                         `bodies`
+2. tokenize  by the engine: a prompt becomes a `GenerationRequest`
+3. run       in the engine; the answer is written as it comes          `run`
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from kvshare.engines.base import GeneratingEngine, GenerationRequest, Prompt
+from kvshare.errors import ContextLengthError, ModelNotFoundError
+from proxy.context import accepting_server
+from proxy.errors import not_found
+from proxy.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
+from proxy.openai.responses import ChatResponse, CompletionResponse, Response
+from proxy.openai.run import Job, answer
+from proxy.request_body import read_object
+from proxy.request_log import RECORD
+from proxy.request_options import request_options
+
+ENGINE: web.AppKey[GeneratingEngine] = web.AppKey("generating_engine", GeneratingEngine)
+
+
+def add_routes(
+    app: web.Application, engine: GeneratingEngine, *, serves_clients: bool, serves_admins: bool
+) -> None:
+    """All of /v1 for clients, `/admin/explain` for admins, and for both the list of models."""
+    app[ENGINE] = engine
+    app.router.add_get("/v1/models", models)
+    if serves_clients:
+        app.router.add_get("/v1/models/{model:.+}", model)
+        app.router.add_post("/v1/chat/completions", chat_completions)
+        app.router.add_post("/v1/completions", completions)
+        app.router.add_post("/v1/responses", responses)
+    if serves_admins:
+        app.router.add_post("/admin/explain", explain)
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/chat/completions"""
+    accepting_server(request)
+    body, chat = await _read_chat(request)
+    engine = request.app[ENGINE]
+    response = _response(ChatResponse, "chatcmpl", engine, body, (chat,))
+    return await answer(request, engine, Job((chat,), response, body))
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/completions"""
+    accepting_server(request)
+    engine = request.app[ENGINE]
+    body = parse_completion(await read_object(request))
+    _check_model(engine, body.model)
+    prompts = await _encode_prompts(request, body)
+    requests = [_engine_request(request, body, prompt) for prompt in prompts]
+    response = _response(CompletionResponse, "cmpl", engine, body, requests)
+    try:
+        return await answer(request, engine, Job(requests, response, body))
+    except ContextLengthError as exc:
+        exc.param = "prompt"  # the class speaks of messages
+        raise
+
+
+async def models(request: web.Request) -> web.Response:
+    """GET /v1/models"""
+    accepting_server(request)
+    return web.json_response({"object": "list", "data": [_card(request.app[ENGINE])]})
+
+
+async def model(request: web.Request) -> web.Response:
+    """GET /v1/models/{model}"""
+    accepting_server(request)
+    _check_model(request.app[ENGINE], request.match_info["model"])
+    return web.json_response(_card(request.app[ENGINE]))
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses: refused with the way out, as newer clients call it by default."""
+    raise not_found(
+        "This server has no Responses API; use /v1/chat/completions "
+        "(with the openai client: client.chat.completions.create)."
+    )
+
+
+async def explain(request: web.Request) -> web.Response:
+    """POST /admin/explain: the plan that this chat completion would get for the caller's own namespace."""
+    accepting_server(request)
+    _, chat = await _read_chat(request)
+    return web.json_response(await request.app[ENGINE].explain(chat))
+
+
+async def _read_chat(request: web.Request) -> tuple[ChatBody, GenerationRequest]:
+    """A chat body and the engine's view of it."""
+    engine = request.app[ENGINE]
+    body = parse_chat(await read_object(request))
+    _check_model(engine, body.model)
+    started = time.perf_counter()
+    prompt = await engine.encode_chat([message.for_template() for message in body.messages])
+    request[RECORD].tokenize_s = time.perf_counter() - started
+    return body, _engine_request(request, body, prompt)
+
+
+async def _encode_prompts(request: web.Request, body: CompletionBody) -> list[Prompt]:
+    engine = request.app[ENGINE]
+    started = time.perf_counter()
+    prompts = [
+        await (engine.encode_text(entry) if isinstance(entry, str) else engine.encode_tokens(entry))
+        for entry in body.prompt
+    ]
+    request[RECORD].tokenize_s = time.perf_counter() - started
+    return prompts
+
+
+def _engine_request(
+    request: web.Request, body: ChatBody | CompletionBody, prompt: Prompt
+) -> GenerationRequest:
+    options = request_options(request, body.kvshare)
+    owner = request[RECORD].caller.owner
+    return GenerationRequest(
+        request_id=uuid.uuid4().hex,  # not the client's, which may come twice
+        namespace=request.app[ENGINE].namespace(tenant=owner.tenant, scope=owner.scope),
+        prompt=prompt,
+        sampling=body.sampling,
+        mode=options.mode,
+        store=options.store,
+    )
+
+
+def _check_model(engine: GeneratingEngine, name: str) -> None:
+    if name != engine.card.model_id:
+        raise ModelNotFoundError(name)
+
+
+def _card(engine: GeneratingEngine) -> dict[str, object]:
+    card = engine.card
+    return {
+        "id": card.model_id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "kvshare",
+        "max_model_len": card.max_model_len,
+    }
+
+
+def _response(
+    kind: type[ChatResponse] | type[CompletionResponse],
+    prefix: str,
+    engine: GeneratingEngine,
+    body: ChatBody | CompletionBody,
+    requests: Sequence[GenerationRequest],
+) -> Response:
+    return kind(
+        answer_id=f"{prefix}-{requests[0].request_id}",
+        created=int(time.time()),
+        model=engine.card.model_id,
+        num_choices=len(requests) * body.num_choices,
+        logprobs=requests[0].sampling.logprobs is not None,
+        include_usage=body.include_usage,
+    )

@@ -1,0 +1,134 @@
+"""
+What is recorded of a request while it is answered, for its metrics; and what the log says of it.
+
+No prompt text is in either: an exception is logged by class and place, as its message may quote the prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+from aiohttp import web
+
+from kvshare.engines.base import Delta, Finished, SharingMode, SharingReport
+from proxy.auth import ANONYMOUS, Caller
+
+log = logging.getLogger("proxy.middleware")  # the name that operators know
+
+_QUIET = ("/health", "/ready", "/metrics")
+_BY_BOLDNESS = ("approx", "exact", "full")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled in as the request goes on; read once, when it is over."""
+
+    request_id: str
+    started: float = field(default_factory=perf_counter)
+    caller: Caller = ANONYMOUS
+    mode: SharingMode | None = None  # None: nothing was generated
+    reports: Sequence[SharingReport] = ()
+    finished: Sequence[Finished] = ()
+    tokenize_s: float | None = None
+    first_token_s: float | None = None  # since the request came in
+    token_gaps_s: list[float] = field(default_factory=list)
+    finish_reason: str = ""  # OpenAI's, or "error" for a stream that broke off
+    disconnected: bool = False
+    _last_token: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def duration_s(self) -> float:
+        return perf_counter() - self.started
+
+    @property
+    def num_completion_tokens(self) -> int | None:
+        """None for a relayed answer, whose tokens were not counted here."""
+        if not self.finished:
+            return None
+        return sum(finished.num_completion_tokens for finished in self.finished)
+
+    def note(self, delta: Delta) -> None:
+        """Take the time of a delta."""
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+        if not delta.num_tokens:
+            return
+        now = perf_counter()
+        if self.first_token_s is None:
+            self.first_token_s = now - self.started
+        before = self._last_token.get(delta.choice)
+        if before is not None:
+            self.token_gaps_s.append((now - before) / delta.num_tokens)
+        self._last_token[delta.choice] = now
+
+
+RECORD: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
+
+
+def combine(reports: Sequence[SharingReport]) -> SharingReport:
+    """One report of several prompts: counts added, the boldest decision, the first reason. No donors."""
+    decisions = {report.decision for report in reports}
+    return SharingReport(
+        num_exact=sum(report.num_exact for report in reports),
+        num_copied=sum(report.num_copied for report in reports),
+        num_recomputed=sum(report.num_recomputed for report in reports),
+        num_repaired=sum(report.num_repaired for report in reports),
+        decision=next((decision for decision in _BY_BOLDNESS if decision in decisions), "full"),
+        reason=next((report.reason for report in reports if report.reason is not None), None),
+    )
+
+
+def log_request(record: RequestRecord, endpoint: str, status: int) -> None:
+    """The one line of a request that is over."""
+    level = logging.DEBUG if endpoint in _QUIET else logging.INFO
+    log.log(
+        level,
+        "request %s key=%s %s %d%s %.1f ms",
+        record.request_id,
+        record.caller.name,
+        endpoint,
+        status,
+        "" if record.mode is None else _generated(record),
+        record.duration_s * 1e3,
+    )
+
+
+def _generated(record: RequestRecord) -> str:
+    """What a generating request adds to its line."""
+    total = combine(record.reports)
+    num_completion_tokens = record.num_completion_tokens
+    return (
+        f" {record.finish_reason or '-'} decision={total.decision if record.reports else '-'}"
+        f" reused={total.num_cached} recomputed={total.num_recomputed + total.num_repaired}"
+        f" completion={'-' if num_completion_tokens is None else num_completion_tokens}"
+    )
+
+
+def log_failure(request_id: str, exc: Exception) -> None:
+    """Log an error that is the server's, with the places of each exception in its chain of causes."""
+    for failure in _causes(exc):
+        places = "".join(traceback.format_tb(failure.__traceback__))
+        log.error("request %s failed: %s\n%s", request_id, type(failure).__name__, places)
+
+
+def class_and_place(exc: BaseException) -> str:
+    """`UpstreamError at upstream.py:78, caused by ClientOSError at ...`, for one line of a log."""
+    return ", caused by ".join(type(failure).__name__ + _place(failure) for failure in _causes(exc))
+
+
+def _causes(exc: BaseException) -> Iterator[BaseException]:
+    failure: BaseException | None = exc
+    while failure is not None:
+        yield failure
+        failure = failure.__cause__
+
+
+def _place(exc: BaseException) -> str:
+    """Where it was raised; nothing for an exception that was not."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
