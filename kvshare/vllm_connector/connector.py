@@ -24,11 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvshare.vllm_connector.desk import SchedulerSide
-from kvshare.vllm_connector.orders import Orders, WorkerFacts, WorkerReport
-from kvshare.vllm_connector.refusals import refusals
-from kvshare.vllm_connector.settings import ConnectorSettings
-from kvshare.vllm_connector.worker import ConnectorWorker
+from kvshare.vllm_connector.config import ConnectorSettings
+from kvshare.vllm_connector.metadata import Orders, WorkerFacts, WorkerReport
+from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
+from kvshare.vllm_connector.unsupported import refusals
+from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext

@@ -132,14 +132,14 @@ def test_a_load_that_breaks_off_with_a_step_in_flight(
 
 def load(tokens: list[int]) -> Any:
     """An order without copies."""
-    from kvshare.vllm_connector.orders import Load
+    from kvshare.vllm_connector.metadata import Load
 
     return Load("r", (1, 2, 3, 4, 5), 0, 0, 590, tuple(tokens[:590]), ())
 
 
 def test_orders_do_not_show_the_prompt(text: Any) -> None:
     """vLLM writes a step's orders into its log when a step breaks off."""
-    from kvshare.vllm_connector.orders import Orders
+    from kvshare.vllm_connector.metadata import Orders
 
     tokens = text(600, 5)
     assert f"{tokens[0]}, {tokens[1]}" not in repr(Orders(loads=(load(tokens),)))

@@ -26,7 +26,7 @@ class TestLayouts:
         return block, write
 
     def test_content(self) -> None:
-        from kvshare.vllm_connector.layouts import find_layout
+        from kvshare.vllm_connector.worker.block_layout import find_layout
 
         layout = find_layout(*self.block())
         assert layout is not None
@@ -35,7 +35,7 @@ class TestLayouts:
     def test_any_permutation_is_learned(self) -> None:
         import torch
 
-        from kvshare.vllm_connector.layouts import find_layout
+        from kvshare.vllm_connector.worker.block_layout import find_layout
 
         permutation = torch.randperm(self.H * self.N * 2 * self.D)
         layout = find_layout(*self.block(permutation))
@@ -44,7 +44,7 @@ class TestLayouts:
 
     def test_a_cache_that_rounds_is_not_understood(self) -> None:
         """As a quantised one does."""
-        from kvshare.vllm_connector.layouts import find_layout
+        from kvshare.vllm_connector.worker.block_layout import find_layout
 
         block, write = self.block()
 
@@ -62,7 +62,7 @@ class TestProofs:
     """A proof that cannot fail proves nothing: each is made to."""
 
     def proofs(self, vllm: Any) -> Any:
-        from kvshare.vllm_connector.proofs import Proofs
+        from kvshare.vllm_connector.worker.self_test import Proofs
 
         return Proofs(vllm.worker._cache, vllm.worker._forward, vocab_size=300)
 
@@ -98,7 +98,7 @@ class TestProofs:
 
     def test_a_mask_that_sees_later_keys_is_found(self, start: Any, monkeypatch: Any) -> None:
         """The shortcut of the published CacheBlend code: recomputed tokens see what comes after them."""
-        from kvshare.vllm_connector.passes import PartialForward
+        from kvshare.vllm_connector.worker.partial_forward import PartialForward
 
         vllm = start("llama")
         proofs = self.proofs(vllm)
@@ -117,7 +117,7 @@ class TestProofs:
 def test_passes_are_bounded() -> None:
     """By tokens, and by runs: backends keep buffers for as many sequences as vLLM runs at most."""
     from delta_tree import Span
-    from kvshare.vllm_connector.passes import Run, split
+    from kvshare.vllm_connector.worker.partial_forward import Run, split
 
     spans = [Span(0, 1), Span(2, 3), Span(4, 5), Span(6, 30), Span(31, 32)]
     runs = [Run((1,), span, tuple(range(span.start, span.end)), span.start) for span in spans]
@@ -129,7 +129,7 @@ def test_passes_are_bounded() -> None:
 
 def test_a_worker_that_cannot_even_look_refuses(start: Any, monkeypatch: Any) -> None:
     """A backend whose metadata cannot be built does not keep vLLM from starting."""
-    from kvshare.vllm_connector import worker
+    from kvshare.vllm_connector.worker import worker
 
     def fail(*_: Any) -> None:
         raise RuntimeError("no such backend")
@@ -200,7 +200,7 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> No
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from kvshare.vllm_connector.refusals import refusals
+    from kvshare.vllm_connector.unsupported import refusals
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
@@ -214,7 +214,7 @@ def test_vllms_own_settings_are_read_right(start: Any, monkeypatch: Any) -> None
     from vllm.config import MultiModalConfig
     from vllm.platforms import current_platform
 
-    from kvshare.vllm_connector.refusals import refusals
+    from kvshare.vllm_connector.unsupported import refusals
 
     vllm = start("llama")
     config, cache = vllm.core.vllm_config, vllm.scheduler.kv_cache_config
@@ -275,9 +275,11 @@ def test_inside_another_connector_nothing_is_shared(start: Any, text: Any) -> No
 
 def test_a_taken_control_port_stops_nothing(start: Any, text: Any, caplog: Any, monkeypatch: Any) -> None:
     """vLLM serves on without sharing, and its log says in one line what to do."""
-    from kvshare.vllm_connector import desk
+    from kvshare.vllm_connector.scheduler import lifecycle
 
-    monkeypatch.setattr(desk, "log", logging.getLogger("here"))  # vLLM takes handlers off its own loggers
+    monkeypatch.setattr(
+        lifecycle, "log", logging.getLogger("here")
+    )  # vLLM takes handlers off its own loggers
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         served = start("llama", control_port=port)
@@ -294,7 +296,7 @@ def test_requests_of_other_kinds_are_refused(attribute: str) -> None:
     from vllm.v1.request import Request
 
     from kvshare.engines.vllm.wire import Ticket, digest_of
-    from kvshare.vllm_connector.admission import refusal_of
+    from kvshare.vllm_connector.scheduler.request_state import refusal_of
 
     tokens = list(range(40))
     request = Request("r", tokens, SamplingParams(max_tokens=1), None)
@@ -315,7 +317,7 @@ def test_requests_of_other_kinds_are_refused(attribute: str) -> None:
     ],
 )
 def test_settings_name_what_is_wrong(given: Any, word: str) -> None:
-    from kvshare.vllm_connector.settings import ConnectorSettings
+    from kvshare.vllm_connector.config import ConnectorSettings
 
     with pytest.raises(ValueError, match=word):
         ConnectorSettings.from_extra_config({"kvshare": given})
@@ -332,8 +334,8 @@ def test_without_the_worker_class_nothing_is_shared(checkpoint: Any, start: Any,
 def test_an_open_control_server_needs_a_token(monkeypatch: Any) -> None:
     """The journal holds generated tokens."""
     from kvshare.engines.vllm.wire import TOKEN_VARIABLE
-    from kvshare.vllm_connector.desk import SchedulerSide
-    from kvshare.vllm_connector.settings import ConnectorSettings
+    from kvshare.vllm_connector.config import ConnectorSettings
+    from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
 
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(ValueError, match=TOKEN_VARIABLE):
@@ -344,7 +346,7 @@ def test_other_weights_are_another_namespace(start: Any) -> None:
     """A model that is called the same but was trained on is told apart by its weights."""
     import torch
 
-    from kvshare.vllm_connector.weights import weights_digest
+    from kvshare.vllm_connector.worker.weights import weights_digest
 
     vllm = start("llama")
     model = vllm.core.model_executor.driver_worker.model_runner.get_model()

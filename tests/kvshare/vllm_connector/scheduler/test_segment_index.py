@@ -11,13 +11,13 @@ from delta_tree import SegmentId
 
 
 def entry(num_bytes: int, namespace: str = "a") -> object:
-    from kvshare.vllm_connector.ledger import Entry
+    from kvshare.vllm_connector.scheduler.segment_index import Entry
 
     return Entry(namespace, num_tokens=10, num_bytes=num_bytes)
 
 
 def ledger(max_bytes: int, **sizes: int) -> object:
-    from kvshare.vllm_connector.ledger import Ledger
+    from kvshare.vllm_connector.scheduler.segment_index import Ledger
 
     made = Ledger(max_bytes)
     for name, size in sizes.items():
@@ -93,7 +93,7 @@ def event(number: int) -> object:
 
 def test_a_reader_gets_what_came_after() -> None:
     """Numbers count from 1; reading twice gives the same."""
-    from kvshare.vllm_connector.journal import EventLog
+    from kvshare.vllm_connector.scheduler.event_log import EventLog
 
     log = EventLog()
     for number in range(1, 6):
@@ -105,7 +105,7 @@ def test_a_reader_gets_what_came_after() -> None:
 
 def test_who_fell_behind_is_told_of_the_gap() -> None:
     """So is a reader that knows more than this log: it speaks of another process."""
-    from kvshare.vllm_connector.journal import EventLog
+    from kvshare.vllm_connector.scheduler.event_log import EventLog
 
     log = EventLog(max_events=3)
     for number in range(1, 6):
@@ -117,7 +117,7 @@ def test_who_fell_behind_is_told_of_the_gap() -> None:
 
 def test_a_reader_may_wait() -> None:
     """The wait ends with the first event, or with its time."""
-    from kvshare.vllm_connector.journal import EventLog
+    from kvshare.vllm_connector.scheduler.event_log import EventLog
 
     log = EventLog()
     assert log.read(0, wait_s=0.05).events == ()

@@ -16,7 +16,7 @@ from kvshare.engines.vllm.wire import (
     digest_of,
     is_private_salt,
 )
-from kvshare.vllm_connector.orders import LoadResult
+from kvshare.vllm_connector.metadata import LoadResult
 
 # Refusals after which the prompt's own KV may still be kept: it is computed in full, and belongs to it.
 _KEEPABLE = (None, "not_private", "rotation_unknown")

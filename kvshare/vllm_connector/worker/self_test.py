@@ -16,8 +16,8 @@ import torch
 from delta_tree import Span
 from kvshare.kv.rotation import Rotation
 from kvshare.kv.segment import SegmentKV
-from kvshare.vllm_connector.paged import PagedCache
-from kvshare.vllm_connector.passes import PartialForward, Run
+from kvshare.vllm_connector.worker.paged_cache import PagedCache
+from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 
 _NUM_TOKENS = 48
 _RUNS = (Span(0, 7), Span(7, 8), Span(8, 30), Span(30, 48))

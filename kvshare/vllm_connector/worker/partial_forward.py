@@ -24,7 +24,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from delta_tree import Span
-from kvshare.vllm_connector.paged import PagedCache
+from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 # As in vLLM's own buffer of token ids; positions are int64. A compiled model reads its input as what it was
 # traced with, and vLLM drops the guards that would notice: of int64 ids every other one would be 0.

@@ -15,9 +15,9 @@ from delta_tree import SegmentId
 def serve() -> Iterator[Callable[..., Any]]:
     """`serve(token=...)`: a running server over a small ledger and journal."""
     from kvshare.engines.vllm.wire import Dropped, ReplicaInfo
-    from kvshare.vllm_connector.control import ControlServer, Desk
-    from kvshare.vllm_connector.journal import EventLog
-    from kvshare.vllm_connector.ledger import Entry, Ledger
+    from kvshare.vllm_connector.scheduler.control_server import ControlServer, Desk
+    from kvshare.vllm_connector.scheduler.event_log import EventLog
+    from kvshare.vllm_connector.scheduler.segment_index import Entry, Ledger
 
     servers = []
 

@@ -19,7 +19,7 @@ def find_rotation(model: torch.nn.Module, *, head_dim: int) -> tuple[Rotation | 
     """
     How keys of this model move, or None and why they cannot be moved.
 
-    Whether every layer really rotates like that is for `proofs` to find out.
+    Whether every layer really rotates like that is for `self_test` to find out.
     """
     modules = [module for module in model.modules() if isinstance(module, RotaryEmbeddingBase)]
     if not modules:

@@ -20,12 +20,12 @@ import kvshare
 from delta_tree import SegmentId
 from kvshare.engines.vllm.versions import installed_version, untested
 from kvshare.engines.vllm.wire import TOKEN_VARIABLE, ReplicaInfo
-from kvshare.vllm_connector.control import ControlServer, Desk
-from kvshare.vllm_connector.journal import EventLog
-from kvshare.vllm_connector.ledger import Ledger
-from kvshare.vllm_connector.orders import WorkerFacts
-from kvshare.vllm_connector.settings import ConnectorSettings
-from kvshare.vllm_connector.tickets import TicketOffice
+from kvshare.vllm_connector.config import ConnectorSettings
+from kvshare.vllm_connector.metadata import WorkerFacts
+from kvshare.vllm_connector.scheduler.control_server import ControlServer, Desk
+from kvshare.vllm_connector.scheduler.event_log import EventLog
+from kvshare.vllm_connector.scheduler.scheduler import TicketOffice
+from kvshare.vllm_connector.scheduler.segment_index import Ledger
 
 log = logging.getLogger("vllm.kvshare")
 

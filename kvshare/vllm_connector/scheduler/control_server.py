@@ -19,8 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from delta_tree import SegmentId
 from kvshare.engines.vllm.wire import ReplicaInfo
-from kvshare.vllm_connector.journal import EventLog
-from kvshare.vllm_connector.ledger import Ledger
+from kvshare.vllm_connector.scheduler.event_log import EventLog
+from kvshare.vllm_connector.scheduler.segment_index import Ledger
 
 log = logging.getLogger("vllm.kvshare.control")
 

@@ -18,10 +18,10 @@ from vllm.v1.request import Request
 
 from delta_tree import SegmentId, gaps, new_segment_id
 from kvshare.engines.vllm.wire import TICKET_KEY, Dropped, Stored, Ticket, WireError
-from kvshare.vllm_connector.admission import Ended, Running, refusal_of
-from kvshare.vllm_connector.journal import EventLog
-from kvshare.vllm_connector.ledger import Entry, Ledger
-from kvshare.vllm_connector.orders import Load, LoadResult, Orders, Save, WorkerReport
+from kvshare.vllm_connector.metadata import Load, LoadResult, Orders, Save, WorkerReport
+from kvshare.vllm_connector.scheduler.event_log import EventLog
+from kvshare.vllm_connector.scheduler.request_state import Ended, Running, refusal_of
+from kvshare.vllm_connector.scheduler.segment_index import Entry, Ledger
 
 log = logging.getLogger("vllm.kvshare")
 

@@ -15,7 +15,7 @@ import torch
 
 from delta_tree import Span
 from kvshare.kv.segment import SegmentKV
-from kvshare.vllm_connector.layouts import BlockLayout, find_layout
+from kvshare.vllm_connector.worker.block_layout import BlockLayout, find_layout
 
 
 class PagedCache:
