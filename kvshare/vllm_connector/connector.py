@@ -24,10 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvshare.vllm_connector.config import ConnectorSettings
+from kvshare.vllm_connector.config import ConnectorSettings, refusals
 from kvshare.vllm_connector.metadata import Orders, WorkerFacts, WorkerReport
 from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
-from kvshare.vllm_connector.unsupported import refusals
 from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
 if TYPE_CHECKING:

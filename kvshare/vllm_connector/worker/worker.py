@@ -20,12 +20,11 @@ from delta_tree import SegmentId
 from kvshare.kv.rotation import Rotation
 from kvshare.kv.segment import SegmentKV
 from kvshare.vllm_connector.metadata import Load, LoadResult, Orders, Save, WorkerFacts, WorkerReport
+from kvshare.vllm_connector.worker.model import find_rotation, rope_digest, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
-from kvshare.vllm_connector.worker.rotary import find_rotation, rope_digest
 from kvshare.vllm_connector.worker.segment_store import SegmentStore
 from kvshare.vllm_connector.worker.self_test import Proofs
-from kvshare.vllm_connector.worker.weights import weights_digest
 
 log = logging.getLogger("vllm.kvshare")
 

@@ -26,7 +26,7 @@ class TestLayouts:
         return block, write
 
     def test_content(self) -> None:
-        from kvshare.vllm_connector.worker.block_layout import find_layout
+        from kvshare.vllm_connector.worker.paged_cache import find_layout
 
         layout = find_layout(*self.block())
         assert layout is not None
@@ -35,7 +35,7 @@ class TestLayouts:
     def test_any_permutation_is_learned(self) -> None:
         import torch
 
-        from kvshare.vllm_connector.worker.block_layout import find_layout
+        from kvshare.vllm_connector.worker.paged_cache import find_layout
 
         permutation = torch.randperm(self.H * self.N * 2 * self.D)
         layout = find_layout(*self.block(permutation))
@@ -44,7 +44,7 @@ class TestLayouts:
 
     def test_a_cache_that_rounds_is_not_understood(self) -> None:
         """As a quantised one does."""
-        from kvshare.vllm_connector.worker.block_layout import find_layout
+        from kvshare.vllm_connector.worker.paged_cache import find_layout
 
         block, write = self.block()
 
@@ -200,7 +200,7 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> No
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from kvshare.vllm_connector.unsupported import refusals
+    from kvshare.vllm_connector.config import refusals
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
@@ -214,7 +214,7 @@ def test_vllms_own_settings_are_read_right(start: Any, monkeypatch: Any) -> None
     from vllm.config import MultiModalConfig
     from vllm.platforms import current_platform
 
-    from kvshare.vllm_connector.unsupported import refusals
+    from kvshare.vllm_connector.config import refusals
 
     vllm = start("llama")
     config, cache = vllm.core.vllm_config, vllm.scheduler.kv_cache_config
@@ -346,7 +346,7 @@ def test_other_weights_are_another_namespace(start: Any) -> None:
     """A model that is called the same but was trained on is told apart by its weights."""
     import torch
 
-    from kvshare.vllm_connector.worker.weights import weights_digest
+    from kvshare.vllm_connector.worker.model import weights_digest
 
     vllm = start("llama")
     model = vllm.core.model_executor.driver_worker.model_runner.get_model()
