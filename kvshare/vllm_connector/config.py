@@ -48,7 +48,7 @@ class ConnectorSettings:
         return cls(**given)
 
 
-def refusals(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
+def unsupported_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
     """Why nothing can be shared with this configuration; empty if it can. Each names what to change."""
     return [
         message

@@ -22,7 +22,7 @@ from kvshare.vllm_connector.metadata import LoadResult
 _KEEPABLE = (None, "not_private", "rotation_unknown")
 
 
-def refusal_of(request: Request, ticket: Ticket, *, may_move_keys: bool) -> str | None:
+def unsupported_reason(request: Request, ticket: Ticket, *, may_move_keys: bool) -> str | None:
     """Why a ticket's plan must not be carried out; a fixed word, or None."""
     if request.lora_request is not None:
         return "lora"

@@ -18,29 +18,29 @@ from vllm.v1.request import Request
 
 from delta_tree import SegmentId, gaps, new_segment_id
 from kvshare.engines.vllm.wire import TICKET_KEY, Dropped, Stored, Ticket, WireError
-from kvshare.vllm_connector.metadata import Load, LoadResult, Orders, Save, WorkerReport
+from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, SaveRequest, StepMetadata, WorkerReport
 from kvshare.vllm_connector.scheduler.event_log import EventLog
-from kvshare.vllm_connector.scheduler.request_state import Ended, Running, refusal_of
-from kvshare.vllm_connector.scheduler.segment_index import Entry, Ledger
+from kvshare.vllm_connector.scheduler.request_state import Ended, Running, unsupported_reason
+from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
 
 log = logging.getLogger("vllm.kvshare")
 
 _MAX_SEEN = 4096
 
 
-class TicketOffice:
+class ConnectorScheduler:
     """One per scheduler. Requests are known by vLLM's request id; events carry the proxy's."""
 
     def __init__(
         self,
-        ledger: Ledger,
+        segments: SegmentIndex,
         events: EventLog,
         *,
         bytes_per_token: int,
         block_size: int,
         may_move_keys: bool,
     ) -> None:
-        self._ledger = ledger
+        self._segments = segments
         self._events = events
         self._bytes_per_token = bytes_per_token
         self._block_size = block_size
@@ -48,12 +48,12 @@ class TicketOffice:
         self._running: dict[str, Running] = {}
         self._ended: dict[str, Ended] = {}
         self._seen: OrderedDict[str, None] = OrderedDict()  # n > 1 sends one ticket n times
-        self._loads: list[Load] = []
-        self._saves: list[Save] = []
+        self._loads: list[LoadRequest] = []
+        self._saves: list[SaveRequest] = []
         self._drops: list[SegmentId] = []
         self._drops_lock = threading.Lock()
 
-    def open(self, request: Request) -> None:
+    def on_new_request(self, request: Request) -> None:
         """Take a request's ticket, if it has one."""
         document = (request.kv_transfer_params or {}).get(TICKET_KEY)
         if document is None:
@@ -63,14 +63,14 @@ class TicketOffice:
         except WireError as exc:
             log.warning("request %s: its ticket cannot be read: %s", request.request_id, exc)
             return
-        refusal = refusal_of(request, ticket, may_move_keys=self._may_move_keys)
+        refusal = unsupported_reason(request, ticket, may_move_keys=self._may_move_keys)
         is_first = ticket.request_id not in self._seen
         self._seen[ticket.request_id] = None
         if len(self._seen) > _MAX_SEEN:
             self._seen.popitem(last=False)
         self._running[request.request_id] = Running(ticket, refusal=refusal, is_first=is_first)
 
-    def num_matched(self, request: Request, num_local: int) -> int:
+    def get_num_new_matched_tokens(self, request: Request, num_local: int) -> int:
         """How many tokens behind the `num_local` that vLLM has itself can be provided, this very step."""
         running = self._running.get(request.request_id)
         if running is None:
@@ -81,7 +81,7 @@ class TicketOffice:
         held = self._held(running.ticket)
         return max(0, max((running.copy(index).target.end for index in held), default=0) - num_local)
 
-    def admit(self, request: Request, block_ids: Sequence[int], num_external: int) -> None:
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external: int) -> None:
         """The request has its blocks, and this step is to provide `num_external` tokens."""
         running = self._running.get(request.request_id)
         if running is None:
@@ -92,9 +92,9 @@ class TicketOffice:
             return
         start, end = running.num_local, running.num_local + num_external
         copies = [running.copy(index) for index in sorted(held)]
-        self._ledger.touch(copy.segment_id for copy in copies)
+        self._segments.touch(copy.segment_id for copy in copies)
         self._loads.append(
-            Load(
+            LoadRequest(
                 request_id=request.request_id,
                 block_ids=tuple(block_ids),
                 ready=start,
@@ -105,7 +105,7 @@ class TicketOffice:
             )
         )
 
-    def take_orders(self, step: SchedulerOutput) -> Orders:
+    def build_connector_meta(self, step: SchedulerOutput) -> StepMetadata:
         """All that was ordered since the last call; `step` is what vLLM itself is going to do."""
         with self._drops_lock:
             drops, self._drops = tuple(self._drops), []
@@ -116,15 +116,15 @@ class TicketOffice:
             loads = [replace(load, ready=self._num_ready(load, written)) for load in loads]
         if drops:  # of a prompt, too, that was to be saved now: the worker drops first
             saves = [save.without(drops) for save in saves]
-        return Orders(tuple(loads), tuple(saves), drops)
+        return StepMetadata(tuple(loads), tuple(saves), drops)
 
-    def _num_ready(self, load: Load, written: Collection[int]) -> int:
+    def _num_ready(self, load: LoadRequest, written: Collection[int]) -> int:
         """How many of the tokens before `start` are there before vLLM's forward pass."""
         local = load.block_ids[: load.start // self._block_size]
         first = next((index for index, block_id in enumerate(local) if block_id in written), None)
         return load.start if first is None else first * self._block_size
 
-    def finish(self, request: Request, block_ids: Sequence[int]) -> bool:
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         """The request has ended, however. Returns whether its blocks must stay until its KV is saved."""
         running = self._running.pop(request.request_id, None)
         if running is None:
@@ -147,8 +147,8 @@ class TicketOffice:
             return replace(ended, lost="segments_gone")  # copied KV is not to be kept as computed
         spans = gaps((running.copy(index).target for index in used), num_kept)
         namespace = running.ticket.namespace
-        entries = [Entry(namespace, len(span), len(span) * self._bytes_per_token) for span in spans]
-        evicted = self._ledger.make_room(
+        entries = [HeldSegment(namespace, len(span), len(span) * self._bytes_per_token) for span in spans]
+        evicted = self._segments.make_room(
             sum(entry.num_bytes for entry in entries),
             keep=(running.copy(index).segment_id for index in used),
         )
@@ -157,7 +157,7 @@ class TicketOffice:
         self._forget(evicted)
         ids = [new_segment_id() for _ in spans]
         for segment_id, entry in zip(ids, entries, strict=True):
-            self._ledger.add(segment_id, entry)
+            self._segments.add(segment_id, entry)
         kept = replace(
             ended,
             used=frozenset(used),
@@ -167,15 +167,17 @@ class TicketOffice:
                 for segment_id, span, entry in zip(ids, spans, entries, strict=True)
             ),
         )
-        self._saves.append(Save(request.request_id, tuple(block_ids), tuple(zip(ids, spans, strict=True))))
+        self._saves.append(
+            SaveRequest(request.request_id, tuple(block_ids), tuple(zip(ids, spans, strict=True)))
+        )
         return kept
 
-    def collect(self, report: WorkerReport | None, saved: Iterable[str]) -> None:
+    def update_connector_output(self, report: WorkerReport | None, saved: Iterable[str]) -> None:
         """Take what the workers say of a step, and the requests whose KV they have saved by now."""
         report = report if report is not None else WorkerReport()
         for request_id, result in report.loads.items():
             self._note_load(request_id, result)
-        self._forget(self._ledger.remove(report.unreadable))
+        self._forget(self._segments.remove(report.unreadable))
         for request_id in saved:
             ended = self._ended.pop(request_id, None)
             if ended is None:
@@ -186,7 +188,7 @@ class TicketOffice:
             elif ended.lost is None and not self._holds_all(ended):
                 ended = replace(ended, lost="segments_gone")
             if ended.lost is not None:
-                self._forget(self._ledger.remove(stored.segment_id for stored in ended.stored))
+                self._forget(self._segments.remove(stored.segment_id for stored in ended.stored))
             self._publish(ended)
 
     def _note_load(self, request_id: str, result: LoadResult) -> None:
@@ -203,13 +205,13 @@ class TicketOffice:
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> int:
         """Let go of segments on request. Returns how many were held. From any thread."""
-        removed = self._ledger.remove(segment_ids)
+        removed = self._segments.remove(segment_ids)
         self._forget(removed)
         return len(removed)
 
-    def drop_all(self) -> None:
+    def reset_cache(self) -> None:
         """The weights may have changed: nothing that is held is of this model any more."""
-        self.drop(self._ledger.ids())
+        self.drop(self._segments.ids())
         for running in self._running.values():
             running.spoilt = True
 
@@ -230,13 +232,13 @@ class TicketOffice:
         return frozenset(
             index
             for index, copy in enumerate(ticket.copies)
-            if self._ledger.covers(copy.segment_id, ticket.namespace, end=copy.offset + copy.length)
+            if self._segments.covers(copy.segment_id, ticket.namespace, end=copy.offset + copy.length)
         )
 
     def _holds_all(self, ended: Ended) -> bool:
         """Whether nothing of a kept prompt was evicted or dropped while it was being saved."""
         return ended.used <= self._held(ended.running.ticket) and all(
-            stored.segment_id in self._ledger for stored in ended.stored
+            stored.segment_id in self._segments for stored in ended.stored
         )
 
     def _used(self, running: Running) -> Collection[int]:

@@ -35,7 +35,7 @@ _TOKEN_DTYPE = torch.int32
 class Run:
     """
     Tokens to compute in one go. `position`: what the model is told for the first one; it equals `span.start`
-    but in proofs, which move a text without moving its slots.
+    but in the self-test, which moves a text without moving its slots.
     """
 
     block_ids: tuple[int, ...]

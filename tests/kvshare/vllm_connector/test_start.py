@@ -1,4 +1,4 @@
-"""What is found out at start: layouts, proofs, refusals. Whatever is refused is served unshared."""
+"""What is found at start: layouts, self-test, what is not supported. That is served unshared."""
 
 import logging
 import socket
@@ -58,26 +58,26 @@ class TestLayouts:
         assert start("llama").side.info().settings["attention_backend"] == "CPU_ATTN/transposed"
 
 
-class TestProofs:
-    """A proof that cannot fail proves nothing: each is made to."""
+class TestSelfTest:
+    """A check that cannot fail tests nothing: each is made to."""
 
-    def proofs(self, vllm: Any) -> Any:
-        from kvshare.vllm_connector.worker.self_test import Proofs
+    def self_test(self, vllm: Any) -> Any:
+        from kvshare.vllm_connector.worker.self_test import SelfTest
 
-        return Proofs(vllm.worker._cache, vllm.worker._forward, vocab_size=300)
+        return SelfTest(vllm.worker._cache, vllm.worker._forward, vocab_size=300)
 
     def test_they_hold(self, start: Any) -> None:
-        proofs = self.proofs(vllm := start("llama"))
-        assert proofs.prove_layout() is None
-        assert proofs.prove_partial() is None
-        assert proofs.prove_rotation(vllm.worker._rotation) is None
+        self_test = self.self_test(vllm := start("llama"))
+        assert self_test.check_layout() is None
+        assert self_test.check_partial_attention() is None
+        assert self_test.check_rotation(vllm.worker._rotation) is None
 
     def test_wrong_frequencies_are_found(self, start: Any) -> None:
         from kvshare.kv.rotation import Rotation
 
         vllm = start("llama")
         wrong = Rotation(vllm.worker._rotation.inverse_frequencies * 1.01)
-        assert "moved keys" in self.proofs(vllm).prove_rotation(wrong)
+        assert "moved keys" in self.self_test(vllm).check_rotation(wrong)
 
     def test_a_layer_without_positions_is_found(self, start: Any, monkeypatch: Any) -> None:
         import torch
@@ -85,7 +85,7 @@ class TestProofs:
         vllm = start("llama", enforce_eager=True)  # a compiled model does not ask its modules
         model = vllm.core.model_executor.driver_worker.model_runner.get_model()
         attention = model.model.layers[1].self_attn
-        proofs = self.proofs(vllm)
+        self_test = self.self_test(vllm)
 
         class NoPositions(torch.nn.Module):
             def forward(self, positions: Any, q: Any, k: Any) -> Any:
@@ -93,15 +93,15 @@ class TestProofs:
 
         with monkeypatch.context() as patch:
             patch.setitem(attention._modules, "rotary_emb", NoPositions())
-            assert "moved keys" in proofs.prove_rotation(vllm.worker._rotation)
-        assert proofs.prove_rotation(vllm.worker._rotation) is None
+            assert "moved keys" in self_test.check_rotation(vllm.worker._rotation)
+        assert self_test.check_rotation(vllm.worker._rotation) is None
 
     def test_a_mask_that_sees_later_keys_is_found(self, start: Any, monkeypatch: Any) -> None:
         """The shortcut of the published CacheBlend code: recomputed tokens see what comes after them."""
         from kvshare.vllm_connector.worker.partial_forward import PartialForward
 
         vllm = start("llama")
-        proofs = self.proofs(vllm)
+        self_test = self.self_test(vllm)
         common = PartialForward._common
 
         def shortcut(forward: Any, runs: Any, slots: Any, positions: Any) -> Any:
@@ -111,7 +111,7 @@ class TestProofs:
 
         with monkeypatch.context() as patch:
             patch.setattr(PartialForward, "_common", shortcut)
-            assert "partial attention" in proofs.prove_partial()
+            assert "partial attention" in self_test.check_partial_attention()
 
 
 def test_passes_are_bounded() -> None:
@@ -137,13 +137,13 @@ def test_a_worker_that_cannot_even_look_refuses(start: Any, monkeypatch: Any) ->
     given = start("llama").worker
     monkeypatch.setattr(worker, "PartialForward", fail)
     fresh = worker.ConnectorWorker(given._config, given._spec, given._layer_names)
-    fresh.attach(None)  # type: ignore[arg-type]  # it does not come to that
-    assert fresh.facts is not None
-    assert "no such backend" in fresh.facts.refusals[0]
+    fresh.attach_model(None)  # type: ignore[arg-type]  # it does not come to that
+    assert fresh.handshake is not None
+    assert "no such backend" in fresh.handshake.unsupported[0]
 
 
 def config(**changes: Any) -> Any:
-    """As much of a VllmConfig as refusals read; everything supported but for the changes."""
+    """As much of a VllmConfig as `unsupported_reasons` reads; everything supported but for the changes."""
     parallel = SimpleNamespace(
         pipeline_parallel_size=1,
         data_parallel_size=1,
@@ -200,12 +200,12 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> No
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from kvshare.vllm_connector.config import refusals
+    from kvshare.vllm_connector.config import unsupported_reasons
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-    assert refusals(config(), cache) == []
-    (message,) = refusals(config(**changes), cache)
+    assert unsupported_reasons(config(), cache) == []
+    (message,) = unsupported_reasons(config(**changes), cache)
     assert word in message
 
 
@@ -214,20 +214,20 @@ def test_vllms_own_settings_are_read_right(start: Any, monkeypatch: Any) -> None
     from vllm.config import MultiModalConfig
     from vllm.platforms import current_platform
 
-    from kvshare.vllm_connector.config import refusals
+    from kvshare.vllm_connector.config import unsupported_reasons
 
     vllm = start("llama")
     config, cache = vllm.core.vllm_config, vllm.scheduler.kv_cache_config
-    assert refusals(config, cache) == []
+    assert unsupported_reasons(config, cache) == []
     with monkeypatch.context() as patch:
         patch.setattr(config.model_config, "multimodal_config", MultiModalConfig())
-        (refusal,) = refusals(config, cache)
-        assert "multimodal" in refusal
+        (reason,) = unsupported_reasons(config, cache)
+        assert "multimodal" in reason
     with monkeypatch.context() as patch:
         patch.setattr(type(current_platform), "is_cpu", lambda _: False)
         patch.setattr(type(current_platform), "device_name", "xpu")
-        (refusal,) = refusals(config, cache)
-        assert "xpu" in refusal
+        (reason,) = unsupported_reasons(config, cache)
+        assert "xpu" in reason
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def assert_served_unshared(vllm: Any, tokens: list[int]) -> None:
 
 
 def test_inside_another_connector_nothing_is_shared(start: Any, text: Any) -> None:
-    """vLLM's MultiConnector hands neither the model nor our orders on as we need them; we say so."""
+    """vLLM's MultiConnector hands neither the model nor our metadata on as we need them; we say so."""
     ours = {
         "kv_connector": "KVShareConnector",
         "kv_role": "kv_both",
@@ -267,7 +267,7 @@ def test_inside_another_connector_nothing_is_shared(start: Any, text: Any) -> No
     outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours]}}
     vllm = start("llama", kv_transfer_config=outer)
     (child,) = vllm.scheduler.connector.sub_connectors
-    (refusal,) = child._scheduler.info().refusals
+    (refusal,) = child._scheduler_side.info().refusals
     assert "MultiConnector" in refusal
     tokens = text(300)
     assert len(vllm.ask((tokens, vllm.ticket(tokens), None))[0].tokens) == 4
@@ -296,14 +296,14 @@ def test_requests_of_other_kinds_are_refused(attribute: str) -> None:
     from vllm.v1.request import Request
 
     from kvshare.engines.vllm.wire import Ticket, digest_of
-    from kvshare.vllm_connector.scheduler.request_state import refusal_of
+    from kvshare.vllm_connector.scheduler.request_state import unsupported_reason
 
     tokens = list(range(40))
     request = Request("r", tokens, SamplingParams(max_tokens=1), None)
     ticket = Ticket("t", "ns", digest_of(tokens), len(tokens))
-    assert refusal_of(request, ticket, may_move_keys=True) is None
+    assert unsupported_reason(request, ticket, may_move_keys=True) is None
     setattr(request, attribute, ["something"])
-    assert refusal_of(request, ticket, may_move_keys=True) is not None
+    assert unsupported_reason(request, ticket, may_move_keys=True) is not None
 
 
 @pytest.mark.parametrize(
