@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvshare.vllm_connector.config import ConnectorSettings, unsupported_reasons
 from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, WorkerReport
 from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
+from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
 if TYPE_CHECKING:
@@ -189,7 +190,8 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler_side is not None:
             self._scheduler_side.close()
 
-    def _scheduler_or_none(self) -> Any:
+    def _scheduler_or_none(self) -> ConnectorScheduler | None:
+        """None in a worker, before the handshakes, and where nothing is shared."""
         return self._scheduler_side.scheduler if self._scheduler_side is not None else None
 
 

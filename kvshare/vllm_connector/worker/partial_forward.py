@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
@@ -76,7 +76,9 @@ def _cut(run: Run, length: int) -> tuple[list[Run], Run]:
 class PartialForward:
     """Runs the model on runs. Has a metadata builder of its own: backends keep plan state in theirs."""
 
-    def __init__(self, model: torch.nn.Module, cache: PagedCache, vllm_config: VllmConfig, spec: Any) -> None:
+    def __init__(
+        self, model: torch.nn.Module, cache: PagedCache, vllm_config: VllmConfig, spec: KVCacheSpec
+    ) -> None:
         self._model = model
         self._cache = cache
         self._config = vllm_config

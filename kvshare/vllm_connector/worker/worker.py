@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import SegmentId
 from kvshare.kv.rotation import Rotation
@@ -39,7 +39,7 @@ log = logging.getLogger("vllm.kvshare")
 class ConnectorWorker:
     """One per worker process; everything runs on the worker's thread."""
 
-    def __init__(self, vllm_config: VllmConfig, spec: Any, layer_names: Sequence[str]) -> None:
+    def __init__(self, vllm_config: VllmConfig, spec: KVCacheSpec, layer_names: Sequence[str]) -> None:
         self._config = vllm_config
         self._spec = spec
         self._layer_names = list(layer_names)
