@@ -1,5 +1,5 @@
 """
-Which segments the workers hold, and who leaves when room is needed. Bytes live in the workers; every rank
+Which segments the workers hold, and which leave when room is needed. Bytes live in the workers; every rank
 carries out the same drops, so one index is true for all. Knows no vLLM.
 """
 
@@ -57,20 +57,20 @@ class SegmentIndex:
                 if segment_id in self._entries:
                     self._entries.move_to_end(segment_id)
 
-    def make_room(self, num_bytes: int, *, keep: Iterable[SegmentId] = ()) -> list[SegmentId] | None:
+    def make_room(self, num_bytes: int, *, in_use: Iterable[SegmentId] = ()) -> list[SegmentId] | None:
         """
-        Take out the least recently used until `num_bytes` fit; those in `keep` stay.
+        Take out the least recently used until `num_bytes` fit; those in `in_use` stay.
 
         Returns: what left; None, and nothing left, if even that would not be enough
         """
-        kept = frozenset(keep)
+        staying = frozenset(in_use)
         with self._lock:
             leaving: list[SegmentId] = []
             excess = self._num_bytes + num_bytes - self.max_bytes
             for segment_id, entry in self._entries.items():
                 if excess <= 0:
                     break
-                if segment_id not in kept:
+                if segment_id not in staying:
                     leaving.append(segment_id)
                     excess -= entry.num_bytes
             if excess > 0:

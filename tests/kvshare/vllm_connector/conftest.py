@@ -203,7 +203,7 @@ class Vllm:
     def check_idle(self) -> None:
         """Nothing is leaked: no request, no block, and every segment of the index has its bytes."""
         scheduler = self.side.scheduler
-        for left_over in (scheduler._running, scheduler._ended, scheduler._loads, scheduler._saves):
+        for left_over in (scheduler._requests, scheduler._loads, scheduler._saves):
             assert not left_over
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own

@@ -219,7 +219,7 @@ def test_a_segment_that_leaves_before_it_is_saved(start: Any, text: Any) -> None
     vllm.check_idle()
 
 
-@pytest.mark.parametrize("method", ["on_new_request", "get_num_new_matched_tokens", "_keep", "_note_load"])
+@pytest.mark.parametrize("method", ["on_new_request", "get_num_new_matched_tokens", "_retain", "_note_load"])
 def test_an_error_of_ours_is_not_in_the_way(
     vllm: Any, text: Any, copies: Any, monkeypatch: Any, method: str
 ) -> None:

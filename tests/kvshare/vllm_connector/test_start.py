@@ -296,14 +296,14 @@ def test_requests_of_other_kinds_are_refused(attribute: str) -> None:
     from vllm.v1.request import Request
 
     from kvshare.engines.vllm.wire import Ticket, digest_of
-    from kvshare.vllm_connector.scheduler.request_state import unsupported_reason
+    from kvshare.vllm_connector.scheduler.request_state import why_unshared
 
     tokens = list(range(40))
     request = Request("r", tokens, SamplingParams(max_tokens=1), None)
     ticket = Ticket("t", "ns", digest_of(tokens), len(tokens))
-    assert unsupported_reason(request, ticket, may_move_keys=True) is None
+    assert why_unshared(request, ticket, may_move_keys=True) is None
     setattr(request, attribute, ["something"])
-    assert unsupported_reason(request, ticket, may_move_keys=True) is not None
+    assert why_unshared(request, ticket, may_move_keys=True) is not None
 
 
 @pytest.mark.parametrize(

@@ -35,16 +35,16 @@ def test_least_recently_used_leave_first() -> None:
 
 
 def test_what_is_needed_stays() -> None:
-    """Segments of the very prompt that is being kept do not leave for it."""
+    """Segments of the prompt that is being retained do not leave for it."""
     held = index(100, s1=40, s2=40, s3=20)
-    assert held.make_room(50, keep=[SegmentId(1)]) == [2, 3]
+    assert held.make_room(50, in_use=[SegmentId(1)]) == [2, 3]
     assert held.ids() == [1]
 
 
 def test_nobody_leaves_for_what_cannot_fit() -> None:
     held = index(100, s1=60, s2=40)
     assert held.make_room(101) is None
-    assert held.make_room(70, keep=[SegmentId(1)]) is None
+    assert held.make_room(70, in_use=[SegmentId(1)]) is None
     assert held.ids() == [1, 2]
 
 
