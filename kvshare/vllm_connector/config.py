@@ -50,35 +50,24 @@ class ConnectorSettings:
 
 def unsupported_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
     """Why nothing can be shared with this configuration; empty if it can. Each names what to change."""
-    return [
-        message
-        for message in (
-            *_platform(),
-            *_parallel(config),
-            *_model(config),
-            *_cache(config, kv_cache),
-        )
-        if message is not None
-    ]
+    checks = [*_platform_and_parallel(config), *_model(config), *_cache(config, kv_cache)]
+    return [message for applies, message in checks if applies]
 
 
-def _platform() -> list[str | None]:
-    is_known = current_platform.is_cpu() or current_platform.is_cuda_alike()
-    return [_when(not is_known, f"{current_platform.device_name} devices are not supported")]
-
-
-def _parallel(config: VllmConfig) -> list[str | None]:
+def _platform_and_parallel(config: VllmConfig) -> list[tuple[bool, str]]:
     parallel = config.parallel_config
+    is_known = current_platform.is_cpu() or current_platform.is_cuda_alike()
     return [
-        _when(
+        (not is_known, f"{current_platform.device_name} devices are not supported"),
+        (
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism is not supported (use tensor parallelism)",
         ),
-        _when(
+        (
             _is_one_of_many(config),
             "data parallelism in one vLLM is not supported (start several, and give the proxy each)",
         ),
-        _when(
+        (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "context parallelism is not supported",
         ),
@@ -97,44 +86,40 @@ def _is_one_of_many(config: VllmConfig) -> bool:
     return config.parallel_config.data_parallel_size > 1 or _DATA_PARALLEL_ID.search(engine_id) is not None
 
 
-def _model(config: VllmConfig) -> list[str | None]:
+def _model(config: VllmConfig) -> list[tuple[bool, str]]:
     model = config.model_config
     window = model.get_sliding_window()
     return [
-        _when(model.runner_type == "pooling", "pooling models generate nothing"),
-        _when(model.is_encoder_decoder, "encoder-decoder models are not supported"),
-        _when(model.is_attention_free, "recurrent models have no KV cache"),
-        _when(model.is_hybrid, "hybrid models with recurrent layers are not supported"),
-        _when(model.use_mla, "multi-head latent attention (MLA) is not supported"),
-        _when(window is not None, f"sliding window attention ({window} tokens) is not supported"),
-        _when(model.is_multimodal_model, "multimodal models are not supported"),
-        _when(model.enable_prompt_embeds, "prompt embeddings (--enable-prompt-embeds) are not supported"),
+        (model.runner_type == "pooling", "pooling models generate nothing"),
+        (model.is_encoder_decoder, "encoder-decoder models are not supported"),
+        (model.is_attention_free, "recurrent models have no KV cache"),
+        (model.is_hybrid, "hybrid models with recurrent layers are not supported"),
+        (model.use_mla, "multi-head latent attention (MLA) is not supported"),
+        (window is not None, f"sliding window attention ({window} tokens) is not supported"),
+        (model.is_multimodal_model, "multimodal models are not supported"),
+        (model.enable_prompt_embeds, "prompt embeddings (--enable-prompt-embeds) are not supported"),
         # Its kernels would take the adapters of vLLM's batch for those of our pass, and write out of bounds.
-        _when(config.lora_config is not None, "LoRA adapters (--enable-lora) are not supported"),
-        _when(config.speculative_config is not None, "speculative decoding is not supported"),
+        (config.lora_config is not None, "LoRA adapters (--enable-lora) are not supported"),
+        (config.speculative_config is not None, "speculative decoding is not supported"),
     ]
 
 
-def _cache(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str | None]:
+def _cache(config: VllmConfig, kv_cache: KVCacheConfig) -> list[tuple[bool, str]]:
     groups = kv_cache.kv_cache_groups
     spec = groups[0].kv_cache_spec if groups else None
     dtype = config.cache_config.cache_dtype
     quantised = dtype not in ("auto", "float16", "bfloat16", "float32", "half", "float")
     return [
-        _when(quantised, f"quantised KV caches ({dtype}) are not supported"),
-        _when(not groups, "the model has no KV cache"),
-        _when(len(groups) > 1, f"{len(groups)} KV cache groups: only plain full attention is supported"),
-        _when(
+        (quantised, f"quantised KV caches ({dtype}) are not supported"),
+        (not groups, "the model has no KV cache"),
+        (len(groups) > 1, f"{len(groups)} KV cache groups: only plain full attention is supported"),
+        (
             spec is not None and type(spec) is not FullAttentionSpec,
             f"KV caches of kind {type(spec).__name__} are not supported",
         ),
-        _when(
+        (
             config.kv_transfer_config is not None
             and config.kv_transfer_config.kv_load_failure_policy != "recompute",
             "kv_load_failure_policy must be 'recompute': a failed load would fail the request",
         ),
     ]
-
-
-def _when(condition: bool, message: str) -> str | None:
-    return message if condition else None

@@ -69,7 +69,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """What is not kept is a future miss, no more."""
+        """What is not saved is a future miss, no more."""
         return False
 
     # --- worker side --------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.attach_model(model)
 
     def forget_segments(self) -> None:
-        """Called by our worker class; the scheduler side finds out as it comes to need them."""
+        """Called by our worker class. The scheduler side learns of it when a load needs one of them."""
         if self._worker is not None:
             self._worker.forget_segments()
 

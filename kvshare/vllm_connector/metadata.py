@@ -28,8 +28,8 @@ class LoadRequest:
         0        ready        start                           end      num_tokens
         [ local ][ in flight ][ copy ][ run ][ copy ][ run ][ copy ][ tail: vLLM's own forward ]
 
-    In flight are blocks of the prefix cache that vLLM's forward pass of this very step fills for another
-    request, after us: whoever computes something behind them computes them, too.
+    In flight are blocks of the prefix cache that vLLM's forward pass of this step fills for another request,
+    after our pass. A load that computes anything behind them computes them, too.
     """
 
     request_id: str
@@ -41,7 +41,7 @@ class LoadRequest:
     copies: tuple[WireCopy, ...]  # ascending; those wholly before `start` are left out
 
     def targets(self, unreadable: frozenset[SegmentId] = frozenset()) -> list[tuple[WireCopy, Span]]:
-        """The copies to lay, each with the part of its target that lies behind `start`."""
+        """The copies to write, each with the part of its target that lies behind `start`."""
         return [
             (copy, Span(max(copy.target_start, self.start), copy.target.end))
             for copy in self.copies
@@ -58,7 +58,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """Keep spans of a finished request as segments; its blocks stay allocated until that is reported."""
+    """Save spans of a finished request as segments. Its blocks stay allocated until that is reported."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -90,9 +90,9 @@ class LoadResult:
 class WorkerReport(KVConnectorWorkerMetadata):
     """What happened while a worker carried out a step's requests, by vLLM's request id."""
 
-    loads: Mapping[str, LoadResult] = field(default_factory=dict)
-    failed_saves: frozenset[str] = frozenset()
-    save_seconds: Mapping[str, float] = field(default_factory=dict)
+    loads: dict[str, LoadResult] = field(default_factory=dict)
+    failed_saves: set[str] = field(default_factory=set)
+    save_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def unreadable(self) -> frozenset[SegmentId]:

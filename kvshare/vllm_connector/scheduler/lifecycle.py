@@ -50,12 +50,13 @@ class SchedulerSide:
             )
         self._config = config
         self._unsupported = list(unsupported)
-        self._warnings = [message for message in [untested(_vllm_version())] if message]
+        self._vllm_version = installed_version() or "unknown"
+        self._warnings = [message for message in [untested(self._vllm_version)] if message]
         self._handshakes: list[WorkerHandshake] = []
         self.events = EventLog()
         self.segments = SegmentIndex(settings.max_bytes)
         self.scheduler: ConnectorScheduler | None = None
-        self._control: ControlServer | None = None  # where it cannot listen, nothing is shared
+        self._control: ControlServer | None = None
         try:
             self._control = ControlServer(
                 ControlState(self.info, self.events, self.segments, self.drop),
@@ -68,33 +69,22 @@ class SchedulerSide:
                 host, port = settings.control_host, settings.control_port
                 self._unsupported.append(_NO_ADDRESS.format(host, port, exc.strerror or exc))
 
-    @property
-    def control_port(self) -> int | None:
-        """None where the address cannot be had."""
-        return self._control.port if self._control is not None else None
-
     def start_sharing(self, handshakes: Iterable[WorkerHandshake]) -> None:
-        """
-        Take what every worker found out at start, and begin to share if nothing speaks against it.
-
-        A worker without a model sends no handshake.
-        """
+        """Share if every worker can. One that was not given its model sends no handshake."""
         known = list(handshakes)
         self._handshakes = known
         if not self._unsupported:
             if len(known) < self._config.parallel_config.world_size:
                 self._unsupported.append(_NO_MODEL.format(WORKER_CLS))
-            self._unsupported += dict.fromkeys(
-                message for handshake in known for message in handshake.unsupported
-            )
-        self._warnings += dict.fromkeys(message for handshake in known for message in handshake.warnings)
+            self._unsupported += dict.fromkeys(message for worker in known for message in worker.unsupported)
+        self._warnings += dict.fromkeys(message for worker in known for message in worker.warnings)
         for message in self._warnings:
             log.warning("kvshare: %s", message)
         if self._unsupported:
-            log.error(
-                "kvshare: nothing is shared, requests are served as ever: %s", "; ".join(self._unsupported)
-            )
+            reasons = "; ".join(self._unsupported)
+            log.error("kvshare: nothing is shared, requests are served without it: %s", reasons)
             return
+        assert self._control is not None  # or its address would be among the reasons
         self.scheduler = ConnectorScheduler(
             self.segments,
             self.events,
@@ -102,14 +92,11 @@ class SchedulerSide:
             block_size=self._config.cache_config.block_size,
             may_move_keys=self._may_move_keys,
         )
-        log.info(
-            "kvshare: sharing KV with %s; control server on port %d",
-            known[0].attention_backend,
-            self.control_port,
-        )
+        backend, port = known[0].attention_backend, self._control.port
+        log.info("kvshare: sharing KV with %s; control server on port %d", backend, port)
 
     def drop(self, segment_ids: list[SegmentId]) -> int:
-        """Let go of segments; for the control server, from any thread."""
+        """Drop segments; for the control server, from any thread."""
         return self.scheduler.drop(segment_ids) if self.scheduler is not None else 0
 
     def close(self) -> None:
@@ -126,7 +113,7 @@ class SchedulerSide:
             epoch=self.events.epoch,
             model=_served_name(config),
             versions={
-                "vllm": _vllm_version(),
+                "vllm": self._vllm_version,
                 "torch": importlib.metadata.version("torch"),
                 "kvshare": kvshare.__version__,
             },
@@ -145,23 +132,23 @@ class SchedulerSide:
     @property
     def _bytes_per_token(self) -> int:
         """Over all ranks."""
-        return sum(handshake.bytes_per_token for handshake in self._handshakes)
+        return sum(worker.bytes_per_token for worker in self._handshakes)
 
     @property
     def _may_move_keys(self) -> bool:
-        return bool(self._handshakes) and all(handshake.can_move_keys for handshake in self._handshakes)
+        return bool(self._handshakes) and all(worker.can_move_keys for worker in self._handshakes)
 
     def _namespace_fields(self) -> dict[str, str]:
         model = self._config.model_config
-        handshake = self._handshakes[0] if self._handshakes else None
-        heads = sum(handshake.num_kv_heads for handshake in self._handshakes)
+        first = self._handshakes[0] if self._handshakes else None
+        heads = sum(worker.num_kv_heads for worker in self._handshakes)
         return {
             "model": model.model,
-            "revision": "+".join(handshake.weights for handshake in self._handshakes),
+            "revision": "+".join(worker.weights for worker in self._handshakes),
             "tokenizer": f"{model.tokenizer}@{model.tokenizer_revision or ''}",
-            "dtype": handshake.dtype if handshake else "",
-            "kv_layout": f"{handshake.num_layers}x{heads}x{handshake.head_dim}" if handshake else "",
-            "rope": handshake.rope if handshake else "",
+            "dtype": first.dtype if first else "",
+            "kv_layout": f"{first.num_layers}x{heads}x{first.head_dim}" if first else "",
+            "rope": first.rope if first else "",
         }
 
     def _settings(self) -> dict[str, Any]:
@@ -189,7 +176,3 @@ def _is_loopback(host: str) -> bool:
 def _served_name(config: VllmConfig) -> str:
     name = config.model_config.served_model_name
     return str(name[0] if isinstance(name, list) else name)
-
-
-def _vllm_version() -> str:
-    return installed_version() or "unknown"

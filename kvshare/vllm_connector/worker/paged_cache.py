@@ -1,14 +1,13 @@
 """
-vLLM's paged KV cache, as far as laying and reading needs it: one slot per token, all layers.
+vLLM's paged KV cache: one slot per token, in all layers.
 
     position   0 .. N-1      N .. 2N-1     2N ..        N = block_size
     block      block_ids[0]  block_ids[1]  block_ids[2]
     slot       block id * N + position % N
 
-How K and V lie inside a block of vLLM's paged cache. Writing is vLLM's business; reading needs to know.
-
-A layer's cache is (B, H, N, 2 D) for every backend, whatever its strides. What a backend makes of the inside
-of a block is found out by writing random rows through vLLM and looking which layout gives them back:
+vLLM's kernels write. Reading needs to know how K and V lie inside a block. A layer's cache is (B, H, N, 2 D)
+for every backend, whatever its strides. The layout inside a block is found by writing random rows through
+vLLM: it is the one that gives them back.
 
     content     [..., :D] is K, [..., D:] is V                   FlashAttention, Triton, FlashInfer
     transposed  per head N*D elements of K as (D, N), then V     CPU, vector kernels
@@ -19,8 +18,8 @@ Alphabet: B blocks, N tokens per block, H kv heads of this rank, D head dim.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -122,51 +121,29 @@ class PagedCache:
         layer.impl.do_kv_cache_update(layer, k, v, self._cache(layer), slots)
 
 
-class BlockLayout(ABC):
-    """Reads blocks that were copied out of a cache: (B, H, N, 2 D), contiguous."""
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """
+    Reads blocks that were copied out of a cache and are contiguous.
+
+    Shapes:  `rows` takes blocks (B, H, N, 2 D) -> k, v (B, N, H, D), views or copies
+    """
 
     name: str
-
-    @abstractmethod
-    def rows(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Views or copies of K and V by token.
-
-        Shapes:  blocks (B, H, N, 2 D) -> k, v (B, N, H, D)
-        """
+    rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class ContentLayout(BlockLayout):
-    name = "content"
-
-    def rows(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = blocks.permute(0, 2, 1, 3).chunk(2, dim=-1)
-        return k, v
+def _content_rows(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = blocks.permute(0, 2, 1, 3).chunk(2, dim=-1)
+    return k, v
 
 
-class TransposedLayout(BlockLayout):
-    name = "transposed"
-
-    def rows(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        num_blocks, num_heads, num_tokens, width = blocks.shape
-        halves = blocks.view(num_blocks, num_heads, 2, num_tokens * width // 2)
-        k = halves[:, :, 0].view(num_blocks, num_heads, width // 2, num_tokens).permute(0, 3, 1, 2)
-        v = halves[:, :, 1].view(num_blocks, num_heads, num_tokens, width // 2).permute(0, 2, 1, 3)
-        return k, v
-
-
-class LearnedLayout(BlockLayout):
-    """`k_places`, `v_places`: (N, H, D) int64, where in a flattened block each element lies."""
-
-    name = "learned"
-
-    def __init__(self, k_places: torch.Tensor, v_places: torch.Tensor) -> None:
-        self._k_places = k_places
-        self._v_places = v_places
-
-    def rows(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        flat = blocks.flatten(start_dim=1)
-        return flat[:, self._k_places], flat[:, self._v_places]
+def _transposed_rows(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    num_blocks, num_heads, num_tokens, width = blocks.shape
+    halves = blocks.view(num_blocks, num_heads, 2, num_tokens * width // 2)
+    k = halves[:, :, 0].view(num_blocks, num_heads, width // 2, num_tokens).permute(0, 3, 1, 2)
+    v = halves[:, :, 1].view(num_blocks, num_heads, num_tokens, width // 2).permute(0, 2, 1, 3)
+    return k, v
 
 
 def find_layout(block: torch.Tensor, write: WriteRows) -> BlockLayout | None:
@@ -177,16 +154,11 @@ def find_layout(block: torch.Tensor, write: WriteRows) -> BlockLayout | None:
     """
     num_heads, num_tokens, width = block.shape
     shape = (num_tokens, num_heads, width // 2)
-    candidates: list[Callable[[], BlockLayout | None]] = [
-        ContentLayout,
-        TransposedLayout,
-        lambda: _learn(block, write, shape),
-    ]
-    for make in candidates:
-        layout = make()
-        if layout is not None and _gives_back(layout, block, write, shape):
+    for layout in (BlockLayout("content", _content_rows), BlockLayout("transposed", _transposed_rows)):
+        if _gives_back(layout, block, write, shape):
             return layout
-    return None
+    learned = _learn(block, write, shape)
+    return learned if learned is not None and _gives_back(learned, block, write, shape) else None
 
 
 def _gives_back(
@@ -201,7 +173,7 @@ def _gives_back(
     return torch.equal(read_k[0], k) and torch.equal(read_v[0], v)
 
 
-def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -> LearnedLayout | None:
+def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -> BlockLayout | None:
     """Write every element's number bit by bit; where its bits turn up is its place."""
     count = shape[0] * shape[1] * shape[2]
     numbers = torch.arange(count, device=block.device).view(shape)
@@ -216,7 +188,13 @@ def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -
         if len(where) != count or int(place.min()) < 0:
             return None  # not a permutation: quantised, or not stored at all
         places.append(place.view(shape))
-    return LearnedLayout(*places)
+    k_places, v_places = places  # (N, H, D): where in a flattened block each element lies
+
+    def rows(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = blocks.flatten(start_dim=1)
+        return flat[:, k_places], flat[:, v_places]
+
+    return BlockLayout("learned", rows)
 
 
 def _landed(marks: torch.Tensor, block: torch.Tensor, write: WriteRows, *, is_key: bool) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """
-The worker side: lays segments into vLLM's blocks, computes what lies between them, saves what ended.
+The connector inside a worker: writes segments into vLLM's blocks, computes what lies between, saves prompts.
 
-`attach` comes once the model and its caches are there. A load that breaks off is computed in full instead;
-where even that fails, vLLM is told of failed blocks, which it computes itself.
+`attach_model` comes once the model and its caches are there. A load that fails is computed in full instead.
+Where even that fails, vLLM computes the blocks that are reported as failed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from kvshare.vllm_connector.worker.self_test import SelfTest
 
 log = logging.getLogger("vllm.kvshare")
 
+_Found = Mapping[SegmentId, SegmentKV | None]  # None: missing or corrupt on some rank
+
 
 class ConnectorWorker:
     """One per worker process; everything runs on the worker's thread."""
@@ -48,9 +50,7 @@ class ConnectorWorker:
         self.handshake: WorkerHandshake | None = None  # None: no model was attached
         self._invalid_blocks: set[int] = set()
         self._saved: set[str] = set()
-        self._loads: dict[str, LoadResult] = {}
-        self._failed_saves: set[str] = set()
-        self._save_seconds: dict[str, float] = {}
+        self._report = WorkerReport()
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Take the model and run the self-test with it. Raises nothing: failures are in the handshake."""
@@ -66,13 +66,9 @@ class ConnectorWorker:
             self.handshake = self._new_handshake(unsupported, warnings, weights_digest(model))
         except Exception as exc:
             log.exception("kvshare: the self-test broke off")
-            self.handshake = WorkerHandshake.failed(
-                f"the self-test at start broke off: {type(exc).__name__}: {exc}"
-            )
+            self.handshake = WorkerHandshake.failed(f"the self-test broke off: {type(exc).__name__}: {exc}")
 
-    def _new_handshake(
-        self, unsupported: Sequence[str], warnings: Sequence[str], weights: str
-    ) -> WorkerHandshake:
+    def _new_handshake(self, unsupported: list[str], warnings: list[str], weights: str) -> WorkerHandshake:
         return WorkerHandshake(
             unsupported=tuple(unsupported),
             warnings=tuple(warnings),
@@ -104,19 +100,17 @@ class ConnectorWorker:
 
     def start_load_kv(self, loads: Sequence[LoadRequest]) -> None:
         """
-        Make the ordered slots valid, before vLLM's forward pass of this step.
+        Make the requested slots valid, before vLLM's forward pass of this step.
 
         Raises: RuntimeError under async scheduling, where even computing them failed. vLLM 0.32 has another
         step under way by the time it hears of failed blocks, and would deliver what that samples from them
         """
-        if not loads:
-            return
         found = self._fetch(loads)
         results = self._try_to_load(loads, found)
         if results is None:
             results = self._try_to_load(loads, dict.fromkeys(found), failed=True)
         if results is not None:
-            self._loads.update(results)
+            self._report.loads.update(results)
         elif self._config.scheduler_config.async_scheduling:
             raise RuntimeError(f"kvshare: the KV of {len(loads)} requests could not be computed")
         else:
@@ -124,16 +118,12 @@ class ConnectorWorker:
                 self._invalidate(load)
 
     def _try_to_load(
-        self,
-        loads: Sequence[LoadRequest],
-        found: Mapping[SegmentId, SegmentKV | None],
-        *,
-        failed: bool = False,
+        self, loads: Sequence[LoadRequest], found: _Found, *, failed: bool = False
     ) -> dict[str, LoadResult] | None:
         """
-        Lay what was found and compute the rest. Results by request; None if that broke off.
+        Write what was found and compute the rest. Results by request; None if that failed.
 
-        `failed`: it did once before, and now everything is computed.
+        `failed`: it did once, and now everything is computed.
         """
         began = time.perf_counter()
         unreadable = frozenset(segment_id for segment_id, segment in found.items() if segment is None)
@@ -143,12 +133,10 @@ class ConnectorWorker:
             placed = time.perf_counter()
             self._compute(loads, unreadable)
         except Exception:
-            log.exception("kvshare: loading %d requests broke off", len(loads))
+            log.exception("kvshare: loading %d requests failed", len(loads))
             return None
         computed = time.perf_counter()
-        num_placed = [
-            0 if failed else sum(len(span) for _, span in load.targets(unreadable)) for load in loads
-        ]
+        num_placed = [sum(len(span) for _, span in load.targets(unreadable)) for load in loads]
         num_run = [sum(len(run) for run in load.runs(unreadable)) for load in loads]
         results = {}
         for load, place_share, pass_share in zip(loads, _shares(num_placed), _shares(num_run), strict=True):
@@ -169,11 +157,11 @@ class ConnectorWorker:
             try:
                 self._save(save)
             except Exception:
-                log.exception("kvshare: a prompt was not kept")
+                log.exception("kvshare: a prompt was not saved")
                 self._store.drop(segment_id for segment_id, _ in save.spans)
-                self._failed_saves.add(save.request_id)
+                self._report.failed_saves.add(save.request_id)
             self._saved.add(save.request_id)
-            self._save_seconds[save.request_id] = time.perf_counter() - began
+            self._report.save_seconds[save.request_id] = time.perf_counter() - began
 
     def get_finished(self) -> set[str]:
         """Requests whose blocks are no longer needed, since the last call."""
@@ -187,20 +175,17 @@ class ConnectorWorker:
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """What happened since the last call, or None."""
-        report = WorkerReport(self._loads, frozenset(self._failed_saves), self._save_seconds)
-        self._loads, self._failed_saves, self._save_seconds = {}, set(), {}
+        report, self._report = self._report, WorkerReport()
         return None if report.is_empty else report
 
-    def _fetch(self, loads: Sequence[LoadRequest]) -> Mapping[SegmentId, SegmentKV | None]:
+    def _fetch(self, loads: Sequence[LoadRequest]) -> _Found:
         """The segments by id; None where one is missing or corrupt on any rank: passes must be the same."""
         ids = dict.fromkeys(copy.segment_id for load in loads for copy in load.copies)
         found = {segment_id: self._store.get(segment_id) for segment_id in ids}
         readable = _agreed([segment is not None for segment in found.values()])
         return {i: found[i] if ok else None for i, ok in zip(ids, readable, strict=True)}
 
-    def _place_on_all_ranks(
-        self, loads: Sequence[LoadRequest], found: Mapping[SegmentId, SegmentKV | None]
-    ) -> None:
+    def _place_on_all_ranks(self, loads: Sequence[LoadRequest], found: _Found) -> None:
         """Raises on every rank if it fails on one: the pass that follows needs them all."""
         is_placed = False
         try:
@@ -210,9 +195,9 @@ class ConnectorWorker:
         finally:
             is_placed_everywhere = all(_agreed([is_placed]))
         if not is_placed_everywhere:
-            raise RuntimeError("another rank could not lay its segments")
+            raise RuntimeError("another rank could not write its segments")
 
-    def _place(self, loads: Sequence[LoadRequest], found: Mapping[SegmentId, SegmentKV | None]) -> None:
+    def _place(self, loads: Sequence[LoadRequest], found: _Found) -> None:
         """Write all copies of all loads, with keys moved to where they are going."""
         ks, vs, slots = [], [], []
         for load in loads:
@@ -238,12 +223,7 @@ class ConnectorWorker:
 
     def _compute(self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId]) -> None:
         runs = [
-            Run(
-                load.block_ids,
-                span,
-                load.token_ids[span.start : span.end],
-                span.start,
-            )
+            Run(load.block_ids, span, load.token_ids[span.start : span.end], span.start)
             for load in loads
             for span in load.runs(unreadable)
         ]
@@ -253,7 +233,7 @@ class ConnectorWorker:
     def _invalidate(self, load: LoadRequest) -> None:
         """Those behind `end`, too: vLLM's forward pass fills them from the failed ones."""
         self._invalid_blocks.update(load.block_ids[load.start // self._cache.block_size :])
-        self._loads[load.request_id] = LoadResult(failed=True)
+        self._report.loads[load.request_id] = LoadResult(failed=True)
 
     def _save(self, save: SaveRequest) -> None:
         for segment_id, span in save.spans:
