@@ -108,7 +108,8 @@ class TicketedRequest:
     unshared: str | None  # why its plan is not carried out
     is_first: bool  # of the choices that came with this ticket; only that one is retained and reported
     state: State = State.WAITING
-    num_local: int = 0  # tokens that vLLM's own prefix cache had at the last look
+    num_found: int = 0  # tokens that vLLM's own prefix cache had when it last looked
+    num_local: int = 0  # the same at the last admission
     num_first_local: int | None = None  # the same at the first admission; None before it
     placed: frozenset[int] = frozenset()  # the copies whose KV stands in the slots
     is_mixed: bool = False  # a copy's slots are partly the segment's and partly not: nothing is retained
@@ -141,6 +142,7 @@ class TicketedRequest:
         """
         self._advance(Event.LOAD_REQUESTED if loads else Event.ADMITTED)
         self.num_awaited += loads
+        self.num_local = self.num_found
         if self.num_first_local is None:
             self.num_first_local = self.num_local
             if self.num_local:

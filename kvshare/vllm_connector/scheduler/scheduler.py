@@ -78,7 +78,7 @@ class ConnectorScheduler:
         ticketed = self._requests.get(request.request_id)
         if ticketed is None:
             return 0
-        ticketed.num_local = num_local
+        ticketed.num_found = num_local
         if not ticketed.may_load:
             return 0
         held = self._held(ticketed.ticket)

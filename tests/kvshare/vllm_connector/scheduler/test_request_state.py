@@ -36,7 +36,7 @@ def new_request(*, exact_length: int = 0, unshared: str | None = None) -> Ticket
 def admit(
     request: TicketedRequest, *, num_local: int, held: tuple[int, ...] = (0, 1), loads: bool = True
 ) -> None:
-    request.num_local = num_local
+    request.num_found = num_local
     request.admit(held, loads=loads)
 
 
@@ -191,6 +191,14 @@ class TestSlots:
         assert (running.placed, running.state) == ({0, 1}, State.LOADING)
         running.note_load(result())
         assert (running.placed, running.state) == ({0, 1}, State.RUNNING)
+
+    def test_a_look_that_admits_nothing_changes_nothing(self) -> None:
+        """vLLM looks a preempted request up again before the load of its last admission is reported."""
+        request = new_request()
+        admit(request, num_local=0)
+        request.num_found = 128
+        request.note_load(result(failed=True))
+        assert request.placed == frozenset()
 
 
 class TestReport:
