@@ -24,7 +24,7 @@ class ConnectorSettings:
 
     control_host: str = "127.0.0.1"
     control_port: int = 8001  # 0: any free one
-    max_bytes: int = 4 * 1024**3  # host memory for kept KV, over all ranks
+    max_bytes: int = 4 * 1024**3  # host memory for retained KV, over all ranks
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> Self:

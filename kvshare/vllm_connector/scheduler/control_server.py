@@ -67,7 +67,7 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client may close its connection at any time."""
-        log.debug("a control connection broke off", exc_info=True)
+        log.debug("a control connection failed", exc_info=True)
 
 
 class _BadRequest(Exception):

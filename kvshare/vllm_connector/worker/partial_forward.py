@@ -34,7 +34,7 @@ _TOKEN_DTYPE = torch.int32
 @dataclass(frozen=True, slots=True)
 class Run:
     """
-    Tokens to compute in one go. `position`: what the model is told for the first one; it equals `span.start`
+    Tokens to compute in one go. `position`: what the model gets for the first one. It equals `span.start`
     but in the self-test, which moves a text without moving its slots.
     """
 

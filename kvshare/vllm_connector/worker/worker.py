@@ -65,8 +65,10 @@ class ConnectorWorker:
             self._run_self_test(model, unsupported, warnings)
             self.handshake = self._new_handshake(unsupported, warnings, weights_digest(model))
         except Exception as exc:
-            log.exception("kvshare: the self-test broke off")
-            self.handshake = WorkerHandshake.failed(f"the self-test broke off: {type(exc).__name__}: {exc}")
+            log.exception("kvshare: the self-test raised an error")
+            self.handshake = WorkerHandshake.failed(
+                f"the self-test raised an error: {type(exc).__name__}: {exc}"
+            )
 
     def _new_handshake(self, unsupported: list[str], warnings: list[str], weights: str) -> WorkerHandshake:
         return WorkerHandshake(
