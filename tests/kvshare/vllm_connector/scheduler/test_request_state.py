@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from delta_tree import SegmentId
-from kvshare.engines.vllm.wire import Stored, Ticket, WireCopy
+from kvshare.engines.vllm.wire import Stored, Ticket, WireCopy, digest_of
 from kvshare.vllm_connector.scheduler import request_state
 from kvshare.vllm_connector.scheduler.request_state import (
     TABLE,
@@ -15,6 +15,7 @@ from kvshare.vllm_connector.scheduler.request_state import (
     Retained,
     State,
     TicketedRequest,
+    why_unshared,
 )
 
 ROOT = Path(request_state.__file__).parents[3]
@@ -243,3 +244,17 @@ class TestReport:
         assert (request.finished().reason, request.finished().decision) == ("segments_gone", "approx")
         request.note_load(result(failed=True))
         assert (request.finished().reason, request.finished().decision) == ("load_failed", "full")
+
+
+@pytest.mark.parametrize("attribute", ["lora_request", "mm_features", "prompt_embeds", "resumable"])
+def test_requests_of_other_kinds_are_refused(attribute: str) -> None:
+    """One by one, on vLLM's own request object."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    tokens = list(range(40))
+    request = Request("r", tokens, SamplingParams(max_tokens=1), None)
+    ticket = Ticket("t", "ns", digest_of(tokens), len(tokens))
+    assert why_unshared(request, ticket, may_move_keys=True) is None
+    setattr(request, attribute, ["something"])
+    assert why_unshared(request, ticket, may_move_keys=True) is not None
