@@ -102,7 +102,7 @@ class Retained:
 
 @dataclass(slots=True)
 class TicketedRequest:
-    """Every method but the queries is one event of the table; AssertionError where the table has none."""
+    """Each method that changes it is one event of the table; AssertionError where the table has none."""
 
     ticket: Ticket
     unshared: str | None  # why its plan is not carried out
@@ -146,7 +146,7 @@ class TicketedRequest:
         if self.num_first_local is None:
             self.num_first_local = self.num_local
             if self.num_local:
-                self._note_mixed()  # blocks of a sibling under the same salt: who knows what it found
+                self._note_mixed()  # a sibling's blocks under the same salt, filled from what it found
         placed = set()
         for index, copy in enumerate(self.ticket.copies):
             before, now = index in self.placed, loads and index in held
@@ -211,8 +211,7 @@ class TicketedRequest:
         self.is_mixed = self.is_mixed or not self.ticket.is_exact
 
     def _is_lost(self, copy: WireCopy, result: LoadResult) -> bool:
-        is_behind = copy.target.end > self.num_local
-        return is_behind and (result.failed or copy.segment_id in result.unreadable)
+        return copy.target.end > self.num_local and (result.failed or copy.segment_id in result.unreadable)
 
     def _is_whole(self, copies: Collection[int], unreadable: Collection[SegmentId]) -> bool:
         """Whether a retained prompt still consists of the copies it was taken to consist of."""

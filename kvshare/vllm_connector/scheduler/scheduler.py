@@ -29,11 +29,7 @@ _MAX_SEEN = 4096
 
 
 class ConnectorScheduler:
-    """
-    One per scheduler. Method names are vLLM's.
-
-    Requests are known by vLLM's request id; events carry the proxy's.
-    """
+    """One per scheduler, with vLLM's method names. Requests go by vLLM's id, events carry the proxy's."""
 
     def __init__(
         self,
