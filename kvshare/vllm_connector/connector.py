@@ -24,11 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvshare.vllm_connector.desk import SchedulerSide
-from kvshare.vllm_connector.orders import Orders, WorkerFacts, WorkerReport
-from kvshare.vllm_connector.refusals import refusals
-from kvshare.vllm_connector.settings import ConnectorSettings
-from kvshare.vllm_connector.worker import ConnectorWorker
+from kvshare.vllm_connector.config import ConnectorSettings, unsupported_reasons
+from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, WorkerReport
+from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
+from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
+from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -57,19 +57,19 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ValueError for settings that cannot be."""
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
-        problems = refusals(vllm_config, kv_cache_config)
-        self._scheduler: SchedulerSide | None = None
+        problems = unsupported_reasons(vllm_config, kv_cache_config)
+        self._scheduler_side: SchedulerSide | None = None
         self._worker: ConnectorWorker | None = None
         self._kv_cache_manager: KVCacheManager | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(vllm_config, settings, problems)
+            self._scheduler_side = SchedulerSide(vllm_config, settings, problems)
         elif not problems:
             group = kv_cache_config.kv_cache_groups[0]
             self._worker = ConnectorWorker(vllm_config, group.kv_cache_spec, group.layer_names)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """What is not kept is a future miss, no more."""
+        """What is not saved is a future miss, no more."""
         return False
 
     # --- worker side --------------------------------------------------------------------------------------
@@ -77,22 +77,22 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def attach_model(self, model: torch.nn.Module) -> None:
         """Called by our worker class once, before anything is served."""
         if self._worker is not None:
-            self._worker.attach(model)
+            self._worker.attach_model(model)
 
     def forget_segments(self) -> None:
-        """Called by our worker class; the scheduler side finds out as it comes to need them."""
+        """Called by our worker class. The scheduler side learns of it when a load needs one of them."""
         if self._worker is not None:
-            self._worker.forget()
+            self._worker.forget_segments()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if has_kv_transfer_group() and get_kv_transfer_group() is not self:
-            return WorkerFacts.broken(_INSIDE_ANOTHER)
-        return self._worker.facts if self._worker is not None else None
+            return WorkerHandshake.failed(_INSIDE_ANOTHER)
+        return self._worker.handshake if self._worker is not None else None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        orders = self._orders()
-        if self._worker is not None and orders.loads:
-            self._worker.load(orders.loads)
+        step = self._step_metadata()
+        if self._worker is not None and step.loads:
+            self._worker.start_load_kv(step.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are complete when `start_load_kv` returns."""
@@ -103,22 +103,22 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         """Prompts are saved when they have ended, see `wait_for_save`."""
 
     def wait_for_save(self) -> None:
-        orders = self._orders()
-        if self._worker is not None and (orders.saves or orders.drops):
-            self._worker.carry_out(orders)
+        step = self._step_metadata()
+        if self._worker is not None and (step.saves or step.drops):
+            self._worker.wait_for_save(step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return (self._worker.take_saved() if self._worker is not None else None), None
+        return (self._worker.get_finished() if self._worker is not None else None), None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_invalid_blocks() if self._worker is not None else set()
+        return self._worker.get_block_ids_with_load_errors() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.take_report() if self._worker is not None else None
+        return self._worker.build_connector_worker_meta() if self._worker is not None else None
 
-    def _orders(self) -> Orders:
+    def _step_metadata(self) -> StepMetadata:
         metadata = self._connector_metadata
-        return metadata if isinstance(metadata, Orders) else Orders()
+        return metadata if isinstance(metadata, StepMetadata) else StepMetadata()
 
     # --- scheduler side -----------------------------------------------------------------------------------
 
@@ -126,43 +126,43 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """A connector around ours hands on what the first of its children has, which need not be ours."""
-        if self._scheduler is not None:
-            self._scheduler.open(
-                fact if isinstance(fact, WorkerFacts) else WorkerFacts.broken(_INSIDE_ANOTHER)
-                for fact in metadata.values()
+        if self._scheduler_side is not None:
+            self._scheduler_side.start_sharing(
+                sent if isinstance(sent, WorkerHandshake) else WorkerHandshake.failed(_INSIDE_ANOTHER)
+                for sent in metadata.values()
             )
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._kv_cache_manager = kv_cache_manager
 
     def on_new_request(self, request: Request) -> None:
-        if (office := self._office()) is not None:
+        if (scheduler := self._scheduler_or_none()) is not None:
             with _contained():
-                office.open(request)
+                scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         num_matched = 0
-        if (office := self._office()) is not None:
+        if (scheduler := self._scheduler_or_none()) is not None:
             with _contained():
-                num_matched = office.num_matched(request, num_computed_tokens)
+                num_matched = scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         return num_matched, False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if (office := self._office()) is not None:
-            office.admit(request, blocks.get_block_ids()[0], num_external_tokens)
+        if (scheduler := self._scheduler_or_none()) is not None:
+            scheduler.update_state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        office = self._office()
-        return office.take_orders(scheduler_output) if office is not None else Orders()
+        scheduler = self._scheduler_or_none()
+        return scheduler.build_connector_meta(scheduler_output) if scheduler is not None else StepMetadata()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if (office := self._office()) is not None:
+        if (scheduler := self._scheduler_or_none()) is not None:
             meta = connector_output.kv_connector_worker_meta
             report = meta if isinstance(meta, WorkerReport) else None
             with _contained():
-                office.collect(report, connector_output.finished_sending or ())
+                scheduler.update_connector_output(report, connector_output.finished_sending or ())
         if connector_output.invalid_block_ids and self._kv_cache_manager is not None:
             # vLLM leaves them in its prefix cache and counts on the request to compute them, but that may be
             # aborted or preempted first.
@@ -170,9 +170,9 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         must_stay = False
-        if (office := self._office()) is not None:
+        if (scheduler := self._scheduler_or_none()) is not None:
             with _contained():
-                must_stay = office.finish(request, block_ids)
+                must_stay = scheduler.request_finished(request, block_ids)
         return must_stay, None
 
     def request_finished_all_groups(
@@ -182,16 +182,17 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """Called when the weights have changed, among other reasons: everything held is dropped."""
-        if (office := self._office()) is not None:
-            office.drop_all()
+        if (scheduler := self._scheduler_or_none()) is not None:
+            scheduler.reset_cache()
         return True
 
     def shutdown(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.close()
+        if self._scheduler_side is not None:
+            self._scheduler_side.close()
 
-    def _office(self) -> Any:
-        return self._scheduler.office if self._scheduler is not None else None
+    def _scheduler_or_none(self) -> ConnectorScheduler | None:
+        """None in a worker, before the handshakes, and where nothing is shared."""
+        return self._scheduler_side.scheduler if self._scheduler_side is not None else None
 
 
 @contextmanager

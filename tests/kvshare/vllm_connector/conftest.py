@@ -122,7 +122,7 @@ class Vllm:
     @property
     def side(self) -> Any:
         """The connector's scheduler side."""
-        return self.scheduler.connector._scheduler
+        return self.scheduler.connector._scheduler_side
 
     @property
     def worker(self) -> Any:
@@ -201,16 +201,16 @@ class Vllm:
             self.core.step_fn()
 
     def check_idle(self) -> None:
-        """Nothing is leaked: no request, no order, no block, and every ledger entry has its bytes."""
-        office = self.side.office
-        for left_over in (office._running, office._ended, office._loads, office._saves):
+        """Nothing is leaked: no request, no block, and every segment of the index has its bytes."""
+        scheduler = self.side.scheduler
+        for left_over in (scheduler._requests, scheduler._loads, scheduler._saves):
             assert not left_over
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
-        held = set(self.side.ledger.ids())
-        stored = set(self.worker._store._segments) - set(office._drops)
+        held = set(self.side.segments.ids())
+        stored = set(self.worker._store._segments) - set(scheduler._drops)
         assert held == stored
-        assert self.side.ledger.num_bytes <= self.side.ledger.max_bytes
+        assert self.side.segments.num_bytes <= self.side.segments.max_bytes
 
     def close(self) -> None:
         from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown

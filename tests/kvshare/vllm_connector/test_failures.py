@@ -54,7 +54,7 @@ def test_corrupt_bytes_are_a_miss(vllm: Any, text: Any, copies: Any) -> None:
     assert answer.distance(vllm.plain(tokens, max_tokens=8)) <= LIMIT
     assert event.used == (0,)
     assert bad_id in dropped(vllm)
-    assert bad_id not in vllm.side.ledger
+    assert bad_id not in vllm.side.segments
 
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
@@ -76,7 +76,7 @@ def fail(*_: Any) -> None:
     raise RuntimeError("out of memory, say")
 
 
-@pytest.mark.parametrize("stage", ["_lay", "_compute"])
+@pytest.mark.parametrize("stage", ["_place", "_compute"])
 @pytest.mark.parametrize("max_tokens", [1, 8])
 def test_a_load_that_breaks_off(
     vllm: Any, text: Any, copies: Any, monkeypatch: Any, stage: str, max_tokens: int
@@ -102,7 +102,7 @@ def test_a_load_that_breaks_off(
     assert answers[0].distance(vllm.plain(tokens, max_tokens=max_tokens)) <= LIMIT
     assert answers[1].distance(vllm.plain(other, max_tokens=max_tokens)) <= LIMIT
     assert (event.decision, event.reason, event.used) == ("full", "load_failed", ())
-    if (stage, max_tokens) == ("_lay", 1):
+    if (stage, max_tokens) == ("_place", 1):
         assert event.stored == ()
         return
     assert event.stored[0].length == 600 + max_tokens - 1
@@ -119,7 +119,7 @@ def test_a_load_that_breaks_off_with_a_step_in_flight(
     tokens = text(600, 5)
     donor = vllm.keep(tokens)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.worker, "_lay", fail)
+        patch.setattr(vllm.worker, "_place", fail)
         answer, event = vllm.shared(tokens, copies(donor, *SCATTERED), max_tokens=8)
     assert answer.distance(vllm.plain(tokens, max_tokens=8)) <= LIMIT
     assert (event.decision, event.reason, event.used) == ("full", "load_failed", ())
@@ -127,22 +127,22 @@ def test_a_load_that_breaks_off_with_a_step_in_flight(
     with monkeypatch.context() as patch:
         patch.setattr(vllm.worker, "_compute", fail)
         with pytest.raises(RuntimeError, match="could not be computed"):
-            vllm.worker.load([load(tokens)])
+            vllm.worker.start_load_kv([load(tokens)])
 
 
 def load(tokens: list[int]) -> Any:
-    """An order without copies."""
-    from kvshare.vllm_connector.orders import Load
+    """A request without copies."""
+    from kvshare.vllm_connector.metadata import LoadRequest
 
-    return Load("r", (1, 2, 3, 4, 5), 0, 0, 590, tuple(tokens[:590]), ())
+    return LoadRequest("r", (1, 2, 3, 4, 5), 0, 0, 590, tuple(tokens[:590]), ())
 
 
-def test_orders_do_not_show_the_prompt(text: Any) -> None:
-    """vLLM writes a step's orders into its log when a step breaks off."""
-    from kvshare.vllm_connector.orders import Orders
+def test_step_metadata_does_not_show_the_prompt(text: Any) -> None:
+    """vLLM writes a step's metadata into its log when the step fails."""
+    from kvshare.vllm_connector.metadata import StepMetadata
 
     tokens = text(600, 5)
-    assert f"{tokens[0]}, {tokens[1]}" not in repr(Orders(loads=(load(tokens),)))
+    assert f"{tokens[0]}, {tokens[1]}" not in repr(StepMetadata(loads=(load(tokens),)))
 
 
 def test_failed_blocks_leave_the_prefix_cache(vllm: Any, text: Any, copies: Any, monkeypatch: Any) -> None:
@@ -152,23 +152,23 @@ def test_failed_blocks_leave_the_prefix_cache(vllm: Any, text: Any, copies: Any,
     tokens = text(600, 13)
     donor = vllm.keep(tokens)
     ticket = vllm.ticket(tokens, copies(donor, (0, 590)), exact_length=590)
-    orders: list[Any] = []
-    load_all = vllm.worker.load
+    loaded: list[Any] = []
+    load_all = vllm.worker.start_load_kv
 
     def load_and_abort(loads: Any) -> None:
         load_all(loads)
-        orders.extend(loads)
+        loaded.extend(loads)
         vllm.scheduler.finish_requests(loads[0].request_id, RequestStatus.FINISHED_ABORTED)
 
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.worker, "_lay", fail)
+        patch.setattr(vllm.worker, "_place", fail)
         patch.setattr(vllm.worker, "_compute", fail)
-        patch.setattr(vllm.worker, "load", load_and_abort)
+        patch.setattr(vllm.worker, "start_load_kv", load_and_abort)
         request_id = vllm.fresh()
         add(vllm, request_id, tokens, ticket, salt="tenant")
         vllm.settle()
         vllm.llm.llm_engine.abort_request([request_id])
-    assert orders
+    assert loaded
     (answer,) = vllm.ask((tokens, None, "tenant"))
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
 
@@ -219,7 +219,7 @@ def test_a_segment_that_leaves_before_it_is_saved(start: Any, text: Any) -> None
     vllm.check_idle()
 
 
-@pytest.mark.parametrize("method", ["open", "num_matched", "_keep", "_note_load"])
+@pytest.mark.parametrize("method", ["on_new_request", "get_num_new_matched_tokens", "_retain", "_note_load"])
 def test_an_error_of_ours_is_not_in_the_way(
     vllm: Any, text: Any, copies: Any, monkeypatch: Any, method: str
 ) -> None:
@@ -230,20 +230,20 @@ def test_an_error_of_ours_is_not_in_the_way(
     donor = vllm.keep(tokens)
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.side.office, method, fail)
+        patch.setattr(vllm.side.scheduler, method, fail)
         (answer,) = vllm.ask((tokens, ticket, private_salt(ticket.request_id)))
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
 
 
 def test_a_save_that_breaks_off(vllm: Any, text: Any, monkeypatch: Any) -> None:
     """The answer is out already; nothing is kept, nothing is left over."""
-    tokens, held = text(600, 7), len(vllm.side.ledger)
+    tokens, held = text(600, 7), len(vllm.side.segments)
     with monkeypatch.context() as patch:
         patch.setattr(vllm.worker._cache, "read", fail)
         event = vllm.keep(tokens)
     assert (event.reason, event.stored, event.used) == ("save_failed", (), ())
     vllm.ask((text(50), None, None))  # the next step carries the drops
-    assert len(vllm.side.ledger) == held
+    assert len(vllm.side.segments) == held
 
 
 def test_a_plan_for_another_prompt(vllm: Any, text: Any, copies: Any) -> None:
@@ -360,7 +360,7 @@ def test_the_store_is_bounded(start: Any, text: Any, copies: Any) -> None:
         assert event.used == (0,)
         vllm.check_idle()
     assert len(dropped(vllm)) >= 3
-    assert first.stored[0].segment_id in vllm.side.ledger
+    assert first.stored[0].segment_id in vllm.side.segments
 
 
 def test_a_prompt_larger_than_the_store(start: Any, text: Any) -> None:
@@ -369,7 +369,7 @@ def test_a_prompt_larger_than_the_store(start: Any, text: Any) -> None:
     kept = vllm.keep(text(300, 40))
     event = vllm.keep(text(500, 41))
     assert (event.reason, event.stored) == ("no_room", ())
-    assert kept.stored[0].segment_id in vllm.side.ledger
+    assert kept.stored[0].segment_id in vllm.side.segments
     vllm.check_idle()
 
 
@@ -379,7 +379,7 @@ def test_new_weights_drop_everything(start: Any, text: Any, copies: Any) -> None
     tokens = text(600, 50)
     donor = vllm.keep(tokens)
     assert vllm.llm.reset_prefix_cache(reset_connector=True)
-    assert len(vllm.side.ledger) == 0
+    assert len(vllm.side.segments) == 0
     _, event = vllm.shared(tokens, copies(donor, *SCATTERED))
     assert event.used == ()
     vllm.check_idle()
@@ -394,4 +394,4 @@ def test_reloaded_weights_take_their_segments_with_them(vllm: Any, text: Any, co
     assert event.used == ()
     assert donor.stored[0].segment_id in dropped(vllm)
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
-    vllm.side.office.drop_all()  # what else was held
+    vllm.side.scheduler.reset_cache()  # what else was held

@@ -1,8 +1,8 @@
 """
-What the scheduler side orders and the worker side reports back. Plain values; they cross processes.
+What the scheduler side requests and the worker side reports back. Plain values; they cross processes.
 
-Within a step: loads are laid and computed before vLLM's own forward pass; segments are dropped, then new ones
-saved, after it.
+Loads are carried out before vLLM's own forward pass of a step. After it segments are dropped, then new ones
+saved.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from kvshare.engines.vllm.wire import WireCopy
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadRequest:
     """
-    Make the slots [start, end) of a request valid: copies are laid, everything between them is computed.
+    Make the slots [start, end) of a request valid: copies are placed, everything between them is computed.
 
         0        ready        start                           end      num_tokens
         [ local ][ in flight ][ copy ][ run ][ copy ][ run ][ copy ][ tail: vLLM's own forward ]
 
-    In flight are blocks of the prefix cache that vLLM's forward pass of this very step fills for another
-    request, after us: whoever computes something behind them computes them, too.
+    In flight are blocks of the prefix cache that vLLM's forward pass of this step fills for another request,
+    after our pass. A load that computes anything behind them computes them, too.
     """
 
     request_id: str
@@ -37,11 +37,11 @@ class Load:
     ready: int
     start: int
     end: int
-    token_ids: tuple[int, ...] = field(repr=False)  # of [0, end); vLLM logs orders when a step breaks off
+    token_ids: tuple[int, ...] = field(repr=False)  # of [0, end); vLLM logs it when a step fails
     copies: tuple[WireCopy, ...]  # ascending; those wholly before `start` are left out
 
     def targets(self, unreadable: frozenset[SegmentId] = frozenset()) -> list[tuple[WireCopy, Span]]:
-        """The copies to lay, each with the part of its target that lies behind `start`."""
+        """The copies to write, each with the part of its target that lies behind `start`."""
         return [
             (copy, Span(max(copy.target_start, self.start), copy.target.end))
             for copy in self.copies
@@ -50,36 +50,36 @@ class Load:
 
     def runs(self, unreadable: frozenset[SegmentId] = frozenset()) -> tuple[Span, ...]:
         """What must be computed: all that no copy covers, and before it what is in flight."""
-        laid = [span for _, span in self.targets(unreadable)]
-        if not gaps(merge([Span(0, self.start), *laid]), self.end):
+        placed = [span for _, span in self.targets(unreadable)]
+        if not gaps(merge([Span(0, self.start), *placed]), self.end):
             return ()
-        return gaps(merge([Span(0, self.ready), *laid]), self.end)
+        return gaps(merge([Span(0, self.ready), *placed]), self.end)
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    """Keep spans of a finished request as segments; its blocks stay allocated until that is reported."""
+class SaveRequest:
+    """Save spans of a finished request as segments. Its blocks stay allocated until that is reported."""
 
     request_id: str
     block_ids: tuple[int, ...]
     spans: tuple[tuple[SegmentId, Span], ...]
 
-    def without(self, segment_ids: Collection[SegmentId]) -> Save:
+    def without(self, segment_ids: Collection[SegmentId]) -> SaveRequest:
         return replace(self, spans=tuple(entry for entry in self.spans if entry[0] not in segment_ids))
 
 
 @dataclass
-class Orders(KVConnectorMetadata):
-    """One step's orders."""
+class StepMetadata(KVConnectorMetadata):
+    """What the workers are to do in one step."""
 
-    loads: tuple[Load, ...] = ()
-    saves: tuple[Save, ...] = ()
+    loads: tuple[LoadRequest, ...] = ()
+    saves: tuple[SaveRequest, ...] = ()
     drops: tuple[SegmentId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """How one load went: what could not be read was computed; of a failed one, everything was or will be."""
+    """How one load went. What could not be read was computed. If it failed, everything was or will be."""
 
     failed: bool = False
     unreadable: frozenset[SegmentId] = frozenset()
@@ -88,11 +88,11 @@ class LoadResult:
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What a worker found while it carried out a step's orders. Requests by vLLM's id."""
+    """What happened while a worker carried out a step's requests, by vLLM's request id."""
 
-    loads: Mapping[str, LoadResult] = field(default_factory=dict)
-    failed_saves: frozenset[str] = frozenset()
-    save_seconds: Mapping[str, float] = field(default_factory=dict)
+    loads: dict[str, LoadResult] = field(default_factory=dict)
+    failed_saves: set[str] = field(default_factory=set)
+    save_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def unreadable(self) -> frozenset[SegmentId]:
@@ -117,10 +117,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class WorkerFacts(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler side once, after its proofs."""
+class WorkerHandshake(KVConnectorHandshakeMetadata):
+    """What a worker reports once, after its self-test."""
 
-    refusals: tuple[str, ...]
+    unsupported: tuple[str, ...]
     can_move_keys: bool
     rope: str  # digest of the rotary frequencies
     num_layers: int
@@ -133,6 +133,6 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     warnings: tuple[str, ...] = ()
 
     @classmethod
-    def broken(cls, refusal: str) -> WorkerFacts:
-        """Of a worker that could not even look."""
-        return cls((refusal,), False, "unknown", 0, 0, 0, "unknown", "unknown", 0)
+    def failed(cls, reason: str) -> WorkerHandshake:
+        """Of a worker whose self-test could not run."""
+        return cls((reason,), False, "unknown", 0, 0, 0, "unknown", "unknown", 0)

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
-from kvshare.vllm_connector.paged import PagedCache
+from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 # As in vLLM's own buffer of token ids; positions are int64. A compiled model reads its input as what it was
 # traced with, and vLLM drops the guards that would notice: of int64 ids every other one would be 0.
@@ -34,8 +34,8 @@ _TOKEN_DTYPE = torch.int32
 @dataclass(frozen=True, slots=True)
 class Run:
     """
-    Tokens to compute in one go. `position`: what the model is told for the first one; it equals `span.start`
-    but in proofs, which move a text without moving its slots.
+    Tokens to compute in one go. `position`: what the model gets for the first one. It equals `span.start`
+    but in the self-test, which moves a text without moving its slots.
     """
 
     block_ids: tuple[int, ...]
@@ -76,7 +76,9 @@ def _cut(run: Run, length: int) -> tuple[list[Run], Run]:
 class PartialForward:
     """Runs the model on runs. Has a metadata builder of its own: backends keep plan state in theirs."""
 
-    def __init__(self, model: torch.nn.Module, cache: PagedCache, vllm_config: VllmConfig, spec: Any) -> None:
+    def __init__(
+        self, model: torch.nn.Module, cache: PagedCache, vllm_config: VllmConfig, spec: KVCacheSpec
+    ) -> None:
         self._model = model
         self._cache = cache
         self._config = vllm_config

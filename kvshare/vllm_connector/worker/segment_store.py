@@ -1,7 +1,7 @@
 """
 The segments of one worker: K and V of this rank's heads, in host memory, each with its checksum.
 
-Room is made by the scheduler side, which drops segments by order; nothing is evicted here.
+The scheduler side decides what is dropped.
 """
 
 from __future__ import annotations
@@ -17,13 +17,6 @@ class SegmentStore:
 
     def __init__(self) -> None:
         self._segments: dict[SegmentId, tuple[SegmentKV, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._segments)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(segment.num_bytes for segment, _ in self._segments.values())
 
     def put(self, segment_id: SegmentId, segment: SegmentKV) -> None:
         """Raises ValueError for an id that is taken: ids are never reused."""

@@ -1,21 +1,33 @@
 """
-vLLM's paged KV cache, as far as laying and reading needs it: one slot per token, all layers.
+vLLM's paged KV cache: one slot per token, in all layers.
 
     position   0 .. N-1      N .. 2N-1     2N ..        N = block_size
     block      block_ids[0]  block_ids[1]  block_ids[2]
     slot       block id * N + position % N
+
+vLLM's kernels write. Reading needs to know how K and V lie inside a block. A layer's cache is (B, H, N, 2 D)
+for every backend, whatever its strides. The layout inside a block is found by writing random rows through
+vLLM: it is the one that gives them back.
+
+    content     [..., :D] is K, [..., D:] is V                   FlashAttention, Triton, FlashInfer
+    transposed  per head N*D elements of K as (D, N), then V     CPU, vector kernels
+    learned     any other permutation inside a block             CPU, AMX and the like
+
+Alphabet: B blocks, N tokens per block, H kv heads of this rank, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from delta_tree import Span
 from kvshare.kv.segment import SegmentKV
-from kvshare.vllm_connector.layouts import BlockLayout, find_layout
+
+WriteRows = Callable[[torch.Tensor, torch.Tensor], None]  # k, v (N, H, D) into the probed block
 
 
 class PagedCache:
@@ -107,3 +119,88 @@ class PagedCache:
 
     def _write_layer(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         layer.impl.do_kv_cache_update(layer, k, v, self._cache(layer), slots)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """
+    Reads blocks that were copied out of a cache and are contiguous.
+
+    Shapes:  `rows` takes blocks (B, H, N, 2 D) -> k, v (B, N, H, D), views or copies
+    """
+
+    name: str
+    rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _content_rows(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = blocks.permute(0, 2, 1, 3).chunk(2, dim=-1)
+    return k, v
+
+
+def _transposed_rows(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    num_blocks, num_heads, num_tokens, width = blocks.shape
+    halves = blocks.view(num_blocks, num_heads, 2, num_tokens * width // 2)
+    k = halves[:, :, 0].view(num_blocks, num_heads, width // 2, num_tokens).permute(0, 3, 1, 2)
+    v = halves[:, :, 1].view(num_blocks, num_heads, num_tokens, width // 2).permute(0, 2, 1, 3)
+    return k, v
+
+
+def find_layout(block: torch.Tensor, write: WriteRows) -> BlockLayout | None:
+    """
+    The layout that gives back what `write` puts into `block`, or None. The block is overwritten.
+
+    Shapes:  block (H, N, 2 D), a view into the cache
+    """
+    num_heads, num_tokens, width = block.shape
+    shape = (num_tokens, num_heads, width // 2)
+    for layout in (BlockLayout("content", _content_rows), BlockLayout("transposed", _transposed_rows)):
+        if _gives_back(layout, block, write, shape):
+            return layout
+    learned = _learn(block, write, shape)
+    return learned if learned is not None and _gives_back(learned, block, write, shape) else None
+
+
+def _gives_back(
+    layout: BlockLayout, block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]
+) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (
+        torch.randn(shape, generator=generator).to(dtype=block.dtype, device=block.device) for _ in range(2)
+    )
+    write(k, v)
+    read_k, read_v = layout.rows(block.contiguous().unsqueeze(0))
+    return torch.equal(read_k[0], k) and torch.equal(read_v[0], v)
+
+
+def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -> BlockLayout | None:
+    """Write every element's number bit by bit; where its bits turn up is its place."""
+    count = shape[0] * shape[1] * shape[2]
+    numbers = torch.arange(count, device=block.device).view(shape)
+    places = []
+    for is_key in (True, False):
+        found = torch.zeros(block.numel(), dtype=torch.int64, device=block.device)
+        for bit in range(count.bit_length()):
+            found += _landed((numbers >> bit) & 1, block, write, is_key=is_key).long() << bit
+        where = _landed(torch.ones_like(numbers), block, write, is_key=is_key).nonzero().flatten()
+        place = torch.full((count,), -1, dtype=torch.int64, device=block.device)
+        place[found[where].clamp(max=count - 1)] = where
+        if len(where) != count or int(place.min()) < 0:
+            return None  # not a permutation: quantised, or not stored at all
+        places.append(place.view(shape))
+    k_places, v_places = places  # (N, H, D): where in a flattened block each element lies
+
+    def rows(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = blocks.flatten(start_dim=1)
+        return flat[:, k_places], flat[:, v_places]
+
+    return BlockLayout("learned", rows)
+
+
+def _landed(marks: torch.Tensor, block: torch.Tensor, write: WriteRows, *, is_key: bool) -> torch.Tensor:
+    """Which elements of the flattened block are set after writing `marks`."""
+    block.zero_()
+    rows = marks.to(block.dtype)
+    zeros = torch.zeros_like(rows)
+    write(rows, zeros) if is_key else write(zeros, rows)
+    return block.contiguous().flatten() != 0

@@ -13,18 +13,18 @@ from delta_tree import SegmentId
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Any]]:
-    """`serve(token=...)`: a running server over a small ledger and journal."""
+    """`serve(token=...)`: a running server over a small segment index and event log."""
     from kvshare.engines.vllm.wire import Dropped, ReplicaInfo
-    from kvshare.vllm_connector.control import ControlServer, Desk
-    from kvshare.vllm_connector.journal import EventLog
-    from kvshare.vllm_connector.ledger import Entry, Ledger
+    from kvshare.vllm_connector.scheduler.control_server import ControlServer, ControlState
+    from kvshare.vllm_connector.scheduler.event_log import EventLog
+    from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
 
     servers = []
 
     def begin(token: str | None = None) -> Any:
-        events, ledger = EventLog(), Ledger(1000)
+        events, segments = EventLog(), SegmentIndex(1000)
         for number in (1, 2):
-            ledger.add(SegmentId(number), Entry("a", 10, 100))
+            segments.add(SegmentId(number), HeldSegment("a", 10, 100))
         events.append(Dropped((SegmentId(9),)))
         info = ReplicaInfo(
             epoch=events.epoch,
@@ -40,8 +40,8 @@ def serve() -> Iterator[Callable[..., Any]]:
             num_segments=2,
             max_model_len=64,
         )
-        desk = Desk(lambda: info, events, ledger, lambda ids: len(ledger.remove(ids)))
-        servers.append(ControlServer(desk, host="127.0.0.1", port=0, token=token))
+        state = ControlState(lambda: info, events, segments, lambda ids: len(segments.remove(ids)))
+        servers.append(ControlServer(state, host="127.0.0.1", port=0, token=token))
         return servers[-1]
 
     yield begin

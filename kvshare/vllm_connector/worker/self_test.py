@@ -16,8 +16,8 @@ import torch
 from delta_tree import Span
 from kvshare.kv.rotation import Rotation
 from kvshare.kv.segment import SegmentKV
-from kvshare.vllm_connector.paged import PagedCache
-from kvshare.vllm_connector.passes import PartialForward, Run
+from kvshare.vllm_connector.worker.paged_cache import PagedCache
+from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 
 _NUM_TOKENS = 48
 _RUNS = (Span(0, 7), Span(7, 8), Span(8, 30), Span(30, 48))
@@ -26,7 +26,7 @@ _FIRST_BLOCK = 1  # vLLM keeps block 0 for itself; the others are free until the
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
-class Proofs:
+class SelfTest:
     """Tries one worker's parts. The blocks it writes hold nothing of value afterwards."""
 
     def __init__(self, cache: PagedCache, forward: PartialForward, *, vocab_size: int) -> None:
@@ -37,7 +37,7 @@ class Proofs:
         generator = torch.Generator().manual_seed(7)
         self._tokens = tuple(torch.randint(0, vocab_size, (_NUM_TOKENS,), generator=generator).tolist())
 
-    def prove_layout(self) -> str | None:
+    def check_layout(self) -> str | None:
         """Why blocks cannot be read, or None."""
         if (problem := self._cache.check()) is not None:
             return problem
@@ -45,7 +45,7 @@ class Proofs:
             return "the layout of the attention backend's KV cache is not understood"
         return None
 
-    def prove_partial(self) -> str | None:
+    def check_partial_attention(self) -> str | None:
         """Why partial attention is not exact here, or None."""
         whole = self._compute([Span(0, _NUM_TOKENS)])
         # Right to left first, so that a run finds rubbish where it must not look.
@@ -59,7 +59,7 @@ class Proofs:
             return "partial attention does not give what a whole prefill gives"
         return None
 
-    def prove_rotation(self, rotation: Rotation) -> str | None:
+    def check_rotation(self, rotation: Rotation) -> str | None:
         """Why keys must not be moved, or None."""
         here = self._compute([Span(0, _NUM_TOKENS)])
         there = self._compute([Span(0, _NUM_TOKENS)], shift=_SHIFT)

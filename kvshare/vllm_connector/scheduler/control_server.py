@@ -1,7 +1,7 @@
 """
 The control server: a few JSON routes beside the scheduler, for the proxy and `kvshare doctor`.
 
-It answers from memory and changes nothing but the ledger. With KVSHARE_VLLM_TOKEN set, every route asks for
+It answers from memory; only `/drop` changes anything. With KVSHARE_VLLM_TOKEN set, every route asks for
 it: the journal holds generated token ids.
 """
 
@@ -19,8 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from delta_tree import SegmentId
 from kvshare.engines.vllm.wire import ReplicaInfo
-from kvshare.vllm_connector.journal import EventLog
-from kvshare.vllm_connector.ledger import Ledger
+from kvshare.vllm_connector.scheduler.event_log import EventLog
+from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
 
 log = logging.getLogger("vllm.kvshare.control")
 
@@ -30,21 +30,21 @@ _IDLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class ControlState:
     """What the routes answer from. `drop` queues segments to be dropped and returns how many were held."""
 
     info: Callable[[], ReplicaInfo]
     events: EventLog
-    ledger: Ledger
+    segments: SegmentIndex
     drop: Callable[[list[SegmentId]], int]
 
 
 class ControlServer:
     """Runs in daemon threads of the scheduler's process. `close` is idempotent."""
 
-    def __init__(self, desk: Desk, *, host: str, port: int, token: str | None) -> None:
+    def __init__(self, state: ControlState, *, host: str, port: int, token: str | None) -> None:
         """Raises OSError for an address that cannot be had."""
-        handler = type("Handler", (_Handler,), {"desk": desk, "token": token})
+        handler = type("Handler", (_Handler,), {"state": state, "token": token})
         self._server = _Server((host, port), handler)
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="kvshare-control", daemon=True
@@ -66,8 +66,8 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
-        log.debug("a control connection broke off", exc_info=True)
+        """A client may close its connection at any time."""
+        log.debug("a control connection failed", exc_info=True)
 
 
 class _BadRequest(Exception):
@@ -75,7 +75,7 @@ class _BadRequest(Exception):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    desk: Desk
+    state: ControlState
     token: str | None
     protocol_version = "HTTP/1.1"
     timeout = _IDLE_S
@@ -109,22 +109,22 @@ class _Handler(BaseHTTPRequestHandler):
         return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
 
     def _info(self) -> dict[str, Any]:
-        return self.desk.info().to_json()
+        return self.state.info().to_json()
 
     def _journal(self) -> dict[str, Any]:
         after = self._parameter("after", int)
         wait_s = min(self._parameter("wait_s", float), _MAX_WAIT_S)
-        return self.desk.events.read(after, wait_s=wait_s).to_json()
+        return self.state.events.read(after, wait_s=wait_s).to_json()
 
     def _segments(self) -> dict[str, Any]:
-        last = self.desk.events.last  # read before the ids: an event may come twice, but none is missed
-        return {"epoch": self.desk.events.epoch, "last": last, "segment_ids": self.desk.ledger.ids()}
+        last = self.state.events.last  # read before the ids: an event may come twice, but none is missed
+        return {"epoch": self.state.events.epoch, "last": last, "segment_ids": self.state.segments.ids()}
 
     def _drop(self) -> dict[str, Any]:
         segment_ids = self._body().get("segment_ids")
         if not isinstance(segment_ids, list) or not all(type(entry) is int for entry in segment_ids):
             raise _BadRequest("segment_ids: expected a list of integers")
-        return {"num_dropped": self.desk.drop([SegmentId(entry) for entry in segment_ids])}
+        return {"num_dropped": self.state.drop([SegmentId(entry) for entry in segment_ids])}
 
     def _parameter(self, name: str, kind: type[int] | type[float]) -> Any:
         text = parse_qs(urlsplit(self.path).query).get(name, ["0"])[0]

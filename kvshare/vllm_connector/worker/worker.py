@@ -1,8 +1,8 @@
 """
-The worker side: lays segments into vLLM's blocks, computes what lies between them, saves what ended.
+The connector inside a worker: writes segments into vLLM's blocks, computes what lies between, saves prompts.
 
-`attach` comes once the model and its caches are there. A load that breaks off is computed in full instead;
-where even that fails, vLLM is told of failed blocks, which it computes itself.
+`attach_model` comes once the model and its caches are there. A load that fails is computed in full instead.
+Where even that fails, vLLM computes the blocks that are reported as failed.
 """
 
 from __future__ import annotations
@@ -10,45 +10,51 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import SegmentId
 from kvshare.kv.rotation import Rotation
 from kvshare.kv.segment import SegmentKV
-from kvshare.vllm_connector.orders import Load, LoadResult, Orders, Save, WorkerFacts, WorkerReport
-from kvshare.vllm_connector.paged import PagedCache
-from kvshare.vllm_connector.passes import PartialForward, Run
-from kvshare.vllm_connector.proofs import Proofs
-from kvshare.vllm_connector.rope import find_rotation, rope_digest
-from kvshare.vllm_connector.store import SegmentStore
-from kvshare.vllm_connector.weights import weights_digest
+from kvshare.vllm_connector.metadata import (
+    LoadRequest,
+    LoadResult,
+    SaveRequest,
+    StepMetadata,
+    WorkerHandshake,
+    WorkerReport,
+)
+from kvshare.vllm_connector.worker.model import find_rotation, rope_digest, weights_digest
+from kvshare.vllm_connector.worker.paged_cache import PagedCache
+from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
+from kvshare.vllm_connector.worker.segment_store import SegmentStore
+from kvshare.vllm_connector.worker.self_test import SelfTest
 
 log = logging.getLogger("vllm.kvshare")
+
+_Found = Mapping[SegmentId, SegmentKV | None]  # None: missing or corrupt on some rank
 
 
 class ConnectorWorker:
     """One per worker process; everything runs on the worker's thread."""
 
-    def __init__(self, vllm_config: VllmConfig, spec: Any, layer_names: Sequence[str]) -> None:
+    def __init__(self, vllm_config: VllmConfig, spec: KVCacheSpec, layer_names: Sequence[str]) -> None:
         self._config = vllm_config
         self._spec = spec
         self._layer_names = list(layer_names)
         self._store = SegmentStore()
         self._rotation: Rotation | None = None
-        self.facts: WorkerFacts | None = None  # None: no model was attached
+        self.handshake: WorkerHandshake | None = None  # None: no model was attached
         self._invalid_blocks: set[int] = set()
         self._saved: set[str] = set()
-        self._loads: dict[str, LoadResult] = {}
-        self._failed_saves: set[str] = set()
-        self._save_seconds: dict[str, float] = {}
+        self._report = WorkerReport()
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Take the model and prove that sharing works with it. Raises nothing: what fails is a refusal."""
-        refusals: list[str] = []
+    def attach_model(self, model: torch.nn.Module) -> None:
+        """Take the model and run the self-test with it. Raises nothing: failures are in the handshake."""
+        unsupported: list[str] = []
         warnings: list[str] = []
         try:
             layers = self._config.compilation_config.static_forward_context
@@ -56,15 +62,17 @@ class ConnectorWorker:
                 {name: layers[name] for name in self._layer_names}, block_size=self._spec.block_size
             )
             self._forward = PartialForward(model, self._cache, self._config, self._spec)
-            self._prove(model, refusals, warnings)
-            self.facts = self._found(refusals, warnings, weights_digest(model))
+            self._run_self_test(model, unsupported, warnings)
+            self.handshake = self._new_handshake(unsupported, warnings, weights_digest(model))
         except Exception as exc:
-            log.exception("kvshare: a proof broke off")
-            self.facts = WorkerFacts.broken(f"a proof at start broke off: {type(exc).__name__}: {exc}")
+            log.exception("kvshare: the self-test raised an error")
+            self.handshake = WorkerHandshake.failed(
+                f"the self-test raised an error: {type(exc).__name__}: {exc}"
+            )
 
-    def _found(self, refusals: Sequence[str], warnings: Sequence[str], weights: str) -> WorkerFacts:
-        return WorkerFacts(
-            refusals=tuple(refusals),
+    def _new_handshake(self, unsupported: list[str], warnings: list[str], weights: str) -> WorkerHandshake:
+        return WorkerHandshake(
+            unsupported=tuple(unsupported),
             warnings=tuple(warnings),
             can_move_keys=self._rotation is not None,
             rope=rope_digest(self._rotation),
@@ -77,124 +85,121 @@ class ConnectorWorker:
             weights=weights,
         )
 
-    def _prove(self, model: torch.nn.Module, refusals: list[str], warnings: list[str]) -> None:
+    def _run_self_test(self, model: torch.nn.Module, unsupported: list[str], warnings: list[str]) -> None:
         vocab_size = self._config.model_config.get_vocab_size()
-        proofs = Proofs(self._cache, self._forward, vocab_size=vocab_size)
-        for prove in (proofs.prove_layout, proofs.prove_partial):
-            problem = prove()
-            if not all(_agreed([problem is None])):  # the next proof needs all ranks
-                refusals.append(problem or "a proof failed on another rank")
+        self_test = SelfTest(self._cache, self._forward, vocab_size=vocab_size)
+        for check in (self_test.check_layout, self_test.check_partial_attention):
+            problem = check()
+            if not all(_agreed([problem is None])):  # the next check needs all ranks
+                unsupported.append(problem or "the self-test failed on another rank")
                 return
         rotation, problem = find_rotation(model, head_dim=self._cache.head_dim)
-        problem = problem or (proofs.prove_rotation(rotation) or "" if rotation is not None else problem)
+        problem = problem or (self_test.check_rotation(rotation) or "" if rotation is not None else problem)
         if problem:
             warnings.append(f"only text at the same position is shared: {problem}")
         else:
             self._rotation = rotation
 
-    def load(self, loads: Sequence[Load]) -> None:
+    def start_load_kv(self, loads: Sequence[LoadRequest]) -> None:
         """
-        Make the ordered slots valid, before vLLM's forward pass of this step.
+        Make the requested slots valid, before vLLM's forward pass of this step.
 
         Raises: RuntimeError under async scheduling, where even computing them failed. vLLM 0.32 has another
         step under way by the time it hears of failed blocks, and would deliver what that samples from them
         """
-        if not loads:
-            return
         found = self._fetch(loads)
-        results = self._try_to_fill(loads, found)
+        results = self._try_to_load(loads, found)
         if results is None:
-            results = self._try_to_fill(loads, dict.fromkeys(found), failed=True)
+            results = self._try_to_load(loads, dict.fromkeys(found), failed=True)
         if results is not None:
-            self._loads.update(results)
+            self._report.loads.update(results)
         elif self._config.scheduler_config.async_scheduling:
             raise RuntimeError(f"kvshare: the KV of {len(loads)} requests could not be computed")
         else:
             for load in loads:
                 self._invalidate(load)
 
-    def _try_to_fill(
-        self, loads: Sequence[Load], found: Mapping[SegmentId, SegmentKV | None], *, failed: bool = False
+    def _try_to_load(
+        self, loads: Sequence[LoadRequest], found: _Found, *, failed: bool = False
     ) -> dict[str, LoadResult] | None:
         """
-        Lay what was found and compute the rest. Results by request; None if that broke off.
+        Write what was found and compute the rest. Results by request; None if that failed.
 
-        `failed`: it did once before, and now everything is computed.
+        `failed`: it did once, and now everything is computed.
         """
         began = time.perf_counter()
         unreadable = frozenset(segment_id for segment_id, segment in found.items() if segment is None)
         try:
             if not failed:
-                self._lay_everywhere(loads, found)
-            laid = time.perf_counter()
+                self._place_on_all_ranks(loads, found)
+            placed = time.perf_counter()
             self._compute(loads, unreadable)
         except Exception:
-            log.exception("kvshare: loading %d requests broke off", len(loads))
+            log.exception("kvshare: loading %d requests failed", len(loads))
             return None
         computed = time.perf_counter()
-        num_laid = [0 if failed else sum(len(span) for _, span in load.targets(unreadable)) for load in loads]
+        num_placed = [sum(len(span) for _, span in load.targets(unreadable)) for load in loads]
         num_run = [sum(len(run) for run in load.runs(unreadable)) for load in loads]
         results = {}
-        for load, lay_share, pass_share in zip(loads, _shares(num_laid), _shares(num_run), strict=True):
+        for load, place_share, pass_share in zip(loads, _shares(num_placed), _shares(num_run), strict=True):
             gone = unreadable & {copy.segment_id for copy in load.copies}
-            stages = {"lay": (laid - began) * lay_share, "pass": (computed - laid) * pass_share}
+            stages = {"lay": (placed - began) * place_share, "pass": (computed - placed) * pass_share}
             results[load.request_id] = LoadResult(failed, frozenset() if failed else gone, stages)
         return results
 
-    def forget(self) -> None:
+    def forget_segments(self) -> None:
         """All segments are of another model now."""
         self._store.clear()
 
-    def carry_out(self, orders: Orders) -> None:
+    def wait_for_save(self, step: StepMetadata) -> None:
         """After the forward pass: drop segments, then save new ones."""
-        self._store.drop(orders.drops)
-        for save in orders.saves:
+        self._store.drop(step.drops)
+        for save in step.saves:
             began = time.perf_counter()
             try:
                 self._save(save)
             except Exception:
-                log.exception("kvshare: a prompt was not kept")
+                log.exception("kvshare: a prompt was not saved")
                 self._store.drop(segment_id for segment_id, _ in save.spans)
-                self._failed_saves.add(save.request_id)
+                self._report.failed_saves.add(save.request_id)
             self._saved.add(save.request_id)
-            self._save_seconds[save.request_id] = time.perf_counter() - began
+            self._report.save_seconds[save.request_id] = time.perf_counter() - began
 
-    def take_saved(self) -> set[str]:
+    def get_finished(self) -> set[str]:
         """Requests whose blocks are no longer needed, since the last call."""
         saved, self._saved = self._saved, set()
         return saved
 
-    def take_invalid_blocks(self) -> set[int]:
+    def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that could not be filled, since the last call."""
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
 
-    def take_report(self) -> WorkerReport | None:
+    def build_connector_worker_meta(self) -> WorkerReport | None:
         """What happened since the last call, or None."""
-        report = WorkerReport(self._loads, frozenset(self._failed_saves), self._save_seconds)
-        self._loads, self._failed_saves, self._save_seconds = {}, set(), {}
+        report, self._report = self._report, WorkerReport()
         return None if report.is_empty else report
 
-    def _fetch(self, loads: Sequence[Load]) -> Mapping[SegmentId, SegmentKV | None]:
+    def _fetch(self, loads: Sequence[LoadRequest]) -> _Found:
         """The segments by id; None where one is missing or corrupt on any rank: passes must be the same."""
         ids = dict.fromkeys(copy.segment_id for load in loads for copy in load.copies)
         found = {segment_id: self._store.get(segment_id) for segment_id in ids}
         readable = _agreed([segment is not None for segment in found.values()])
         return {i: found[i] if ok else None for i, ok in zip(ids, readable, strict=True)}
 
-    def _lay_everywhere(self, loads: Sequence[Load], found: Mapping[SegmentId, SegmentKV | None]) -> None:
+    def _place_on_all_ranks(self, loads: Sequence[LoadRequest], found: _Found) -> None:
         """Raises on every rank if it fails on one: the pass that follows needs them all."""
-        is_laid = False
+        is_placed = False
         try:
             with torch.inference_mode():
-                self._lay(loads, found)
-            is_laid = True
+                self._place(loads, found)
+            is_placed = True
         finally:
-            is_laid_everywhere = all(_agreed([is_laid]))
-        if not is_laid_everywhere:
-            raise RuntimeError("another rank could not lay its segments")
+            is_placed_everywhere = all(_agreed([is_placed]))
+        if not is_placed_everywhere:
+            raise RuntimeError("another rank could not write its segments")
 
-    def _lay(self, loads: Sequence[Load], found: Mapping[SegmentId, SegmentKV | None]) -> None:
+    def _place(self, loads: Sequence[LoadRequest], found: _Found) -> None:
         """Write all copies of all loads, with keys moved to where they are going."""
         ks, vs, slots = [], [], []
         for load in loads:
@@ -218,26 +223,21 @@ class ConnectorWorker:
             raise ValueError(f"a copy moves by {shift} tokens, but this model's rotation is not known")
         return self._rotation.moved(k, shift)
 
-    def _compute(self, loads: Sequence[Load], unreadable: frozenset[SegmentId]) -> None:
+    def _compute(self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId]) -> None:
         runs = [
-            Run(
-                load.block_ids,
-                span,
-                load.token_ids[span.start : span.end],
-                span.start,
-            )
+            Run(load.block_ids, span, load.token_ids[span.start : span.end], span.start)
             for load in loads
             for span in load.runs(unreadable)
         ]
         if runs:
             self._forward.compute(runs)
 
-    def _invalidate(self, load: Load) -> None:
+    def _invalidate(self, load: LoadRequest) -> None:
         """Those behind `end`, too: vLLM's forward pass fills them from the failed ones."""
         self._invalid_blocks.update(load.block_ids[load.start // self._cache.block_size :])
-        self._loads[load.request_id] = LoadResult(failed=True)
+        self._report.loads[load.request_id] = LoadResult(failed=True)
 
-    def _save(self, save: Save) -> None:
+    def _save(self, save: SaveRequest) -> None:
         for segment_id, span in save.spans:
             self._store.put(segment_id, self._cache.read(save.block_ids, span))
 

@@ -1,4 +1,9 @@
-"""The model's rotary geometry, read from vLLM's own module: the frequencies that rotated its keys."""
+"""
+What matters of vLLM's model to KV that is stored: how it rotates keys, and which weights it has.
+
+Rotary frequencies are read from vLLM's own module. KV of other weights must not be taken for the model's own,
+whatever the model is called.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,14 @@ from kvshare.kv.rotation import Rotation
 # chosen by length, M-RoPE) are not moved.
 _PLAIN = ("RotaryEmbedding", "Llama3RotaryEmbedding")
 _KNOWN = (*_PLAIN, "LinearScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding")
+_SAMPLES = 64  # values of every parameter: reading all of a large model would take minutes
 
 
 def find_rotation(model: torch.nn.Module, *, head_dim: int) -> tuple[Rotation | None, str]:
     """
     How keys of this model move, or None and why they cannot be moved.
 
-    Whether every layer really rotates like that is for `proofs` to find out.
+    Whether every layer really rotates like that is for `self_test` to find out.
     """
     modules = [module for module in model.modules() if isinstance(module, RotaryEmbeddingBase)]
     if not modules:
@@ -58,3 +64,15 @@ def _frequencies(module: RotaryEmbeddingBase) -> torch.Tensor:
         return frequencies.float().cpu()
     cos, sin = module._compute_cos_sin_cache()[1].double().cpu().chunk(2)
     return torch.atan2(sin, cos).float()
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """A digest of names, shapes and evenly spread values of all parameters, 16 hex digits."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        flat = parameter.detach().reshape(-1)
+        step = max(1, flat.numel() // _SAMPLES)
+        sample = flat[::step][:_SAMPLES].contiguous().cpu()
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

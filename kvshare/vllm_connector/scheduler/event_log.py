@@ -1,4 +1,4 @@
-"""What happened, in order, for the proxy to read. Bounded: who falls behind is told that there is a gap."""
+"""What happened, in order, for the proxy to read. Bounded: a reader that falls behind learns of the gap."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ class EventLog:
             if after == self._last and wait_s > 0:
                 self._changed.wait_for(lambda: self._last > after, timeout=wait_s)
             num_new = max(0, self._last - after)
-            kept = list(self._events)[-num_new:] if num_new else []
-            gap = after > self._last or len(kept) < num_new
-            return Journal(epoch=self.epoch, last=self._last, gap=gap, events=tuple(kept))
+            new = list(self._events)[-num_new:] if num_new else []
+            gap = after > self._last or len(new) < num_new
+            return Journal(epoch=self.epoch, last=self._last, gap=gap, events=tuple(new))

@@ -1,8 +1,8 @@
 """
-The scheduler side as one thing: tickets, ledger, journal and control server, from start to shutdown.
+The scheduler side from start to shutdown: segment index, event log, control server and `ConnectorScheduler`.
 
-It opens its office only after every worker has proven that sharing works; until then, and where anything is
-refused, requests pass by.
+Sharing starts when every worker has reported that its self-test passed. Until then, and where anything is not
+supported, vLLM serves requests as if KVShare were not there.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import kvshare
 from delta_tree import SegmentId
 from kvshare.engines.vllm.versions import installed_version, untested
 from kvshare.engines.vllm.wire import TOKEN_VARIABLE, ReplicaInfo
-from kvshare.vllm_connector.control import ControlServer, Desk
-from kvshare.vllm_connector.journal import EventLog
-from kvshare.vllm_connector.ledger import Ledger
-from kvshare.vllm_connector.orders import WorkerFacts
-from kvshare.vllm_connector.settings import ConnectorSettings
-from kvshare.vllm_connector.tickets import TicketOffice
+from kvshare.vllm_connector.config import ConnectorSettings
+from kvshare.vllm_connector.metadata import WorkerHandshake
+from kvshare.vllm_connector.scheduler.control_server import ControlServer, ControlState
+from kvshare.vllm_connector.scheduler.event_log import EventLog
+from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
+from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -35,9 +35,9 @@ WORKER_CLS = "kvshare.vllm_connector.workers.KVShareWorker"
 
 
 class SchedulerSide:
-    """One per vLLM. `office` is None where nothing is shared."""
+    """One per vLLM. `scheduler` is None where nothing is shared."""
 
-    def __init__(self, config: VllmConfig, settings: ConnectorSettings, refusals: Sequence[str]) -> None:
+    def __init__(self, config: VllmConfig, settings: ConnectorSettings, unsupported: Sequence[str]) -> None:
         """
         Where the control server's address cannot be had, nothing is shared: the proxy could not ask.
 
@@ -49,66 +49,55 @@ class SchedulerSide:
                 f"control_host: other machines can reach {settings.control_host}; set {TOKEN_VARIABLE}, too"
             )
         self._config = config
-        self._refusals = list(refusals)
-        self._warnings = [message for message in [untested(_vllm_version())] if message]
-        self._facts: list[WorkerFacts] = []
+        self._unsupported = list(unsupported)
+        self._vllm_version = installed_version() or "unknown"
+        self._warnings = [message for message in [untested(self._vllm_version)] if message]
+        self._handshakes: list[WorkerHandshake] = []
         self.events = EventLog()
-        self.ledger = Ledger(settings.max_bytes)
-        self.office: TicketOffice | None = None
-        self._control: ControlServer | None = None  # where it cannot listen, nothing is shared
+        self.segments = SegmentIndex(settings.max_bytes)
+        self.scheduler: ConnectorScheduler | None = None
+        self._control: ControlServer | None = None
         try:
             self._control = ControlServer(
-                Desk(self.info, self.events, self.ledger, self.drop),
+                ControlState(self.info, self.events, self.segments, self.drop),
                 host=settings.control_host,
                 port=settings.control_port,
                 token=token,
             )
         except OSError as exc:
-            if not self._refusals:
+            if not self._unsupported:
                 host, port = settings.control_host, settings.control_port
-                self._refusals.append(_NO_ADDRESS.format(host, port, exc.strerror or exc))
+                self._unsupported.append(_NO_ADDRESS.format(host, port, exc.strerror or exc))
 
-    @property
-    def control_port(self) -> int | None:
-        """None where the address cannot be had."""
-        return self._control.port if self._control is not None else None
-
-    def open(self, facts: Iterable[WorkerFacts]) -> None:
-        """
-        Take what every worker found out at start, and begin to share if nothing speaks against it.
-
-        A worker without a model has no facts.
-        """
-        known = list(facts)
-        self._facts = known
-        if not self._refusals:
+    def start_sharing(self, handshakes: Iterable[WorkerHandshake]) -> None:
+        """Share if every worker can. One that was not given its model sends no handshake."""
+        known = list(handshakes)
+        self._handshakes = known
+        if not self._unsupported:
             if len(known) < self._config.parallel_config.world_size:
-                self._refusals.append(_NO_MODEL.format(WORKER_CLS))
-            self._refusals += dict.fromkeys(message for fact in known for message in fact.refusals)
-        self._warnings += dict.fromkeys(message for fact in known for message in fact.warnings)
+                self._unsupported.append(_NO_MODEL.format(WORKER_CLS))
+            self._unsupported += dict.fromkeys(message for worker in known for message in worker.unsupported)
+        self._warnings += dict.fromkeys(message for worker in known for message in worker.warnings)
         for message in self._warnings:
             log.warning("kvshare: %s", message)
-        if self._refusals:
-            log.error(
-                "kvshare: nothing is shared, requests are served as ever: %s", "; ".join(self._refusals)
-            )
+        if self._unsupported:
+            reasons = "; ".join(self._unsupported)
+            log.error("kvshare: nothing is shared, requests are served without it: %s", reasons)
             return
-        self.office = TicketOffice(
-            self.ledger,
+        assert self._control is not None  # or its address would be among the reasons
+        self.scheduler = ConnectorScheduler(
+            self.segments,
             self.events,
             bytes_per_token=self._bytes_per_token,
             block_size=self._config.cache_config.block_size,
             may_move_keys=self._may_move_keys,
         )
-        log.info(
-            "kvshare: sharing KV with %s; control server on port %d",
-            known[0].attention_backend,
-            self.control_port,
-        )
+        backend, port = known[0].attention_backend, self._control.port
+        log.info("kvshare: sharing KV with %s; control server on port %d", backend, port)
 
     def drop(self, segment_ids: list[SegmentId]) -> int:
-        """Let go of segments; for the control server, from any thread."""
-        return self.office.drop(segment_ids) if self.office is not None else 0
+        """Drop segments; for the control server, from any thread."""
+        return self.scheduler.drop(segment_ids) if self.scheduler is not None else 0
 
     def close(self) -> None:
         if self._control is not None:
@@ -117,25 +106,25 @@ class SchedulerSide:
     def info(self) -> ReplicaInfo:
         """What `GET /info` answers. From any thread."""
         config = self._config
-        refusals = tuple(self._refusals)
-        if self.office is None and not refusals:
-            refusals = ("starting: the workers have not reported yet",)
+        unsupported = tuple(self._unsupported)
+        if self.scheduler is None and not unsupported:
+            unsupported = ("starting: the workers have not reported yet",)
         return ReplicaInfo(
             epoch=self.events.epoch,
             model=_served_name(config),
             versions={
-                "vllm": _vllm_version(),
+                "vllm": self._vllm_version,
                 "torch": importlib.metadata.version("torch"),
                 "kvshare": kvshare.__version__,
             },
-            refusals=refusals,
+            refusals=unsupported,
             warnings=tuple(self._warnings),
             can_move_keys=self._may_move_keys,
             namespace_fields=self._namespace_fields(),
             bytes_per_token=self._bytes_per_token,
-            max_bytes=self.ledger.max_bytes,
-            num_bytes=self.ledger.num_bytes,
-            num_segments=len(self.ledger),
+            max_bytes=self.segments.max_bytes,
+            num_bytes=self.segments.num_bytes,
+            num_segments=len(self.segments),
             max_model_len=config.model_config.max_model_len,
             settings=self._settings(),
         )
@@ -143,23 +132,23 @@ class SchedulerSide:
     @property
     def _bytes_per_token(self) -> int:
         """Over all ranks."""
-        return sum(fact.bytes_per_token for fact in self._facts)
+        return sum(worker.bytes_per_token for worker in self._handshakes)
 
     @property
     def _may_move_keys(self) -> bool:
-        return bool(self._facts) and all(fact.can_move_keys for fact in self._facts)
+        return bool(self._handshakes) and all(worker.can_move_keys for worker in self._handshakes)
 
     def _namespace_fields(self) -> dict[str, str]:
         model = self._config.model_config
-        fact = self._facts[0] if self._facts else None
-        heads = sum(fact.num_kv_heads for fact in self._facts)
+        first = self._handshakes[0] if self._handshakes else None
+        heads = sum(worker.num_kv_heads for worker in self._handshakes)
         return {
             "model": model.model,
-            "revision": "+".join(fact.weights for fact in self._facts),
+            "revision": "+".join(worker.weights for worker in self._handshakes),
             "tokenizer": f"{model.tokenizer}@{model.tokenizer_revision or ''}",
-            "dtype": fact.dtype if fact else "",
-            "kv_layout": f"{fact.num_layers}x{heads}x{fact.head_dim}" if fact else "",
-            "rope": fact.rope if fact else "",
+            "dtype": first.dtype if first else "",
+            "kv_layout": f"{first.num_layers}x{heads}x{first.head_dim}" if first else "",
+            "rope": first.rope if first else "",
         }
 
     def _settings(self) -> dict[str, Any]:
@@ -173,7 +162,7 @@ class SchedulerSide:
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "block_size": config.cache_config.block_size,
-            "attention_backend": self._facts[0].attention_backend if self._facts else "",
+            "attention_backend": self._handshakes[0].attention_backend if self._handshakes else "",
         }
 
 
@@ -187,7 +176,3 @@ def _is_loopback(host: str) -> bool:
 def _served_name(config: VllmConfig) -> str:
     name = config.model_config.served_model_name
     return str(name[0] if isinstance(name, list) else name)
-
-
-def _vllm_version() -> str:
-    return installed_version() or "unknown"

@@ -1,4 +1,4 @@
-"""Which segments are held, who leaves, and what the journal remembers. No model."""
+"""Which segments are held, which leave, and what the event log remembers. No model."""
 
 import threading
 import time
@@ -10,24 +10,24 @@ from hypothesis import strategies as st
 from delta_tree import SegmentId
 
 
-def entry(num_bytes: int, namespace: str = "a") -> object:
-    from kvshare.vllm_connector.ledger import Entry
+def segment(num_bytes: int, namespace: str = "a") -> object:
+    from kvshare.vllm_connector.scheduler.segment_index import HeldSegment
 
-    return Entry(namespace, num_tokens=10, num_bytes=num_bytes)
+    return HeldSegment(namespace, num_tokens=10, num_bytes=num_bytes)
 
 
-def ledger(max_bytes: int, **sizes: int) -> object:
-    from kvshare.vllm_connector.ledger import Ledger
+def index(max_bytes: int, **sizes: int) -> object:
+    from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
 
-    made = Ledger(max_bytes)
+    made = SegmentIndex(max_bytes)
     for name, size in sizes.items():
-        made.add(SegmentId(int(name[1:])), entry(size))
+        made.add(SegmentId(int(name[1:])), segment(size))
     return made
 
 
 def test_least_recently_used_leave_first() -> None:
     """A use counts, and no more leave than must."""
-    held = ledger(100, s1=40, s2=40, s3=20)
+    held = index(100, s1=40, s2=40, s3=20)
     held.touch([SegmentId(1)])
     assert held.make_room(30) == [2]
     assert held.ids() == [3, 1]
@@ -35,21 +35,21 @@ def test_least_recently_used_leave_first() -> None:
 
 
 def test_what_is_needed_stays() -> None:
-    """Segments of the very prompt that is being kept do not leave for it."""
-    held = ledger(100, s1=40, s2=40, s3=20)
-    assert held.make_room(50, keep=[SegmentId(1)]) == [2, 3]
+    """Segments of the prompt that is being retained do not leave for it."""
+    held = index(100, s1=40, s2=40, s3=20)
+    assert held.make_room(50, in_use=[SegmentId(1)]) == [2, 3]
     assert held.ids() == [1]
 
 
 def test_nobody_leaves_for_what_cannot_fit() -> None:
-    held = ledger(100, s1=60, s2=40)
+    held = index(100, s1=60, s2=40)
     assert held.make_room(101) is None
-    assert held.make_room(70, keep=[SegmentId(1)]) is None
+    assert held.make_room(70, in_use=[SegmentId(1)]) is None
     assert held.ids() == [1, 2]
 
 
 def test_a_segment_serves_its_namespace_and_its_tokens_only() -> None:
-    held = ledger(100, s1=10)
+    held = index(100, s1=10)
     assert held.covers(SegmentId(1), "a", end=10)
     assert not held.covers(SegmentId(1), "b", end=10)
     assert not held.covers(SegmentId(1), "a", end=11)
@@ -57,16 +57,16 @@ def test_a_segment_serves_its_namespace_and_its_tokens_only() -> None:
 
 
 def test_ids_are_never_reused() -> None:
-    held = ledger(100, s1=10)
+    held = index(100, s1=10)
     with pytest.raises(ValueError, match="already held"):
-        held.add(SegmentId(1), entry(10))
+        held.add(SegmentId(1), segment(10))
     assert held.num_bytes == 10
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60), st.integers(1, 9)), max_size=40))
 def test_bytes_are_always_the_sum_and_within_the_cap(steps: list[tuple[int, int, int]]) -> None:
     """Whatever is added, used, removed: the account is right."""
-    held = ledger(100)
+    held = index(100)
     sizes: dict[int, int] = {}
     for number, (action, size, which) in enumerate(steps):
         if action == 0:
@@ -79,7 +79,7 @@ def test_bytes_are_always_the_sum_and_within_the_cap(steps: list[tuple[int, int,
             assert left is not None
             for gone in left:
                 del sizes[gone]
-            held.add(SegmentId(100 + number), entry(size))
+            held.add(SegmentId(100 + number), segment(size))
             sizes[100 + number] = size
         assert held.num_bytes == sum(sizes.values()) <= 100
         assert set(held.ids()) == set(sizes)
@@ -93,7 +93,7 @@ def event(number: int) -> object:
 
 def test_a_reader_gets_what_came_after() -> None:
     """Numbers count from 1; reading twice gives the same."""
-    from kvshare.vllm_connector.journal import EventLog
+    from kvshare.vllm_connector.scheduler.event_log import EventLog
 
     log = EventLog()
     for number in range(1, 6):
@@ -105,7 +105,7 @@ def test_a_reader_gets_what_came_after() -> None:
 
 def test_who_fell_behind_is_told_of_the_gap() -> None:
     """So is a reader that knows more than this log: it speaks of another process."""
-    from kvshare.vllm_connector.journal import EventLog
+    from kvshare.vllm_connector.scheduler.event_log import EventLog
 
     log = EventLog(max_events=3)
     for number in range(1, 6):
@@ -117,7 +117,7 @@ def test_who_fell_behind_is_told_of_the_gap() -> None:
 
 def test_a_reader_may_wait() -> None:
     """The wait ends with the first event, or with its time."""
-    from kvshare.vllm_connector.journal import EventLog
+    from kvshare.vllm_connector.scheduler.event_log import EventLog
 
     log = EventLog()
     assert log.read(0, wait_s=0.05).events == ()

@@ -1,6 +1,6 @@
 """
-Which segments the workers hold, and who leaves when room is needed. Bytes live in the workers; every rank
-carries out the same drops, so one ledger speaks for all. Knows no vLLM.
+Which segments the workers hold, and which leave when room is needed. Bytes live in the workers; every rank
+carries out the same drops, so one index is true for all. Knows no vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from delta_tree import SegmentId
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeldSegment:
     """A held segment."""
 
     namespace: str
@@ -22,12 +22,12 @@ class Entry:
     num_bytes: int  # over all ranks
 
 
-class Ledger:
+class SegmentIndex:
     """Least recently used segments leave first. Thread-safe: the control server reads and drops, too."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._entries: OrderedDict[SegmentId, Entry] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[SegmentId, HeldSegment] = OrderedDict()  # least recently used first
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -57,20 +57,20 @@ class Ledger:
                 if segment_id in self._entries:
                     self._entries.move_to_end(segment_id)
 
-    def make_room(self, num_bytes: int, *, keep: Iterable[SegmentId] = ()) -> list[SegmentId] | None:
+    def make_room(self, num_bytes: int, *, in_use: Iterable[SegmentId] = ()) -> list[SegmentId] | None:
         """
-        Take out the least recently used until `num_bytes` fit; those in `keep` stay.
+        Take out the least recently used until `num_bytes` fit; those in `in_use` stay.
 
         Returns: what left; None, and nothing left, if even that would not be enough
         """
-        kept = frozenset(keep)
+        staying = frozenset(in_use)
         with self._lock:
             leaving: list[SegmentId] = []
             excess = self._num_bytes + num_bytes - self.max_bytes
             for segment_id, entry in self._entries.items():
                 if excess <= 0:
                     break
-                if segment_id not in kept:
+                if segment_id not in staying:
                     leaving.append(segment_id)
                     excess -= entry.num_bytes
             if excess > 0:
@@ -79,7 +79,7 @@ class Ledger:
                 self._num_bytes -= self._entries.pop(segment_id).num_bytes
             return leaving
 
-    def add(self, segment_id: SegmentId, entry: Entry) -> None:
+    def add(self, segment_id: SegmentId, entry: HeldSegment) -> None:
         """Raises ValueError for an id that is held: ids are never reused."""
         with self._lock:
             if segment_id in self._entries:

@@ -1,0 +1,1 @@
+"""The side of the connector that runs in vLLM's scheduler process."""

@@ -1,0 +1,238 @@
+"""
+One request that came with a ticket: what state it is in, and which copies stand in its slots.
+
+vLLM does not report a preemption. It shows at the next admission, which may come before the load of the one
+before is reported. What is `done` is reported to the proxy and forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from typing import TYPE_CHECKING
+
+from delta_tree import SegmentId
+from kvshare.engines.vllm.wire import Finished, Stored, Ticket, WireCopy, digest_of, is_private_salt
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from kvshare.vllm_connector.metadata import LoadResult
+
+
+class State(StrEnum):
+    WAITING = auto()
+    RUNNING = auto()
+    LOADING = auto()
+    ENDING = auto()
+    SAVING = auto()
+    DONE = auto()
+
+
+class Event(StrEnum):
+    ADMITTED = auto()
+    LOAD_REQUESTED = auto()
+    LOAD_REPORTED = auto()
+    LOADS_REPORTED = auto()
+    ENDED = auto()
+    SAVE_REQUESTED = auto()
+    SAVED = auto()
+
+
+# The columns are states, the rows events; `-` would be a bug of ours.
+TABLE = """
+                waiting  running  loading  ending   saving
+admitted        running  running  loading  -        -        vLLM has given it blocks, nothing is loaded
+load_requested  loading  loading  loading  -        -        the same, and copies are to be loaded
+load_reported   -        -        loading  ending   saving   of an earlier admission; more are awaited
+loads_reported  -        -        running  done     saving   of the last one: it says what the slots hold
+ended           done     done     ending   -        -        nothing is retained
+save_requested  -        saving   saving   -        -        ended; its blocks stay until they are saved
+saved           -        -        -        -        done     retained, unless something was lost meanwhile
+"""
+
+
+def _transitions(table: str) -> dict[tuple[State, Event], State]:
+    """{(state, event): the next state}; what stands behind the last column says what it means."""
+    header, *rows = [line.split() for line in table.strip().splitlines()]
+    return {
+        (State(state), Event(event)): State(following)
+        for event, *cells in rows
+        for state, following in zip(header, cells, strict=False)
+        if following != "-"
+    }
+
+
+TRANSITIONS = _transitions(TABLE)
+
+# Reasons for which no plan is carried out, but the prompt's own KV may be retained: it is computed in full.
+_RETAINABLE = (None, "not_private", "rotation_unknown")
+
+
+def why_unshared(request: Request, ticket: Ticket, *, may_move_keys: bool) -> str | None:
+    """Why a ticket's plan must not be carried out; a fixed word, or None."""
+    if request.lora_request is not None:
+        return "lora"
+    if request.mm_features:
+        return "multimodal"
+    if request.pooling_params is not None:
+        return "pooling"
+    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
+        return "not_tokens"
+    if ticket.num_tokens != request.num_prompt_tokens or ticket.prompt_digest != digest_of(
+        request.prompt_token_ids
+    ):
+        return "prompt_mismatch"
+    if not ticket.is_exact and not is_private_salt(request.cache_salt, ticket.request_id):
+        return "not_private"  # others would find its blocks in vLLM's prefix cache
+    if not may_move_keys and any(copy.shift for copy in ticket.copies):
+        return "rotation_unknown"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """The KV of a request that ended: these of its ticket's copies, and the segments to be stored between."""
+
+    copies: frozenset[int]
+    output_ids: tuple[int, ...]
+    stored: tuple[Stored, ...]
+
+
+@dataclass(slots=True)
+class TicketedRequest:
+    """Each method that changes it is one event of the table; AssertionError where the table has none."""
+
+    ticket: Ticket
+    unshared: str | None  # why its plan is not carried out
+    is_first: bool  # of the choices that came with this ticket; only that one is retained and reported
+    state: State = State.WAITING
+    num_found: int = 0  # tokens that vLLM's own prefix cache had when it last looked
+    num_local: int = 0  # the same at the last admission
+    num_first_local: int | None = None  # the same at the first admission; None before it
+    placed: frozenset[int] = frozenset()  # the copies whose KV stands in the slots
+    is_mixed: bool = False  # a copy's slots are partly the segment's and partly not: nothing is retained
+    load_failed: bool = False  # vLLM or the worker computes everything from here on
+    num_awaited: int = 0  # loads that were requested and are not reported
+    num_prompt: int = 0  # known at the end
+    retained: Retained | None = None
+    lost: str | None = None  # why nothing is retained after all
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def may_load(self) -> bool:
+        return self.unshared is None and not self.load_failed
+
+    @property
+    def may_retain(self) -> bool:
+        return self.is_first and self.ticket.keep and not self.is_mixed and self.unshared in _RETAINABLE
+
+    def copy(self, index: int) -> WireCopy:
+        return self.ticket.copies[index]
+
+    def admit(self, held: Collection[int], *, loads: bool) -> None:
+        """
+        The slots hold vLLM's own blocks up to `num_local`. If it `loads`, the `held` copies follow.
+
+            a copy that lies      is placed after this
+            before num_local      as it was before: these are the request's own blocks, in the prefix cache
+            behind num_local      if it is loaded now
+            across num_local      if it is loaded now; where that differs from before, its slots are mixed
+        """
+        self._advance(Event.LOAD_REQUESTED if loads else Event.ADMITTED)
+        self.num_awaited += loads
+        self.num_local = self.num_found
+        if self.num_first_local is None:
+            self.num_first_local = self.num_local
+            if self.num_local:
+                self._note_mixed()  # a sibling's blocks under the same salt, filled from what it found
+        placed = set()
+        for index, copy in enumerate(self.ticket.copies):
+            before, now = index in self.placed, loads and index in held
+            if copy.target.end <= self.num_local:
+                now = before
+            elif copy.target_start < self.num_local and before != now:
+                self._note_mixed()
+            if now:
+                placed.add(index)
+        self.placed = frozenset(placed)
+
+    def note_load(self, result: LoadResult) -> None:
+        """What was lost behind `num_local` was computed; a lost copy across it is mixed."""
+        self._advance(Event.LOAD_REPORTED if self.num_awaited > 1 else Event.LOADS_REPORTED)
+        self.num_awaited -= 1
+        for stage, seconds in result.stage_seconds.items():
+            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
+        if not self.num_awaited:
+            self.load_failed = self.load_failed or result.failed
+            lost = frozenset(index for index in self.placed if self._is_lost(self.copy(index), result))
+            if any(self.copy(index).target_start < self.num_local for index in lost):
+                self._note_mixed()
+            self.placed -= lost
+        if self.retained is not None and not self._is_whole(self.retained.copies, result.unreadable):
+            self.lost = "load_failed" if result.failed else "segments_gone"
+
+    def end(self, retained: Retained | None, *, num_prompt: int) -> None:
+        self._advance(Event.ENDED if retained is None else Event.SAVE_REQUESTED)
+        self.retained, self.num_prompt = retained, num_prompt
+
+    def note_saved(self, seconds: float, *, lost: str | None) -> None:
+        """`lost`: why nothing is retained after all."""
+        self._advance(Event.SAVED)
+        self.stage_seconds["save"] = seconds
+        self.lost = lost
+
+    def finished(self) -> Finished:
+        """What is reported to the proxy."""
+        num_local = self.num_first_local or 0
+        targets = (self.copy(index).target for index in self.placed)
+        num_placed = sum(max(0, target.end - max(target.start, num_local)) for target in targets)
+        retained = self.retained if self.retained is not None and self.lost is None else _NOTHING
+        return Finished(
+            request_id=self.ticket.request_id,
+            decision=self._decision(num_local + num_placed),
+            reason=self.lost or self._reason(),
+            used=tuple(sorted(retained.copies)),
+            num_computed=max(0, self.num_prompt - num_local - num_placed),
+            num_local=num_local,
+            output_ids=retained.output_ids,
+            stored=retained.stored,
+            stage_seconds=dict(self.stage_seconds),
+        )
+
+    def _advance(self, event: Event) -> None:
+        following = TRANSITIONS.get((self.state, event))
+        assert following is not None, f"a request that is {self.state} cannot be {event}"
+        self.state = following
+
+    def _note_mixed(self) -> None:
+        """Exact KV is the same wherever it came from."""
+        self.is_mixed = self.is_mixed or not self.ticket.is_exact
+
+    def _is_lost(self, copy: WireCopy, result: LoadResult) -> bool:
+        return copy.target.end > self.num_local and (result.failed or copy.segment_id in result.unreadable)
+
+    def _is_whole(self, copies: Collection[int], unreadable: Collection[SegmentId]) -> bool:
+        """Whether a retained prompt still consists of the copies it was taken to consist of."""
+        if any(self.copy(index).segment_id in unreadable for index in copies):
+            return False
+        return self.ticket.is_exact or self.placed.issuperset(copies)
+
+    def _reason(self) -> str | None:
+        """Why less was shared than planned; a fixed word."""
+        if self.unshared is not None:
+            return self.unshared
+        if self.load_failed:
+            return "load_failed"
+        if not self.ticket.is_exact and len(self.placed) < len(self.ticket.copies):
+            return "segments_gone"
+        return None
+
+    def _decision(self, num_reused: int) -> str:
+        if self.placed and not self.ticket.is_exact:
+            return "approx"
+        return "exact" if num_reused else "full"
+
+
+_NOTHING = Retained(frozenset(), (), ())

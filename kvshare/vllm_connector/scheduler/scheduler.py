@@ -1,0 +1,268 @@
+"""
+The connector inside vLLM's scheduler: tickets become load and save requests, reports become events.
+
+Everything runs on the scheduler's thread, but for `drop`, which the control server may call at any time. A
+ticket that cannot be used costs its request the sharing, never the answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from delta_tree import SegmentId, gaps, new_segment_id
+from kvshare.engines.vllm.wire import TICKET_KEY, Dropped, Stored, Ticket, WireError
+from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, SaveRequest, StepMetadata, WorkerReport
+from kvshare.vllm_connector.scheduler.event_log import EventLog
+from kvshare.vllm_connector.scheduler.request_state import Retained, State, TicketedRequest, why_unshared
+from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
+
+log = logging.getLogger("vllm.kvshare")
+
+_MAX_SEEN = 4096
+
+
+class ConnectorScheduler:
+    """One per scheduler, with vLLM's method names. Requests go by vLLM's id, events carry the proxy's."""
+
+    def __init__(
+        self,
+        segments: SegmentIndex,
+        events: EventLog,
+        *,
+        bytes_per_token: int,
+        block_size: int,
+        may_move_keys: bool,
+    ) -> None:
+        self._segments = segments
+        self._events = events
+        self._bytes_per_token = bytes_per_token
+        self._block_size = block_size
+        self._may_move_keys = may_move_keys
+        self._requests: dict[str, TicketedRequest] = {}  # until they are `done`
+        self._seen: OrderedDict[str, None] = OrderedDict()  # n > 1 sends one ticket n times
+        self._loads: list[LoadRequest] = []
+        self._saves: list[SaveRequest] = []
+        self._drops: list[SegmentId] = []
+        self._drops_lock = threading.Lock()
+
+    def on_new_request(self, request: Request) -> None:
+        """Take a request's ticket, if it has one."""
+        document = (request.kv_transfer_params or {}).get(TICKET_KEY)
+        if document is None:
+            return
+        try:
+            ticket = Ticket.from_json(document)
+        except WireError as exc:
+            log.warning("request %s: its ticket cannot be read: %s", request.request_id, exc)
+            return
+        unshared = why_unshared(request, ticket, may_move_keys=self._may_move_keys)
+        is_first = ticket.request_id not in self._seen
+        self._seen[ticket.request_id] = None
+        if len(self._seen) > _MAX_SEEN:
+            self._seen.popitem(last=False)
+        self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first)
+
+    def get_num_new_matched_tokens(self, request: Request, num_local: int) -> int:
+        """How many tokens behind the `num_local` that vLLM has itself can be provided in this step."""
+        ticketed = self._requests.get(request.request_id)
+        if ticketed is None:
+            return 0
+        ticketed.num_found = num_local
+        if not ticketed.may_load:
+            return 0
+        held = self._held(ticketed.ticket)
+        return max(0, max((ticketed.copy(index).target.end for index in held), default=0) - num_local)
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external: int) -> None:
+        """The request has its blocks, and this step is to provide `num_external` tokens."""
+        ticketed = self._requests.get(request.request_id)
+        if ticketed is None:
+            return
+        held = self._held(ticketed.ticket)
+        ticketed.admit(held, loads=num_external > 0)
+        if not num_external:
+            return
+        start, end = ticketed.num_local, ticketed.num_local + num_external
+        copies = [ticketed.copy(index) for index in sorted(held)]
+        self._segments.touch(copy.segment_id for copy in copies)
+        self._loads.append(
+            LoadRequest(
+                request_id=request.request_id,
+                block_ids=tuple(block_ids),
+                ready=start,
+                start=start,
+                end=end,
+                token_ids=tuple(request.all_token_ids[:end]),
+                copies=tuple(copy for copy in copies if copy.target.end > start),
+            )
+        )
+
+    def build_connector_meta(self, step: SchedulerOutput) -> StepMetadata:
+        """All that was requested since the last call; `step` is what vLLM itself is going to do."""
+        with self._drops_lock:
+            drops, self._drops = tuple(self._drops), []
+        loads, saves = self._loads, self._saves
+        self._loads, self._saves = [], []
+        if any(load.start for load in loads):
+            written = _written_blocks(step, self._block_size)
+            loads = [replace(load, ready=self._num_ready(load, written)) for load in loads]
+        if drops:  # the worker drops first, and a segment may leave before it was saved
+            saves = [save.without(drops) for save in saves]
+        return StepMetadata(tuple(loads), tuple(saves), drops)
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
+        """The request has ended, however. Returns whether its blocks must stay until its KV is saved."""
+        ticketed = self._requests.pop(request.request_id, None)
+        if ticketed is None:
+            return False
+        num_retained = _num_retained(request, ticketed)
+        retained = self._retain(ticketed, request, block_ids, num_retained) if num_retained else None
+        ticketed.end(retained, num_prompt=request.num_prompt_tokens)
+        self._requests[request.request_id] = ticketed
+        self._publish_if_done(request.request_id, ticketed)
+        return ticketed.state is State.SAVING
+
+    def update_connector_output(self, report: WorkerReport | None, saved: Iterable[str]) -> None:
+        """Take what the workers report of a step, and the requests whose KV they have saved by now."""
+        report = report if report is not None else WorkerReport()
+        for request_id, result in report.loads.items():
+            self._note_load(request_id, result)
+        self._note_dropped(self._segments.remove(report.unreadable))
+        for request_id in saved:
+            if (ticketed := self._requests.get(request_id)) is not None:
+                self._note_saved(request_id, ticketed, report)
+
+    def drop(self, segment_ids: Iterable[SegmentId]) -> int:
+        """Drop segments. Returns how many were held. From any thread."""
+        removed = self._segments.remove(segment_ids)
+        self._note_dropped(removed)
+        return len(removed)
+
+    def reset_cache(self) -> None:
+        """The weights may have changed: nothing that is held is of this model any more."""
+        self.drop(self._segments.ids())
+        for ticketed in self._requests.values():
+            ticketed.is_mixed = True
+
+    def _retain(
+        self, ticketed: TicketedRequest, request: Request, block_ids: Sequence[int], num_retained: int
+    ) -> Retained | None:
+        """Make room for what no stored segment covers, and request that it is saved."""
+        copies = self._retained_copies(ticketed)
+        if not ticketed.ticket.is_exact and not ticketed.placed <= copies:
+            ticketed.lost = "segments_gone"  # copied KV must not be retained as computed
+            return None
+        spans = gaps((ticketed.copy(index).target for index in copies), num_retained)
+        namespace = ticketed.ticket.namespace
+        held = [HeldSegment(namespace, len(span), len(span) * self._bytes_per_token) for span in spans]
+        evicted = self._segments.make_room(
+            sum(segment.num_bytes for segment in held),
+            in_use=(ticketed.copy(index).segment_id for index in copies),
+        )
+        if evicted is None:
+            ticketed.lost = "no_room"
+            return None
+        self._note_dropped(evicted)
+        ids = [new_segment_id() for _ in spans]
+        for segment_id, segment in zip(ids, held, strict=True):
+            self._segments.add(segment_id, segment)
+        to_save = tuple(zip(ids, spans, strict=True))
+        self._saves.append(SaveRequest(request.request_id, tuple(block_ids), to_save))
+        return Retained(
+            copies,
+            tuple(request.output_token_ids[: num_retained - request.num_prompt_tokens]),
+            tuple(
+                Stored(segment_id, span.start, len(span), segment.num_bytes)
+                for (segment_id, span), segment in zip(to_save, held, strict=True)
+            ),
+        )
+
+    def _retained_copies(self, ticketed: TicketedRequest) -> frozenset[int]:
+        """
+        The copies that the retained prompt consists of.
+
+        Exact KV is the same wherever it came from: a prompt that vLLM's own prefix cache had points to the
+        stored segments just as well.
+        """
+        if ticketed.unshared is not None:
+            return frozenset()
+        held = self._held(ticketed.ticket)
+        return held if ticketed.ticket.is_exact else ticketed.placed & held
+
+    def _note_load(self, request_id: str, result: LoadResult) -> None:
+        if (ticketed := self._requests.get(request_id)) is not None:
+            ticketed.note_load(result)
+            self._publish_if_done(request_id, ticketed)
+
+    def _note_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
+        assert ticketed.retained is not None
+        stored = [segment.segment_id for segment in ticketed.retained.stored]
+        lost = "save_failed" if request_id in report.failed_saves else ticketed.lost
+        if lost is None and not (
+            ticketed.retained.copies <= self._held(ticketed.ticket)
+            and all(segment_id in self._segments for segment_id in stored)
+        ):
+            lost = "segments_gone"  # evicted or dropped while the rest was being saved
+        ticketed.note_saved(report.save_seconds.get(request_id, 0.0), lost=lost)
+        if lost is not None:
+            self._note_dropped(self._segments.remove(stored))
+        self._publish_if_done(request_id, ticketed)
+
+    def _publish_if_done(self, request_id: str, ticketed: TicketedRequest) -> None:
+        if ticketed.state is State.DONE:
+            del self._requests[request_id]
+            if ticketed.is_first:
+                self._events.append(ticketed.finished())
+
+    def _note_dropped(self, segment_ids: Sequence[SegmentId]) -> None:
+        """For the workers and for the proxy."""
+        if segment_ids:
+            with self._drops_lock:
+                self._drops.extend(segment_ids)
+            self._events.append(Dropped(tuple(segment_ids)))
+
+    def _held(self, ticket: Ticket) -> frozenset[int]:
+        """Indices of a ticket's copies whose segments are there."""
+        return frozenset(
+            index
+            for index, copy in enumerate(ticket.copies)
+            if self._segments.covers(copy.segment_id, ticket.namespace, end=copy.offset + copy.length)
+        )
+
+    def _num_ready(self, load: LoadRequest, written: Collection[int]) -> int:
+        """How many of the tokens before `start` are there before vLLM's forward pass."""
+        local = load.block_ids[: load.start // self._block_size]
+        first = next((index for index, block_id in enumerate(local) if block_id in written), None)
+        return load.start if first is None else first * self._block_size
+
+
+def _num_retained(request: Request, ticketed: TicketedRequest) -> int:
+    """
+    Leading tokens whose KV is in the slots for good; 0 if nothing is to be retained.
+
+    The last sampled token is never computed. A request that was preempted has no slots left, and one that
+    was aborted in prefill has not filled them.
+    """
+    num_computed: int = request.num_prompt_tokens + request.num_output_tokens - 1
+    is_complete = request.num_output_tokens and request.num_computed_tokens >= num_computed
+    return num_computed if ticketed.may_retain and is_complete else 0
+
+
+def _written_blocks(step: SchedulerOutput, block_size: int) -> frozenset[int]:
+    """The blocks that vLLM's own forward pass of a step writes to."""
+    assert step.kv_connector_block_state is not None
+    cached = step.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed |= {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}
+    written: set[int] = set()
+    for request_id, num_tokens in step.num_scheduled_tokens.items():
+        first, end = computed[request_id] // block_size, -(-(computed[request_id] + num_tokens) // block_size)
+        written.update(step.kv_connector_block_state.resolve_block_ids(request_id)[0][first:end])
+    return frozenset(written)

@@ -1,0 +1,260 @@
+"""The states of a request, and which copies stand in its slots, whatever vLLM does with it. No model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delta_tree import SegmentId
+from kvshare.engines.vllm.wire import Stored, Ticket, WireCopy, digest_of
+from kvshare.vllm_connector.scheduler import request_state
+from kvshare.vllm_connector.scheduler.request_state import (
+    TABLE,
+    TRANSITIONS,
+    Event,
+    Retained,
+    State,
+    TicketedRequest,
+    why_unshared,
+)
+
+ROOT = Path(request_state.__file__).parents[3]
+COPIES = (WireCopy(SegmentId(1), 0, 100, 0, 0), WireCopy(SegmentId(2), 0, 180, 120, 50))
+RETAINED = Retained(frozenset([0]), (7, 8), (Stored(SegmentId(3), 100, 20, 640),))
+
+
+def result(failed: bool = False, unreadable: tuple[int, ...] = (), **stage_seconds: float) -> Any:
+    from kvshare.vllm_connector.metadata import LoadResult
+
+    return LoadResult(failed, frozenset(map(SegmentId, unreadable)), stage_seconds)
+
+
+def new_request(*, exact_length: int = 0, unshared: str | None = None) -> TicketedRequest:
+    ticket = Ticket("t", "ns", "digest", 400, exact_length=exact_length, copies=COPIES)
+    return TicketedRequest(ticket, unshared, is_first=True)
+
+
+def admit(
+    request: TicketedRequest, *, num_local: int, held: tuple[int, ...] = (0, 1), loads: bool = True
+) -> None:
+    request.num_found = num_local
+    request.admit(held, loads=loads)
+
+
+@pytest.fixture
+def running() -> TicketedRequest:
+    """A request whose first admission has placed copies at [0, 100) and [120, 300)."""
+    request = new_request()
+    admit(request, num_local=0)
+    request.note_load(result())
+    return request
+
+
+class TestTable:
+    """The states that a request goes through."""
+
+    def reach(self, state: State) -> TicketedRequest:
+        """A request in a state; two loads are awaited where loads are."""
+        request = new_request()
+        if state is State.WAITING:
+            return request
+        for _ in range(2):
+            admit(request, num_local=0)
+        if state is State.RUNNING:
+            for _ in range(2):
+                request.note_load(result())
+        elif state in (State.ENDING, State.DONE):
+            request.end(None, num_prompt=400)
+        elif state is State.SAVING:
+            request.end(RETAINED, num_prompt=400)
+        if state is State.DONE:
+            for _ in range(2):
+                request.note_load(result())
+        assert request.state is state
+        return request
+
+    def cause(self, request: TicketedRequest, event: Event) -> None:
+        """What makes an event happen."""
+        if event in (Event.ADMITTED, Event.LOAD_REQUESTED):
+            admit(request, num_local=0, loads=event is Event.LOAD_REQUESTED)
+        elif event in (Event.LOAD_REPORTED, Event.LOADS_REPORTED):
+            request.num_awaited = 2 if event is Event.LOAD_REPORTED else 1
+            request.note_load(result())
+        elif event is Event.SAVED:
+            request.note_saved(0.5, lost=None)
+        else:
+            request.end(RETAINED if event is Event.SAVE_REQUESTED else None, num_prompt=400)
+
+    @pytest.mark.parametrize("state", State)
+    @pytest.mark.parametrize("event", Event)
+    def test_every_event_in_every_state(self, state: State, event: Event) -> None:
+        """It leads where the table says. What the table does not have is a bug of ours."""
+        request = self.reach(state)
+        following = TRANSITIONS.get((state, event))
+        if following is None:
+            with pytest.raises(AssertionError, match=f"{state} cannot be {event}"):
+                self.cause(request, event)
+        else:
+            self.cause(request, event)
+        assert request.state is (following or state)
+
+    def test_it_is_read_as_it_is_drawn(self) -> None:
+        """Every event has a row, `done` is the end, and docs/architecture.md has the same drawing."""
+        assert {event for _, event in TRANSITIONS} == set(Event)
+        assert len(TRANSITIONS) == 18
+        assert TRANSITIONS[State.LOADING, Event.SAVE_REQUESTED] is State.SAVING
+        assert TRANSITIONS[State.ENDING, Event.LOADS_REPORTED] is State.DONE
+        assert not any(state is State.DONE for state, _ in TRANSITIONS)
+        assert TABLE in (ROOT / "docs" / "architecture.md").read_text()
+
+    def test_every_request_can_be_done(self) -> None:
+        """From every state `done` can be reached, and every state can be reached."""
+        assert self.reachable(State.WAITING) == set(State)
+        assert all(State.DONE in self.reachable(state) for state in State)
+
+    def reachable(self, start: State) -> set[State]:
+        found, new = {start}, {start}
+        while new:
+            new = {following for (state, _), following in TRANSITIONS.items() if state in new} - found
+            found |= new
+        return found
+
+
+class TestSlots:
+    """Which copies stand in the slots, and when that can no longer be said."""
+
+    @pytest.mark.parametrize(
+        ("num_local", "held", "placed", "is_mixed"),
+        [
+            (300, (), {0, 1}, False),  # both lie before: as they were
+            (120, (0, 1), {0, 1}, False),  # behind: loaded again
+            (120, (0,), {0}, False),  # behind: not loaded, and computed
+            (128, (0, 1), {0, 1}, False),  # across: loaded as before
+            (128, (0,), {0}, True),  # across: its first slots are the segment's, the others computed
+            (50, (1,), {1}, True),
+        ],
+    )
+    def test_a_resumed_request(
+        self,
+        running: TicketedRequest,
+        num_local: int,
+        held: tuple[int, ...],
+        placed: set[int],
+        is_mixed: bool,
+    ) -> None:
+        """After a preemption it finds the start of its own blocks in the prefix cache."""
+        admit(running, num_local=num_local, held=held, loads=num_local < 300)
+        assert (running.placed, running.is_mixed) == (placed, is_mixed)
+
+    def test_a_copy_that_was_computed_and_is_loaded_now(self) -> None:
+        """Its first slots were computed, the others are the segment's."""
+        request = new_request()
+        admit(request, num_local=0, held=(0,))
+        request.note_load(result())
+        admit(request, num_local=128, held=(0, 1))
+        assert (request.placed, request.is_mixed) == ({0, 1}, True)
+
+    def test_exact_kv_does_not_mix(self) -> None:
+        """It is the same wherever it came from."""
+        copies = (WireCopy(SegmentId(1), 0, 100, 0, 0), WireCopy(SegmentId(2), 0, 180, 120, 120))
+        request = TicketedRequest(Ticket("t", "ns", "d", 400, 300, copies), None, is_first=True)
+        admit(request, num_local=64)
+        admit(request, num_local=128, held=(0,))
+        assert (request.placed, request.is_mixed) == ({0}, False)
+
+    def test_a_siblings_blocks_mix(self) -> None:
+        """A new approximate request finds blocks under its salt: those of another choice of its ticket."""
+        request = new_request()
+        admit(request, num_local=64)
+        assert request.is_mixed
+        assert not request.may_retain
+
+    @pytest.mark.parametrize("failed", [True, False])
+    def test_a_copy_across_that_cannot_be_read_mixes(self, running: TicketedRequest, failed: bool) -> None:
+        """The worker finds it: its first slots were placed at an earlier admission."""
+        admit(running, num_local=128)
+        running.note_load(result(failed, (2,)))
+        assert (running.placed, running.is_mixed) == ({0}, True)
+
+    @pytest.mark.parametrize("failed", [True, False])
+    def test_a_copy_behind_that_cannot_be_read_does_not(self, running: TicketedRequest, failed: bool) -> None:
+        """All of it was computed."""
+        admit(running, num_local=110)
+        running.note_load(result(failed, (2,)))
+        assert (running.placed, running.is_mixed) == ({0}, False)
+        assert running.may_load is not failed
+
+    def test_a_late_report_of_an_earlier_admission_says_nothing(self, running: TicketedRequest) -> None:
+        """With a step in flight a request may be admitted again before its first load is reported."""
+        for _ in range(2):
+            admit(running, num_local=0)
+        running.note_load(result(failed=True))
+        assert (running.placed, running.state) == ({0, 1}, State.LOADING)
+        running.note_load(result())
+        assert (running.placed, running.state) == ({0, 1}, State.RUNNING)
+
+    def test_a_look_that_admits_nothing_changes_nothing(self) -> None:
+        """vLLM looks a preempted request up again before the load of its last admission is reported."""
+        request = new_request()
+        admit(request, num_local=0)
+        request.num_found = 128
+        request.note_load(result(failed=True))
+        assert request.placed == frozenset()
+
+
+class TestReport:
+    """What the proxy reads of it in the end."""
+
+    def test_a_retained_request(self, running: TicketedRequest) -> None:
+        running.end(RETAINED, num_prompt=400)
+        running.note_saved(0.5, lost=None)
+        event = running.finished()
+        assert (event.decision, event.reason, event.used) == ("approx", None, (0,))
+        assert (event.num_computed, event.num_local) == (120, 0)
+        assert (event.output_ids, event.stored) == (RETAINED.output_ids, RETAINED.stored)
+        assert event.stage_seconds == {"save": 0.5}
+
+    def test_what_is_lost_while_it_is_saved_is_not_retained(self, running: TicketedRequest) -> None:
+        running.end(RETAINED, num_prompt=400)
+        running.note_saved(0.5, lost="save_failed")
+        event = running.finished()
+        assert (event.reason, event.used, event.output_ids, event.stored) == ("save_failed", (), (), ())
+        assert event.decision == "approx"
+
+    @pytest.mark.parametrize(
+        ("failed", "unreadable", "lost"),
+        [(False, (), None), (False, (1,), "segments_gone"), (False, (2,), None), (True, (), "load_failed")],
+    )
+    def test_a_load_that_is_reported_after_the_end(
+        self, failed: bool, unreadable: tuple[int, ...], lost: str | None
+    ) -> None:
+        """The retained prompt was taken to consist of copy 0; nothing is retained where it does not."""
+        request = new_request()
+        admit(request, num_local=0)
+        request.end(RETAINED, num_prompt=400)
+        request.note_load(result(failed, unreadable, lay=1.0))
+        assert (request.state, request.lost) == (State.SAVING, lost)
+        assert request.stage_seconds == {"lay": 1.0}
+
+    def test_why_less_was_shared(self) -> None:
+        """What is not supported comes first, then a failed load, then what is missing."""
+        assert new_request(unshared="not_private").finished().reason == "not_private"
+        request = new_request()
+        admit(request, num_local=0, held=(0,))
+        assert (request.finished().reason, request.finished().decision) == ("segments_gone", "approx")
+        request.note_load(result(failed=True))
+        assert (request.finished().reason, request.finished().decision) == ("load_failed", "full")
+
+
+@pytest.mark.parametrize("attribute", ["lora_request", "mm_features", "prompt_embeds", "resumable"])
+def test_requests_of_other_kinds_are_refused(attribute: str) -> None:
+    """One by one, on vLLM's own request object."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    tokens = list(range(40))
+    request = Request("r", tokens, SamplingParams(max_tokens=1), None)
+    ticket = Ticket("t", "ns", digest_of(tokens), len(tokens))
+    assert why_unshared(request, ticket, may_move_keys=True) is None
+    setattr(request, attribute, ["something"])
+    assert why_unshared(request, ticket, may_move_keys=True) is not None

@@ -1,0 +1,74 @@
+"""The self-test at start, made to fail."""
+
+from typing import Any
+
+
+class TestSelfTest:
+    """A check that cannot fail tests nothing: each is made to."""
+
+    def self_test(self, vllm: Any) -> Any:
+        from kvshare.vllm_connector.worker.self_test import SelfTest
+
+        return SelfTest(vllm.worker._cache, vllm.worker._forward, vocab_size=300)
+
+    def test_they_hold(self, start: Any) -> None:
+        self_test = self.self_test(vllm := start("llama"))
+        assert self_test.check_layout() is None
+        assert self_test.check_partial_attention() is None
+        assert self_test.check_rotation(vllm.worker._rotation) is None
+
+    def test_wrong_frequencies_are_found(self, start: Any) -> None:
+        from kvshare.kv.rotation import Rotation
+
+        vllm = start("llama")
+        wrong = Rotation(vllm.worker._rotation.inverse_frequencies * 1.01)
+        assert "moved keys" in self.self_test(vllm).check_rotation(wrong)
+
+    def test_a_layer_without_positions_is_found(self, start: Any, monkeypatch: Any) -> None:
+        import torch
+
+        vllm = start("llama", enforce_eager=True)  # a compiled model does not ask its modules
+        model = vllm.core.model_executor.driver_worker.model_runner.get_model()
+        attention = model.model.layers[1].self_attn
+        self_test = self.self_test(vllm)
+
+        class NoPositions(torch.nn.Module):
+            def forward(self, positions: Any, q: Any, k: Any) -> Any:
+                return q, k
+
+        with monkeypatch.context() as patch:
+            patch.setitem(attention._modules, "rotary_emb", NoPositions())
+            assert "moved keys" in self_test.check_rotation(vllm.worker._rotation)
+        assert self_test.check_rotation(vllm.worker._rotation) is None
+
+    def test_a_mask_that_sees_later_keys_is_found(self, start: Any, monkeypatch: Any) -> None:
+        """The shortcut of the published CacheBlend code: recomputed tokens see what comes after them."""
+        from kvshare.vllm_connector.worker.partial_forward import PartialForward
+
+        vllm = start("llama")
+        self_test = self.self_test(vllm)
+        common = PartialForward._common
+
+        def shortcut(forward: Any, runs: Any, slots: Any, positions: Any) -> Any:
+            metadata = common(forward, runs, slots, positions)
+            metadata.causal = False
+            return metadata
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PartialForward, "_common", shortcut)
+            assert "partial attention" in self_test.check_partial_attention()
+
+
+def test_a_worker_that_cannot_even_look_refuses(start: Any, monkeypatch: Any) -> None:
+    """A backend whose metadata cannot be built does not keep vLLM from starting."""
+    from kvshare.vllm_connector.worker import worker
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such backend")
+
+    given = start("llama").worker
+    monkeypatch.setattr(worker, "PartialForward", fail)
+    fresh = worker.ConnectorWorker(given._config, given._spec, given._layer_names)
+    fresh.attach_model(None)  # type: ignore[arg-type]  # it does not come to that
+    assert fresh.handshake is not None
+    assert "no such backend" in fresh.handshake.unsupported[0]
