@@ -17,7 +17,7 @@ import pytest
 from delta_tree import TokenIds, token_ids
 from kvshare.bench.random_models import VOCAB_SIZE
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.base import Delta, Finished, GenerationRequest, SamplingParams, SharingReport
+from kvshare.engines.base import Delta, Event, Finished, GenerationRequest, SamplingParams, SharingReport
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.replay.arms.base import Workbench
@@ -70,16 +70,12 @@ async def serve(engine: EmbeddedEngine, tokens: TokenIds) -> tuple[SharingReport
         prompt=await engine.encode_tokens(tokens.tolist()),
         sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=0),
     )
-    answer: list[int] = []
-    report: SharingReport | None = None
-    async for event in engine.generate(asked):
-        if isinstance(event, Delta):
-            answer += [one.token_id for one in event.logprobs]
-        elif isinstance(event, Finished):
-            report = event.report
+    events: list[Event] = []
+    await engine.generate(asked, events.append)
     await engine.settle()
-    assert report is not None
-    return report, answer[:-1]  # the last token is never an input
+    (finished,) = (event for event in events if isinstance(event, Finished))
+    answer = [one.token_id for event in events if isinstance(event, Delta) for one in event.logprobs]
+    return finished.report, answer[:-1]  # the last token is never an input
 
 
 class Departures:
