@@ -123,17 +123,21 @@ def clip(copy: Copy, span: Span) -> Copy | None:
 
 
 def without(copies: Iterable[Copy], holes: Iterable[Span]) -> tuple[Copy, ...]:
-    """The copies with the holes cut out of them."""
+    """The copies, ascending by target, with the holes cut out of them. Linear in copies and holes."""
     sorted_holes = merge(holes)
+    first = 0  # of the holes that end behind the copies so far
     kept: list[Copy] = []
     for copy in copies:
-        start = copy.target.start
-        for hole in sorted_holes:
-            if hole.end <= start or hole.start >= copy.target.end:
-                continue
+        target = copy.target
+        start = target.start
+        while first < len(sorted_holes) and sorted_holes[first].end <= start:
+            first += 1
+        at = first
+        while at < len(sorted_holes) and (hole := sorted_holes[at]).start < target.end:
             if hole.start > start and (part := clip(copy, Span(start, hole.start))):
                 kept.append(part)
             start = max(start, hole.end)
-        if start < copy.target.end and (part := clip(copy, Span(start, copy.target.end))):
+            at += 1
+        if start < target.end and (part := clip(copy, Span(start, target.end))):
             kept.append(part)
     return tuple(kept)
