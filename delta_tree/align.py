@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 from rapidfuzz.distance import Indel
 
+from delta_tree.anchors import common_runs
 from delta_tree.edits import Match
-from delta_tree.runs import common_runs, first_difference
+from delta_tree.runs import first_difference
 from delta_tree.script import EditScript
 from delta_tree.spans import TokenIds
 

@@ -6,22 +6,19 @@ few for each: beside prompts of some hundred tokens the calls cost more than wha
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from delta_tree.runs import Hashes, Ids, Sieve, kgram_hashes
-
-Places = npt.NDArray[np.int64]
-"""Ascending positions of k-grams in one candidate."""
+from delta_tree.kgrams import Hashes, Ids, Places, Sieve, quick_hashes
 
 
 class Crowd:
     """Hashes of the k-grams within each of some prompts; none reaches from one into the next."""
 
-    __slots__ = ("_bounds", "_hashes", "_spans")
+    __slots__ = ("_among", "_bounds", "_hashes", "_spans")
 
     def __init__(self, prompts: Sequence[Ids], k: int) -> None:
         joined = np.concatenate([*prompts, np.empty(0, dtype=np.int32)])
-        self._hashes = kgram_hashes(joined, k)
+        self._hashes = quick_hashes(joined, k)
+        self._among: Places | None = None
         self._spans: list[tuple[int, int]] = []
         start = 0
         for prompt in prompts:
@@ -30,13 +27,17 @@ class Crowd:
         self._bounds = np.array(self._spans, dtype=np.int64).ravel()
 
     def hashes(self, number: int) -> Hashes:
-        """Those of one prompt: as `kgram_hashes` gives them."""
+        """Those of one prompt: as `quick_hashes` gives them."""
         start, end = self._spans[number]
         return self._hashes[start:end]
 
-    def passing(self, sieve: Sieve) -> list[Places]:
-        """For each prompt the places whose k-grams the sieve lets pass."""
-        places = sieve.passing(self._hashes)
+    def narrow(self, sieve: Sieve) -> list[Places]:
+        """
+        For each prompt the places whose k-grams the sieve lets pass, and earlier sieves did.
+
+        What is asked about only shrinks, so places that are out stay out.
+        """
+        self._among = places = sieve.passing(self._hashes, self._among)
         cuts = places.searchsorted(self._bounds).tolist()
         return [
             places[low:high] - start

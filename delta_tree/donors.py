@@ -11,15 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_tree.align import common_prefix_length, common_suffix_length, heaviest_chain
+from delta_tree.anchors import tile
 from delta_tree.composition import Copy, DonorReason
-from delta_tree.crowd import Places
 from delta_tree.edits import Match
 from delta_tree.errors import UnknownSegmentError
+from delta_tree.kgrams import Hashes, Ids, Places, quick_hashes
 from delta_tree.node import Node, Segment, SegmentId
-from delta_tree.runs import Hashes, Ids, Occurrences, runs_in
 from delta_tree.spans import Span, TokenIds
 
 _HIDDEN = -1  # no token id; what carries it matches nothing
+_ASKED_AT_ONCE = 256  # k-grams; most donors share one of the first
 _CONTEXT = 64  # preceding tokens compared to tell two sources of one run apart
 
 
@@ -117,9 +118,16 @@ class Donor:
         same = self.visible[exact_length:end] == target[exact_length:end]
         return int(np.count_nonzero(same))
 
-    def shares(self, kgrams: KGrams, target_hashes: frozenset[int]) -> bool:
-        """Whether any run of the target is in this donor; `target_hashes` confirm the sieve."""
-        return not target_hashes.isdisjoint(kgrams.hashes[kgrams.places].tolist())
+    def shares(self, target: TokenIds, kgrams: KGrams, hashes: Hashes, known: Hashes) -> bool:
+        """Whether any run of the target is in this donor; `known` are the target's `hashes`, sorted."""
+        for start in range(0, len(kgrams.places), _ASKED_AT_ONCE):
+            places = kgrams.places[start : start + _ASKED_AT_ONCE]
+            asked = kgrams.hashes[places]
+            at = np.minimum(known.searchsorted(asked), len(known) - 1)
+            for place in places[known[at] == asked].tolist():
+                if self._stands_in(target, place, hashes):
+                    return True
+        return False
 
     def most_in_order(self, kgrams: KGrams) -> int:
         """An upper bound on the tokens an alignment with the target can keep."""
@@ -161,15 +169,21 @@ class Donor:
             )
 
     def _runs(self, target: TokenIds, spans: list[Span], kgrams: KGrams, hashes: Hashes) -> list[Match]:
-        if not len(kgrams.places):
-            return []
-        found = Occurrences.of(kgrams.hashes, kgrams.places)
-        k = self._min_run
-        return [
-            run
-            for span in spans
-            for run in runs_in(self.visible, target, span, found=found, hashes=hashes, k=k)
-        ]
+        return tile(
+            self.visible,
+            target,
+            spans,
+            source_hashes=kgrams.hashes,
+            places=kgrams.places,
+            hashes=hashes,
+            k=self._min_run,
+        )
+
+    def _stands_in(self, target: TokenIds, place: int, hashes: Hashes) -> bool:
+        """Whether the k-gram at `place`, known by its hash, is the target's token for token."""
+        kgram = self.visible[place : place + self._min_run]
+        places = np.flatnonzero(hashes == hashes.dtype.type(quick_hashes(kgram, self._min_run)[0]))
+        return any(np.array_equal(kgram, target[at : at + self._min_run]) for at in places[:4].tolist())
 
     def _pieces_of(self, run: Match) -> Iterator[tuple[int, int, int, Segment]]:
         """(position in the prompt, offset, length, segment) of the pieces that the run touches."""

@@ -62,14 +62,18 @@ class Span:
 def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
     """The same positions as sorted spans that neither overlap nor touch; empty ones vanish."""
     merged: list[Span] = []
-    for span in sorted(spans):
-        if not span:
-            continue
+    # By their starts alone: comparing whole spans takes several times as long.
+    for span in sorted((span for span in spans if span), key=_start):
         if merged and span.start <= merged[-1].end:
-            merged[-1] = Span(merged[-1].start, max(merged[-1].end, span.end))
+            if span.end > merged[-1].end:
+                merged[-1] = Span(merged[-1].start, span.end)
         else:
             merged.append(span)
     return tuple(merged)
+
+
+def _start(span: Span) -> int:
+    return span.start
 
 
 def gaps(covered: Iterable[Span], length: int) -> tuple[Span, ...]:

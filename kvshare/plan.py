@@ -11,7 +11,7 @@ hashable.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from delta_tree import Copy, NodeId, Span, merge
 
@@ -106,17 +106,20 @@ class NoPlan:
 
 def clip(copy: Copy, span: Span) -> Copy | None:
     """The part of a copy whose target lies in `span`, or None."""
-    part = copy.target.intersection(span)
-    if not part:
+    target_start = copy.target_start
+    start = max(target_start, span.start)
+    length = min(target_start + copy.length, span.end) - start
+    if length <= 0:
         return None
-    if len(part) == copy.length:
+    if length == copy.length:
         return copy
-    ahead = part.start - copy.target_start
-    return replace(
-        copy,
+    ahead = start - target_start
+    return Copy(
+        donor=copy.donor,
+        segment_id=copy.segment_id,
         offset=copy.offset + ahead,
-        length=len(part),
-        target_start=part.start,
+        length=length,
+        target_start=start,
         source_position=copy.source_position + ahead,
         donor_start=copy.donor_start + ahead,
     )
