@@ -28,6 +28,10 @@ class NominatorSettings:
                           fingerprints asked for (about 1.3 ns each); rare fingerprints go first
     min_asked             fingerprints asked for even where all are common, and how many must be
                           left uncovered for another search
+    max_asked             fingerprints asked for at once: the index answers while everybody waits. A longer
+                          prompt asks for an even choice of its own; what the hits leave is searched again
+    max_fingerprints      of a prompt; about a fifth of its tokens come out, so that this bounds prompts of
+                          more than 300,000 tokens
     dense_min_uncovered   share of the prompt that prefix and fingerprints must have left open
     max_distance          cosine, of embeddings
     write_timeout_s       for indexing after the response; generous, an index may be optimising
@@ -35,12 +39,13 @@ class NominatorSettings:
 
     kgram: int = 8
     window: int = 9
-    max_fingerprints: int = 2048
+    max_fingerprints: int = 65_536
     block_size: int = 32
     max_candidates: int = 8
     max_holders: int = 10_000
     max_postings: int = 100_000
     min_asked: int = 4
+    max_asked: int = 2048
     max_distance: float = 0.05
     dense_min_tokens: int = 256
     dense_min_uncovered: float = 0.5
