@@ -131,16 +131,15 @@ def without(copies: Iterable[Copy], holes: Iterable[Span]) -> tuple[Copy, ...]:
     first = 0  # of the holes that end behind the copies so far
     kept: list[Copy] = []
     for copy in copies:
-        target = copy.target
-        start = target.start
+        start, end = copy.target_start, copy.target_start + copy.length
         while first < len(sorted_holes) and sorted_holes[first].end <= start:
             first += 1
         at = first
-        while at < len(sorted_holes) and (hole := sorted_holes[at]).start < target.end:
+        while at < len(sorted_holes) and (hole := sorted_holes[at]).start < end:
             if hole.start > start and (part := clip(copy, Span(start, hole.start))):
                 kept.append(part)
             start = max(start, hole.end)
             at += 1
-        if start < target.end and (part := clip(copy, Span(start, target.end))):
+        if start < end and (part := clip(copy, Span(start, end))):
             kept.append(part)
     return tuple(kept)
