@@ -22,7 +22,7 @@ Positions = npt.NDArray[np.int64]
 # With fewer k-grams to look up, looking at each run is quicker than the array operations.
 _MIN_ANCHORED = 4096
 _MAX_TABLE_BITS = 22
-_SLOTS_PER_PLACE = 16  # a k-gram in one slot with another is no anchor: about 1 in 16
+_SLOTS_PER_PLACE = 4  # a k-gram in one slot with another is no anchor: 1 in 6 or fewer
 
 
 def common_runs(source: Ids, target: Ids, *, min_run: int) -> list[Match]:

@@ -48,6 +48,7 @@ class Donor:
         "_min_run",
         "_rows",
         "_segments",
+        "_starts",
         "node",
         "num_used",
         "place",
@@ -71,20 +72,21 @@ class Donor:
         self.visible: Ids = node.token_ids
         self._min_run = min_run
         self._rows = node.pieces.rows()
+        self._starts = [start for start, _, _, _ in self._rows]
         self._segments: list[Segment] = []
-        hidden: list[Span] = []
-        for start, segment_id, _, length in self._rows:
-            try:
-                segment = segment_of(segment_id)
-            except UnknownSegmentError:
-                segment = None  # evicted since the candidate was nominated
-            if segment is None or segment.namespace != node.namespace:
-                self.reason = DonorReason.MISSING_SEGMENT
-                self._rows, self._segments = [], []
-                return
-            if segment.generation > max_generation:
-                hidden.append(Span(start, start + length))
-            self._segments.append(segment)
+        try:
+            self._segments = [segment_of(segment_id) for _, segment_id, _, _ in self._rows]
+        except UnknownSegmentError:
+            self.reason = DonorReason.MISSING_SEGMENT  # evicted since the candidate was nominated
+            return
+        if any(segment.namespace != node.namespace for segment in self._segments):
+            self.reason = DonorReason.MISSING_SEGMENT
+            return
+        hidden = [
+            Span(start, start + length)
+            for (start, _, _, length), segment in zip(self._rows, self._segments, strict=True)
+            if segment.generation > max_generation
+        ]
         if hidden:
             masked = node.token_ids.copy()
             for span in hidden:
@@ -154,7 +156,7 @@ class Donor:
         """The copies that lay `run` into the new prompt, one per piece."""
         # The promise of the whole package: what is copied is equal, token for token.
         source = self.node.token_ids[run.source : run.source + run.length]
-        assert np.array_equal(source, target[run.target : run.target + run.length])
+        assert (source == target[run.target : run.target + run.length]).all()
         for start, offset, length, segment in self._pieces_of(run):
             skip = max(run.source - start, 0)
             stop = min(run.source + run.length - start, length)
@@ -187,8 +189,8 @@ class Donor:
 
     def _pieces_of(self, run: Match) -> Iterator[tuple[int, int, int, Segment]]:
         """(position in the prompt, offset, length, segment) of the pieces that the run touches."""
-        first = bisect_right(self._rows, run.source, key=_start) - 1
-        last = bisect_left(self._rows, run.source + run.length, key=_start)
+        first = bisect_right(self._starts, run.source) - 1
+        last = bisect_left(self._starts, run.source + run.length)
         for index in range(first, last):
             start, _, offset, length = self._rows[index]
             yield start, offset, length, self._segments[index]
@@ -204,7 +206,3 @@ class Donor:
             self.node.token_ids[before[0] : run.source], target[before[1] : run.target]
         )
         return (-run.length, shift, -context, generation, self.place, run.target)
-
-
-def _start(row: tuple[int, SegmentId, int, int]) -> int:
-    return row[0]

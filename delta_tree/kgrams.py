@@ -95,14 +95,17 @@ def _of_windows(mixed: npt.NDArray[Any], k: int, base: int) -> npt.NDArray[Any]:
 class Sieve:
     """A Bloom filter over hashes: says cheaply which k-grams cannot be in a collection."""
 
-    __slots__ = ("_bits", "_present")
+    __slots__ = ("_bits", "_factors", "_present")
 
     def __init__(self, hashes: Hashes) -> None:
         wanted = (_SLOTS_PER_HASH * len(hashes)).bit_length()
         self._bits = min(max(wanted, _SIEVE_BITS), _MAX_SIEVE_BITS)
         self._present = np.zeros(1 << self._bits, dtype=np.bool_)
         self._present[low_slots(hashes, self._bits)] = True
-        for factor in _SLOTS:
+        # Foreign k-grams that pass make a donor look better than its equal. Three slots each keep them out;
+        # beside thousands of others one does not matter.
+        self._factors = _SLOTS if self._bits == _SIEVE_BITS else _SLOTS[:1]
+        for factor in self._factors:
             self._present[self._high_slots(hashes, factor)] = True
 
     def passing(self, hashes: Hashes, among: Places | None = None) -> Places:
@@ -113,8 +116,7 @@ class Sieve:
         """
         asked = hashes if among is None else hashes[among]
         passed = np.flatnonzero(self._present[low_slots(asked, self._bits)])
-        # Foreign k-grams that pass make a donor look better than an equal one: hence three slots each.
-        for factor in _SLOTS:
+        for factor in self._factors:
             passed = passed[self._present[self._high_slots(asked[passed], factor)]]
         return passed if among is None else among[passed]
 

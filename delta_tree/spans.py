@@ -84,12 +84,12 @@ def gaps(covered: Iterable[Span], length: int) -> tuple[Span, ...]:
     """
     found: list[Span] = []
     position = 0
-    for span in merge(covered):
-        if span.end > length:
-            raise EditRangeError(f"span [{span.start}, {span.end}) reaches past {length} tokens")
-        if span.start > position:
-            found.append(Span(position, span.start))
-        position = span.end
+    for start, end in sorted((span.start, span.end) for span in covered if span):
+        if end > length:
+            raise EditRangeError(f"span [{start}, {end}) reaches past {length} tokens")
+        if start > position:
+            found.append(Span(position, start))
+        position = max(position, end)
     if position < length:
         found.append(Span(position, length))
     return tuple(found)

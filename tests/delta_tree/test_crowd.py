@@ -3,9 +3,11 @@
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delta_tree import crowd as crowd_module
 from delta_tree.crowd import Crowd
 from delta_tree.kgrams import Sieve, quick_hashes
 
@@ -16,9 +18,18 @@ def ids(values: list[int]) -> Any:
     return np.array(values, dtype=np.int32)
 
 
+@pytest.mark.parametrize("max_together", [0, 2**16])
 @given(prompts, st.lists(st.integers(0, 2), max_size=20), st.integers(1, 6))
-def test_a_crowd_answers_like_each_prompt_alone(stored: list[list[int]], target: list[int], k: int) -> None:
+def test_a_crowd_answers_like_each_prompt_alone(
+    max_together: int, stored: list[list[int]], target: list[int], k: int
+) -> None:
     """Hashes and passing places are those of the prompt alone; no k-gram reaches into the next prompt."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crowd_module, "_MAX_TOGETHER", max_together)
+        check_crowd(stored, target, k)
+
+
+def check_crowd(stored: list[list[int]], target: list[int], k: int) -> None:
     crowd = Crowd([ids(values) for values in stored], k)
     sieve = Sieve(quick_hashes(ids(target), k))
     passing = crowd.narrow(sieve)
