@@ -45,7 +45,7 @@ class Crowd:
         What is asked about only shrinks, so places that are out stay out.
         """
         if self._joined is None:
-            earlier = self._passing or [None] * len(self._hashes)
+            earlier: Sequence[Places | None] = self._passing or [None] * len(self._hashes)
             self._passing = [
                 sieve.passing(hashes, among) for hashes, among in zip(self._hashes, earlier, strict=True)
             ]

@@ -86,7 +86,8 @@ class FingerprintFrequencies:
         asked = np.sort(prints[order[:num_asked]])
         if len(asked) <= max_asked:
             return asked
-        return asked[np.arange(max_asked) * len(asked) // max_asked]
+        chosen: NDArray[np.uint32] = asked[np.arange(max_asked) * len(asked) // max_asked]
+        return chosen
 
     def _num_holders(self, prints: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """How many prompts hold each, or a few more."""

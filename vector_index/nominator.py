@@ -190,13 +190,13 @@ class Nominator:
         if not len(prints):
             return
         hits: list[Hit] = []
-        holds = await self.circuits["fingerprint"].attempt(
+        found = await self.circuits["fingerprint"].attempt(
             lambda: self._passages.collect(namespace, prints, hits),
             timeout_s=self.settings.search_timeout_s,
         )
-        if isinstance(holds, Failure):
-            tally.failures.append(holds)
-            holds = None
+        holds = None if isinstance(found, Failure) else found
+        if isinstance(found, Failure):
+            tally.failures.append(found)
         passages, prefix = rank_passages(prints, hits, holds), tally.prefix
         tally.covered_rest = passages.covered
         for hit in passages.hits:
