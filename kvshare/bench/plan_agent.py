@@ -75,6 +75,20 @@ class _Times:
     candidates: list[int] = field(default_factory=list)
     copied: list[float] = field(default_factory=list)
 
+    def figures(self) -> dict[str, Any]:
+        return {
+            **milliseconds(self.total),
+            "nomination": milliseconds(self.nomination),
+            "planning": milliseconds(self.planning),
+            "cpu": milliseconds(self.cpu),
+            "blocked_p50_ms": milliseconds(self.blocked)["p50_ms"],
+            "blocked_p99_ms": milliseconds(self.blocked)["p99_ms"],
+            "short_prompt_tokens": _SHORT_TOKENS,
+            "short": milliseconds(self.short),
+            "candidates": float(np.mean(self.candidates)),
+            "copied_fraction": float(np.mean(self.copied)),
+        }
+
 
 async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) -> dict[str, Any]:
     rng, settings = np.random.default_rng(seed), load_settings()
@@ -104,16 +118,7 @@ async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) ->
         "queries": num_queries,
         "edits": NUM_EDITS,
         "seed": seed,
-        **milliseconds(times.total),
-        "nomination": milliseconds(times.nomination),
-        "planning": milliseconds(times.planning),
-        "cpu": milliseconds(times.cpu),
-        "blocked_p50_ms": milliseconds(times.blocked)["p50_ms"],
-        "blocked_p99_ms": milliseconds(times.blocked)["p99_ms"],
-        "short_prompt_tokens": _SHORT_TOKENS,
-        "short": milliseconds(times.short),
-        "candidates": float(np.mean(times.candidates)),
-        "copied_fraction": float(np.mean(times.copied)),
+        **times.figures(),
         "failures": failures,
         "build_s": build_s,
         "metadata_bytes_per_prompt": per_prompt["RssAnon"],
