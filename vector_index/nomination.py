@@ -13,6 +13,8 @@ from vector_index.circuit import Failure
 from vector_index.prompt_text import PromptText, TextEmbedder
 from vector_index.schema import IndexSchema
 
+_TOKENS_PER_FINGERPRINT = 4
+
 Source = Literal["prefix", "fingerprint", "meaning"]
 
 
@@ -30,8 +32,8 @@ class NominatorSettings:
                           left uncovered for another search
     max_asked             fingerprints asked for at once: the index answers while everybody waits. A longer
                           prompt asks for an even choice of its own; what the hits leave is searched again
-    max_fingerprints      of a prompt; about a fifth of its tokens come out, so that this bounds prompts of
-                          more than 300,000 tokens
+    max_fingerprints      of a prompt of up to 8,192 tokens; a longer one keeps one for four tokens. About
+                          one for five comes out: only a crafted prompt is bounded
     dense_min_uncovered   share of the prompt that prefix and fingerprints must have left open
     max_distance          cosine, of embeddings
     write_timeout_s       for indexing after the response; generous, an index may be optimising
@@ -39,7 +41,7 @@ class NominatorSettings:
 
     kgram: int = 8
     window: int = 9
-    max_fingerprints: int = 65_536
+    max_fingerprints: int = 2048
     block_size: int = 32
     max_candidates: int = 8
     max_holders: int = 10_000
@@ -54,6 +56,10 @@ class NominatorSettings:
     write_timeout_s: float = 30.0
     failures_to_open: int = 5
     open_s: float = 30.0
+
+    def max_fingerprints_of(self, num_tokens: int) -> int:
+        """The bound for a prompt of this length."""
+        return max(self.max_fingerprints, num_tokens // _TOKENS_PER_FINGERPRINT)
 
     def schema(self, embedder: TextEmbedder | None) -> IndexSchema:
         """What an index for these settings must have been built with."""

@@ -81,7 +81,10 @@ def test_a_short_passage_of_a_very_long_prompt_is_found() -> None:
 
     def prints(ids: np.ndarray) -> np.ndarray:
         return fingerprints(
-            ids, kgram=limits.kgram, window=limits.window, max_fingerprints=limits.max_fingerprints
+            ids,
+            kgram=limits.kgram,
+            window=limits.window,
+            max_fingerprints=limits.max_fingerprints_of(len(ids)),
         )
 
     length = limits.kgram + limits.window - 1
