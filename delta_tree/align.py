@@ -2,7 +2,8 @@
 Alignment: the edit script from one prompt to another, by token equality alone.
 
 The one place that talks to rapidfuzz. Common prefix and suffix go first, then the middles are
-aligned; middles too large for a quadratic method are aligned along their common k-grams.
+aligned; middles too large for a quadratic method are aligned along their common k-grams, and by
+rapidfuzz between those.
 """
 
 from bisect import bisect_left, bisect_right
@@ -10,8 +11,9 @@ from collections.abc import Iterable
 
 from rapidfuzz.distance import Indel
 
+from delta_tree.anchors import common_runs
 from delta_tree.edits import Match
-from delta_tree.runs import common_runs, first_difference
+from delta_tree.runs import first_difference
 from delta_tree.script import EditScript
 from delta_tree.spans import TokenIds
 
@@ -28,6 +30,7 @@ __all__ = [
 # tokens 1 ms against 3, of 8,000 2 against 29, of 16,000 5 against 114. They keep as many tokens
 # in runs of 4 and more; in shorter ones rapidfuzz finds a percent more.
 _MAX_PAIRS = 2**24
+_ANCHOR_TOKENS = 16  # of a k-gram to align along; shorter ones are common words
 
 
 def align(source: TokenIds, target: TokenIds, *, min_run: int) -> EditScript:
@@ -47,7 +50,8 @@ def in_order_matches(
     """
     The keeps of `align`: ascending in both prompts, touching ones joined.
 
-    Middles of more than `max_pairs` pairs of tokens are aligned along their common k-grams.
+    Middles of more than `max_pairs` pairs of tokens are aligned along their common k-grams. Where shorter
+    runs count too, those are of 16 tokens, and what lies between two of them is aligned like a middle.
     """
     if min_run < 1:
         raise ValueError(f"min_run must be at least 1, got {min_run}")
@@ -107,6 +111,23 @@ def heaviest_chain(runs: list[Match]) -> list[Match]:
 
 
 def _middle_matches(source: TokenIds, target: TokenIds, min_run: int, max_pairs: int) -> list[Match]:
+    if min_run >= _ANCHOR_TOKENS or len(source) * len(target) <= max_pairs:
+        return _matches(source, target, min_run, max_pairs)
+    found: list[Match] = []
+    at_source = at_target = 0
+    anchors = heaviest_chain(common_runs(source, target, min_run=_ANCHOR_TOKENS))
+    for anchor in (*anchors, Match(len(source), len(target), 0)):
+        gap_source, gap_target = source[at_source : anchor.source], target[at_target : anchor.target]
+        found += [
+            Match(match.source + at_source, match.target + at_target, match.length)
+            for match in _matches(gap_source, gap_target, min_run, max_pairs)
+        ]
+        found.append(anchor)
+        at_source, at_target = anchor.source + anchor.length, anchor.target + anchor.length
+    return found
+
+
+def _matches(source: TokenIds, target: TokenIds, min_run: int, max_pairs: int) -> list[Match]:
     if min(len(source), len(target)) < min_run:
         return []
     if len(source) * len(target) > max_pairs:

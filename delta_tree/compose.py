@@ -20,8 +20,8 @@ from delta_tree.composition import (
 from delta_tree.crowd import Crowd
 from delta_tree.donors import Donor, KGrams, Offer
 from delta_tree.edits import Match
+from delta_tree.kgrams import Hashes, Sieve, quick_hashes
 from delta_tree.node import Node, Segment, SegmentId
-from delta_tree.runs import Hashes, Sieve, kgram_hashes
 from delta_tree.spans import Span, TokenIds, gaps, token_ids
 
 # Alignment is the dearest step. A donor that can cover hardly more than the best so far is not
@@ -83,20 +83,33 @@ class _Layout:
         self._hashes: Hashes | None = None
         self._crowd = Crowd((), min_run)
         self._number: dict[int, int] = {}  # in the crowd, by the donor's place
+        self._kgrams: dict[int, KGrams] = {}  # that may stand in what is open, by the donor's place
 
     def sharing(self, donors: Sequence[Donor]) -> list[Donor]:
-        """The donors with any usable run of the prompt in them, be it in the exact prefix."""
+        """
+        The donors with a usable run of what follows the exact prefix.
+
+        Those that share a run of the prefix alone have nothing to add; their reports say so.
+        """
         usable = [donor for donor in donors if donor.usable]
         if not usable:
             return []
         self._crowd = Crowd([donor.visible for donor in usable], self._min_run)
         self._number = {donor.place: number for number, donor in enumerate(usable)}
-        hashes = self._all_hashes()
-        kgrams, known = self._kgrams(Sieve(hashes)), frozenset(hashes.tolist())
-        found = [donor for donor in usable if donor.shares(kgrams[donor.place], known)]
-        for donor in found:
-            if donor.reason is not DonorReason.USED:
+        rest = Span(self.exact_length, len(self._target))
+        if len(rest) >= self._min_run:
+            self._narrow([rest])
+        known = np.sort(self._all_hashes())
+        found = [donor for donor in usable if self._shares(donor, self._kgrams.get(donor.place), known)]
+        others = [donor for donor in usable if donor not in found]
+        anywhere = Sieve(known) if others else None
+        for donor in others:
+            assert anywhere is not None
+            own = self._crowd.hashes(self._number[donor.place])
+            if self._shares(donor, KGrams(own, anywhere.passing(own)), known):
                 donor.reason = DonorReason.NOTHING_LEFT
+        for donor in found:
+            donor.reason = DonorReason.NOTHING_LEFT
         return found
 
     def lay_best_donor(self, donors: Sequence[Donor], *, max_donors: int) -> Donor | None:
@@ -108,7 +121,7 @@ class _Layout:
         rest = Span(self.exact_length, len(self._target))
         if len(rest) < self._min_run or max_donors < 1 or not donors:
             return None
-        kgrams, hashes = self._kgrams(self._sieve([rest])), self._all_hashes()
+        kgrams, hashes = self._kgrams, self._all_hashes()
         bounds = {donor.place: donor.most_in_order(kgrams[donor.place]) for donor in donors}
         in_place = {donor.place: donor.num_in_place(self._target, rest.start) for donor in donors}
         hopeful = sorted(
@@ -144,11 +157,12 @@ class _Layout:
             open_spans = self._open_spans()
             if not open_spans or not asked:
                 return
-            kgrams, hashes = self._kgrams(self._sieve(open_spans)), self._all_hashes()
+            self._narrow(open_spans)
+            hashes = self._all_hashes()
             offers: list[Offer] = []
             giving: list[Donor] = []
             for donor in asked:
-                given = donor.offers(self._target, open_spans, kgrams[donor.place], hashes)
+                given = donor.offers(self._target, open_spans, self._kgrams[donor.place], hashes)
                 offers += given
                 # Open stretches only shrink: who has nothing now will have nothing later.
                 if given:
@@ -206,21 +220,20 @@ class _Layout:
             if end - start >= self._min_run
         ]
 
-    def _kgrams(self, sieve: Sieve) -> dict[int, KGrams]:
-        """What the sieve lets pass of each usable donor, by place."""
-        passing = self._crowd.passing(sieve)
-        return {
+    def _shares(self, donor: Donor, kgrams: KGrams | None, known: Hashes) -> bool:
+        return kgrams is not None and donor.shares(self._target, kgrams, self._all_hashes(), known)
+
+    def _narrow(self, spans: Sequence[Span]) -> None:
+        """Keep of each usable donor the k-grams that may lie within one of the spans."""
+        hashes = self._all_hashes()
+        inside = [hashes[span.start : span.end - self._min_run + 1] for span in spans]
+        passing = self._crowd.narrow(Sieve(np.concatenate(inside)))
+        self._kgrams = {
             place: KGrams(self._crowd.hashes(number), passing[number])
             for place, number in self._number.items()
         }
 
-    def _sieve(self, spans: Sequence[Span]) -> Sieve:
-        """The k-grams that lie within one of the spans."""
-        hashes = self._all_hashes()
-        inside = [hashes[span.start : span.end - self._min_run + 1] for span in spans]
-        return Sieve(np.concatenate(inside))
-
     def _all_hashes(self) -> Hashes:
         if self._hashes is None:
-            self._hashes = kgram_hashes(self._target, self._min_run)
+            self._hashes = quick_hashes(self._target, self._min_run)
         return self._hashes

@@ -1,44 +1,56 @@
 """
 The k-grams of all candidates side by side, so that each question to them is a few array operations, not a
-few for each: beside prompts of some hundred tokens the calls cost more than what they compute.
+few for each: beside prompts of some hundred tokens the calls cost more than what they compute. Beside long
+prompts it is the other way round: arrays of megabytes leave the cache, and each new one is paged in.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from delta_tree.runs import Hashes, Ids, Sieve, kgram_hashes
+from delta_tree.kgrams import Hashes, Ids, Places, Sieve, quick_hashes
 
-Places = npt.NDArray[np.int64]
-"""Ascending positions of k-grams in one candidate."""
+_MAX_TOGETHER = 1 << 16  # tokens
 
 
 class Crowd:
     """Hashes of the k-grams within each of some prompts; none reaches from one into the next."""
 
-    __slots__ = ("_bounds", "_hashes", "_spans")
+    __slots__ = ("_among", "_bounds", "_hashes", "_joined", "_passing")
 
     def __init__(self, prompts: Sequence[Ids], k: int) -> None:
-        joined = np.concatenate([*prompts, np.empty(0, dtype=np.int32)])
-        self._hashes = kgram_hashes(joined, k)
-        self._spans: list[tuple[int, int]] = []
+        self._passing: list[Places] | None = None  # by prompt, where the prompts are long
+        self._among: Places | None = None  # in the joined prompts, where they are short
+        if sum(map(len, prompts)) > _MAX_TOGETHER:
+            self._joined: Hashes | None = None
+            self._hashes = [quick_hashes(prompt, k) for prompt in prompts]
+            return
+        self._joined = quick_hashes(np.concatenate([*prompts, np.empty(0, dtype=np.int32)]), k)
+        spans: list[tuple[int, int]] = []
         start = 0
         for prompt in prompts:
-            self._spans.append((start, max(start, start + len(prompt) - k + 1)))
+            spans.append((start, max(start, start + len(prompt) - k + 1)))
             start += len(prompt)
-        self._bounds = np.array(self._spans, dtype=np.int64).ravel()
+        self._bounds = np.array(spans, dtype=np.int64).reshape(-1, 2)
+        self._hashes = [self._joined[start:end] for start, end in spans]
 
     def hashes(self, number: int) -> Hashes:
-        """Those of one prompt: as `kgram_hashes` gives them."""
-        start, end = self._spans[number]
-        return self._hashes[start:end]
+        """Those of one prompt: as `quick_hashes` gives them."""
+        return self._hashes[number]
 
-    def passing(self, sieve: Sieve) -> list[Places]:
-        """For each prompt the places whose k-grams the sieve lets pass."""
-        places = sieve.passing(self._hashes)
+    def narrow(self, sieve: Sieve) -> list[Places]:
+        """
+        For each prompt the places whose k-grams the sieve lets pass, and earlier sieves did.
+
+        What is asked about only shrinks, so places that are out stay out.
+        """
+        if self._joined is None:
+            earlier: Sequence[Places | None] = self._passing or [None] * len(self._hashes)
+            self._passing = [
+                sieve.passing(hashes, among) for hashes, among in zip(self._hashes, earlier, strict=True)
+            ]
+            return self._passing
+        self._among = places = sieve.passing(self._joined, self._among)
         cuts = places.searchsorted(self._bounds).tolist()
-        return [
-            places[low:high] - start
-            for low, high, (start, _) in zip(cuts[::2], cuts[1::2], self._spans, strict=True)
-        ]
+        starts = self._bounds[:, 0].tolist()
+        return [places[low:high] - start for (low, high), start in zip(cuts, starts, strict=True)]

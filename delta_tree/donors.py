@@ -11,15 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_tree.align import common_prefix_length, common_suffix_length, heaviest_chain
+from delta_tree.anchors import tile
 from delta_tree.composition import Copy, DonorReason
-from delta_tree.crowd import Places
 from delta_tree.edits import Match
 from delta_tree.errors import UnknownSegmentError
+from delta_tree.kgrams import Hashes, Ids, Places, quick_hashes
 from delta_tree.node import Node, Segment, SegmentId
-from delta_tree.runs import Hashes, Ids, Occurrences, runs_in
 from delta_tree.spans import Span, TokenIds
 
 _HIDDEN = -1  # no token id; what carries it matches nothing
+_ASKED_AT_ONCE = 256  # k-grams; most donors share one of the first
 _CONTEXT = 64  # preceding tokens compared to tell two sources of one run apart
 
 
@@ -47,6 +48,7 @@ class Donor:
         "_min_run",
         "_rows",
         "_segments",
+        "_starts",
         "node",
         "num_used",
         "place",
@@ -70,20 +72,21 @@ class Donor:
         self.visible: Ids = node.token_ids
         self._min_run = min_run
         self._rows = node.pieces.rows()
+        self._starts = [start for start, _, _, _ in self._rows]
         self._segments: list[Segment] = []
-        hidden: list[Span] = []
-        for start, segment_id, _, length in self._rows:
-            try:
-                segment = segment_of(segment_id)
-            except UnknownSegmentError:
-                segment = None  # evicted since the candidate was nominated
-            if segment is None or segment.namespace != node.namespace:
-                self.reason = DonorReason.MISSING_SEGMENT
-                self._rows, self._segments = [], []
-                return
-            if segment.generation > max_generation:
-                hidden.append(Span(start, start + length))
-            self._segments.append(segment)
+        try:
+            self._segments = [segment_of(segment_id) for _, segment_id, _, _ in self._rows]
+        except UnknownSegmentError:
+            self.reason = DonorReason.MISSING_SEGMENT  # evicted since the candidate was nominated
+            return
+        if any(segment.namespace != node.namespace for segment in self._segments):
+            self.reason = DonorReason.MISSING_SEGMENT
+            return
+        hidden = [
+            Span(start, start + length)
+            for (start, _, _, length), segment in zip(self._rows, self._segments, strict=True)
+            if segment.generation > max_generation
+        ]
         if hidden:
             masked = node.token_ids.copy()
             for span in hidden:
@@ -117,9 +120,16 @@ class Donor:
         same = self.visible[exact_length:end] == target[exact_length:end]
         return int(np.count_nonzero(same))
 
-    def shares(self, kgrams: KGrams, target_hashes: frozenset[int]) -> bool:
-        """Whether any run of the target is in this donor; `target_hashes` confirm the sieve."""
-        return not target_hashes.isdisjoint(kgrams.hashes[kgrams.places].tolist())
+    def shares(self, target: TokenIds, kgrams: KGrams, hashes: Hashes, known: Hashes) -> bool:
+        """Whether any run of the target is in this donor; `known` are the target's `hashes`, sorted."""
+        for start in range(0, len(kgrams.places), _ASKED_AT_ONCE):
+            places = kgrams.places[start : start + _ASKED_AT_ONCE]
+            asked = kgrams.hashes[places]
+            at = np.minimum(known.searchsorted(asked), len(known) - 1)
+            for place in places[known[at] == asked].tolist():
+                if self._stands_in(target, place, hashes):
+                    return True
+        return False
 
     def most_in_order(self, kgrams: KGrams) -> int:
         """An upper bound on the tokens an alignment with the target can keep."""
@@ -146,7 +156,7 @@ class Donor:
         """The copies that lay `run` into the new prompt, one per piece."""
         # The promise of the whole package: what is copied is equal, token for token.
         source = self.node.token_ids[run.source : run.source + run.length]
-        assert np.array_equal(source, target[run.target : run.target + run.length])
+        assert (source == target[run.target : run.target + run.length]).all()
         for start, offset, length, segment in self._pieces_of(run):
             skip = max(run.source - start, 0)
             stop = min(run.source + run.length - start, length)
@@ -161,20 +171,26 @@ class Donor:
             )
 
     def _runs(self, target: TokenIds, spans: list[Span], kgrams: KGrams, hashes: Hashes) -> list[Match]:
-        if not len(kgrams.places):
-            return []
-        found = Occurrences.of(kgrams.hashes, kgrams.places)
-        k = self._min_run
-        return [
-            run
-            for span in spans
-            for run in runs_in(self.visible, target, span, found=found, hashes=hashes, k=k)
-        ]
+        return tile(
+            self.visible,
+            target,
+            spans,
+            source_hashes=kgrams.hashes,
+            places=kgrams.places,
+            hashes=hashes,
+            k=self._min_run,
+        )
+
+    def _stands_in(self, target: TokenIds, place: int, hashes: Hashes) -> bool:
+        """Whether the k-gram at `place`, known by its hash, is the target's token for token."""
+        kgram = self.visible[place : place + self._min_run]
+        places = np.flatnonzero(hashes == hashes.dtype.type(quick_hashes(kgram, self._min_run)[0]))
+        return any(np.array_equal(kgram, target[at : at + self._min_run]) for at in places[:4].tolist())
 
     def _pieces_of(self, run: Match) -> Iterator[tuple[int, int, int, Segment]]:
         """(position in the prompt, offset, length, segment) of the pieces that the run touches."""
-        first = bisect_right(self._rows, run.source, key=_start) - 1
-        last = bisect_left(self._rows, run.source + run.length, key=_start)
+        first = bisect_right(self._starts, run.source) - 1
+        last = bisect_left(self._starts, run.source + run.length)
         for index in range(first, last):
             start, _, offset, length = self._rows[index]
             yield start, offset, length, self._segments[index]
@@ -190,7 +206,3 @@ class Donor:
             self.node.token_ids[before[0] : run.source], target[before[1] : run.target]
         )
         return (-run.length, shift, -context, generation, self.place, run.target)
-
-
-def _start(row: tuple[int, SegmentId, int, int]) -> int:
-    return row[0]

@@ -62,14 +62,18 @@ class Span:
 def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
     """The same positions as sorted spans that neither overlap nor touch; empty ones vanish."""
     merged: list[Span] = []
-    for span in sorted(spans):
-        if not span:
-            continue
+    # By their starts alone: comparing whole spans takes several times as long.
+    for span in sorted((span for span in spans if span), key=_start):
         if merged and span.start <= merged[-1].end:
-            merged[-1] = Span(merged[-1].start, max(merged[-1].end, span.end))
+            if span.end > merged[-1].end:
+                merged[-1] = Span(merged[-1].start, span.end)
         else:
             merged.append(span)
     return tuple(merged)
+
+
+def _start(span: Span) -> int:
+    return span.start
 
 
 def gaps(covered: Iterable[Span], length: int) -> tuple[Span, ...]:
@@ -80,12 +84,12 @@ def gaps(covered: Iterable[Span], length: int) -> tuple[Span, ...]:
     """
     found: list[Span] = []
     position = 0
-    for span in merge(covered):
-        if span.end > length:
-            raise EditRangeError(f"span [{span.start}, {span.end}) reaches past {length} tokens")
-        if span.start > position:
-            found.append(Span(position, span.start))
-        position = span.end
+    for start, end in sorted((span.start, span.end) for span in covered if span):
+        if end > length:
+            raise EditRangeError(f"span [{start}, {end}) reaches past {length} tokens")
+        if start > position:
+            found.append(Span(position, start))
+        position = max(position, end)
     if position < length:
         found.append(Span(position, length))
     return tuple(found)

@@ -11,7 +11,7 @@ hashable.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from delta_tree import Copy, NodeId, Span, merge
 
@@ -106,34 +106,40 @@ class NoPlan:
 
 def clip(copy: Copy, span: Span) -> Copy | None:
     """The part of a copy whose target lies in `span`, or None."""
-    part = copy.target.intersection(span)
-    if not part:
+    target_start = copy.target_start
+    start = max(target_start, span.start)
+    length = min(target_start + copy.length, span.end) - start
+    if length <= 0:
         return None
-    if len(part) == copy.length:
+    if length == copy.length:
         return copy
-    ahead = part.start - copy.target_start
-    return replace(
-        copy,
+    ahead = start - target_start
+    return Copy(
+        donor=copy.donor,
+        segment_id=copy.segment_id,
         offset=copy.offset + ahead,
-        length=len(part),
-        target_start=part.start,
+        length=length,
+        target_start=start,
         source_position=copy.source_position + ahead,
         donor_start=copy.donor_start + ahead,
     )
 
 
 def without(copies: Iterable[Copy], holes: Iterable[Span]) -> tuple[Copy, ...]:
-    """The copies with the holes cut out of them."""
+    """The copies, ascending by target, with the holes cut out of them. Linear in copies and holes."""
     sorted_holes = merge(holes)
+    first = 0  # of the holes that end behind the copies so far
     kept: list[Copy] = []
     for copy in copies:
-        start = copy.target.start
-        for hole in sorted_holes:
-            if hole.end <= start or hole.start >= copy.target.end:
-                continue
+        start, end = copy.target_start, copy.target_start + copy.length
+        while first < len(sorted_holes) and sorted_holes[first].end <= start:
+            first += 1
+        at = first
+        while at < len(sorted_holes) and (hole := sorted_holes[at]).start < end:
             if hole.start > start and (part := clip(copy, Span(start, hole.start))):
                 kept.append(part)
             start = max(start, hole.end)
-        if start < copy.target.end and (part := clip(copy, Span(start, copy.target.end))):
+            at += 1
+        if start < end and (part := clip(copy, Span(start, end))):
             kept.append(part)
     return tuple(kept)

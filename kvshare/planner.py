@@ -196,6 +196,5 @@ def _small_shift(sharing: SharingSettings, num_tokens: int) -> int:
 
 
 def _within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:
-    """The copies clipped to a span, ascending by target."""
-    clipped = (clip(copy, span) for copy in copies)
-    return tuple(sorted((copy for copy in clipped if copy is not None), key=lambda copy: copy.target_start))
+    """The copies clipped to a span, in the order given."""
+    return tuple(part for copy in copies if (part := clip(copy, span)) is not None)

@@ -35,13 +35,15 @@ def structural_repairs(
     tail = Span(max(0, num_tokens - settings.tail), num_tokens)
     repairs: list[Span] = []
     for copy, head in zip(copies, heads, strict=True):
-        target = copy.target
-        start = min(target.end, target.start + int(head * scale))
-        end = max(start, min(target.end, tail.start))
+        target_start, target_end = copy.target_start, copy.target_start + copy.length
+        start = min(target_end, target_start + int(head * scale))
+        end = max(start, min(target_end, tail.start))
         if end - start < _MIN_LEFTOVER:
-            start = end = target.end
-        repairs.append(Span(target.start, start))
-        repairs.append(Span(end, target.end))
+            start = end = target_end
+        if start > target_start:
+            repairs.append(Span(target_start, start))
+        if target_end > end:
+            repairs.append(Span(end, target_end))
     return merge(repairs)
 
 
@@ -51,7 +53,7 @@ def _head_length(copy: Copy, before: Copy | None, *, max_small_shift: int, setti
     if (
         before is not None
         and same_donor
-        and before.target.end == copy.target_start
+        and before.target_start + before.length == copy.target_start
         and before.donor_start + before.length == copy.donor_start
     ):
         return 0

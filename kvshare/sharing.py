@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
+# Longer prompts are planned on a thread of their own: 45,000 tokens take some 25 ms, 2,000 one or two.
+_LONG_PROMPT_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +88,7 @@ class Sharing:
         """
         `owns_index`: nobody else writes to the index, so what the tree does not know may be taken out.
 
-        Plans are made in `executor`, by default in a thread of their own.
+        Plans are made in `executor`, by default in a thread of their own, long prompts in another.
         """
         self.keeper = keeper
         self.tree = keeper.tree
@@ -97,10 +99,14 @@ class Sharing:
         self.cost = cost
         self._owns_index = owns_index
         self._executor = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-plan")
+        self._long_executor = executor or ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="kvshare-plan-long"
+        )
 
     def close(self) -> None:
         """Let plans in progress finish; later ones fail open."""
         self._executor.shutdown(wait=True)
+        self._long_executor.shutdown(wait=True)
 
     async def find_plan(
         self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_meaning: bool = True
@@ -115,8 +121,14 @@ class Sharing:
         began = time.perf_counter()
         try:
             nomination = await self._nominate(namespace, prompt, mode, by_meaning=by_meaning)
+            is_long = prompt.num_tokens > _LONG_PROMPT_TOKENS
             lookup = await asyncio.get_running_loop().run_in_executor(
-                self._executor, self._plan, namespace, prompt.token_ids, nomination.candidates, mode
+                self._long_executor if is_long else self._executor,
+                self._plan,
+                namespace,
+                prompt.token_ids,
+                nomination.candidates,
+                mode,
             )
         except Exception as exc:
             log.warning("sharing failed, the request is served without it", exc_info=exc)

@@ -90,9 +90,19 @@ class VectorIndex(ABC):
 
     @abstractmethod
     async def search_fingerprints(
-        self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
+        self,
+        namespace: str,
+        fingerprints: NDArray[np.uint32],
+        limit: int,
+        *,
+        with_fingerprints: bool = True,
     ) -> list[Hit]:
-        """Prompts that share the most of these fingerprints; the score is how many they share."""
+        """
+        Prompts that share the most of these fingerprints; the score is how many they share.
+
+        Without `with_fingerprints` the hits do not tell theirs, which for long prompts costs more than
+        the search.
+        """
 
     @abstractmethod
     async def search_embedding(

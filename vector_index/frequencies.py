@@ -61,14 +61,33 @@ class FingerprintFrequencies:
             self._counts[:] = 0
             self._held.clear()
 
-    def rarest(self, prints: NDArray[np.uint32], *, max_postings: int, min_asked: int) -> NDArray[np.uint32]:
-        """The rarest of `prints`, as many as `max_postings` postings allow and at least `min_asked`."""
+    def held(self, namespace: str, prompt_id: int) -> NDArray[np.uint32] | None:
+        """What a prompt was counted for, as it was given; None for one that is not counted."""
+        with self._lock:
+            held = self._held.get(namespace, {}).get(prompt_id)
+        return None if held is None else np.frombuffer(held, np.uint32)
+
+    def rarest(
+        self, prints: NDArray[np.uint32], *, max_postings: int, min_asked: int, max_asked: int
+    ) -> NDArray[np.uint32]:
+        """
+        The rarest of `prints`, as many as `max_postings` postings allow and at least `min_asked`.
+
+        Of more than `max_asked` an even choice, by place among the hashes. Those that nobody holds come in
+        only where nobody holds any: then the counts may not know what the index does.
+        """
         with self._lock:
             counts = self._num_holders(prints)
+        if len(prints) > max_asked and (is_held := counts > 0).any():
+            prints, counts = prints[is_held], counts[is_held]
         order = np.argsort(counts, kind="stable")
         postings = np.cumsum(counts[order], dtype=np.int64)
         num_asked = max(min_asked, int(np.searchsorted(postings, max_postings, side="right")))
-        return np.sort(prints[order[:num_asked]])
+        asked = np.sort(prints[order[:num_asked]])
+        if len(asked) <= max_asked:
+            return asked
+        chosen: NDArray[np.uint32] = asked[np.arange(max_asked) * len(asked) // max_asked]
+        return chosen
 
     def _num_holders(self, prints: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """How many prompts hold each, or a few more."""

@@ -159,7 +159,7 @@ class Indexer:
             token_ids,
             kgram=self._settings.kgram,
             window=self._settings.window,
-            max_fingerprints=self._settings.max_fingerprints,
+            max_fingerprints=self._settings.max_fingerprints_of(len(token_ids)),
         )
         return bind(prints, namespace)
 

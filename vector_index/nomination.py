@@ -13,6 +13,8 @@ from vector_index.circuit import Failure
 from vector_index.prompt_text import PromptText, TextEmbedder
 from vector_index.schema import IndexSchema
 
+_TOKENS_PER_FINGERPRINT = 4
+
 Source = Literal["prefix", "fingerprint", "meaning"]
 
 
@@ -28,6 +30,10 @@ class NominatorSettings:
                           fingerprints asked for (about 1.3 ns each); rare fingerprints go first
     min_asked             fingerprints asked for even where all are common, and how many must be
                           left uncovered for another search
+    max_asked             fingerprints asked for at once: the index answers while everybody waits. A longer
+                          prompt asks for an even choice of its own; what the hits leave is searched again
+    max_fingerprints      of a prompt of up to 8,192 tokens; a longer one keeps one for four tokens. About
+                          one for five comes out: only a crafted prompt is bounded
     dense_min_uncovered   share of the prompt that prefix and fingerprints must have left open
     max_distance          cosine, of embeddings
     write_timeout_s       for indexing after the response; generous, an index may be optimising
@@ -41,6 +47,7 @@ class NominatorSettings:
     max_holders: int = 10_000
     max_postings: int = 100_000
     min_asked: int = 4
+    max_asked: int = 2048
     max_distance: float = 0.05
     dense_min_tokens: int = 256
     dense_min_uncovered: float = 0.5
@@ -49,6 +56,10 @@ class NominatorSettings:
     write_timeout_s: float = 30.0
     failures_to_open: int = 5
     open_s: float = 30.0
+
+    def max_fingerprints_of(self, num_tokens: int) -> int:
+        """The bound for a prompt of this length."""
+        return max(self.max_fingerprints, num_tokens // _TOKENS_PER_FINGERPRINT)
 
     def schema(self, embedder: TextEmbedder | None) -> IndexSchema:
         """What an index for these settings must have been built with."""

@@ -190,13 +190,14 @@ class Nominator:
         if not len(prints):
             return
         hits: list[Hit] = []
-        failure = await self.circuits["fingerprint"].attempt(
+        found = await self.circuits["fingerprint"].attempt(
             lambda: self._passages.collect(namespace, prints, hits),
             timeout_s=self.settings.search_timeout_s,
         )
-        if isinstance(failure, Failure):
-            tally.failures.append(failure)
-        passages, prefix = rank_passages(prints, hits), tally.prefix
+        holds = None if isinstance(found, Failure) else found
+        if isinstance(found, Failure):
+            tally.failures.append(found)
+        passages, prefix = rank_passages(prints, hits, holds), tally.prefix
         tally.covered_rest = passages.covered
         for hit in passages.hits:
             shares = prefix and self._prefix_table.shares(namespace, hit.prompt_id, prefix)

@@ -7,7 +7,7 @@ searched for again, and hits are put in the order of a greedy cover.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,38 +48,55 @@ class PassageSearch:
         self._frequencies = frequencies
         self._settings = settings
 
-    async def collect(self, namespace: str, prints: NDArray[np.uint32], hits: list[Hit]) -> None:
+    async def collect(self, namespace: str, prints: NDArray[np.uint32], hits: list[Hit]) -> NDArray[np.bool_]:
         """
         Add donors of these sorted fingerprints to `hits`, search by search.
+
+        Returns which of the hits then in the list holds which fingerprint.
+        Shapes:  prints (F,) -> (H, F)
 
         Raises:  IndexUnavailableError as the index does; earlier searches' hits stay in the list
         """
         left = prints
-        is_open = ~_holdings(prints, hits).any(axis=0)
+        holds = _holdings(prints, hits)
         for _ in range(_MAX_SEARCHES):
             asked = self._frequencies.rarest(
                 left,
                 max_postings=self._settings.max_postings,
                 min_asked=self._settings.min_asked,
+                max_asked=self._settings.max_asked,
             )
             limit = self._settings.max_candidates
-            found = await self._index.search_fingerprints(namespace, asked, limit)
+            found = await self._index.search_fingerprints(namespace, asked, limit, with_fingerprints=False)
             known = {hit.prompt_id for hit in hits}
-            new = [hit for hit in found if hit.prompt_id not in known]
+            new = [self._with_fingerprints(namespace, hit) for hit in found if hit.prompt_id not in known]
             hits += new
-            is_open &= ~_holdings(prints, new).any(axis=0)
-            left, enough = prints[is_open], self._settings.min_asked
+            holds = np.concatenate([holds, _holdings(prints, new)])
+            left, enough = prints[~holds.any(axis=0)], self._settings.min_asked
             if not new:  # the rare ones led to nobody: the common ones are left to ask for
                 left, enough = np.setdiff1d(left, asked, assume_unique=True), 1
             if len(left) < enough:
-                return
+                break
+        return holds
+
+    def _with_fingerprints(self, namespace: str, hit: Hit) -> Hit:
+        """The hit with what is stored of its prompt; as it is, where this process does not know that."""
+        held = self._frequencies.held(namespace, hit.prompt_id)
+        return hit if held is None else replace(hit, fingerprints=held)
 
 
-def rank_passages(prints: NDArray[np.uint32], hits: Sequence[Hit]) -> Passages:
-    """Donors in the order of usefulness: each adds most to those before it."""
+def rank_passages(
+    prints: NDArray[np.uint32], hits: Sequence[Hit], holds: NDArray[np.bool_] | None = None
+) -> Passages:
+    """
+    Donors in the order of usefulness: each adds most to those before it.
+
+    `holds` as `collect` returns it; None where it did not come to an end.
+    """
     if not hits:
         return Passages()
-    holds = _holdings(prints, hits)
+    if holds is None:
+        holds = _holdings(prints, hits)
     # A backend that does not tell a hit's fingerprints still tells how many were shared.
     counts = [
         hit.score if hit.fingerprints is None else float(held.sum())

@@ -89,12 +89,15 @@ class PrefixTable:
         shelf = self._shelves.get(namespace)
         if shelf is None or len(token_ids) < self.block_size:
             return None
-        # Most misses are decided by the first block: do not digest a long prompt for nothing.
-        first = self._digests(namespace, token_ids[: self.block_size])
-        with self._lock:
-            if not _has_prefix(shelf.keys, first):
-                return None
-        wanted = self._digests(namespace, token_ids)
+        # Digested as far as somebody follows: most misses are decided by the first block, and a long
+        # prompt seldom goes along with another one to its end.
+        wanted, num_blocks = b"", 1
+        while len(token_ids) >= (start := len(wanted) // _DIGEST_BYTES * self.block_size) + self.block_size:
+            wanted += self._digests(namespace, token_ids[start : start + num_blocks * self.block_size])
+            with self._lock:
+                if not _has_prefix(shelf.keys, wanted):
+                    break
+            num_blocks = 64
         with self._lock:
             return self._nearest(shelf.keys, wanted)
 

@@ -133,12 +133,17 @@ class QdrantEdgeIndex(VectorIndex):
             self._update(edge.UpdateOperation.delete_points_by_filter(everything), num_points)
 
     async def search_fingerprints(
-        self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
+        self,
+        namespace: str,
+        fingerprints: NDArray[np.uint32],
+        limit: int,
+        *,
+        with_fingerprints: bool = True,
     ) -> list[Hit]:
         if not len(fingerprints):
             return []
         query = edge.Query.Nearest(_sparse(fingerprints), using="sparse")
-        return self._search(namespace, query, limit)
+        return self._search(namespace, query, limit, with_fingerprints=with_fingerprints)
 
     async def search_embedding(
         self,
@@ -195,6 +200,7 @@ class QdrantEdgeIndex(VectorIndex):
         *,
         min_score: float | None = None,
         params: edge.SearchParams | None = None,
+        with_fingerprints: bool = False,
     ) -> list[Hit]:
         if self._waits_for_room:
             return []
@@ -203,7 +209,7 @@ class QdrantEdgeIndex(VectorIndex):
             query=query,
             filter=edge.Filter(must=[_is_in(namespace)]),
             with_payload=True,
-            with_vector=["sparse"] if min_score is None else None,
+            with_vector=["sparse"] if with_fingerprints else None,
             score_threshold=min_score,
             params=params,
         )

@@ -96,11 +96,18 @@ class QdrantRemoteIndex(VectorIndex):
         await self._delete(models.Filter(must=[_is_in(namespace)]))
 
     async def search_fingerprints(
-        self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
+        self,
+        namespace: str,
+        fingerprints: NDArray[np.uint32],
+        limit: int,
+        *,
+        with_fingerprints: bool = True,
     ) -> list[Hit]:
         if not len(fingerprints):
             return []
-        return await self._search(namespace, _sparse(fingerprints), "sparse", limit, None)
+        return await self._search(
+            namespace, _sparse(fingerprints), "sparse", limit, None, with_fingerprints=with_fingerprints
+        )
 
     async def search_embedding(
         self,
@@ -129,6 +136,8 @@ class QdrantRemoteIndex(VectorIndex):
         using: str,
         limit: int,
         min_score: float | None,
+        *,
+        with_fingerprints: bool = False,
     ) -> list[Hit]:
         client = self._opened()
         async with _qdrant_errors("search"):
@@ -140,7 +149,7 @@ class QdrantRemoteIndex(VectorIndex):
                 query_filter=models.Filter(must=[_is_in(namespace)]),
                 score_threshold=min_score,
                 with_payload=["namespace"],
-                with_vectors=["sparse"] if using == "sparse" else False,
+                with_vectors=["sparse"] if with_fingerprints else False,
             )
         return self.own_hits(
             namespace,

@@ -38,11 +38,11 @@ from vector_index import (
     TextEmbedder,
 )
 
-_NAMESPACE = "bench"
+NAMESPACE = "bench"
 _VOCAB_SIZE = 32000
 _TEMPLATES = 200
 _CHANGED, _EDITS = 0.1, 5
-_RATES = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1024)
+RATES = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1024)
 
 
 def run(
@@ -79,7 +79,7 @@ async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) ->
         for nodes in _batches(_stored(rng, tree, templates, num_stored), 64):
             await nominator.remember_all(
                 [
-                    PromptRecord(int(node.node_id), _NAMESPACE, node.token_ids, PromptText(texts[number], ""))
+                    PromptRecord(int(node.node_id), NAMESPACE, node.token_ids, PromptText(texts[number], ""))
                     for number, node in nodes
                 ]
             )
@@ -125,11 +125,11 @@ async def _measure(
         query = _variant(rng, templates[number])
         began = time.perf_counter()
         nomination = await nominator.nominate(
-            _NAMESPACE, query, PromptText(texts[number], ""), allow_dense=dense
+            NAMESPACE, query, PromptText(texts[number], ""), allow_dense=dense
         )
         nodes = [node for c in nomination.candidates if (node := tree.get(c.prompt_id)) is not None]  # type: ignore[arg-type]  # NodeId
         nominated = time.perf_counter()
-        plan = make_plan(query, nodes, tree.segment, approximate=True, limits=limits, rates=_RATES)
+        plan = make_plan(query, nodes, tree.segment, approximate=True, limits=limits, rates=RATES)
         total.append(time.perf_counter() - began)
         stages.append(nominated - began)
         saved.append(1 - plan.charged_budget if isinstance(plan, Plan) else 0.0)
@@ -196,10 +196,10 @@ def _insert(tree: DeltaTree, tokens: TokenIds, base: Node | None) -> Node:
         if base is not None and base.token_ids[start] == tokens[start]:
             pieces += base.pieces.slice(Span(start, end))
             continue
-        segments.append(_segment(start, end - start, generation=0 if base is None else 1))
+        segments.append(segment(start, end - start, generation=0 if base is None else 1))
         pieces.append(Piece(segments[-1].segment_id, 0, end - start))
     draft = NodeDraft(
-        namespace=_NAMESPACE,
+        namespace=NAMESPACE,
         token_ids=tokens,
         parent=None if base is None else base.node_id,
         pieces=PieceTable(pieces),
@@ -209,15 +209,15 @@ def _insert(tree: DeltaTree, tokens: TokenIds, base: Node | None) -> Node:
     return tree.insert(draft).node
 
 
-def _segment(first_position: int, num_tokens: int, *, generation: int) -> Segment:
+def segment(first_position: int, num_tokens: int, *, generation: int) -> Segment:
     return Segment(
         segment_id=new_segment_id(),
-        namespace=_NAMESPACE,
+        namespace=NAMESPACE,
         first_position=first_position,
         num_tokens=num_tokens,
         prefix_hash=bytes(16),
         generation=generation,
-        num_bytes=num_tokens * _RATES.bytes_per_token,
+        num_bytes=num_tokens * RATES.bytes_per_token,
         checksum=0,
     )
 

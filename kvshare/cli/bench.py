@@ -30,6 +30,12 @@ class BenchEngine(StrEnum):
     VLLM = "vllm"
 
 
+class PlanWorkload(StrEnum):
+    """What prompts `bench plan` stores and plans, if not forms."""
+
+    AGENT = "agent"
+
+
 class VllmEngine(StrEnum):
     """Of the benchmarks that only make sense over real servers."""
 
@@ -206,6 +212,10 @@ def soak(
 
 @app.command()
 def plan(
+    workload: Annotated[
+        PlanWorkload | None,
+        typer.Option("--workload", help="agent: long transcripts with edits. [default: forms of one length]"),
+    ] = None,
     stored: Annotated[int | None, typer.Option("--stored", min=1, help="Prompts in the store.")] = None,
     prompt_tokens: PromptTokens = None,
     queries: Annotated[int | None, typer.Option("--queries", min=1, help="Prompts planned.")] = None,
@@ -215,7 +225,7 @@ def plan(
 ) -> None:
     """What looking up and planning cost before anything is computed."""
     options = {"stored": stored, "prompt_tokens": prompt_tokens, "queries": queries, "seed": seed}
-    _run("plan", options, as_json, output_format)
+    _run("plan" if workload is None else f"plan_{workload}", options, as_json, output_format)
 
 
 @app.command()

@@ -130,3 +130,16 @@ def test_long_hostile_prompts_do_not_blow_up(make: Callable[[int], np.ndarray]) 
     script = align(source, target, min_run=16)
     assert time.perf_counter() - begin < 2.0  # about 0.05 s; a quadratic method takes minutes
     assert np.array_equal(script.apply(source), target)
+
+
+def test_between_anchors_of_long_prompts_short_runs_are_kept() -> None:
+    """Prompts too long for rapidfuzz as a whole are aligned by it where they differ, to the token."""
+    rng = np.random.default_rng(8)
+    source = rng.integers(0, 30_000, 20_000, dtype=np.int32)
+    target = np.array(source)
+    target[::200] = -1 - target[::200]
+    target = np.abs(target)
+    target[5::200] = 40_000
+    script = align(token_ids(source), token_ids(target), min_run=1)
+    assert script.num_kept >= 20_000 - 200
+    assert np.array_equal(script.apply(token_ids(source)), target)

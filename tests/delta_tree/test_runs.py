@@ -1,12 +1,14 @@
 """Common runs of two prompts, relocated ones included."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_tree import Match, common_runs, token_ids
-from delta_tree.runs import Sieve, kgram_hashes
+from delta_tree.kgrams import Sieve, kgram_hashes, quick_hashes
 from tests.delta_tree.fake_prompts import ADVERSARIAL, edited_pairs
 
 
@@ -72,19 +74,29 @@ def test_the_nearest_of_equal_places_is_taken() -> None:
     ]
 
 
+@pytest.mark.parametrize("hash_of", [kgram_hashes, quick_hashes])
 @given(st.lists(st.integers(0, 5), max_size=40), st.integers(1, 20))
-def test_hashes_name_kgrams(ids: list[int], k: int) -> None:
+def test_hashes_name_kgrams(hash_of: Callable[..., np.ndarray], ids: list[int], k: int) -> None:
     """There is one hash per window, equal for equal windows and only for those."""
-    hashes = kgram_hashes(token_ids(ids), k).tolist()
+    hashes = hash_of(token_ids(ids), k).tolist()
     windows = [tuple(ids[i : i + k]) for i in range(len(ids) - k + 1)]
     assert len(hashes) == len(windows)
     assert len(set(zip(hashes, windows, strict=True))) == len(set(windows)) == len(set(hashes))
 
 
+def test_long_prompts_are_hashed_like_short_ones() -> None:
+    """Hashing block by block gives what hashing each window alone does."""
+    ids = token_ids(np.random.default_rng(5).integers(0, 9, 40_000))
+    hashes = quick_hashes(ids, 16)
+    assert len(hashes) == len(ids) - 15
+    for at in (0, 1, 2**14 - 1, 2**14, 2**15 - 1, 2**15, len(hashes) - 1):
+        assert hashes[at] == quick_hashes(ids[at : at + 16], 16)[0]
+
+
 def test_the_sieve_lets_every_member_pass() -> None:
     """A member of the collection always passes, a foreign hash hardly ever."""
     rng = np.random.default_rng(3)
-    members, foreign = rng.integers(0, 2**63, (2, 2000), dtype=np.uint64)
+    members, foreign = rng.integers(0, 2**32, (2, 2000), dtype=np.uint32)
     sieve = Sieve(members)
     assert sieve.passing(members).tolist() == list(range(2000))
     assert len(sieve.passing(foreign)) < 20

@@ -1,5 +1,6 @@
 """Sharing fails open, keeps its books, and never lets foreign KV through."""
 
+import threading
 from dataclasses import replace
 from typing import ClassVar
 
@@ -360,3 +361,21 @@ async def test_meaning_is_searched_only_where_prefill_takes_long(model: Embedded
     for length, mode in ((499, "approx"), (500, "approx"), (500, "exact")):
         await sharing.find_plan("ns", prompt(length), SharingMode(mode))
     assert nominator.dense == [False, True, False]
+
+
+@pytest.mark.parametrize(("length", "thread"), [(8192, "kvshare-plan_"), (8193, "kvshare-plan-long_")])
+async def test_long_prompts_are_planned_on_a_thread_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, model: EmbeddedModel, length: int, thread: str
+) -> None:
+    """A short prompt does not wait until a long one is planned."""
+    sharing = sharing_with(FixedNominator(), model)
+    seen: list[str] = []
+
+    def note_thread(*_: object) -> Lookup:
+        seen.append(threading.current_thread().name)
+        return Lookup(NoPlan("no_candidates"))
+
+    monkeypatch.setattr(sharing, "_plan", note_thread)
+    await sharing.find_plan("ns", prompt(length), SharingMode.APPROX)
+    sharing.close()
+    assert [name.startswith(thread) for name in seen] == [True]

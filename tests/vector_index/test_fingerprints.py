@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vector_index import NominatorSettings
 from vector_index.fingerprints import bind, fingerprints
 
 GOLDEN = [13642877]
@@ -70,6 +71,28 @@ def test_the_cap_keeps_the_smallest() -> None:
     everything = fingerprints(ids, kgram=8, window=8)
     capped = fingerprints(ids, kgram=8, window=8, max_fingerprints=100)
     assert capped.tolist() == everything[:100].tolist()
+
+
+def test_a_short_passage_of_a_very_long_prompt_is_found() -> None:
+    """The bound grows with the prompt: 16 tokens of 100,000 share one, with the settings as they are."""
+    limits = NominatorSettings()
+    rng = np.random.default_rng(4)
+    stored, query = rng.integers(0, 30_000, (2, 100_000), dtype=np.int32)
+
+    def prints(ids: np.ndarray) -> np.ndarray:
+        return fingerprints(
+            ids,
+            kgram=limits.kgram,
+            window=limits.window,
+            max_fingerprints=limits.max_fingerprints_of(len(ids)),
+        )
+
+    length = limits.kgram + limits.window - 1
+    before = np.intersect1d(prints(stored), prints(query))
+    for start in range(0, 90_000, 9_000):
+        shared = query.copy()
+        shared[start + 500 : start + 500 + length] = stored[start : start + length]
+        assert len(np.intersect1d(prints(stored), prints(shared))) > len(before)
 
 
 def test_density_is_near_two_in_window_plus_one() -> None:

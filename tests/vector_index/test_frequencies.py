@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vector_index.frequencies import FingerprintFrequencies
 
 COMMON = np.arange(50, dtype=np.uint32)
-EVERYTHING = {"max_postings": 10**9, "min_asked": 4}
+EVERYTHING = {"max_postings": 10**9, "min_asked": 4, "max_asked": 2048}
 
 
 def rare(prompt: int) -> Any:
@@ -47,7 +47,7 @@ def test_the_rarest_are_asked_first() -> None:
 
 def test_some_are_asked_even_where_all_are_common() -> None:
     """A prompt made of common passages only still finds somebody who has them."""
-    assert len(filled(100).rarest(COMMON, max_postings=1, min_asked=4)) == 4
+    assert len(filled(100).rarest(COMMON, max_postings=1, min_asked=4, max_asked=2048)) == 4
 
 
 def test_the_cost_does_not_grow_with_the_namespace() -> None:
@@ -106,13 +106,13 @@ def test_clear_and_forget_namespace_reset_the_counts(reset: str) -> None:
 def test_nothing_known_asks_for_everything() -> None:
     """Without counts, as after a start over an index on disk, nothing is held to be common."""
     frequencies = FingerprintFrequencies(max_holders=1)
-    assert frequencies.rarest(COMMON, max_postings=1, min_asked=1).tolist() == COMMON.tolist()
+    assert frequencies.rarest(COMMON, max_postings=1, min_asked=1, max_asked=2048).tolist() == COMMON.tolist()
 
 
 def test_no_fingerprints_select_none() -> None:
     """A prompt without fingerprints is no special case."""
     frequencies = filled(3)
-    assert len(frequencies.rarest(prints(), max_postings=1, min_asked=4)) == 0
+    assert len(frequencies.rarest(prints(), max_postings=1, min_asked=4, max_asked=2048)) == 0
     assert len(frequencies.add("a", 99, prints())) == 0
 
 
@@ -165,3 +165,26 @@ def test_the_counts_equal_a_dictionary(history: list[tuple[str, str, int, set[in
         else:
             frequencies.forget_namespace(namespace)
             held = {key: value for key, value in held.items() if key[0] != namespace}
+
+
+def test_a_long_prompt_asks_for_an_even_choice_of_what_somebody_holds() -> None:
+    """Of more fingerprints than are asked for at once, those that nobody holds are left out first."""
+    frequencies = FingerprintFrequencies(max_holders=100)
+    frequencies.add("a", 1, prints(*range(0, 10_000, 10)))
+    asked = frequencies.rarest(prints(*range(10_000)), **{**EVERYTHING, "max_asked": 100})
+    assert len(asked) == 100
+    assert np.count_nonzero(asked % 10 == 0) == 100
+    assert (np.diff(asked.astype(int)) == 100).all()
+
+
+def test_what_a_prompt_holds_is_known_until_it_is_forgotten() -> None:
+    """As it was given back by `add`; other namespaces' prompts are not known."""
+    frequencies = FingerprintFrequencies(max_holders=1)
+    frequencies.add("a", 1, prints(3, 4))
+    frequencies.add("a", 2, prints(4, 5))
+    held = frequencies.held("a", 2)
+    assert held is not None
+    assert held.tolist() == [5]
+    assert frequencies.held("b", 1) is None
+    frequencies.remove("a", 1)
+    assert frequencies.held("a", 1) is None

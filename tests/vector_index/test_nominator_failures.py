@@ -82,7 +82,9 @@ class MoodyIndex(VectorIndex):
         await self._mood()
         self.entries.clear()
 
-    async def search_fingerprints(self, namespace: str, fingerprints: Any, limit: int) -> list[Hit]:
+    async def search_fingerprints(
+        self, namespace: str, fingerprints: Any, limit: int, *, with_fingerprints: bool = True
+    ) -> list[Hit]:
         await self._mood()
         hits = [
             Hit(

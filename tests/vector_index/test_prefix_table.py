@@ -150,3 +150,16 @@ def test_a_block_size_below_one_is_refused() -> None:
     """Blocks have at least one token."""
     with pytest.raises(ValueError, match="block_size 0"):
         PrefixTable(0)
+
+
+def test_prefixes_of_any_number_of_blocks_are_found_whole() -> None:
+    """However far the digests of a long prompt are computed at once."""
+    ids = np.random.default_rng(2).integers(0, 99, 4 * 300, dtype=np.int32)
+    table = PrefixTable(4)
+    table.add("a", 1, ids)
+    for num_blocks in (1, 2, 63, 64, 65, 66, 129, 200, 300):
+        other = ids.copy()
+        other[4 * num_blocks :] += 1
+        hit = table.longest("a", other)
+        assert hit is not None
+        assert hit.num_tokens == 4 * num_blocks

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from delta_tree import Span, TokenIds, merge
-from delta_tree.runs import kgram_hashes
+from delta_tree.kgrams import kgram_hashes
 from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
 from kvshare.replay.arms.prefix import PrefixArm
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_tree.runs import kgram_hashes
+from delta_tree.kgrams import kgram_hashes
 from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
 from kvshare.replay.arms.gram_table import GramTable, Positions
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of, spans_of

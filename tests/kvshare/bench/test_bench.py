@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvshare.bench import demo, parity, plan, proxy, storage, ttft
+from kvshare.bench import demo, parity, plan, plan_agent, proxy, storage, ttft
 
 
 def test_parity_holds_on_every_architecture() -> None:
@@ -54,6 +54,16 @@ def test_planning_is_measured_with_and_without_meaning() -> None:
         assert document[arm]["p99_ms"] >= document[arm]["p50_ms"] > 0
         assert document[arm]["saved_fraction"] > 0.5
     assert document["metadata_bytes_per_prompt"] > 0
+
+
+def test_long_prompts_are_planned_beside_short_ones() -> None:
+    """Through the sharing core as it serves: candidates, copies, and the wait of a short prompt."""
+    document = plan_agent.run(stored=12, prompt_tokens=12_000, queries=3)
+    assert document["p99_ms"] >= document["p50_ms"] >= document["planning"]["p50_ms"] > 0
+    assert document["blocked_p99_ms"] > 0
+    assert document["candidates"] > 1
+    assert document["copied_fraction"] > 0.3  # windows behind 300 edits take more than half of so few tokens
+    assert document["failures"] == {}
 
 
 @pytest.mark.slow

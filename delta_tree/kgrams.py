@@ -1,0 +1,129 @@
+"""
+Hashes of a prompt's k-grams, and which of them cannot be in another prompt.
+
+A hash only nominates: whoever copies on its word compares the tokens.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+Hashes = npt.NDArray[np.uint32]
+Places = npt.NDArray[np.int64]
+"""Ascending positions of k-grams in one prompt."""
+
+# All odd, so that multiplying loses nothing modulo 2**32 or 2**64.
+_WIDE_TOKEN, _WIDE_BASE = 0xBF58476D1CE4E5B9, 0x9E3779B97F4A7C15
+_TOKEN, _BASE, _LAST = np.uint32(0x9E3779B1), 0x85EBCA6B, np.uint32(0xC2B2AE35)
+_SLOTS = np.uint32(0x27D4EB2F), np.uint32(0x165667B1)
+_BLOCK = 1 << 14  # k-grams hashed at once: what the passes over them touch stays in the cache
+_SIEVE_BITS = 18  # 256 KiB: beside a 2,000-token prompt 1 foreign k-gram in 80,000 passes
+_MAX_SIEVE_BITS = 22
+_SLOTS_PER_HASH = 16
+
+
+def kgram_hashes(tokens: Ids, k: int) -> npt.NDArray[np.uint64]:
+    """
+    A 64-bit polynomial hash of each window of `k` tokens: good enough to stand for it in a whole log.
+
+    Shapes:  (T,) int32 -> (max(T - k + 1, 0),) uint64
+    """
+    if len(tokens) < k:
+        return np.empty(0, dtype=np.uint64)
+    # Token ids are small and regular; without mixing, so would be the hashes' low bits.
+    mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_WIDE_TOKEN)
+    mixed ^= mixed >> np.uint64(29)
+    hashes: npt.NDArray[np.uint64] = _of_windows(mixed, k, _WIDE_BASE)
+    hashes ^= hashes >> np.uint64(32)  # a product's low bits know nothing of the high ones
+    return hashes
+
+
+def quick_hashes(tokens: Ids, k: int) -> Hashes:
+    """
+    A 32-bit hash of each window of `k` tokens, in a tenth of the time of `kgram_hashes`.
+
+    Processors multiply eight or sixteen such numbers at once. Two prompts of 45,000 tokens have a false
+    hit in two, so this is for comparing a few prompts.
+    Shapes:  (T,) int32 -> (max(T - k + 1, 0),) uint32
+    """
+    num_windows = len(tokens) - k + 1
+    if num_windows < 1:
+        return np.empty(0, dtype=np.uint32)
+    if num_windows <= _BLOCK:
+        return _quick_hashes_of_block(tokens, k)
+    hashes = np.empty(num_windows, dtype=np.uint32)
+    for start in range(0, num_windows, _BLOCK):
+        hashes[start : start + _BLOCK] = _quick_hashes_of_block(tokens[start : start + _BLOCK + k - 1], k)
+    return hashes
+
+
+def _quick_hashes_of_block(tokens: Ids, k: int) -> Hashes:
+    mixed = tokens.astype(np.uint32)
+    mixed += np.uint32(1)
+    mixed *= _TOKEN
+    mixed ^= mixed >> np.uint32(15)
+    hashes: Hashes = _of_windows(mixed, k, _BASE)
+    hashes = hashes ^ (hashes >> np.uint32(16))
+    hashes *= _LAST
+    hashes ^= hashes >> np.uint32(15)
+    return hashes
+
+
+def _of_windows(mixed: npt.NDArray[Any], k: int, base: int) -> npt.NDArray[Any]:
+    """Windows of 1, 2, 4, ... numbers by doubling, joined along the binary digits of k."""
+    total: npt.NDArray[Any] | None = None
+    covered, width, window = 0, 1, mixed
+    while True:
+        scale = mixed.dtype.type(pow(base, width, 2 ** (8 * mixed.itemsize)))
+        if k & width:
+            if total is None:
+                total = window
+            else:
+                part = window[covered:]
+                total = total[: len(part)] * scale + part[: len(total)]
+            covered += width
+        if width * 2 > k:
+            break
+        window = window[:-width] * scale + window[width:]
+        width *= 2
+    assert total is not None
+    return total[: len(mixed) - k + 1]
+
+
+class Sieve:
+    """A Bloom filter over hashes: says cheaply which k-grams cannot be in a collection."""
+
+    __slots__ = ("_bits", "_factors", "_present")
+
+    def __init__(self, hashes: Hashes) -> None:
+        wanted = (_SLOTS_PER_HASH * len(hashes)).bit_length()
+        self._bits = min(max(wanted, _SIEVE_BITS), _MAX_SIEVE_BITS)
+        self._present = np.zeros(1 << self._bits, dtype=np.bool_)
+        self._present[low_slots(hashes, self._bits)] = True
+        # Foreign k-grams that pass make a donor look better than its equal. Three slots each keep them out;
+        # beside thousands of others one does not matter.
+        self._factors = _SLOTS if self._bits == _SIEVE_BITS else _SLOTS[:1]
+        for factor in self._factors:
+            self._present[self._high_slots(hashes, factor)] = True
+
+    def passing(self, hashes: Hashes, among: Places | None = None) -> Places:
+        """
+        Ascending places of the hashes that may be in the collection; no member is missing.
+
+        `among` names ascending places: others are not asked about.
+        """
+        asked = hashes if among is None else hashes[among]
+        passed = np.flatnonzero(self._present[low_slots(asked, self._bits)])
+        for factor in self._factors:
+            passed = passed[self._present[self._high_slots(asked[passed], factor)]]
+        return passed if among is None else among[passed]
+
+    def _high_slots(self, hashes: Hashes, factor: np.uint32) -> npt.NDArray[np.intp]:
+        return ((hashes * factor) >> np.uint32(32 - self._bits)).astype(np.intp)
+
+
+def low_slots(hashes: Hashes, bits: int) -> npt.NDArray[np.intp]:
+    """Places in a table of `2**bits` slots."""
+    return (hashes & np.uint32((1 << bits) - 1)).astype(np.intp)

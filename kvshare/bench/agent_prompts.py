@@ -1,0 +1,58 @@
+"""
+Long prompts like an agent's transcripts: a system prompt, then calls and their results, run again and again.
+
+Runs of one task have the same steps; between two runs hundreds of places differ by a few tokens, and all that
+follows has moved. Documents are popular or rare, come up in several tasks, and are opened twice in one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delta_tree import TokenIds, token_ids
+
+NUM_EDITS, LONGEST_EDIT = 300, 8
+_WORDS, _ZIPF = 20_000, 1.1
+_SYSTEM_TOKENS, _CALL_TOKENS, _STAMP_TOKENS = 1200, 30, 12
+_DOCUMENTS, _DOCUMENT_TOKENS = 2000, (200, 1200)
+_SHARE_AGAIN = 0.15  # of the steps, that open a document which the transcript has already
+
+
+class AgentPrompts:
+    """Transcripts over one collection of documents. Shapes: each (T,) int32, T about `num_tokens`."""
+
+    def __init__(self, rng: np.random.Generator, num_tokens: int) -> None:
+        self._rng = rng
+        self._num_tokens = num_tokens
+        weights = 1.0 / np.arange(1, _WORDS + 1) ** _ZIPF
+        self._cumulated = np.cumsum(weights) / weights.sum()
+        self._system, self._call = self._words(_SYSTEM_TOKENS), self._words(_CALL_TOKENS)
+        self._documents = [self._words(int(rng.integers(*_DOCUMENT_TOKENS))) for _ in range(_DOCUMENTS)]
+
+    def task(self) -> TokenIds:
+        """The first run of a new task, exactly `num_tokens` long."""
+        parts, opened = [self._system, self._words(_CALL_TOKENS)], [0]
+        while sum(map(len, parts)) < self._num_tokens:
+            again = len(opened) > 1 and self._rng.random() < _SHARE_AGAIN
+            number = int(self._rng.choice(opened[1:]) if again else self._rng.integers(_DOCUMENTS))
+            opened.append(number)
+            parts += [self._call, self._words(_STAMP_TOKENS), self._documents[number]]
+        return token_ids(np.concatenate(parts)[: self._num_tokens])
+
+    def run_again(self, prompt: TokenIds, *, num_edits: int = NUM_EDITS) -> TokenIds:
+        """The prompt with `num_edits` edits, each of 0 to 8 tokens for 0 to 8 others, evenly drawn."""
+        places = np.sort(self._rng.choice(len(prompt), num_edits, replace=False))
+        parts, at = [], 0
+        for place in places.tolist():
+            removed, added = self._rng.integers(0, LONGEST_EDIT + 1, 2).tolist()
+            parts += [prompt[at : max(at, place)], self._words(added)]
+            at = max(at, place + removed)
+        return token_ids(np.concatenate([*parts, prompt[at:]]))
+
+    def short(self, num_tokens: int) -> TokenIds:
+        """A question that has nothing to do with any task."""
+        return token_ids(self._words(num_tokens))
+
+    def _words(self, count: int) -> NDArray[np.int32]:
+        return np.searchsorted(self._cumulated, self._rng.random(count)).astype(np.int32)

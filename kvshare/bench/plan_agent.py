@@ -1,0 +1,248 @@
+"""
+`kvshare bench plan --workload agent`: what it costs to look up and plan very long prompts, and how long a
+short one waits that comes meanwhile.
+
+Both go through `Sharing.find_plan`, as in serving: nomination on the event loop, planning on its threads. Only
+the KV is missing. The store holds runs of a task with the pieces that planning them left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+import time
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from delta_tree import Copy, DeltaTree, Node, NodeDraft, Piece, PieceTable, SegmentId, TokenIds, gaps
+from kvshare.bench.agent_prompts import NUM_EDITS, AgentPrompts
+from kvshare.bench.figures import grown, memory_bytes
+from kvshare.bench.harness import milliseconds
+from kvshare.bench.plan import NAMESPACE, RATES, segment
+from kvshare.cost import CostModel
+from kvshare.engines.base import Prompt, SharingMode
+from kvshare.keeping import Keeper
+from kvshare.kv.tier import Fetched
+from kvshare.plan import Plan
+from kvshare.planner import PlannerLimits, make_plan
+from kvshare.settings import Settings, load_settings
+from kvshare.sharing import Lookup, Sharing
+from vector_index import Nominator, NominatorSettings, PromptRecord, PromptText, QdrantEdgeIndex
+
+_RUNS = 10  # stored of each task
+_SHORT_TOKENS, _SHORT_STORED, _SHORT_EDITS = 500, 50, 4
+_WARM_UP = 5
+_NO_TEXT = PromptText("", "")
+
+
+def run(
+    *, stored: int = 1000, prompt_tokens: int = 45_000, queries: int = 200, seed: int = 0
+) -> dict[str, Any]:
+    """Times of `queries` long prompts, and of short ones that come while another long one is planned."""
+    return asyncio.run(_run(stored, prompt_tokens, queries, seed))
+
+
+class _NoKV:
+    """A tier that has every segment and no bytes of any."""
+
+    num_bytes = 0
+
+    def __contains__(self, segment_id: object) -> bool:
+        return True
+
+    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
+        return Fetched({}, frozenset())
+
+    def drop(self, segment_ids: Iterable[SegmentId]) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Times:
+    """Seconds, one entry a query."""
+
+    total: list[float] = field(default_factory=list)
+    nomination: list[float] = field(default_factory=list)
+    planning: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    short: list[float] = field(default_factory=list)
+    blocked: list[float] = field(default_factory=list)
+    candidates: list[int] = field(default_factory=list)
+    copied: list[float] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            **milliseconds(self.total),
+            "nomination": milliseconds(self.nomination),
+            "planning": milliseconds(self.planning),
+            "cpu": milliseconds(self.cpu),
+            "blocked_p50_ms": milliseconds(self.blocked)["p50_ms"],
+            "blocked_p99_ms": milliseconds(self.blocked)["p99_ms"],
+            "short_prompt_tokens": _SHORT_TOKENS,
+            "short": milliseconds(self.short),
+            "candidates": float(np.mean(self.candidates)),
+            "copied_fraction": float(np.mean(self.copied)),
+        }
+
+
+async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) -> dict[str, Any]:
+    rng, settings = np.random.default_rng(seed), load_settings()
+    prompts = AgentPrompts(rng, num_tokens)
+    nominator_settings = _nominator_settings(settings)
+    with tempfile.TemporaryDirectory() as folder:
+        index = QdrantEdgeIndex(nominator_settings.schema(None), Path(folder))
+        await index.open()
+        nominator = Nominator(index, settings=nominator_settings)
+        sharing = _sharing(nominator, settings)
+        gc.collect()
+        before, began = memory_bytes(), time.perf_counter()
+        long, short = await _fill(sharing, prompts, num_stored)
+        build_s = time.perf_counter() - began
+        gc.collect()
+        per_prompt = {kind: number / num_stored for kind, number in grown(before).items()}
+        times = await _measure(rng, sharing, prompts, long, short, num_queries)
+        failures = {name: count for name, count in sharing.counters.items() if name.startswith("fallback:")}
+        sharing.close()
+        nominator.close()
+        await index.close()
+    return {
+        "benchmark": "plan",
+        "workload": "agent",
+        "stored": num_stored,
+        "prompt_tokens": num_tokens,
+        "queries": num_queries,
+        "edits": NUM_EDITS,
+        "seed": seed,
+        **times.figures(),
+        "failures": failures,
+        "build_s": build_s,
+        "metadata_bytes_per_prompt": per_prompt["RssAnon"],
+        "mapped_file_bytes_per_prompt": per_prompt["RssFile"],
+    }
+
+
+def _nominator_settings(settings: Settings) -> NominatorSettings:
+    return NominatorSettings(
+        kgram=settings.index.kgram,
+        window=settings.index.window,
+        block_size=settings.index.block_size,
+        max_candidates=settings.index.max_candidates,
+        search_timeout_s=settings.index.search_timeout_s,
+    )
+
+
+def _sharing(nominator: Nominator, settings: Settings) -> Sharing:
+    return Sharing(
+        keeper=Keeper(DeltaTree.open(None, identity="bench"), _NoKV(), min_tokens=1),
+        nominator=nominator,
+        limits=PlannerLimits(sharing=settings.sharing, repair=settings.repair),
+        cost=CostModel(
+            prior_prefill_tokens_per_s=RATES.prefill_tokens_per_s,
+            prior_load_bytes_per_s=RATES.load_bytes_per_s,
+            smoothing=settings.cost.smoothing,
+            bytes_per_token=RATES.bytes_per_token,
+        ),
+    )
+
+
+async def _fill(
+    sharing: Sharing, prompts: AgentPrompts, num_stored: int
+) -> tuple[list[TokenIds], list[TokenIds]]:
+    """Tasks and their later runs, and short prompts beside them; all indexed."""
+    long: list[TokenIds] = []
+    first: Node | None = None
+    for number in range(num_stored):
+        is_first = first is None or number % _RUNS == 0
+        long.append(prompts.task() if is_first or first is None else prompts.run_again(first.token_ids))
+        node = _keep(sharing, long[-1], None if is_first else first)
+        first = node if is_first else first
+        await _index(sharing, node)
+    short = [prompts.short(_SHORT_TOKENS) for _ in range(_SHORT_STORED)]
+    for tokens in short:
+        await _index(sharing, _keep(sharing, tokens, None))
+    return long, short
+
+
+async def _index(sharing: Sharing, node: Node) -> None:
+    await sharing.nominator.remember_all([PromptRecord(node.node_id, NAMESPACE, node.token_ids, None)])
+
+
+def _keep(sharing: Sharing, tokens: TokenIds, base: Node | None) -> Node:
+    """A prompt as an engine leaves it: the base's pieces where its plan copies, and segments of its own."""
+    tree, generation, exact_length = sharing.tree, 0, len(tokens)
+    copies: tuple[Copy, ...] = ()
+    if base is not None:
+        plan = make_plan(
+            tokens, [base], tree.segment, approximate=True, limits=sharing.limits, rates=sharing.cost.rates
+        )
+        assert isinstance(plan, Plan), plan
+        copies, generation, exact_length = plan.copies, plan.generation, plan.first_approximate
+    own = {
+        span.start: segment(span.start, len(span), generation=generation if span.start >= exact_length else 0)
+        for span in gaps((copy.target for copy in copies), len(tokens))
+    }
+    parts = [(start, Piece(new.segment_id, 0, new.num_tokens)) for start, new in own.items()]
+    parts += [(copy.target_start, Piece(copy.segment_id, copy.offset, copy.length)) for copy in copies]
+    pieces = PieceTable(piece for _, piece in sorted(parts, key=lambda part: part[0]))
+    parent = None if base is None else base.node_id
+    draft = NodeDraft(NAMESPACE, tokens, parent, pieces, tuple(own.values()), exact_length)
+    return tree.insert(draft).node
+
+
+async def _measure(
+    rng: np.random.Generator,
+    sharing: Sharing,
+    prompts: AgentPrompts,
+    long: list[TokenIds],
+    short: list[TokenIds],
+    num_queries: int,
+) -> _Times:
+    times = _Times()
+    for number in range(num_queries + _WARM_UP):
+        if number == _WARM_UP:
+            times = _Times()
+        query = prompts.run_again(long[int(rng.integers(len(long)))])
+        other = prompts.run_again(short[int(rng.integers(len(short)))], num_edits=_SHORT_EDITS)
+        cpu, began = time.process_time(), time.perf_counter()
+        lookup = await _prepare(sharing, query)
+        times.total.append(time.perf_counter() - began)
+        times.cpu.append(time.process_time() - cpu)
+        _note(times, lookup, len(query))
+        began = time.perf_counter()
+        await _prepare(sharing, other)
+        times.short.append(time.perf_counter() - began)
+        again = prompts.run_again(long[int(rng.integers(len(long)))])
+        delay_s = float(rng.random()) * float(np.median(times.total))
+        times.blocked.append(await _blocked(_prepare(sharing, again), _prepare(sharing, other), delay_s))
+    return times
+
+
+async def _blocked(long: Awaitable[Lookup], short: Awaitable[Lookup], delay_s: float) -> float:
+    """Seconds that the short one takes, from the moment it comes: a blocked event loop counts, too."""
+    due = time.perf_counter() + delay_s
+    planning = asyncio.ensure_future(long)
+    await asyncio.sleep(delay_s)
+    await short
+    waited = time.perf_counter() - due
+    await planning
+    return waited
+
+
+def _prepare(sharing: Sharing, tokens: TokenIds) -> Awaitable[Lookup]:
+    return sharing.find_plan(NAMESPACE, Prompt(tokens, _NO_TEXT), SharingMode.APPROX, by_meaning=False)
+
+
+def _note(times: _Times, lookup: Lookup, num_tokens: int) -> None:
+    stages = lookup.stage_seconds
+    planning = stages.get("plan", 0.0)
+    times.planning.append(planning)
+    times.nomination.append(sum(stages.values()) - planning - stages.get("load", 0.0))
+    times.candidates.append(len(lookup.candidates))
+    plan = lookup.plan
+    copied = plan.exact_length + plan.num_copied if isinstance(plan, Plan) else 0
+    times.copied.append(copied / num_tokens)
