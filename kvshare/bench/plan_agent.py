@@ -2,8 +2,8 @@
 `kvshare bench plan --workload agent`: what it costs to look up and plan very long prompts, and how long a
 short one waits that comes meanwhile.
 
-Both go through `Sharing.find_plan`, as in serving: nomination on the event loop, planning on its threads. Only
-the KV is missing. The store holds runs of a task with the pieces that planning them left.
+Both go through `Sharing.find_plan`, as in serving: nomination on the event loop, planning on its threads.
+Only the KV is missing. The store holds runs of a task with the pieces that planning them left.
 """
 
 from __future__ import annotations
