@@ -19,6 +19,7 @@ BENCHES = ["parity", "ttft", "plan", "index", "replay", "storage", "demo", "prox
 VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak"]
 VLLM_ONLY = {"threads", "dtype", "eager"}  # options that only the vLLM engine has
 EMBEDDED_ONLY = {"model"}
+CHOOSING = {"plan": {"workload"}}  # options that say which benchmark runs
 COMMANDS = [
     "serve",
     "vllm",
@@ -163,8 +164,15 @@ def test_bench_lists_its_commands(cli: Cli) -> None:
 def test_bench_passes_what_a_benchmark_takes(name: str) -> None:
     """Each command's options are the arguments of its benchmark, so that no default is written twice."""
     taken = set(inspect.signature(importlib.import_module(f"kvshare.bench.{name}").run).parameters)
-    offered = set(inspect.signature(getattr(bench, name)).parameters)
+    offered = set(inspect.signature(getattr(bench, name)).parameters) - CHOOSING.get(name, set())
     assert offered - {"as_json", "output_format", "engine"} - VLLM_ONLY == taken - VLLM_ONLY
+
+
+def test_both_workloads_of_bench_plan_take_the_same() -> None:
+    """`--workload agent` runs another benchmark with the same options."""
+    modules = [importlib.import_module(f"kvshare.bench.{name}") for name in ("plan", "plan_agent")]
+    forms, agent = (set(inspect.signature(module.run).parameters) for module in modules)
+    assert forms == agent
 
 
 @pytest.mark.parametrize("name", VLLM_BENCHES)
