@@ -110,7 +110,7 @@ ROWS: dict[str, tuple[str, str, Callable[[Document], str]]] = {
     ),
     "ttft-chat-model": (
         "Default chat model on real text, 2,000 tokens, 10 % changed in 5 places",
-        "ttft --engine embedded --model default --prompt-tokens 2000 --changed 0.1 --edits 5",
+        "ttft --engine embedded --model default --prompt-tokens 2000 --changed 0.1 --edits 5 --repeats 3",
         _ttft,
     ),
     "parity": (
