@@ -150,7 +150,6 @@ class Forest:
 
     def restore(self, segments: Sequence[Segment], nodes: Sequence[Node]) -> None:
         """Take what was stored into an empty forest."""
-        # A child may be stored before its parent: it had another one when it was written.
         self.apply(Change(put_segments=tuple(segments), put_nodes=tuple(nodes)))
         self.use_order.restore(nodes)
 

@@ -62,7 +62,7 @@ class Totals:
         self._num_bytes -= segment.num_bytes
 
     def put_node(self, node: Node, old: Node | None) -> None:
-        """A new node, or another version of one; parents come before their children."""
+        """A new node, or another version of one. A parent that comes after its child moves it down."""
         if old is None:
             self._num_tokens += node.num_tokens
         if old is None or old.parent != node.parent:

@@ -11,13 +11,13 @@ import asyncio
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from delta_tree import DeltaTree, NodeId, SegmentId, Span, gaps, merge
+from delta_tree import DeltaTree, Node, NodeId, SegmentId, Span, gaps, merge
 from kvshare.cost import CostModel
 from kvshare.engines.base import Prompt, SharingMode
 from kvshare.plan import NoPlan, Plan
@@ -143,7 +143,8 @@ class SharingArm(Arm):
         plan = lookup.plan
         donors = plan.donors if isinstance(plan, Plan) else ()
         cross_user = any_of(request.logged.asker.is_other(self._owners[donor]) for donor in donors)
-        losses = self._losses(request, lookup)
+        nodes = self._core.own_nodes(namespace, lookup.candidates)
+        losses = self._losses(request, plan, nodes)
         self._keeper.hold(plan)
         await self._core.note_use(lookup)
         await self._remember(request, plan)
@@ -162,7 +163,7 @@ class SharingArm(Arm):
                 "num_refused": losses.num_refused,
                 "num_refused_generation": losses.num_generation,
                 "embedded": "meaning" in lookup.stage_seconds and bool(request.text.strip()),
-                "num_candidates": len(self._core.own_nodes(namespace, lookup.candidates)),
+                "num_candidates": len(nodes),
                 "num_failures": lookup.num_failures,
             },
         )
@@ -173,10 +174,9 @@ class SharingArm(Arm):
         if failed:
             raise RuntimeError(f"{self.name}: {', '.join(failed)}; the log above says what happened")
 
-    def _losses(self, request: TokenizedRequest, lookup: Lookup) -> Losses:
+    def _losses(self, request: TokenizedRequest, plan: Plan | NoPlan, nodes: Sequence[Node]) -> Losses:
         if self._second_look is None:
             return Losses()
-        nodes = self._core.own_nodes(request.logged.namespace, lookup.candidates)
 
         def plan_again(limits: PlannerLimits) -> Plan | NoPlan:
             return make_plan(
@@ -188,7 +188,7 @@ class SharingArm(Arm):
                 rates=self._core.cost.rates,
             )
 
-        return self._second_look.losses(lookup.plan, nodes, plan_again)
+        return self._second_look.losses(plan, nodes, plan_again)
 
     async def _remember(self, request: TokenizedRequest, plan: Plan | NoPlan) -> None:
         logged = request.logged
