@@ -12,7 +12,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -141,27 +142,30 @@ class Sharing:
             seconds=time.perf_counter() - began,
         )
 
-    async def note_use(self, lookup: Lookup) -> None:
+    def note_use(self, lookup: Lookup) -> Future[None]:
         """
         A request is served by this lookup: its donors were used now, and what cannot be used leaves.
 
-        Never raises.
+        Done in the planning thread; the request does not wait for it. Never raises.
         """
         if lookup.namespace:
             self.cost.observe_lookup(lookup.seconds)
-        if not (isinstance(lookup.plan, Plan) or lookup.unreadable or lookup.unknown):
-            return
+        if isinstance(lookup.plan, Plan) or lookup.unreadable or lookup.unknown:
+            with suppress(RuntimeError):  # closed: nothing is planned any more
+                return self._executor.submit(self._note_use, lookup)
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return nothing
+
+    def _note_use(self, lookup: Lookup) -> None:
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._note_use, lookup)
+            if isinstance(lookup.plan, Plan):
+                for donor in lookup.plan.donors:
+                    self.tree.touch(donor)
+            self.keeper.discard_unreadable(lookup.unreadable)
         except Exception as exc:
             log.warning("the use of a plan was not noted", exc_info=exc)
             self.counters["fallback:sharing:error"] += 1
-
-    def _note_use(self, lookup: Lookup) -> None:
-        if isinstance(lookup.plan, Plan):
-            for donor in lookup.plan.donors:
-                self.tree.touch(donor)
-        self.keeper.discard_unreadable(lookup.unreadable)
         if self._owns_index:
             for prompt_id in lookup.unknown:
                 self.keeper.note_evicted(lookup.namespace, prompt_id)

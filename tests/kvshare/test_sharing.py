@@ -119,7 +119,7 @@ def donor_for(sharing: Sharing, model: EmbeddedModel, tokens: TokenIds, **where:
 
 async def look_up(sharing: Sharing, wanted: Prompt, *, namespace: str = "ns") -> Lookup:
     found = await sharing.find_plan(namespace, wanted, SharingMode.APPROX)
-    await sharing.note_use(found)
+    sharing.note_use(found).result()
     return found
 
 
@@ -177,7 +177,7 @@ async def test_looking_up_changes_nothing(model: EmbeddedModel) -> None:
         lookup = await sharing.find_plan("ns", wanted, SharingMode.APPROX)
         assert isinstance(lookup.plan, Plan)
     assert (sharing.tree.node(donor.node_id), sharing.cost.rates, dict(sharing.counters)) == before
-    await sharing.note_use(lookup)
+    sharing.note_use(lookup).result()
     used = sharing.tree.node(donor.node_id)
     assert (used.num_hits, used.last_used_at >= donor.last_used_at) == (1, True)
 
@@ -191,7 +191,7 @@ async def test_looking_up_evicts_nobody(model: EmbeddedModel) -> None:
     lookup = await sharing.find_plan("ns", wanted, SharingMode.APPROX)
     assert (lookup.plan, lookup.unreadable) == (NoPlan("kv_gone"), (donor.node_id,))
     assert sharing.tree.get(donor.node_id) is not None
-    await sharing.note_use(lookup)
+    sharing.note_use(lookup).result()
     assert sharing.tree.get(donor.node_id) is None
 
 

@@ -233,7 +233,7 @@ class EmbeddedEngine(GeneratingEngine):
             if self._sharing.wants(request.prompt, request.mode):
                 await self._background.caught_up(namespace, timeout_s=_SETTLE_S)
             lookup = await self._sharing.find_plan(namespace, request.prompt, request.mode)
-            await self._sharing.note_use(lookup)
+            self._sharing.note_use(lookup)
             report = lookup.report(request.prompt.num_tokens)
             task = Task(
                 request,

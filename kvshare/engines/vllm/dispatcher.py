@@ -58,7 +58,7 @@ class Dispatcher:
         elif order.prompt is not None:
             reason = "off" if order.mode is SharingMode.OFF else "short_prompt"
         if option is not None and option.replica.serves and option.lookup is not None:
-            await self._sharing.note_use(option.lookup)
+            self._sharing.note_use(option.lookup)
             return self._planned(order, option, option.lookup)
         return self._unplanned(order, reason)
 

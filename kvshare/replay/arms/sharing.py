@@ -146,7 +146,7 @@ class SharingArm(Arm):
         nodes = self._core.own_nodes(namespace, lookup.candidates)
         losses = self._losses(request, plan, nodes)
         self._keeper.hold(plan)
-        await self._core.note_use(lookup)
+        self._core.note_use(lookup)
         await self._remember(request, plan)
         self._keeper.release(plan)
         self._check_counters()
