@@ -21,6 +21,7 @@ from delta_tree import (
 )
 from kvshare.cost import CostModel, Rates
 from kvshare.errors import StoreError
+from kvshare.metadata import METADATA_FILE
 from kvshare.plan import NoPlan, Plan
 from kvshare.planner import PlannerLimits, make_plan
 from kvshare.served_model import find_model
@@ -90,7 +91,7 @@ def explain_offline(
     else:
         prompt = encoder.encode_chat(messages_or_prompt)
     try:
-        tree = DeltaTree.open(store_path / "tree.sqlite3", identity=None, read_only=True)
+        tree = DeltaTree.open(store_path / METADATA_FILE, identity=None, read_only=True)
     except DeltaTreeError as exc:
         raise StoreError(str(exc)) from exc
     with tree:

@@ -14,6 +14,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,13 @@ from delta_tree import DeltaTree, Node, NodeDraft, Piece, PieceTable, Segment, S
 from kvshare.bench.figures import grown, memory_bytes
 from kvshare.bench.harness import edited, milliseconds, random_prompt
 from kvshare.cost import Rates
+from kvshare.index_factory import nominator_settings
 from kvshare.plan import Plan
 from kvshare.planner import PlannerLimits, make_plan
 from kvshare.settings import Settings, load_settings
 from vector_index import (
     Embedder,
     Nominator,
-    NominatorSettings,
     PromptRecord,
     PromptText,
     QdrantEdgeIndex,
@@ -59,19 +60,16 @@ async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) ->
     embedder = _Embedder(Embedder())
     texts = [_text(rng) for _ in templates]
     embedder.learn(texts)
-    nominator_settings = NominatorSettings(
-        kgram=settings.index.kgram,
-        window=settings.index.window,
-        block_size=settings.index.block_size,
-        max_candidates=settings.index.max_candidates,
+    nomination = replace(
+        nominator_settings(settings.index),
         dense_min_uncovered=0.0,
         search_timeout_s=5.0,
         embed_timeout_s=5.0,
     )
     with tempfile.TemporaryDirectory() as folder:
-        index = QdrantEdgeIndex(nominator_settings.schema(embedder), Path(folder))
+        index = QdrantEdgeIndex(nomination.schema(embedder), Path(folder))
         await index.open()
-        nominator = Nominator(index, embedder=embedder, settings=nominator_settings)
+        nominator = Nominator(index, embedder=embedder, settings=nomination)
         tree = DeltaTree.open(None, identity="bench")
         gc.collect()
         before = memory_bytes()
@@ -118,7 +116,7 @@ async def _measure(
     num_queries: int,
     dense: bool,
 ) -> dict[str, Any]:
-    limits = PlannerLimits(sharing=settings.sharing, repair=settings.repair)
+    limits = PlannerLimits.from_settings(settings)
     total, stages, saved = [], [], []
     for _ in range(num_queries):
         number = int(rng.integers(len(templates)))

@@ -26,13 +26,14 @@ from kvshare.bench.harness import milliseconds
 from kvshare.bench.plan import NAMESPACE, RATES, segment
 from kvshare.cost import CostModel
 from kvshare.engines.base import Prompt, SharingMode
+from kvshare.index_factory import nominator_settings
 from kvshare.keeping import Keeper
 from kvshare.kv.tier import Fetched
 from kvshare.plan import Plan
 from kvshare.planner import PlannerLimits, make_plan
 from kvshare.settings import Settings, load_settings
 from kvshare.sharing import Lookup, Sharing
-from vector_index import Nominator, NominatorSettings, PromptRecord, PromptText, QdrantEdgeIndex
+from vector_index import Nominator, PromptRecord, PromptText, QdrantEdgeIndex
 
 _RUNS = 10  # stored of each task
 _SHORT_TOKENS, _SHORT_STORED, _SHORT_EDITS = 500, 50, 4
@@ -93,11 +94,11 @@ class _Times:
 async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) -> dict[str, Any]:
     rng, settings = np.random.default_rng(seed), load_settings()
     prompts = AgentPrompts(rng, num_tokens)
-    nominator_settings = _nominator_settings(settings)
+    nomination = nominator_settings(settings.index)
     with tempfile.TemporaryDirectory() as folder:
-        index = QdrantEdgeIndex(nominator_settings.schema(None), Path(folder))
+        index = QdrantEdgeIndex(nomination.schema(None), Path(folder))
         await index.open()
-        nominator = Nominator(index, settings=nominator_settings)
+        nominator = Nominator(index, settings=nomination)
         sharing = _sharing(nominator, settings)
         gc.collect()
         before, began = memory_bytes(), time.perf_counter()
@@ -126,21 +127,11 @@ async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) ->
     }
 
 
-def _nominator_settings(settings: Settings) -> NominatorSettings:
-    return NominatorSettings(
-        kgram=settings.index.kgram,
-        window=settings.index.window,
-        block_size=settings.index.block_size,
-        max_candidates=settings.index.max_candidates,
-        search_timeout_s=settings.index.search_timeout_s,
-    )
-
-
 def _sharing(nominator: Nominator, settings: Settings) -> Sharing:
     return Sharing(
         keeper=Keeper(DeltaTree.open(None, identity="bench"), _NoKV(), min_tokens=1),
         nominator=nominator,
-        limits=PlannerLimits(sharing=settings.sharing, repair=settings.repair),
+        limits=PlannerLimits.from_settings(settings),
         cost=CostModel(
             prior_prefill_tokens_per_s=RATES.prefill_tokens_per_s,
             prior_load_bytes_per_s=RATES.load_bytes_per_s,
