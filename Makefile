@@ -26,14 +26,16 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# vLLM binds threads and keeps global state: its tests have a process of their own, beside the others. Both wait more
-# than they compute, and together they take two thirds of the time. Its outcome is printed when the others are done.
+# vLLM binds threads and keeps global state: its tests have processes of their own, beside the others. Both sides wait
+# more than they compute, and together they take two thirds of the time. vLLM's outcome is printed at the end.
 VLLM_LOG := $(VENV)/vllm-tests.log
+COMPILED_TESTS := tests/test_vllm_compiled.py
 
 unit: $(VLLM_STAMP)
 ifeq ($(shell uname -s),Linux)
-	$(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector > $(VLLM_LOG) 2>&1 & vllm=$$!; \
-	status=0; $(BIN)/python -m pytest --durations=10 || status=$$?; \
+	{ $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector && $(BIN)/python -m pytest $(COMPILED_TESTS); } \
+	  > $(VLLM_LOG) 2>&1 & vllm=$$!; \
+	status=0; $(BIN)/python -m pytest --durations=10 --ignore=$(COMPILED_TESTS) || status=$$?; \
 	wait $$vllm || status=$$?; cat $(VLLM_LOG); exit $$status
 else
 	$(BIN)/python -m pytest

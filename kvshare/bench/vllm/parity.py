@@ -69,9 +69,9 @@ def pair_options(
     return StackOptions(model="small", vllm=vllm, kv_bytes=256 * 2**20, seed=seed)
 
 
-def measure(servers: Pair, *, tokens: int, seed: int) -> dict[str, Any]:
-    """One mode: that of servers that run already."""
-    return asyncio.run(_measure(servers, tokens, seed))
+def measure(servers: Pair, *, tokens: int, seed: int, copies: int = 2) -> dict[str, Any]:
+    """One mode: that of servers that run already. Of each case `copies` requests run at the same time."""
+    return asyncio.run(_measure(servers, tokens, seed, copies))
 
 
 def summary(
@@ -84,7 +84,7 @@ def summary(
     return {**whole, "max_abs_logprob_error": worst, "modes": modes}
 
 
-async def _measure(servers: Pair, num_tokens: int, seed: int) -> dict[str, Any]:
+async def _measure(servers: Pair, num_tokens: int, seed: int, copies: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     plain_url, shared_url = servers.plain.url, servers.shared.url
     async with connected(plain_url) as plain, connected(shared_url) as shared, servers.control() as control:
@@ -93,10 +93,10 @@ async def _measure(servers: Pair, num_tokens: int, seed: int) -> dict[str, Any]:
             raise EngineError(f"the connector shares nothing: {'; '.join(info.refusals)}")
         bench = _Parity(plain, shared, control, rng, num_tokens)
         errors = {name: await bench.alone(name) for name in _CASES}
-        errors["mixed_batch"] = await bench.together(_SHORT, copies=2)
+        errors["mixed_batch"] = await bench.together(_SHORT, copies=copies)
         foreign = await bench.foreign()
         before = await front.read_counters(shared)
-        errors["preempted"] = await bench.together(_LONG, copies=2)
+        errors["preempted"] = await bench.together(_LONG, copies=copies)
         counted = (await front.read_counters(shared)).since(before)
     return {
         "max_abs_logprob_error": max(errors.values()),

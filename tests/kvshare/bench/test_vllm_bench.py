@@ -53,7 +53,7 @@ def check_header(document: dict[str, Any], name: str) -> None:
 
 def test_planned_requests_equal_plain_vllm(both: Pair) -> None:
     """The promise of the README; before the proxy starts, which drops what it does not know."""
-    mode = parity.measure(both, tokens=_TOKENS, seed=1)
+    mode = parity.measure(both, tokens=_TOKENS, seed=1, copies=1)
     document = parity.summary(both.options, {"eager": mode}, {})
     check_header(document, "parity")
     assert document["max_abs_logprob_error"] <= 1e-4
