@@ -12,7 +12,8 @@ from typing import Any
 from aiohttp import web
 
 from kvshare.engines.base import Engine, EngineStatus, GeneratingEngine
-from kvshare.engines.vllm.engine import VllmEngine
+from kvshare.fleet.client import HttpUpstream
+from kvshare.fleet.engine import VllmEngine
 from kvshare.settings import Settings
 from proxy import admin, openai, probes, relay
 from proxy.auth import Keyring
@@ -20,7 +21,6 @@ from proxy.context import SERVER, ServerContext
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
 from proxy.middleware import add_request_id, observe
-from proxy.relay.upstream import HttpUpstream
 
 log = logging.getLogger(__name__)
 

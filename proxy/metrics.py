@@ -15,7 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvshare import __version__
-from kvshare.engines.base import EngineStatus, IndexStatus, ReplicaStatus, SharingMode, SharingReport
+from kvshare.engines.base import EngineStatus, IndexStatus, ReplicaStatus
+from kvshare.requests import SharingMode, SharingReport
 from proxy.request_log import RequestRecord
 
 

@@ -15,7 +15,8 @@ from time import perf_counter
 
 from aiohttp import web
 
-from kvshare.engines.base import Delta, Finished, SharingMode, SharingReport
+from kvshare.engines.base import Delta, Finished
+from kvshare.requests import SharingMode, SharingReport
 from proxy.auth import ANONYMOUS, Caller
 
 log = logging.getLogger("proxy.middleware")  # the name that operators know

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict
 
-from kvshare.engines.base import SharingMode
+from kvshare.requests import SharingMode
 from proxy.context import SERVER
 from proxy.request_body import at_most, validated
 

@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from delta_tree import SegmentId, Span, gaps, new_segment_id
-from kvshare.engines.vllm.wire import (
+from kvshare.vllm_protocol.messages import (
     Dropped,
     Finished,
     Journal,

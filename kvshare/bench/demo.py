@@ -21,12 +21,12 @@ import numpy as np
 from delta_tree import Op, Span, TokenIds, align, common_suffix_length
 from kvshare.bench.harness import ask, running_engine
 from kvshare.demo.pairs import Pair, near_duplicate_pairs
-from kvshare.engines.base import Prompt, SharingMode, SharingReport
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.text import Detokenizer
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SequenceKV
+from kvshare.requests import Prompt, SharingMode, SharingReport
 
 _MAX_TOKENS = 12
 _HELD_OUT_SEED = 20_000

@@ -15,19 +15,11 @@ from transformers import PreTrainedModel
 
 from delta_tree import TokenIds, token_ids
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.base import (
-    Delta,
-    Event,
-    Finished,
-    GenerationRequest,
-    SamplingParams,
-    SharingMode,
-    SharingReport,
-    Started,
-)
+from kvshare.engines.base import Delta, Event, Finished, GenerationRequest, SamplingParams, Started
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.tokenizer import PromptEncoder
+from kvshare.requests import SharingMode, SharingReport
 from kvshare.served_model import DEMO
 from kvshare.settings import Settings, load_settings
 

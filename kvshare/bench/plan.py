@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from delta_tree import DeltaTree, Node, NodeDraft, Piece, PieceTable, Segment, Span, TokenIds, new_segment_id
 from kvshare.bench.figures import grown, memory_bytes
 from kvshare.bench.harness import edited, milliseconds, random_prompt
-from kvshare.cost import Rates
 from kvshare.index_factory import nominator_settings
-from kvshare.plan import Plan
-from kvshare.planner import PlannerLimits, make_plan
 from kvshare.settings import Settings, load_settings
+from kvshare.sharing.cost import Rates
+from kvshare.sharing.plan import Plan
+from kvshare.sharing.planner import PlannerLimits, make_plan
 from vector_index import (
     Embedder,
     Nominator,

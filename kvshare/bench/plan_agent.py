@@ -24,15 +24,15 @@ from kvshare.bench.agent_prompts import NUM_EDITS, AgentPrompts
 from kvshare.bench.figures import grown, memory_bytes
 from kvshare.bench.harness import milliseconds
 from kvshare.bench.plan import NAMESPACE, RATES, segment
-from kvshare.cost import CostModel
-from kvshare.engines.base import Prompt, SharingMode
 from kvshare.index_factory import nominator_settings
-from kvshare.keeping import Keeper
 from kvshare.kv.tier import Fetched
-from kvshare.plan import Plan
-from kvshare.planner import PlannerLimits, make_plan
+from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import Settings, load_settings
-from kvshare.sharing import Lookup, Sharing
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.keeper import Keeper
+from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.plan import Plan
+from kvshare.sharing.planner import PlannerLimits, make_plan
 from vector_index import Nominator, PromptRecord, PromptText, QdrantEdgeIndex
 
 _RUNS = 10  # stored of each task

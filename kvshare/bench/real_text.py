@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from delta_tree import TokenIds, token_ids
 from kvshare.chat_model import EXAMPLE_TEXT
 from kvshare.demo.pairs import near_duplicate_pairs
-from kvshare.engines.base import Prompt
 from kvshare.engines.embedded.tokenizer import PromptEncoder
+from kvshare.requests import Prompt
 
 _MAX_FORMS = 64
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvshare.bench.harness import ask, edited, random_prompt, running_engine
 from kvshare.bench.random_models import tiny_model
-from kvshare.engines.base import SharingMode
+from kvshare.requests import SharingMode
 
 _VOCAB_SIZE = 290
 

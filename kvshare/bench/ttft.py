@@ -22,8 +22,8 @@ from delta_tree import TokenIds
 from kvshare.bench.harness import Answer, ask, edited, environment, median, random_prompt, running_engine
 from kvshare.bench.random_models import timing_model
 from kvshare.bench.real_text import RealText
-from kvshare.engines.base import SharingMode
 from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.requests import SharingMode
 
 _VOCAB_SIZE = 1000  # of the tokens drawn; the model's own is larger
 

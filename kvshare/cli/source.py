@@ -98,7 +98,7 @@ class StoreSource(Source):
         return document
 
     def explain(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        from kvshare.explain import explain_offline
+        from kvshare.cli.offline import explain_offline
         from kvshare.settings import load_settings
 
         document: dict[str, Any] = explain_offline(

@@ -13,7 +13,7 @@ _LIBRARIES = ("torch", "transformers", "qdrant-edge-py", "qdrant-client", "sente
 
 def version(output_format: Format = OutputFormat.TERMINAL) -> None:
     """What is installed: KVShare, Python and the libraries that matter."""
-    from kvshare.engines.vllm.versions import installed_version
+    from kvshare.vllm_protocol.versions import installed_version
 
     libraries = {name: _installed(name) for name in _LIBRARIES} | {"vllm": installed_version()}
     document = {

@@ -15,9 +15,9 @@ from kvshare import __version__
 from kvshare.cli.checks import Check, State, first_line
 from kvshare.cli.client import JsonClient
 from kvshare.cli.exits import AnswerError
-from kvshare.engines.vllm.versions import TESTED, untested
-from kvshare.engines.vllm.wire import PROTOCOL, TOKEN_VARIABLE, ReplicaInfo, WireError
 from kvshare.errors import KVShareError, UnreachableError
+from kvshare.vllm_protocol.messages import PROTOCOL, TOKEN_VARIABLE, ReplicaInfo, WireError
+from kvshare.vllm_protocol.versions import TESTED, untested
 
 if TYPE_CHECKING:
     from kvshare.settings import ReplicaSettings

@@ -76,7 +76,7 @@ def vllm(
 
     --help after MODEL shows vLLM's. With KVSHARE_VLLM_TOKEN set, the connector answers only who has it.
     """
-    from kvshare.engines.vllm.versions import program
+    from kvshare.vllm_protocol.versions import program
 
     if arguments[0] in _HELP:
         typer.echo(context.get_help())
@@ -151,7 +151,7 @@ def _refuse_taken(given: Mapping[str, Any], settings: Sequence[str]) -> None:
 
 
 def _refuse_open(host: str) -> None:
-    from kvshare.engines.vllm.wire import TOKEN_VARIABLE
+    from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
 
     if not _is_loopback(host) and not os.environ.get(TOKEN_VARIABLE):
         raise typer.BadParameter(
@@ -178,7 +178,7 @@ def _next_port(port: object) -> int:
 
 
 def _check_version() -> None:
-    from kvshare.engines.vllm.versions import installed_version, untested
+    from kvshare.vllm_protocol.versions import installed_version, untested
 
     version = installed_version()
     if version is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import runpy
 from importlib import metadata
 
-from kvshare.engines.vllm.versions import installed_version
+from kvshare.vllm_protocol.versions import installed_version
 
 _version = metadata.version
 

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from delta_tree import Node
-from kvshare.sharing import Sharing
+from kvshare.sharing.pipeline import Sharing
 from vector_index import PromptText
 
 _MAX_EMBEDDING = 16  # prompts waiting to be embedded; they hold text only

@@ -3,8 +3,7 @@ What an engine takes and gives: requests, events, the abstract classes. Knows ne
 
 Every `Engine` can be started, asked how it is and what it stores. A `GeneratingEngine` also tokenizes, plans
 (through `kvshare.sharing`), computes, and emits events: the proxy turns HTTP into `GenerationRequest` and
-events into chunks. The vLLM engine generates nothing here; what the proxy relays for it stands in
-`kvshare.engines.vllm.engine`.
+events into chunks. A fleet of vLLMs generates nothing here: the proxy relays for it (`kvshare.fleet`).
 """
 
 from __future__ import annotations
@@ -15,17 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from delta_tree import TokenIds
 from kvshare.namespace import Namespace
-from vector_index import PromptText
-
-
-class SharingMode(StrEnum):
-    """How much of other prompts a request accepts: nothing, equal prefixes, or edited KV as well."""
-
-    OFF = "off"
-    EXACT = "exact"
-    APPROX = "approx"
+from kvshare.requests import Prompt, SharingMode, SharingReport
 
 
 class FinishReason(StrEnum):
@@ -52,18 +42,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
-    """A tokenized prompt and the text that tells it apart (only for the embedder, never logged)."""
-
-    token_ids: TokenIds  # (T,) int32
-    text: PromptText
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
     """One request as the engine sees it. The namespace comes from the API key, never from the body."""
 
@@ -73,28 +51,6 @@ class GenerationRequest:
     sampling: SamplingParams
     mode: SharingMode = SharingMode.APPROX
     store: bool = True  # False: nothing of this request is kept
-
-
-@dataclass(frozen=True, slots=True)
-class SharingReport:
-    """Where the prompt's KV came from. exact + copied + recomputed + repaired == prompt tokens."""
-
-    num_exact: int  # equal prefix, reused as it was
-    num_copied: int  # equal tokens of another context, laid into place
-    num_recomputed: int  # tokens nobody had
-    num_repaired: int  # tokens somebody had, computed again because their context changed
-    decision: str  # "exact" | "approx" | "full"
-    reason: str | None = None  # why not more was shared; a fixed word, see `NoPlan`
-    donors: tuple[int, ...] = ()  # node ids: for admins only
-
-    @property
-    def num_cached(self) -> int:
-        """Prompt tokens that were not computed."""
-        return self.num_exact + self.num_copied
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.num_exact + self.num_copied + self.num_recomputed + self.num_repaired
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from delta_tree import SegmentId, Span, gaps, merge
-from kvshare.engines.vllm.wire import WireCopy
+from kvshare.vllm_protocol.messages import WireCopy
 
 
 @dataclass(frozen=True, slots=True)

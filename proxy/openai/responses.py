@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshare.engines.base import Delta, FinishReason, SharingReport, TokenLogprob
+from kvshare.engines.base import Delta, FinishReason, TokenLogprob
 from kvshare.errors import EngineError
+from kvshare.requests import SharingReport
 
 
 @dataclass(slots=True)

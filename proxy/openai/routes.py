@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from kvshare.engines.base import GeneratingEngine, GenerationRequest, Prompt
+from kvshare.engines.base import GeneratingEngine, GenerationRequest
 from kvshare.errors import ContextLengthError, ModelNotFoundError
+from kvshare.requests import Prompt
 from proxy.context import accepting_server
 from proxy.errors import not_found
 from proxy.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion

@@ -15,16 +15,9 @@ from dataclasses import dataclass, replace
 
 from aiohttp import web
 
-from kvshare.engines.base import (
-    Delta,
-    Event,
-    Finished,
-    GeneratingEngine,
-    GenerationRequest,
-    SharingReport,
-    Started,
-)
+from kvshare.engines.base import Delta, Event, Finished, GeneratingEngine, GenerationRequest, Started
 from kvshare.errors import EngineError, KVShareError
+from kvshare.requests import SharingReport
 from proxy.context import SERVER
 from proxy.errors import to_reply
 from proxy.openai.bodies import GenerationBody

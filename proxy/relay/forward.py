@@ -18,14 +18,14 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvshare.engines.vllm.dispatch import Dispatch, Flight, Order
-from kvshare.engines.vllm.engine import VllmEngine
 from kvshare.errors import EngineError, NoReplicaError, UpstreamError
+from kvshare.fleet.client import HttpUpstream
+from kvshare.fleet.dispatch import Dispatch, Flight, Order
+from kvshare.fleet.engine import VllmEngine
 from proxy.context import SERVER
 from proxy.errors import to_reply, upstream_timed_out
 from proxy.relay.json_members import JsonMembers
 from proxy.relay.sanitize import headers_to_client, headers_to_upstream, sanitized, takes_salt
-from proxy.relay.upstream import HttpUpstream
 from proxy.request_log import RECORD, class_and_place
 from proxy.sse import DONE, frame
 

@@ -21,10 +21,10 @@ import numpy as np
 from aiohttp import web
 
 from delta_tree import DeltaTreeError, token_ids
-from kvshare.engines.base import Prompt, SharingMode
-from kvshare.engines.vllm.dispatch import Order
-from kvshare.engines.vllm.engine import VllmEngine
 from kvshare.errors import NoReplicaError, RequestError, UpstreamError
+from kvshare.fleet.dispatch import Order
+from kvshare.fleet.engine import VllmEngine
+from kvshare.requests import Prompt, SharingMode
 from proxy.auth import Role
 from proxy.context import SERVER, accepting_server
 from proxy.errors import wrong_content_type

@@ -23,15 +23,13 @@ from kvshare.engines.base import (
     GeneratingEngine,
     GenerationRequest,
     ModelCard,
-    Prompt,
     SamplingParams,
-    SharingMode,
-    SharingReport,
     Started,
     TokenLogprob,
 )
 from kvshare.errors import ContextLengthError, OverloadedError, RequestError
 from kvshare.namespace import Namespace
+from kvshare.requests import Prompt, SharingMode, SharingReport
 from vector_index import PromptText
 
 MODEL = "echo"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from kvshare.engines.base import SharingMode
 from kvshare.errors import RequestError
+from kvshare.requests import SharingMode
 from proxy.app import build_app
 from proxy.request_options import RequestOptions, parse_kvshare, request_options
 from tests.proxy.conftest import settings_with

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvshare.bench.vllm.client import Client
-from kvshare.engines.vllm.wire import Dropped, Finished, Journal, ReplicaInfo
+from kvshare.vllm_protocol.messages import Dropped, Finished, Journal, ReplicaInfo
 
 _POLL_S = 0.05
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvshare.engines.vllm.versions import program
-from kvshare.engines.vllm.wire import TOKEN_VARIABLE
 from kvshare.errors import EngineError
+from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
+from kvshare.vllm_protocol.versions import program
 
 MODEL_NAME = "bench"
 _HOST = "127.0.0.1"

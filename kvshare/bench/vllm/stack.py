@@ -17,7 +17,7 @@ from kvshare.bench.vllm import servers
 from kvshare.bench.vllm.client import Client, connected
 from kvshare.bench.vllm.models import write_small_model, write_timing_model
 from kvshare.bench.vllm.servers import Server, VllmOptions
-from kvshare.engines.vllm.versions import installed_build
+from kvshare.vllm_protocol.versions import installed_build
 
 DOCUMENT_VERSION = 1  # of the JSON of these benchmarks
 

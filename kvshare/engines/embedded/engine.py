@@ -22,7 +22,6 @@ import torch
 from tokenizers import Tokenizer
 
 from delta_tree import DeltaTree, Span
-from kvshare.cost import CostModel
 from kvshare.engines.background import Background, Embedding
 from kvshare.engines.base import (
     EngineStatus,
@@ -31,8 +30,6 @@ from kvshare.engines.base import (
     GeneratingEngine,
     GenerationRequest,
     ModelCard,
-    Prompt,
-    SharingMode,
     Started,
 )
 from kvshare.engines.embedded.admission import Admission
@@ -47,18 +44,20 @@ from kvshare.errors import (
     RequestError,
     ShuttingDownError,
 )
-from kvshare.explain import Planning, explanation
 from kvshare.index_factory import ServedIndex
 from kvshare.inspection import QUESTIONS
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.memory_tier import MemoryTier
 from kvshare.metadata import check_not_in_use, open_emptied_tree
 from kvshare.namespace import Namespace
-from kvshare.planner import PlannerLimits
-from kvshare.retention import Computed, MemoryKeeper
+from kvshare.requests import Prompt, SharingMode
 from kvshare.served_model import find_model
 from kvshare.settings import Settings
-from kvshare.sharing import Sharing
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.explain import Planning, explanation
+from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
+from kvshare.sharing.pipeline import Sharing
+from kvshare.sharing.planner import PlannerLimits
 from vector_index import Nominator
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ import torch
 from tokenizers import Tokenizer
 
 from delta_tree import Span, TokenIds, token_ids
-from kvshare.cost import CostModel
 from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.sampling import Sampler, top_logprobs
@@ -24,8 +23,9 @@ from kvshare.engines.embedded.text import Detokenizer, StopMatcher, token_text
 from kvshare.kv.attention import PartialPass, take_pass
 from kvshare.kv.editor import lay_out
 from kvshare.kv.sequence import SequenceKV
-from kvshare.plan import Plan
-from kvshare.sharing import Lookup
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.pipeline import Lookup
+from kvshare.sharing.plan import Plan
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from delta_tree import token_ids
-from kvshare.engines.base import Prompt
 from kvshare.errors import ContextLengthError, ModelError, RequestError
+from kvshare.requests import Prompt
 from vector_index import PromptText
 
 _NORMALISED_AWAY = 4  # a normaliser may drop characters before they are tokenized; most of a text stays

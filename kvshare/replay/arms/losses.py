@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from delta_tree import Node, Segment, SegmentId
-from kvshare.plan import NoPlan, Plan
-from kvshare.planner import PlannerLimits
 from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.settings import Settings
+from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.planner import PlannerLimits
 
 _REFUSALS = frozenset({"not_enough_saved", "too_much_relocated", "does_not_pay", "rotation_unknown"})
 _ANY = 2**30  # donors or generations: never so many

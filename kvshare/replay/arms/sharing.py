@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from delta_tree import DeltaTree, Node, NodeId, SegmentId, Span, gaps, merge
-from kvshare.cost import CostModel
-from kvshare.engines.base import Prompt, SharingMode
-from kvshare.plan import NoPlan, Plan
-from kvshare.planner import PlannerLimits, make_plan
 from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
 from kvshare.replay.arms.losses import Losses, SecondLook
 from kvshare.replay.arms.meanings import prompt_text
 from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
-from kvshare.retention import Computed, MemoryKeeper
-from kvshare.sharing import Lookup, Sharing
+from kvshare.requests import Prompt, SharingMode
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
+from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.planner import PlannerLimits, make_plan
 from vector_index import Nominator, QdrantEdgeIndex
 
 _MAINTAIN_EVERY = 1000  # requests between two flushes of the index

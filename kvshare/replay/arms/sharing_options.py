@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from kvshare.index_factory import nominator_settings
-from kvshare.planner import PlannerLimits
 from kvshare.settings import Settings
+from kvshare.sharing.planner import PlannerLimits
 from vector_index import NominatorSettings
 
 Nominate = Literal["both", "fingerprints", "meaning"]

@@ -18,9 +18,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from delta_tree import SegmentId
-from kvshare.engines.vllm.wire import ReplicaInfo
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
+from kvshare.vllm_protocol.messages import ReplicaInfo
 
 log = logging.getLogger("vllm.kvshare.control")
 

@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections import deque
 
-from kvshare.engines.vllm.wire import Journal, JournalEvent
+from kvshare.vllm_protocol.messages import Journal, JournalEvent
 
 _MAX_EVENTS = 4096
 

@@ -18,14 +18,14 @@ from vllm.config import VllmConfig
 
 import kvshare
 from delta_tree import SegmentId
-from kvshare.engines.vllm.versions import installed_version, untested
-from kvshare.engines.vllm.wire import TOKEN_VARIABLE, ReplicaInfo
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import WorkerHandshake
 from kvshare.vllm_connector.scheduler.control_server import ControlServer, ControlState
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
+from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, ReplicaInfo
+from kvshare.vllm_protocol.versions import installed_version, untested
 
 log = logging.getLogger("vllm.kvshare")
 

@@ -13,7 +13,7 @@ from enum import StrEnum, auto
 from typing import TYPE_CHECKING
 
 from delta_tree import SegmentId
-from kvshare.engines.vllm.wire import Finished, Stored, Ticket, WireCopy, digest_of, is_private_salt
+from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, WireCopy, digest_of, is_private_salt
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -17,11 +17,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from delta_tree import SegmentId, gaps, new_segment_id
-from kvshare.engines.vllm.wire import TICKET_KEY, Dropped, Stored, Ticket, WireError
 from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, SaveRequest, StepMetadata, WorkerReport
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import Retained, State, TicketedRequest, why_unshared
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
+from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, Stored, Ticket, WireError
 
 log = logging.getLogger("vllm.kvshare")
 

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from kvshare import __version__
-from kvshare.engines.vllm.wire import ReplicaInfo
+from kvshare.vllm_protocol.messages import ReplicaInfo
 
 GIB = 2**30
 MODEL = "some/model"

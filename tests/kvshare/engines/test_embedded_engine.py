@@ -26,7 +26,6 @@ from kvshare.engines.base import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
-    SharingMode,
     Started,
 )
 from kvshare.engines.embedded.engine import EmbeddedEngine
@@ -40,6 +39,7 @@ from kvshare.errors import (
     ShuttingDownError,
     StoreError,
 )
+from kvshare.requests import SharingMode
 from kvshare.settings import load_settings
 
 VOCAB = 290

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from delta_tree import DeltaTree
 from kvshare.errors import ConfigError
-from kvshare.plan import NoPlan
 from kvshare.replay.arms import make_arm, parse_arms
 from kvshare.replay.arms.base import Arm
 from kvshare.replay.arms.losses import Losses, SecondLook
@@ -22,6 +21,7 @@ from kvshare.replay.measures import Measures
 from kvshare.replay.requests import Outcome, TokenizedRequest, any_of
 from kvshare.replay.rows import RowMaker, make_row
 from kvshare.settings import load_settings
+from kvshare.sharing.plan import NoPlan
 from tests.kvshare.replay.synthetic import random_tokens, request, stream, workbench
 
 BLOCK = 16

@@ -17,13 +17,14 @@ import pytest
 from delta_tree import TokenIds, token_ids
 from kvshare.bench.random_models import VOCAB_SIZE
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.base import Delta, Event, Finished, GenerationRequest, SamplingParams, SharingReport
+from kvshare.engines.base import Delta, Event, Finished, GenerationRequest, SamplingParams
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.replay.arms.base import Workbench
 from kvshare.replay.arms.sharing import SharingArm
 from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.replay.workloads import generate
+from kvshare.requests import SharingReport
 from kvshare.settings import Settings, load_settings
 from tests.kvshare.engines.test_embedded_engine import engine_at
 from tests.kvshare.replay.synthetic import request

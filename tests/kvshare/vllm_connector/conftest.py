@@ -135,7 +135,7 @@ class Vllm:
         return f"{word}-{next(self._ids)}"
 
     def ticket(self, tokens: Sequence[int], copies: Sequence[Any] = (), **fields: Any) -> Any:
-        from kvshare.engines.vllm.wire import Ticket, digest_of
+        from kvshare.vllm_protocol.messages import Ticket, digest_of
 
         known = {
             "request_id": self.fresh(),
@@ -181,7 +181,7 @@ class Vllm:
 
     def shared(self, tokens: Sequence[int], copies: Sequence[Any], **sampling: Any) -> tuple[Answer, Any]:
         """An approximate request with its private salt, and its Finished event."""
-        from kvshare.engines.vllm.wire import private_salt
+        from kvshare.vllm_protocol.messages import private_salt
 
         ticket = self.ticket(tokens, copies)
         answer = self.ask((tokens, ticket, private_salt(ticket.request_id)), **sampling)[0]
@@ -305,7 +305,7 @@ def text() -> Callable[..., list[int]]:
 @pytest.fixture
 def copies() -> Callable[..., list[Any]]:
     """`copies(event, (0, 100), (130, 300), shift=0)`: spans of a donor's first segment, moved."""
-    from kvshare.engines.vllm.wire import WireCopy
+    from kvshare.vllm_protocol.messages import WireCopy
 
     def make(event: Any, *spans: tuple[int, int], shift: int = 0) -> list[Any]:
         segment = event.stored[0]

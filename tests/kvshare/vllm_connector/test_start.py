@@ -77,9 +77,9 @@ def test_without_the_worker_class_nothing_is_shared(checkpoint: Any, start: Any,
 
 def test_an_open_control_server_needs_a_token(monkeypatch: Any) -> None:
     """The journal holds generated tokens."""
-    from kvshare.engines.vllm.wire import TOKEN_VARIABLE
     from kvshare.vllm_connector.config import ConnectorSettings
     from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
+    from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
 
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(ValueError, match=TOKEN_VARIABLE):

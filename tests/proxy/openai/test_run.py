@@ -7,8 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvshare.engines.base import Delta, GenerationRequest, Prompt, SamplingParams
+from kvshare.engines.base import Delta, GenerationRequest, SamplingParams
 from kvshare.errors import EngineError, ShuttingDownError
+from kvshare.requests import Prompt
 from proxy.openai.run import Run
 from tests.proxy.fake_engine import Behaviour, FakeEngine
 from vector_index import PromptText

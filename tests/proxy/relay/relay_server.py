@@ -13,8 +13,8 @@ import aiohttp
 import openai
 from aiohttp import web
 
-from kvshare.engines.vllm.engine import VllmEngine
-from kvshare.engines.vllm.tickets import salt_of
+from kvshare.fleet.engine import VllmEngine
+from kvshare.fleet.tickets import salt_of
 from kvshare.namespace import Owner
 from proxy.app import build_app, vllm_engine
 from proxy.context import SERVER

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from yarl import URL
 
-from kvshare.engines.vllm.tickets import salt_of
+from kvshare.fleet.tickets import salt_of
 from kvshare.namespace import Owner
 from tests.fake_vllm import Behaviour, FakeVllm, running_vllm
 from tests.proxy.conftest import key_of, key_settings

@@ -280,7 +280,7 @@ async def test_a_replica_that_quotes_the_prompt_does_not_get_it_into_the_log(
     assert response.status == 503
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("proxy")]
     assert "SECRET" not in "".join(lines)
-    assert any("did not take a request: UpstreamError at upstream.py:" in line for line in lines)
+    assert any("did not take a request: UpstreamError at client.py:" in line for line in lines)
 
 
 async def test_probes_do_not_change_which_replica_is_next(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ async def test_a_proxy_that_restarts_drops_what_it_never_heard_of(
     vllm: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Segments that no prompt refers to are found by nobody; after a while they are let go."""
-    monkeypatch.setattr("kvshare.engines.vllm.bookkeeping._ORPHAN_GRACE_S", 0.1)
+    monkeypatch.setattr("kvshare.fleet.bookkeeping._ORPHAN_GRACE_S", 0.1)
     async with running_relay(tmp_path / "one", vllm) as relay:
         await relay.chat("Rome")
     assert vllm.segments

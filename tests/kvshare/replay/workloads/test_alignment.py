@@ -21,11 +21,11 @@ from delta_tree import (
 )
 from delta_tree import token_ids as as_token_ids
 from delta_tree.kgrams import kgram_hashes
-from kvshare.cost import Rates
-from kvshare.plan import NoPlan
-from kvshare.planner import PlannerLimits, make_plan
 from kvshare.replay.workloads import WORKLOADS, generate
 from kvshare.settings import load_settings
+from kvshare.sharing.cost import Rates
+from kvshare.sharing.plan import NoPlan
+from kvshare.sharing.planner import PlannerLimits, make_plan
 
 NUM = 60
 SETTINGS = load_settings()

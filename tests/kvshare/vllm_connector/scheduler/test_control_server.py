@@ -14,10 +14,10 @@ from delta_tree import SegmentId
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Any]]:
     """`serve(token=...)`: a running server over a small segment index and event log."""
-    from kvshare.engines.vllm.wire import Dropped, ReplicaInfo
     from kvshare.vllm_connector.scheduler.control_server import ControlServer, ControlState
     from kvshare.vllm_connector.scheduler.event_log import EventLog
     from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
+    from kvshare.vllm_protocol.messages import Dropped, ReplicaInfo
 
     servers = []
 
@@ -63,7 +63,7 @@ def call(server: Any, path: str, body: Any = None, token: str | None = None) -> 
 
 def test_routes_answer(serve: Any) -> None:
     """info, journal, segments and drop speak the documents that the proxy reads."""
-    from kvshare.engines.vllm.wire import Journal, ReplicaInfo
+    from kvshare.vllm_protocol.messages import Journal, ReplicaInfo
 
     server = serve()
     info = ReplicaInfo.from_json(call(server, "/info")[1])

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from delta_tree import SegmentId
-from kvshare.engines.vllm.wire import Stored, Ticket, WireCopy, digest_of
 from kvshare.vllm_connector.scheduler import request_state
 from kvshare.vllm_connector.scheduler.request_state import (
     TABLE,
@@ -17,6 +16,7 @@ from kvshare.vllm_connector.scheduler.request_state import (
     TicketedRequest,
     why_unshared,
 )
+from kvshare.vllm_protocol.messages import Stored, Ticket, WireCopy, digest_of
 
 ROOT = Path(request_state.__file__).parents[3]
 COPIES = (WireCopy(SegmentId(1), 0, 100, 0, 0), WireCopy(SegmentId(2), 0, 180, 120, 50))

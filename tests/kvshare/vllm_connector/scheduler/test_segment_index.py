@@ -86,7 +86,7 @@ def test_bytes_are_always_the_sum_and_within_the_cap(steps: list[tuple[int, int,
 
 
 def event(number: int) -> object:
-    from kvshare.engines.vllm.wire import Dropped
+    from kvshare.vllm_protocol.messages import Dropped
 
     return Dropped((SegmentId(number),))
 

@@ -1,0 +1,51 @@
+"""A tokenized prompt, how much of others it may share, and where its KV came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from delta_tree import TokenIds
+from vector_index import PromptText
+
+
+class SharingMode(StrEnum):
+    """How much of other prompts a request accepts: nothing, equal prefixes, or edited KV as well."""
+
+    OFF = "off"
+    EXACT = "exact"
+    APPROX = "approx"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A tokenized prompt and the text that tells it apart (only for the embedder, never logged)."""
+
+    token_ids: TokenIds  # (T,) int32
+    text: PromptText
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SharingReport:
+    """Where the prompt's KV came from. exact + copied + recomputed + repaired == prompt tokens."""
+
+    num_exact: int  # equal prefix, reused as it was
+    num_copied: int  # equal tokens of another context, laid into place
+    num_recomputed: int  # tokens nobody had
+    num_repaired: int  # tokens somebody had, computed again because their context changed
+    decision: str  # "exact" | "approx" | "full"
+    reason: str | None = None  # why not more was shared; a fixed word, see `NoPlan`
+    donors: tuple[int, ...] = ()  # node ids: for admins only
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were not computed."""
+        return self.num_exact + self.num_copied
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_exact + self.num_copied + self.num_recomputed + self.num_repaired

@@ -1,0 +1,135 @@
+"""A plan as a document: what `kvshare explain` and the admin route show. No token ids, no text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from delta_tree import (
+    Node,
+    Segment,
+    SegmentId,
+    TokenIds,
+    compose,
+)
+from kvshare.sharing.cost import Rates
+from kvshare.sharing.pipeline import Lookup
+from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.planner import PlannerLimits
+from vector_index import Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """Under what a plan was made."""
+
+    segment_of: Callable[[SegmentId], Segment]
+    limits: PlannerLimits
+    rates: Rates
+    approximate: bool
+
+
+def explanation(
+    lookup: Lookup, token_ids: TokenIds, nodes: Sequence[Node], planning: Planning
+) -> dict[str, Any]:
+    """JSON-ready: the decision, every span of the prompt, and what became of every candidate."""
+    plan = lookup.plan
+    num_tokens = len(token_ids)
+    report = lookup.report(num_tokens)
+    estimate = (
+        plan.estimate
+        if isinstance(plan, Plan)
+        else planning.rates.estimate(num_tokens=num_tokens, num_computed=num_tokens)
+    )
+    lookup_s = 0.0 if report.reason in ("off", "short_prompt") else estimate.lookup_s
+    shared_s = lookup_s + (estimate.shared_s if isinstance(plan, Plan) else estimate.full_s)
+    return {
+        "decision": report.decision,
+        "reason": report.reason,
+        "num_tokens": num_tokens,
+        "exact": report.num_exact,
+        "copied": report.num_copied,
+        "recomputed": report.num_recomputed,
+        "repaired": report.num_repaired,
+        "charged_budget": plan.charged_budget if isinstance(plan, Plan) else 1.0,
+        "spans": _spans(plan, num_tokens),
+        "donors": _donors(plan, lookup.candidates, _outcomes(token_ids, nodes, planning)),
+        "estimate": {
+            "full_s": estimate.full_s,
+            "shared_s": shared_s,
+            "saved_s": estimate.full_s - shared_s,
+        },
+        "stage_ms": {stage: 1e3 * seconds for stage, seconds in lookup.stage_seconds.items()},
+    }
+
+
+def _outcomes(token_ids: TokenIds, nodes: Sequence[Node], planning: Planning) -> dict[int, str]:
+    """What the composition says of every candidate, before any gate."""
+    sharing = planning.limits.sharing
+    composition = compose(
+        token_ids,
+        nodes,
+        planning.segment_of,
+        min_run=sharing.min_run,
+        max_donors=sharing.max_donors,
+        max_generation=sharing.max_generation,
+        allow_approximate=planning.approximate,
+    )
+    return {int(report.node_id): report.reason for report in composition.reports}
+
+
+def _spans(plan: Plan | NoPlan, num_tokens: int) -> list[dict[str, Any]]:
+    """The prompt from left to right: exact, copied, placeholder, repair."""
+    if isinstance(plan, NoPlan):
+        return [_span(0, num_tokens, "placeholder")]
+    spans = [
+        _span(
+            copy.target.start,
+            copy.target.end,
+            "exact" if copy.target.end <= plan.exact_length else "copied",
+            donor=int(copy.donor),
+            shift=copy.shift,
+        )
+        for copy in plan.copies
+    ]
+    for placeholder in plan.placeholders:
+        start = placeholder.start
+        for repair in plan.repairs:
+            part = placeholder.intersection(repair)
+            if not part:
+                continue
+            if part.start > start:
+                spans.append(_span(start, part.start, "placeholder"))
+            spans.append(_span(part.start, part.end, "repair"))
+            start = part.end
+        if start < placeholder.end:
+            spans.append(_span(start, placeholder.end, "placeholder"))
+    return sorted(spans, key=lambda span: int(span["start"]))
+
+
+def _span(
+    start: int, end: int, kind: str, *, donor: int | None = None, shift: int | None = None
+) -> dict[str, Any]:
+    return {"start": start, "end": end, "kind": kind, "donor": donor, "shift": shift}
+
+
+def _donors(
+    plan: Plan | NoPlan, candidates: Sequence[Candidate], outcomes: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    used: Counter[int] = Counter()
+    if isinstance(plan, Plan):
+        for copy in plan.copies:
+            used[int(copy.donor)] += copy.length
+    return [
+        {
+            "node": candidate.prompt_id,
+            "sources": sorted(candidate.sources),
+            "score": candidate.score,
+            "similarity": candidate.similarity,
+            "tokens_used": used[candidate.prompt_id],
+            "outcome": outcomes.get(candidate.prompt_id, "gone"),
+        }
+        for candidate in candidates
+    ]

@@ -1,0 +1,202 @@
+"""
+Retention in host memory: what a finished sequence computed is cut into segments, and room is made for them.
+
+The embedded engine retains tensors, a replay byte counts; which prompts become nodes and which are evicted is
+decided here for both. Nothing is on the way of an answer. All methods may be called from any thread; those
+that block say so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from delta_tree import (
+    DeltaTree,
+    DeltaTreeError,
+    Node,
+    NodeDraft,
+    NodeId,
+    SegmentId,
+    Span,
+    TokenIds,
+    new_segment_id,
+)
+from kvshare.kv.tier import Tier
+from kvshare.sharing.keeper import Keeper
+from kvshare.sharing.node_draft import FinishedSequence, StoredSpan, computed_spans, draft_node, find_parent
+from kvshare.sharing.plan import NoPlan, Plan
+
+log = logging.getLogger(__name__)
+
+
+class Retained(Protocol):
+    """KV of one stretch of a sequence, or what stands for it."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def checksum(self) -> int: ...
+
+
+KVT = TypeVar("KVT", bound=Retained)
+KVT_co = TypeVar("KVT_co", bound=Retained, covariant=True)
+KVT_contra = TypeVar("KVT_contra", bound=Retained, contravariant=True)
+
+
+class SequenceBuffer(Protocol[KVT_co]):
+    """The KV of a finished sequence, of which stretches can be retained."""
+
+    @property
+    def bytes_per_token(self) -> int: ...
+
+    def cut(self, span: Span) -> KVT_co: ...
+
+
+class HostTier(Tier, Protocol[KVT_contra]):
+    """A tier of this process, with a budget."""
+
+    @property
+    def max_bytes(self) -> int: ...
+
+    def put(self, segment_id: SegmentId, segment: KVT_contra, checksum: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed(Generic[KVT]):
+    """A finished sequence: its tokens, the plan it came from, and the KV of as many slots."""
+
+    namespace: str
+    token_ids: TokenIds  # (T,) prompt and generated tokens whose KV is computed
+    plan: Plan | NoPlan
+    kv: SequenceBuffer[KVT]
+
+    @property
+    def sequence(self) -> FinishedSequence:
+        return FinishedSequence(self.namespace, self.token_ids, self.plan)
+
+
+class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
+    """
+    The only writer of tree and tier.
+
+    Donors in use are held: they are not evicted to make room. An administrator may still evict them.
+    """
+
+    def __init__(
+        self,
+        tree: DeltaTree,
+        tier: HostTier[KVT],
+        *,
+        min_tokens: int,
+        new_id: Callable[[], SegmentId] = new_segment_id,
+    ) -> None:
+        super().__init__(tree, tier, min_tokens=min_tokens)
+        self._new_id = new_id
+        self._held: Counter[NodeId] = Counter()
+        self._held_lock = threading.Lock()
+
+    def hold(self, plan: Plan | NoPlan) -> None:
+        """Keep a plan's donors from being evicted while the request runs."""
+        if isinstance(plan, Plan):
+            with self._held_lock:
+                self._held.update(plan.donors)
+
+    def release(self, plan: Plan | NoPlan) -> None:
+        """Undo `hold`."""
+        if isinstance(plan, Plan):
+            with self._held_lock:
+                self._held.subtract(plan.donors)
+                self._held += Counter()  # drops the zeros
+
+    def commit(self, computed: Computed[KVT]) -> Node | None:
+        """
+        Keep a finished sequence: new KV as segments, the prompt as a node. Blocks.
+
+        Returns: the node if it is new; None where the prompt was known, or nothing was kept (too large, donor
+        gone, store failing); never raises
+        """
+        try:
+            return self._commit(computed)
+        except DeltaTreeError as exc:
+            # A donor may have been evicted by an administrator in the meantime. Nothing was stored.
+            self._note_refused(exc)
+        except Exception as exc:
+            log.warning("prompt not kept: %s", type(exc).__name__, exc_info=exc)
+            self.counters["fallback:commit:error"] += 1
+        return None
+
+    def _commit(self, computed: Computed[KVT]) -> Node | None:
+        num_tokens = len(computed.token_ids)
+        if num_tokens < self._min_tokens:
+            return None
+        known = self.tree.find(computed.namespace, computed.token_ids)
+        if known is not None and known.exact_length == num_tokens:
+            self.tree.touch(known.node_id)
+            return None
+        num_computed = sum(len(span) for span in computed_spans(computed.sequence))
+        if num_computed * computed.kv.bytes_per_token > self.tier.max_bytes:
+            self.counters["fallback:commit:too_large"] += 1
+            return None
+        draft, kept = self._drafted(computed)
+        with self._writing:
+            plan = computed.plan
+            if isinstance(plan, Plan) and not self._has_copies(plan):
+                if plan.num_copied:
+                    self.counters["fallback:commit:donor_gone"] += 1
+                    return None
+                # Everything in the slots is exact, wherever it came from: keep it whole.
+                draft, kept = self._drafted(replace(computed, plan=NoPlan("donor_gone")))
+            return self._store(draft, kept)
+
+    def _drafted(self, computed: Computed[KVT]) -> tuple[NodeDraft, list[KVT]]:
+        """The node for a finished sequence, and the KV of its new segments, cut out of the slots."""
+        spans = computed_spans(computed.sequence)
+        kept = [computed.kv.cut(span) for span in spans]
+        stored = [
+            StoredSpan(self._new_id(), span, kv.num_bytes, kv.checksum())
+            for span, kv in zip(spans, kept, strict=True)
+        ]
+        return draft_node(computed.sequence, stored, parent=find_parent(computed.plan, self.tree.get)), kept
+
+    def _store(self, draft: NodeDraft, kept: Sequence[KVT]) -> Node | None:
+        """Make room, then put KV and node in place, in an order in which nobody finds a node without KV."""
+        num_bytes = sum(kv.num_bytes for kv in kept)
+        if not self._make_room(num_bytes):
+            self.counters["fallback:commit:no_room"] += 1
+            return None
+        for segment, kv in zip(draft.new_segments, kept, strict=True):
+            self.tier.put(segment.segment_id, kv, segment.checksum)
+        insertion = self._insert(draft)
+        return insertion.node if insertion.created else None
+
+    def _has_copies(self, plan: Plan) -> bool:
+        return all(copy.segment_id in self.tier for copy in plan.copies)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict the least recently used prompts until `num_bytes` fit; held and pinned ones stay."""
+        if self._fits(num_bytes):
+            return True
+        with self._held_lock:
+            held = frozenset(self._held)
+        if self._bytes_of(held | self.tree.pinned()) + num_bytes > self.tier.max_bytes:
+            return False  # evicting all the others would not be enough: evict nobody
+        while (candidate := self.tree.least_recently_used(without=held)) is not None:
+            self._evict(candidate)
+            self.counters["evictions"] += 1
+            if self._fits(num_bytes):
+                return True
+        return False
+
+    def _bytes_of(self, node_ids: frozenset[NodeId]) -> int:
+        """Of the segments that these nodes point to."""
+        nodes = (self.tree.get(node_id) for node_id in node_ids)
+        segments = {entry for node in nodes if node is not None for entry in node.pieces.segment_ids}
+        return sum(self.tree.segment(segment_id).num_bytes for segment_id in segments)
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self.tier.num_bytes + num_bytes <= self.tier.max_bytes

@@ -1,0 +1,110 @@
+"""
+From a finished sequence to the node it becomes: which spans were computed, what is exact, which generation.
+
+Pure functions over a plan and the segments that were stored of it. Who cut and stored them is no matter here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from delta_tree import Node, NodeDraft, NodeId, Piece, PieceTable, Segment, SegmentId, Span, TokenIds, merge
+from kvshare.sharing.plan import NoPlan, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSpan:
+    """KV of a stretch of a sequence, kept as a segment."""
+
+    segment_id: SegmentId
+    span: Span  # positions in the sequence
+    num_bytes: int
+    checksum: int = 0  # 0 where whoever holds the bytes checks them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedSequence:
+    """A sequence whose KV is computed: its tokens, and the plan it really came from."""
+
+    namespace: str
+    token_ids: TokenIds  # (T,) prompt and generated tokens whose KV there is
+    plan: Plan | NoPlan
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+def computed_spans(sequence: FinishedSequence) -> tuple[Span, ...]:
+    """What was computed for it: the placeholders, and everything that was generated."""
+    plan, num_tokens = sequence.plan, sequence.num_tokens
+    if isinstance(plan, NoPlan):
+        return (Span(0, num_tokens),)
+    spans = [Span(span.start, min(span.end, num_tokens)) for span in plan.placeholders]
+    return merge([*spans, Span(min(plan.num_tokens, num_tokens), num_tokens)])
+
+
+def draft_node(
+    sequence: FinishedSequence, stored: Sequence[StoredSpan], *, parent: NodeId | None
+) -> NodeDraft:
+    """The node for a sequence whose plan's copies and `stored` cover every position once."""
+    return NodeDraft(
+        namespace=sequence.namespace,
+        token_ids=sequence.token_ids,
+        parent=parent,
+        pieces=_piece_table(sequence.plan, stored),
+        new_segments=tuple(_describe(sequence, entry) for entry in stored),
+        exact_length=_exact_length(sequence),
+    )
+
+
+def find_parent(plan: Plan | NoPlan, node_of: Callable[[NodeId], Node | None]) -> NodeId | None:
+    """The donor that gave most, if it is still there."""
+    if isinstance(plan, NoPlan):
+        return None
+    given: Counter[NodeId] = Counter()
+    for copy in plan.copies:
+        given[copy.donor] += copy.length
+    parent, _ = given.most_common(1)[0]
+    return parent if node_of(parent) is not None else None
+
+
+def _exact_length(sequence: FinishedSequence) -> int:
+    """Everything before the first approximate copy was computed after exact KV only."""
+    plan = sequence.plan
+    if isinstance(plan, NoPlan) or plan.first_approximate >= plan.num_tokens:
+        return sequence.num_tokens
+    return plan.first_approximate
+
+
+def _describe(sequence: FinishedSequence, stored: StoredSpan) -> Segment:
+    prefix = sequence.token_ids[: stored.span.start]
+    return Segment(
+        segment_id=stored.segment_id,
+        namespace=sequence.namespace,
+        first_position=stored.span.start,
+        num_tokens=len(stored.span),
+        prefix_hash=hashlib.sha256(prefix.astype("<i4").tobytes()).digest()[:16],
+        generation=_generation(sequence.plan, stored.span),
+        num_bytes=stored.num_bytes,
+        checksum=stored.checksum,
+    )
+
+
+def _generation(plan: Plan | NoPlan, span: Span) -> int:
+    """0 before the first approximate copy, the plan's behind it."""
+    if isinstance(plan, NoPlan) or span.start < plan.first_approximate:
+        return 0
+    return plan.generation
+
+
+def _piece_table(plan: Plan | NoPlan, stored: Sequence[StoredSpan]) -> PieceTable:
+    parts = [(entry.span.start, Piece(entry.segment_id, 0, len(entry.span))) for entry in stored]
+    if isinstance(plan, Plan):
+        parts += [
+            (copy.target_start, Piece(copy.segment_id, copy.offset, copy.length)) for copy in plan.copies
+        ]
+    return PieceTable(piece for _, piece in sorted(parts, key=lambda part: part[0]))

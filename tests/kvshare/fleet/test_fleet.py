@@ -1,0 +1,46 @@
+"""Which replicas take requests, and which of them is next."""
+
+from __future__ import annotations
+
+from kvshare.fleet.fleet import Fleet
+from kvshare.fleet.follower import WatchTimes
+from kvshare.fleet.replica import Replica
+from kvshare.fleet.upstream import ServedModels
+
+
+def fleet_of(*names: str) -> Fleet:
+    """Idle replicas, all of which take requests."""
+    replicas = [Replica(name, upstream=None) for name in names]  # type: ignore[arg-type]  # not asked
+    for replica in replicas:
+        replica.models = ServedModels(("m",))
+    return Fleet(replicas, WatchTimes(1.0, 1.0, 1.0))
+
+
+def names(fleet: Fleet) -> str:
+    return "".join(replica.name for replica in fleet.serving())
+
+
+def test_asking_who_serves_does_not_change_who_is_next() -> None:
+    """`/ready` and `/metrics` ask as well, and must not shift requests to other replicas."""
+    fleet = fleet_of("a", "b", "c")
+    assert [names(fleet), names(fleet)] == ["abc", "abc"]
+    fleet.sharing()
+    assert names(fleet) == "abc"
+
+
+def test_equally_idle_replicas_take_turns() -> None:
+    """Each request that is sent advances the rotation by one replica."""
+    fleet = fleet_of("a", "b", "c")
+    found = []
+    for _ in range(4):
+        found.append(names(fleet))
+        fleet.advance_rotation()
+    assert found == ["abc", "bca", "cab", "abc"]
+
+
+def test_the_idlest_replica_comes_first() -> None:
+    """Rotation decides between equals only, and a replica that takes no requests is not listed."""
+    fleet = fleet_of("a", "b", "c")
+    fleet.replicas[0].num_inflight = 1
+    fleet.replicas[1].models = None
+    assert names(fleet) == "ca"

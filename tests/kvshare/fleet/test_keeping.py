@@ -1,0 +1,130 @@
+"""The tree stays in step with what replicas hold, one account for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from delta_tree import DeltaTree, Node, SegmentId, TokenIds, new_segment_id, token_ids
+from kvshare.fleet.keeping import VllmKeeper
+from kvshare.fleet.tier import ReplicaTier
+from kvshare.inspection import QUESTIONS
+from kvshare.sharing.plan import NoPlan
+from kvshare.vllm_protocol.messages import Finished, Stored
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[VllmKeeper]:
+    with DeltaTree.open(tmp_path / "tree.sqlite3", identity="test") as tree:
+        yield VllmKeeper(tree, ReplicaTier(), min_tokens=8)
+
+
+def prompt(seed: int, length: int = 50) -> TokenIds:
+    return token_ids(np.random.default_rng(seed).integers(1, 1000, length).astype(np.int32))
+
+
+def whole(length: int = 50) -> Finished:
+    stored = Stored(new_segment_id(), 0, length, 10 * length)
+    return Finished("r", "full", None, stored=(stored,))
+
+
+def keep(keeper: VllmKeeper, seed: int, *, replica: str = "a") -> Node:
+    node = keeper.keep(replica, whole(), namespace=replica, prompt=prompt(seed), plan=NoPlan("x"))
+    assert node is not None
+    return node
+
+
+def test_what_is_kept_counts_for_its_replica(keeper: VllmKeeper) -> None:
+    """Segments and bytes, in all and by name."""
+    keep(keeper, 1)
+    keep(keeper, 2, replica="b")
+    tier = keeper.tier
+    assert (tier.num_segments_at("a"), tier.num_bytes_at("b"), tier.num_bytes) == (1, 500, 1000)
+
+
+def test_the_same_prompt_again_is_dropped_over_there(keeper: VllmKeeper) -> None:
+    """One node; the replica is told which of the two copies it may let go of."""
+    told: list[str] = []
+    keeper.tier._on_drop = told.append
+    keep(keeper, 1)
+    again = whole()
+    assert keeper.keep("a", again, namespace="a", prompt=prompt(1), plan=NoPlan("x")) is None
+    assert keeper.tier.take_dropped("a") == [again.stored[0].segment_id]
+    assert keeper.tier.take_dropped("a") == []
+    assert told == ["a"]
+
+
+def test_short_prompts_are_not_kept(keeper: VllmKeeper) -> None:
+    """Nothing would ever be planned from them."""
+    assert keeper.keep("a", whole(5), namespace="a", prompt=prompt(1, 5), plan=NoPlan("x")) is None
+    assert len(keeper.tier.take_dropped("a")) == 1
+
+
+def test_a_dropped_segment_takes_its_prompts_along(keeper: VllmKeeper) -> None:
+    """Pinned ones too: their KV is gone. The others stay, and the index hears of it."""
+    gone, stays = keep(keeper, 1), keep(keeper, 2)
+    keeper.tree.pin(gone.node_id)
+    keeper.forget(gone.pieces.segment_ids)
+    assert [node.node_id for node in keeper.tree.nodes()] == [stays.node_id]
+    assert keeper.take_evicted() == [("a", gone.node_id)]
+    assert keeper.tier.take_dropped("a") == []
+
+
+def test_a_lost_replica_takes_only_its_own(keeper: VllmKeeper) -> None:
+    """The other's prompts are where they were."""
+    keep(keeper, 1)
+    stays = keep(keeper, 2, replica="b")
+    keeper.lose("a")
+    assert [node.node_id for node in keeper.tree.nodes()] == [stays.node_id]
+    assert len(keeper.take_evicted()) == 1
+    assert keeper.tier.num_segments_at("a") == 0
+
+
+def test_an_operators_eviction_reaches_the_replica(keeper: VllmKeeper) -> None:
+    """By the same way as everything that nobody refers to."""
+    node = keep(keeper, 1)
+    keeper.ask(QUESTIONS["evict"], {"all": True, "dry_run": False})
+    assert keeper.tree.nodes() == ()
+    assert keeper.tier.take_dropped("a") == list(node.pieces.segment_ids)
+    keeper.forget(node.pieces.segment_ids)  # the news of it comes back
+
+
+def test_a_resync_finds_what_went_unnoticed(keeper: VllmKeeper) -> None:
+    """What is not held any more leaves; what nobody refers to is an orphan."""
+    gone, stays = keep(keeper, 1), keep(keeper, 2)
+    unknown = SegmentId(7)
+    assert keeper.claim("a", [*stays.pieces.segment_ids, unknown]) == []
+    assert keeper.tree.get(gone.node_id) is None
+    assert keeper.orphans("a") == {unknown}
+    keeper.drop_unreferenced([unknown, *stays.pieces.segment_ids])
+    assert keeper.tier.take_dropped("a") == [unknown]
+
+
+def test_the_last_runs_prompts_wait_for_their_replica(tmp_path: Path) -> None:
+    """Claimed by whoever holds all of their KV; at the end of the wait the others go."""
+    path = tmp_path / "tree.sqlite3"
+    with DeltaTree.open(path, identity="test") as tree:
+        before = VllmKeeper(tree, ReplicaTier(), min_tokens=8)
+        mine, theirs, nobodys = keep(before, 1), keep(before, 2, replica="b"), keep(before, 3)
+    with DeltaTree.open(path, identity="test") as tree:
+        keeper = VllmKeeper(tree, ReplicaTier(), min_tokens=8)
+        claimed = keeper.claim("a", mine.pieces.segment_ids)
+        assert [node.node_id for node in claimed] == [mine.node_id]
+        assert keeper.tier.num_bytes_at("a") == 500
+        keeper.lose("a")  # must not take those along that still wait
+        assert {node.node_id for node in tree.nodes()} == {theirs.node_id, nobodys.node_id}
+        assert [node.node_id for node in keeper.claim("b", theirs.pieces.segment_ids)] == [theirs.node_id]
+        keeper.settle()
+        assert [node.node_id for node in tree.nodes()] == [theirs.node_id]
+        assert {node_id for _, node_id in keeper.take_evicted()} == {mine.node_id, nobodys.node_id}
+
+
+def test_a_plan_is_told_what_is_missing(keeper: VllmKeeper) -> None:
+    """The tier has no bytes to give, only the word that they are there."""
+    node = keep(keeper, 1)
+    (held,) = node.pieces.segment_ids
+    fetched = keeper.tier.fetch([held, SegmentId(7)])
+    assert (fetched.segments, fetched.missing) == ({}, {7})

@@ -1,0 +1,159 @@
+"""From a plan to its ticket, and from what a connector tells back to a sequence that can become a node."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from delta_tree import Copy, NodeId, SegmentId, Span, gaps, token_ids
+from kvshare.fleet.tickets import BadReportError, kept_of, salt_for, salt_of, ticket_for
+from kvshare.namespace import Owner
+from kvshare.sharing.node_draft import draft_node
+from kvshare.sharing.plan import Estimate, NoPlan, Plan
+from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, digest_of, private_salt
+
+PROMPT = token_ids(np.arange(100, dtype=np.int32))
+OWNER = Owner("acme", "tenant")
+
+
+def plan_of(*copies: tuple[int, int, int], exact_length: int = 0) -> Plan:
+    """Copies (target start, length, shift), each of a segment of its own."""
+    laid = tuple(
+        Copy(NodeId(number), SegmentId(number), 0, length, start, start - shift, start - shift)
+        for number, (start, length, shift) in enumerate(copies, start=1)
+    )
+    return Plan(
+        num_tokens=100,
+        exact_length=exact_length,
+        copies=laid,
+        placeholders=gaps((copy.target for copy in laid), 100),
+        repairs=(),
+        generation=1,
+        estimate=Estimate(1.0, 0.5),
+    )
+
+
+PLAN = plan_of((0, 20, 0), (30, 30, 5), (70, 20, 5), exact_length=20)
+
+
+def told(*stored: tuple[int, int], used: tuple[int, ...] = (), output: tuple[int, ...] = ()) -> Finished:
+    """A report of these [start, end) as segments 101, 102, ..."""
+    segments = tuple(
+        Stored(SegmentId(number), start, end - start, 8 * (end - start))
+        for number, (start, end) in enumerate(stored, start=101)
+    )
+    return Finished("r", "approx", None, used=used, output_ids=output, stored=segments)
+
+
+def test_a_ticket_says_what_the_plan_says() -> None:
+    """Copies with their sources, the exact prefix, and whose prompt it is."""
+    ticket = ticket_for(PLAN, PROMPT, request_id="r", namespace="n", keep=True)
+    assert [copy.target for copy in ticket.copies] == [Span(0, 20), Span(30, 60), Span(70, 90)]
+    assert [copy.shift for copy in ticket.copies] == [0, 5, 5]
+    assert (ticket.exact_length, ticket.num_tokens) == (20, 100)
+    assert ticket.prompt_digest == digest_of(PROMPT)
+    assert Ticket.from_json(ticket.to_json()) == ticket
+    assert ticket_for(NoPlan("x"), PROMPT, request_id="r", namespace="n", keep=False).copies == ()
+
+
+def test_approximate_tickets_have_a_salt_of_their_own() -> None:
+    """Everything else has its owner's; a client's salt divides it, and none meets another's."""
+    approximate = ticket_for(PLAN, PROMPT, request_id="r", namespace="n", keep=True)
+    exact = ticket_for(plan_of((0, 20, 0), exact_length=20), PROMPT, request_id="r", namespace="n", keep=True)
+    assert salt_for(approximate, OWNER, "mine") == private_salt("r")
+    assert salt_for(exact, OWNER, None) == salt_for(None, OWNER, None) == salt_of(OWNER)
+    salts = [
+        salt_of(OWNER),
+        salt_of(OWNER, "a"),
+        salt_of(OWNER, salt_of(OWNER)),
+        salt_of(Owner("globex", "tenant")),
+        salt_of(Owner("acme", "private")),
+        salt_of(Owner("acmetenant", "")),
+        salt_of(OWNER, "\ud800"),
+    ]
+    assert len(set(salts)) == len(salts)
+    assert all(len(salt) == 64 for salt in salts)
+
+
+def test_a_plan_that_was_carried_out_becomes_its_sequence() -> None:
+    """With the generated tokens behind the prompt."""
+    finished = told((20, 30), (60, 70), (90, 103), used=(0, 1, 2), output=(7, 8, 9))
+    kept = kept_of(PLAN, PROMPT, "n", finished)
+    assert kept is not None
+    assert kept.sequence.token_ids.tolist() == [*range(100), 7, 8, 9]
+    draft = draft_node(kept.sequence, kept.stored, parent=None)
+    assert draft.exact_length == 30
+    assert [segment.generation for segment in draft.new_segments] == [0, 1, 1]
+    assert [(piece.segment_id, piece.length) for piece in draft.pieces] == [
+        (1, 20),
+        (101, 10),
+        (2, 30),
+        (102, 10),
+        (3, 20),
+        (103, 13),
+    ]
+
+
+def test_copies_that_were_not_used_were_computed() -> None:
+    """Without the first approximate one more is exact; without any, all is."""
+    kept = kept_of(PLAN, PROMPT, "n", told((20, 70), (90, 100), used=(0, 2)))
+    assert kept is not None
+    assert draft_node(kept.sequence, kept.stored, parent=None).exact_length == 70
+    kept = kept_of(PLAN, PROMPT, "n", told((0, 100)))
+    assert kept is not None
+    draft = draft_node(kept.sequence, kept.stored, parent=None)
+    assert (draft.exact_length, draft.new_segments[0].generation) == (100, 0)
+
+
+def test_a_prompt_may_be_kept_in_part() -> None:
+    """What was computed before the client went away."""
+    kept = kept_of(NoPlan("x"), PROMPT, "n", told((0, 40)))
+    assert kept is not None
+    assert kept.sequence.num_tokens == 40
+
+
+def test_nothing_kept_is_nothing() -> None:
+    """Not an error: it was not to be kept, or there was no room."""
+    assert kept_of(PLAN, PROMPT, "n", told(used=(0, 1, 2))) is None
+
+
+@pytest.mark.parametrize(
+    "finished",
+    [
+        told((1, 100)),  # not from the beginning
+        told((0, 40), (50, 100)),  # a hole
+        told((0, 60), (50, 100)),  # an overlap
+        told((0, 0), (0, 100)),  # an empty segment
+        told((0, 101)),  # longer than the prompt
+        told((0, 100), output=(1,)),  # an output whose KV is nowhere
+        told((20, 30), (60, 70), (90, 100), used=(0, 1, 2, 2)),  # twice
+        told((0, 100), used=(3,)),  # a copy there was not
+        told((0, 100), used=(1,)),  # computed and copied
+    ],
+)
+def test_a_report_that_cannot_be_true_is_refused(finished: Finished) -> None:
+    """Wrong KV is worse than none."""
+    with pytest.raises(BadReportError):
+        kept_of(PLAN, PROMPT, "n", finished)
+
+
+def test_without_a_plan_nothing_can_have_been_copied() -> None:
+    """A connector that says so is wrong about the request."""
+    with pytest.raises(BadReportError):
+        kept_of(NoPlan("x"), PROMPT, "n", told((20, 100), used=(0,)))
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 2)), st.integers(0, 5))
+def test_any_subset_of_copies_can_be_kept(used: set[int], num_output: int) -> None:
+    """Whatever was gone in between: the rest was computed, and every position has its KV once."""
+    order = tuple(sorted(used))
+    targets = [PLAN.copies[index].target for index in order]
+    spans = gaps(targets, 100 + num_output)
+    finished = told(*((span.start, span.end) for span in spans), used=order, output=(5,) * num_output)
+    kept = kept_of(PLAN, PROMPT, "n", finished)
+    assert kept is not None
+    draft = draft_node(kept.sequence, kept.stored, parent=None)
+    assert draft.pieces.num_tokens == 100 + num_output == len(draft.token_ids)

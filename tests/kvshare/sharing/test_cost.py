@@ -1,0 +1,40 @@
+"""The cost model: moving averages, and estimates that follow from them."""
+
+import pytest
+
+from kvshare.sharing.cost import CostModel, Rates
+
+
+def model() -> CostModel:
+    return CostModel(
+        prior_prefill_tokens_per_s=1000.0, prior_load_bytes_per_s=1e9, smoothing=0.5, bytes_per_token=1000
+    )
+
+
+def test_averages_move_towards_what_is_measured() -> None:
+    """Half the weight is the newest measurement's, here."""
+    cost = model()
+    cost.observe_prefill(1000, 0.5)
+    cost.observe_load(10**9, 0.25)
+    cost.observe_lookup(5.0)  # cold
+    cost.observe_lookup(0.01)
+    assert cost.rates.prefill_tokens_per_s == pytest.approx(1500)
+    assert cost.rates.load_bytes_per_s == pytest.approx(2.5e9)
+    assert cost.rates.lookup_s == pytest.approx(0.005)
+
+
+def test_single_tokens_and_empty_loads_teach_nothing() -> None:
+    """Decoding steps are no prefill, and nothing loaded has no rate."""
+    cost = model()
+    cost.observe_prefill(1, 1.0)
+    cost.observe_load(0, 1.0)
+    assert cost.rates == model().rates
+
+
+def test_an_estimate_compares_computing_with_loading() -> None:
+    """Computed tokens at the prefill rate, the others at the load rate; the lookup is shown apart."""
+    rates = Rates(1000.0, 1e6, lookup_s=0.5, bytes_per_token=1000)
+    estimate = rates.estimate(num_tokens=2000, num_computed=500)
+    assert estimate.full_s == pytest.approx(2.0)
+    assert estimate.shared_s == pytest.approx(0.5 + 1.5)
+    assert estimate.saved_s == pytest.approx(-0.5)

@@ -1,0 +1,70 @@
+"""The structural repair set: where windows are put, and how they shrink."""
+
+from delta_tree import Copy, NodeId, SegmentId, Span
+from kvshare.settings import RepairSettings, load_settings
+from kvshare.sharing.repair import structural_repairs
+
+SMALL = 100
+
+
+def copy(target: int, length: int, *, donor: int = 1, donor_start: int | None = None) -> Copy:
+    start = target if donor_start is None else donor_start
+    return Copy(
+        donor=NodeId(donor),
+        segment_id=SegmentId(1),
+        offset=start,
+        length=length,
+        target_start=target,
+        source_position=start,
+        donor_start=start,
+    )
+
+
+def repairs(copies: list[Copy], num_tokens: int = 1000, **changes: float) -> tuple[Span, ...]:
+    defaults = {"edit_window": 20, "relocated_head": 10, "tail": 5, "max_budget": 1.0}
+    settings = RepairSettings(**{**defaults, **changes})
+    return structural_repairs(copies, num_tokens=num_tokens, max_small_shift=SMALL, settings=settings)
+
+
+def test_an_edit_gets_a_window_and_the_prompt_a_tail() -> None:
+    """The first tokens after an edit, and the last tokens of the prompt."""
+    assert repairs([copy(200, 800)]) == (Span(200, 220), Span(995, 1000))
+
+
+def test_a_donors_text_that_simply_goes_on_needs_nothing() -> None:
+    """Two pieces of one donor that follow each other in it are no edit."""
+    assert repairs([copy(200, 100), copy(300, 100)]) == (Span(200, 220),)
+
+
+def test_a_deletion_is_an_edit_too() -> None:
+    """Adjacent in the recipient but not in the donor: something between them is gone."""
+    assert repairs([copy(200, 100), copy(300, 100, donor_start=340)]) == (Span(200, 220), Span(300, 320))
+
+
+def test_copies_from_far_or_from_another_donor_get_a_head() -> None:
+    """Relocated text and a change of donor cost the shorter head."""
+    assert repairs([copy(200, 100, donor_start=700)]) == (Span(200, 210),)
+    assert repairs([copy(200, 100), copy(300, 100, donor=2)]) == (Span(200, 220), Span(300, 310))
+
+
+def test_what_is_left_of_a_short_copy_is_computed_too() -> None:
+    """A copy of a few tokens is not worth a run boundary."""
+    assert repairs([copy(200, 25)]) == (Span(200, 225),)
+
+
+def test_windows_shrink_evenly_under_the_budget() -> None:
+    """Two windows of 20 under an allowance of 20 tokens become 10 each."""
+    copies = [copy(200, 100), copy(400, 100)]
+    assert repairs(copies, max_budget=0.02) == (Span(200, 210), Span(400, 410))
+
+
+def test_no_copies_need_no_repair() -> None:
+    """Nothing approximate, nothing to repair: the tail is fresh anyway."""
+    assert repairs([]) == ()
+
+
+def test_the_defaults_repair_edits() -> None:
+    """The shipped settings are not the paper's first version, which repairs nothing."""
+    settings = load_settings().repair
+    assert settings.edit_window >= 16
+    assert settings.tail >= 1
