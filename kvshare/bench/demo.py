@@ -158,7 +158,7 @@ def _decode(engine: EmbeddedEngine, kv: SequenceKV, position: int, token_id: int
     text = ""
     detokenizer = Detokenizer(engine.tokenizer)
     for _ in range(_MAX_TOKENS):
-        if token_id in engine.eos_token_ids:
+        if token_id in engine.server.eos_token_ids:
             break
         text += detokenizer.add(token_id)
         current = PartialPass(kv, (Span(position, position + 1),))

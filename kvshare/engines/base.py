@@ -130,13 +130,13 @@ class EngineStatus:
 
     ready: bool
     detail: str
-    num_running: int
-    num_waiting: int
-    num_nodes: int
-    num_segments: int
-    kv_bytes: int
-    kv_budget_bytes: int
-    max_depth: int
+    num_running: int = 0
+    num_waiting: int = 0
+    num_nodes: int = 0
+    num_segments: int = 0
+    kv_bytes: int = 0
+    kv_budget_bytes: int = 0
+    max_depth: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)  # monotonic: evictions, fallbacks ...
     replicas: tuple[ReplicaStatus, ...] = ()
     index: IndexStatus | None = None

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from delta_tree import Node, SegmentId
-from kvshare.engines.background import Background, Embedding
+from kvshare.background import Background, Embedding
 from kvshare.errors import UpstreamError
 from kvshare.fleet.keeping import VllmKeeper
 from kvshare.fleet.pending import Pending, PendingTickets

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
 from delta_tree import DeltaTree
-from kvshare.engines.background import Background
+from kvshare.background import Background
 from kvshare.engines.base import Engine, EngineStatus, ModelCard
 from kvshare.errors import ConfigError, NoReplicaError, RequestError
 from kvshare.fleet.bookkeeping import Bookkeeper

@@ -85,11 +85,13 @@ class Sharing:
         cost: CostModel,
         owns_index: bool = True,
         executor: Executor | None = None,
+        writer: Executor | None = None,
     ) -> None:
         """
         `owns_index`: nobody else writes to the index, so what the tree does not know may be taken out.
 
-        Plans are made in `executor`, by default in a thread of their own, long prompts in another.
+        Plans are made in `executor`, by default in a thread of their own, long prompts in another. Uses are
+        noted in `writer`, by default where plans are made.
         """
         self.keeper = keeper
         self.tree = keeper.tree
@@ -103,6 +105,7 @@ class Sharing:
         self._long_executor = executor or ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="kvshare-plan-long"
         )
+        self._writer = writer or self._executor
 
     def close(self) -> None:
         """Let plans in progress finish; later ones fail open."""
@@ -146,13 +149,13 @@ class Sharing:
         """
         A request is served by this lookup: its donors were used now, and what cannot be used leaves.
 
-        Done in the planning thread; the request does not wait for it. Never raises.
+        Done in the writer's thread; the request does not wait for it. Never raises.
         """
         if lookup.namespace:
             self.cost.observe_lookup(lookup.seconds)
         if isinstance(lookup.plan, Plan) or lookup.unreadable or lookup.unknown:
             with suppress(RuntimeError):  # closed: nothing is planned any more
-                return self._executor.submit(self._note_use, lookup)
+                return self._writer.submit(self._note_use, lookup)
         nothing: Future[None] = Future()
         nothing.set_result(None)
         return nothing

@@ -239,7 +239,7 @@ async def test_logit_bias_stop_and_length_end_a_choice(engine: EmbeddedEngine) -
     assert [e.finish_reason for e in stopped if isinstance(e, Delta)][-1] is FinishReason.STOP
     partial = await events(engine, await request(engine, prompt(50), stop=("aab",), max_tokens=4, **forced))
     assert "".join(tokens_of(partial)) == "aaaa"
-    eos = min(engine.eos_token_ids)
+    eos = min(engine.server.eos_token_ids)
     ended = await events(engine, await request(engine, prompt(50), logit_bias={eos: 100.0}))
     assert [e.num_tokens for e in ended if isinstance(e, Delta)] == [1]
 
@@ -324,7 +324,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megabytes take seconds to tokenize; that they are too long can be seen from their length."""
-    monkeypatch.setattr(engine._encoder, "_tokenizer", None)  # whoever tokenizes, fails otherwise
+    monkeypatch.setattr(engine.encoder, "_tokenizer", None)  # whoever tokenizes, fails otherwise
     with pytest.raises(ContextLengthError):
         await engine.encode_text("word " * 1_000_000)
 
@@ -396,16 +396,19 @@ async def test_no_store_at_all_shares_as_ever(tmp_path: Path, monkeypatch: pytes
     assert [folder for folder, _, _ in os.walk(tmp_path)] == [str(tmp_path), str(tmp_path / "temporary")]
 
 
-async def test_a_start_that_fails_leaves_the_store_free(tmp_path: Path) -> None:
+async def test_a_start_that_fails_leaves_the_store_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever was opened is closed again, so that the next start in this process works."""
     broken = engine_at(tmp_path)
 
-    def fail() -> None:
+    def fail(model: EmbeddedModel) -> None:
         raise RuntimeError("out of memory")
 
-    broken._warm_up = fail  # type: ignore[method-assign]  # the last step of a start
-    with pytest.raises(RuntimeError, match="out of memory"):
-        await broken.start()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvshare.engines.embedded.server._warm_up", fail)  # the last step of a start
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await broken.start()
     again = engine_at(tmp_path)
     await again.start()
     await again.stop()
@@ -422,7 +425,7 @@ async def test_requests_that_share_nothing_do_not_wait_for_commits(
         await release.wait()
 
     namespace = engine.namespace(tenant="t", scope="tenant").digest
-    engine._background.spawn(commit(), namespace=namespace)
+    engine.server.runtime.background.spawn(commit(), namespace=namespace)
     running = stream(engine, replace(await request(engine, prompt(60)), mode=SharingMode.OFF))
     assert isinstance(await asyncio.wait_for(anext(running), timeout=60), Started)
     await running.aclose()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvshare.engines.background import Background
+from kvshare.background import Background
 from kvshare.engines.embedded.admission import Admission
 from kvshare.errors import OverloadedError
 

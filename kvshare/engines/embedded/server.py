@@ -1,0 +1,166 @@
+"""
+What the embedded engine holds from start to stop: the model, its tokenizer, the runtime, the scheduler.
+
+    kvshare-engine   two threads: load, tokenize, explain
+    kvshare-writer   the runtime's: everything that changes the tree
+    kvshare-compute  the scheduler's: all of torch but for loading
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from delta_tree import DeltaTree, Span
+from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.engines.embedded.scheduler import Scheduler
+from kvshare.engines.embedded.task import Task
+from kvshare.engines.embedded.tokenizer import PromptEncoder
+from kvshare.errors import ModelError
+from kvshare.kv.attention import PartialPass
+from kvshare.kv.memory_tier import MemoryTier
+from kvshare.kv.segment import SegmentKV
+from kvshare.metadata import check_not_in_use, open_emptied_tree
+from kvshare.runtime import Forgotten, Runtime, open_runtime
+from kvshare.served_model import find_model
+from kvshare.settings import Settings
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.memory_keeper import MemoryKeeper
+from kvshare.sharing.planner import PlannerLimits
+
+_T = TypeVar("_T")
+_WARM_UP_TOKENS = 16
+
+Load = Callable[[threading.Event], tuple[EmbeddedModel, PromptEncoder]]
+"""Loads in a thread; the event is set when the engine stops meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddedServer:
+    """The open parts."""
+
+    executor: ThreadPoolExecutor
+    model: EmbeddedModel
+    encoder: PromptEncoder
+    namespace_fields: Mapping[str, str]  # of every namespace under this model
+    runtime: Runtime[MemoryKeeper[SegmentKV]]
+    scheduler: Scheduler
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self.model.eos_token_ids(self.encoder.eos_token_id)
+
+    async def off_loop(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Call a function that takes long and changes nothing."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
+
+
+@asynccontextmanager
+async def open_server(settings: Settings, load: Load) -> AsyncIterator[EmbeddedServer]:
+    """
+    Open one part after the other; they are closed in reverse, also where a later one fails.
+
+    Raises:  ModelError, StoreError, ConfigError
+    """
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as opened:
+        executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvshare-engine")
+        opened.callback(executor.shutdown)
+        await loop.run_in_executor(executor, check_not_in_use, settings.store.path)
+        stopping = threading.Event()
+        opened.callback(stopping.set)
+        model, encoder = await loop.run_in_executor(executor, load, stopping)
+        encoder.limit_to(model.max_model_len)
+        fields = await loop.run_in_executor(executor, namespace_fields, model, encoder)
+        runtime = await opened.enter_async_context(_runtime(settings, model, fields))
+        scheduler = Scheduler(
+            chunk_tokens=settings.engine.prefill_chunk_tokens,
+            on_release=lambda task, error: _release(loop, task, error),
+        )
+        await loop.run_in_executor(executor, _warm_up, model)
+        scheduler.start()
+        opened.push_async_callback(asyncio.to_thread, scheduler.stop)
+        yield EmbeddedServer(executor, model, encoder, fields, runtime, scheduler)
+
+
+def load_from(settings: Settings) -> Load:
+    """The loader of the model that config.yaml names."""
+    chosen = settings.model
+
+    def load(stopping: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
+        source = find_model(chosen.path, download=True, cancelled=stopping)
+        path = source.path
+        if path.startswith(("/", ".")) and not Path(path).is_dir():
+            raise ModelError(f"model.path: there is no folder {path}")
+        if settings.engine.num_threads is not None:
+            torch.set_num_threads(settings.engine.num_threads)
+        encoder = PromptEncoder.load(path)
+        model = EmbeddedModel.load(
+            path,
+            name=chosen.served_name or source.name,
+            device=chosen.device,
+            dtype=chosen.dtype,
+            max_model_len=chosen.max_model_len,
+        )
+        return model, encoder
+
+    return load
+
+
+def namespace_fields(model: EmbeddedModel, encoder: PromptEncoder) -> dict[str, str]:
+    """What KV of this model depends on; see `Namespace`."""
+    geometry = model.geometry
+    return {
+        "model": model.name,
+        "revision": model.revision,
+        "tokenizer": encoder.digest,
+        "dtype": str(geometry.dtype).removeprefix("torch."),
+        "kv_layout": f"{geometry.num_layers}x{geometry.num_kv_heads}x{geometry.head_dim}",
+        "rope": model.rope_digest,
+    }
+
+
+@asynccontextmanager
+async def _runtime(
+    settings: Settings, model: EmbeddedModel, fields: Mapping[str, str]
+) -> AsyncIterator[Runtime[MemoryKeeper[SegmentKV]]]:
+    """The store of this very model, emptied: the KV of its prompts died with the last process."""
+    identity = ":".join(fields[part] for part in ("model", "revision", "tokenizer", "dtype"))
+
+    def open_tree() -> tuple[DeltaTree, Forgotten]:
+        return open_emptied_tree(settings.store.path, identity=identity)
+
+    def new_keeper(tree: DeltaTree) -> MemoryKeeper[SegmentKV]:
+        tier = MemoryTier(settings.store.kv_bytes)
+        return MemoryKeeper(tree, tier, min_tokens=settings.sharing.min_prompt_tokens)
+
+    async with open_runtime(
+        settings,
+        open_tree=open_tree,
+        new_keeper=new_keeper,
+        limits=PlannerLimits.from_settings(settings, can_move_keys=model.rotation is not None),
+        cost=CostModel.from_settings(settings.cost, bytes_per_token=model.geometry.bytes_per_token),
+    ) as runtime:
+        yield runtime
+
+
+def _warm_up(model: EmbeddedModel) -> None:
+    """The first forward pass allocates and compiles; better now than in somebody's request."""
+    kv = model.new_sequence(_WARM_UP_TOKENS)
+    tokens = np.zeros(_WARM_UP_TOKENS, dtype=np.int32)
+    model.compute(PartialPass(kv, (Span(0, _WARM_UP_TOKENS),)), tokens)
+
+
+def _release(loop: asyncio.AbstractEventLoop, task: Task, error: BaseException | None) -> None:
+    """In the compute thread: the task will not be touched by it again."""
+    loop.call_soon_threadsafe(task.end, error)

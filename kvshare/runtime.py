@@ -1,0 +1,130 @@
+"""
+What a server holds while it runs, opened and closed as one: store, index, sharing core, work after answers.
+
+Both engines run on it. The writer is the only thread that changes the tree: commits, uses, evictions, and
+an administrator's questions, in the order in which they came. The event loop waits for none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from delta_tree import DeltaTree, Node
+from kvshare.background import Background
+from kvshare.engines.base import EngineStatus
+from kvshare.errors import RequestError
+from kvshare.index_factory import ServedIndex
+from kvshare.inspection import QUESTIONS
+from kvshare.settings import Settings
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.keeper import Keeper
+from kvshare.sharing.pipeline import Sharing
+from kvshare.sharing.planner import PlannerLimits
+from vector_index import PromptText
+
+_T = TypeVar("_T")
+KeeperT = TypeVar("KeeperT", bound=Keeper[Any])
+
+_MAX_EMBEDDING = 16  # prompts waiting to be embedded; they hold text only
+
+Forgotten = Sequence[tuple[str, int]]  # namespaces and node ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runtime(Generic[KeeperT]):
+    """The open parts. `keeper` writes the tree, `sharing` plans, `index` nominates."""
+
+    keeper: KeeperT
+    index: ServedIndex
+    sharing: Sharing
+    writer: ThreadPoolExecutor
+    background: Background  # what was computed is stored and indexed, prompt after prompt
+    embedding: Background  # stored prompts that are being indexed by meaning
+
+    async def write(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Call a function that changes tree or tier, in the writer's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.writer, function, *arguments)
+
+    async def remember(self, node: Node, text: PromptText) -> None:
+        """Index a new node by its tokens now; by its meaning later, unless embedding lags behind."""
+        await self.sharing.remember(node, None)
+        if len(self.embedding) >= _MAX_EMBEDDING:
+            self.sharing.counters["fallback:embedding:backlog"] += 1
+        else:
+            self.embedding.spawn(self.sharing.remember(node, text))
+
+    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """An administrator's question: a key of `QUESTIONS`. Raises RequestError for one that is wrong."""
+        question = QUESTIONS.get(what)
+        if question is None:
+            raise RequestError(f"unknown question {what!r}; expected one of: {', '.join(sorted(QUESTIONS))}")
+        answer = await self.write(self.keeper.ask, question, arguments)
+        await self.sharing.forget_evicted()
+        return answer.document
+
+    def status(self) -> EngineStatus:
+        """What is stored, in constant time and without a lock; the engine adds what runs."""
+        stats = self.sharing.tree.stats()
+        return EngineStatus(
+            ready=True,
+            detail="ok",
+            num_nodes=stats.num_nodes,
+            num_segments=stats.num_segments,
+            kv_bytes=self.keeper.tier.num_bytes,
+            max_depth=stats.max_depth,
+            counters=dict(self.sharing.counters),
+            index=self.index.status(),
+        )
+
+    async def settle(self) -> None:
+        """Wait until all that was computed is stored and indexed."""
+        await self.background.settle()
+        await self.embedding.settle()
+
+
+@asynccontextmanager
+async def open_runtime(
+    settings: Settings,
+    *,
+    open_tree: Callable[[], tuple[DeltaTree, Forgotten]],
+    new_keeper: Callable[[DeltaTree], KeeperT],
+    limits: PlannerLimits,
+    cost: CostModel,
+) -> AsyncIterator[Runtime[KeeperT]]:
+    """
+    Open one part after the other; they are closed in reverse, also where a later one fails.
+
+    `open_tree` gives the tree and the prompts that left it since the index last heard of them.
+    Raises:  ConfigError; StoreError where another process has the store open
+    """
+    async with AsyncExitStack() as opened:
+        writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-writer")
+        opened.callback(writer.shutdown)
+        loop = asyncio.get_running_loop()
+        tree, forgotten = await loop.run_in_executor(writer, open_tree)
+        opened.push_async_callback(_call_in, writer, tree.close)
+        index = ServedIndex(settings.index, settings.store)
+        nominator = await index.open(forgotten)
+        opened.push_async_callback(index.close)
+        keeper = await loop.run_in_executor(writer, new_keeper, tree)
+        sharing = Sharing(
+            keeper=keeper,
+            nominator=nominator,
+            limits=limits,
+            cost=cost,
+            owns_index=settings.index.backend != "server",
+            writer=writer,
+        )
+        opened.callback(sharing.close)
+        runtime = Runtime(keeper, index, sharing, writer, Background(), Background())
+        opened.push_async_callback(runtime.settle)
+        yield runtime
+
+
+async def _call_in(executor: ThreadPoolExecutor, function: Callable[[], None]) -> None:
+    await asyncio.get_running_loop().run_in_executor(executor, function)
