@@ -106,8 +106,8 @@ async def serve(
             url = _base_url(runners[0])
             on_listening(url)
             await _first_of(app[SERVER].lifecycle.wait_started(), first.wait())
-            # What is there now stays. Python's full collections, during which nothing else runs, would scan it:
-            # 0.3 s for the modules of torch and transformers, each time.
+            # What is there now stays. Python's full collections, which stop everything, would scan it again
+            # and again: 0.3 s for the modules of torch and transformers.
             gc.freeze()
             if on_ready is not None and app[SERVER].lifecycle.is_engine_up:
                 on_ready(url)
