@@ -16,7 +16,8 @@ from kvshare.cli.checks import Check, State, first_line
 from kvshare.cli.client import JsonClient
 from kvshare.cli.exits import AnswerError
 from kvshare.errors import KVShareError, UnreachableError
-from kvshare.vllm_protocol.messages import PROTOCOL, TOKEN_VARIABLE, ReplicaInfo, WireError
+from kvshare.vllm_protocol.json_fields import WireError
+from kvshare.vllm_protocol.messages import PROTOCOL, TOKEN_VARIABLE, ReplicaInfo
 from kvshare.vllm_protocol.versions import TESTED, untested
 
 if TYPE_CHECKING:

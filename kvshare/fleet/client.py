@@ -18,9 +18,10 @@ from yarl import URL
 
 from delta_tree import SegmentId
 from kvshare.errors import UpstreamError
-from kvshare.fleet.upstream import HeldSegments, ServedModels, Upstream
+from kvshare.fleet.upstream import ServedModels, Upstream
 from kvshare.settings import ReplicaSettings, VllmSettings
-from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, Journal, ReplicaInfo, WireError
+from kvshare.vllm_protocol.json_fields import WireError
+from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, HeldSegments, Journal, ReplicaInfo
 
 _KEEP_ALIVE_S = 2.0  # less than uvicorn's 5: a connection must not be used while vLLM closes it
 API_KEY_VARIABLE = "KVSHARE_VLLM_API_KEY"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from kvshare.fleet.pending import Pending
 from kvshare.fleet.replica import NAMESPACE_FIELDS, Replica
-from kvshare.fleet.tickets import salt_of
 from kvshare.namespace import Namespace, Owner
 from kvshare.requests import Prompt, SharingMode, SharingReport
 from kvshare.vllm_protocol.messages import Ticket
+from kvshare.vllm_protocol.salts import owner_salt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class Dispatch:
         report = self.report
         if report is not None:
             report = SharingReport(0, 0, report.num_prompt_tokens, 0, "full", "replica_gone")
-        return Dispatch(other, salt_of(order.owner, order.client_salt), report=report)
+        return Dispatch(other, owner_salt(order.owner, order.client_salt), report=report)
 
 
 @dataclass(slots=True, eq=False)

@@ -19,11 +19,12 @@ from kvshare.fleet.fleet import Fleet
 from kvshare.fleet.pending import Pending, PendingTickets
 from kvshare.fleet.replica import Replica
 from kvshare.fleet.routing import LoadLimits, Option, choose
-from kvshare.fleet.tickets import salt_for, salt_of, ticket_for
+from kvshare.fleet.tickets import salt_for, ticket_for
 from kvshare.requests import SharingMode, SharingReport
 from kvshare.sharing.explain import Planning, explanation
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan
+from kvshare.vllm_protocol.salts import owner_salt
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class Dispatcher:
         prompt, replica = order.prompt, option.replica
         report = lookup.report(prompt.num_tokens)
         if isinstance(lookup.plan, NoPlan) and not order.keep:
-            return Dispatch(replica, salt_of(order.owner, order.client_salt), report=report)
+            return Dispatch(replica, owner_salt(order.owner, order.client_salt), report=report)
         ticket = ticket_for(
             lookup.plan,
             prompt.token_ids,
@@ -150,4 +151,4 @@ class Dispatcher:
         report = None
         if order.prompt is not None:
             report = SharingReport(0, 0, order.prompt.num_tokens, 0, "full", reason)
-        return Dispatch(serving[0], salt_of(order.owner, order.client_salt), report=report)
+        return Dispatch(serving[0], owner_salt(order.owner, order.client_salt), report=report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,9 +9,8 @@ from delta_tree import Span, TokenIds, token_ids
 from kvshare.namespace import Owner
 from kvshare.sharing.node_draft import FinishedSequence, StoredSpan
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.vllm_protocol.messages import Finished, Ticket, WireCopy, digest_of, private_salt
-
-_DOMAIN = b"kvshare.cache_salt.v1"
+from kvshare.vllm_protocol.messages import Finished, Ticket, WireCopy, digest_of
+from kvshare.vllm_protocol.salts import owner_salt, private_salt
 
 
 class BadReportError(ValueError):
@@ -48,24 +46,10 @@ def ticket_for(
     )
 
 
-def salt_of(owner: Owner, client_salt: str | None = None) -> str:
-    """
-    The cache_salt of an owner's requests: vLLM's own prefix cache never crosses owners.
-
-    A client's salt divides its own space further; it cannot name another's.
-    """
-    digest = hashlib.sha256(_DOMAIN)
-    for value in (owner.tenant, owner.scope, client_salt or ""):
-        raw = value.encode("utf-8", "surrogatepass")
-        digest.update(len(raw).to_bytes(8, "big"))
-        digest.update(raw)
-    return digest.hexdigest()
-
-
 def salt_for(ticket: Ticket | None, owner: Owner, client_salt: str | None) -> str:
     """Approximate KV gets a salt that nobody asks with again; anything else keeps its owner's."""
     if ticket is None or ticket.is_exact:
-        return salt_of(owner, client_salt)
+        return owner_salt(owner, client_salt)
     return private_salt(ticket.request_id)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from delta_tree import SegmentId
-from kvshare.vllm_protocol.messages import Journal, ReplicaInfo, WireError
+from kvshare.vllm_protocol.messages import HeldSegments, Journal, ReplicaInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,29 +16,6 @@ class ServedModels:
 
     names: tuple[str, ...]
     max_model_len: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class HeldSegments:
-    """`GET /segments`: what a connector holds, as of an event of its journal."""
-
-    epoch: str
-    last: int
-    segment_ids: tuple[SegmentId, ...]
-
-    @classmethod
-    def from_json(cls, document: object) -> HeldSegments:
-        """Raises WireError."""
-        if not isinstance(document, Mapping):
-            raise WireError(f"segments: expected an object, got {type(document).__name__}")
-        epoch, last, ids = (document.get(name) for name in ("epoch", "last", "segment_ids"))
-        if not isinstance(epoch, str) or not epoch:
-            raise WireError(f"epoch: expected text, got {type(epoch).__name__}")
-        if type(last) is not int or last < 0:
-            raise WireError(f"last: expected a non-negative integer, got {last!r}")
-        if not isinstance(ids, list) or not all(type(entry) is int and entry > 0 for entry in ids):
-            raise WireError("segment_ids: expected a list of positive integers")
-        return cls(epoch, last, tuple(SegmentId(entry) for entry in ids))
 
 
 class Upstream(Protocol):

@@ -31,7 +31,8 @@ from kvshare.bench.vllm.prompts import stranger
 from kvshare.bench.vllm.servers import VllmOptions
 from kvshare.bench.vllm.stack import Pair, StackOptions, document, pair
 from kvshare.errors import EngineError
-from kvshare.vllm_protocol.messages import Finished, Ticket, WireCopy, digest_of, private_salt
+from kvshare.vllm_protocol.messages import Finished, Ticket, WireCopy, digest_of
+from kvshare.vllm_protocol.salts import private_salt
 
 _MODES = {"compiled": False, "eager": True}  # enforce_eager; compiled is vLLM's default
 _NUM_TOP = 20  # vLLM's own limit

@@ -13,7 +13,8 @@ from enum import StrEnum, auto
 from typing import TYPE_CHECKING
 
 from delta_tree import SegmentId
-from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, WireCopy, digest_of, is_private_salt
+from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, WireCopy, digest_of
+from kvshare.vllm_protocol.salts import is_private_salt
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -21,7 +21,8 @@ from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, SaveRequest
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import Retained, State, TicketedRequest, why_unshared
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
-from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, Stored, Ticket, WireError
+from kvshare.vllm_protocol.json_fields import WireError
+from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, Stored, Ticket
 
 log = logging.getLogger("vllm.kvshare")
 

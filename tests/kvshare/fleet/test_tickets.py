@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_tree import Copy, NodeId, SegmentId, Span, gaps, token_ids
-from kvshare.fleet.tickets import BadReportError, kept_of, salt_for, salt_of, ticket_for
+from kvshare.fleet.tickets import BadReportError, kept_of, salt_for, ticket_for
 from kvshare.namespace import Owner
 from kvshare.sharing.node_draft import draft_node
 from kvshare.sharing.plan import Estimate, NoPlan, Plan
-from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, digest_of, private_salt
+from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, digest_of
+from kvshare.vllm_protocol.salts import owner_salt, private_salt
 
 PROMPT = token_ids(np.arange(100, dtype=np.int32))
 OWNER = Owner("acme", "tenant")
@@ -63,15 +64,15 @@ def test_approximate_tickets_have_a_salt_of_their_own() -> None:
     approximate = ticket_for(PLAN, PROMPT, request_id="r", namespace="n", keep=True)
     exact = ticket_for(plan_of((0, 20, 0), exact_length=20), PROMPT, request_id="r", namespace="n", keep=True)
     assert salt_for(approximate, OWNER, "mine") == private_salt("r")
-    assert salt_for(exact, OWNER, None) == salt_for(None, OWNER, None) == salt_of(OWNER)
+    assert salt_for(exact, OWNER, None) == salt_for(None, OWNER, None) == owner_salt(OWNER)
     salts = [
-        salt_of(OWNER),
-        salt_of(OWNER, "a"),
-        salt_of(OWNER, salt_of(OWNER)),
-        salt_of(Owner("globex", "tenant")),
-        salt_of(Owner("acme", "private")),
-        salt_of(Owner("acmetenant", "")),
-        salt_of(OWNER, "\ud800"),
+        owner_salt(OWNER),
+        owner_salt(OWNER, "a"),
+        owner_salt(OWNER, owner_salt(OWNER)),
+        owner_salt(Owner("globex", "tenant")),
+        owner_salt(Owner("acme", "private")),
+        owner_salt(Owner("acmetenant", "")),
+        owner_salt(OWNER, "\ud800"),
     ]
     assert len(set(salts)) == len(salts)
     assert all(len(salt) == 64 for salt in salts)

@@ -14,15 +14,15 @@ import openai
 from aiohttp import web
 
 from kvshare.fleet.engine import VllmEngine
-from kvshare.fleet.tickets import salt_of
 from kvshare.namespace import Owner
+from kvshare.vllm_protocol.salts import owner_salt
 from proxy.app import build_app, vllm_engine
 from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
 from tests.fake_vllm import MODEL, FakeVllm
 from tests.proxy.conftest import eventually, settings_with
 
-LOCAL_SALT = salt_of(Owner("local", "tenant"))
+LOCAL_SALT = owner_salt(Owner("local", "tenant"))
 FORM = "Report of {place}. " + " ".join(f"Paragraph {number} says the same to all." for number in range(20))
 OTHER: dict[str, object] = {
     "model": MODEL,

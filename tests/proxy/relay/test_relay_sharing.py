@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvshare.vllm_protocol.messages import digest_of, private_salt
+from kvshare.vllm_protocol.messages import digest_of
+from kvshare.vllm_protocol.salts import private_salt
 from tests.fake_vllm import Behaviour, FakeVllm, covered, running_vllm
 from tests.proxy.conftest import eventually, key_of, key_settings
 from tests.proxy.relay.relay_server import FORM, LOCAL_SALT, Relay, chat_body, running_relay
