@@ -8,7 +8,6 @@ message that is read must have every field. Unknown fields are ignored.
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import cache
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -53,6 +52,11 @@ class Message:
         return document
 
 
-@cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_ADAPTERS: dict[type[Message], TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: type[Message]) -> TypeAdapter[Any]:
+    """Built once, when the first message of a kind is read or written."""
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]

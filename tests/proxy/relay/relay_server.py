@@ -16,7 +16,7 @@ from aiohttp import web
 from kvshare.fleet.engine import VllmEngine
 from kvshare.namespace import Owner
 from kvshare.vllm_protocol.salts import owner_salt
-from proxy.app import build_app, vllm_engine
+from proxy.app import build_app
 from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
 from tests.fake_vllm import MODEL, FakeVllm
@@ -81,11 +81,10 @@ class Relay:
 
     async def ask(self, body: object, *, key: str = "none") -> aiohttp.ClientResponse:
         """A chat whose news have come when this returns."""
-        pending = len(self.engine._pending)
+        in_flight = self.engine.server.in_flight
+        before = in_flight.num_unreconciled
         response = await self.send("/v1/chat/completions", body, Authorization=f"Bearer {key}")
-        tickets = self.engine._pending
-        await eventually(lambda: len(tickets) <= pending and not tickets._settling)
-        await self.engine._books._indexing.settle()
+        await eventually(lambda: in_flight.num_unreconciled <= before)
         return response
 
 
@@ -107,7 +106,7 @@ async def running_relay(
         index__search_timeout_s=2.0,
         **({"index__backend": "memory"} | QUICK | overrides),
     )
-    engine = vllm_engine(settings)
+    engine = VllmEngine(settings)
     app = build_app(settings, engine)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
     await runner.setup()

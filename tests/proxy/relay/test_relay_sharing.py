@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -187,9 +188,8 @@ async def test_a_report_that_cannot_be_true_is_refused(relay: Relay, vllm: FakeV
 
     def with_a_hole(*arguments: object) -> object:
         finished = original(*arguments)  # type: ignore[arg-type]
-        stored = finished.stored[0]
-        object.__setattr__(stored, "start", stored.start + 1)
-        return finished
+        first, *others = finished.stored
+        return replace(finished, stored=(first._replace(start=first.start + 1), *others))
 
     vllm._kept = with_a_hole  # type: ignore[method-assign, assignment]
     await relay.chat("Rome")
