@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -17,9 +18,9 @@ import aiohttp
 from aiohttp import web
 
 from kvshare.errors import EngineError, UpstreamError
-from kvshare.fleet.engine import VllmEngine
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.replica import Replica
+from kvshare.fleet.router import Router
 from proxy.context import SERVER
 from proxy.errors import to_reply, upstream_timed_out
 from proxy.relay.json_members import JsonMembers
@@ -30,44 +31,18 @@ from proxy.sse import DONE, frame
 log = logging.getLogger(__name__)
 
 
-async def forward(
-    request: web.Request,
-    engine: VllmEngine,
-    routed: RoutedRequest,
-    content: JsonMembers | bytes,
-    *,
-    ends_with_done: bool = False,
-) -> web.StreamResponse:
-    """
-    Plan and send a request, pass its answer on. A drain waits for it, and aborts it in the end.
-
-    `content` is its body: bytes, unless that is JSON. `ends_with_done`: its streams are OpenAI's.
-    """
-    relayed = RelayedRequest(request, engine, routed, content, ends_with_done=ends_with_done)
-    with request.app[SERVER].lifecycle.running(relayed):
-        return await relayed.run()
-
-
+@dataclass(eq=False)
 class RelayedRequest:
-    """A request on its way. `abort` ends it from outside, with an error that is sent to the client."""
+    """One request on its way to vLLM and back. `abort` ends it from outside, with an error for the client."""
 
-    def __init__(
-        self,
-        request: web.Request,
-        engine: VllmEngine,
-        routed: RoutedRequest,
-        content: JsonMembers | bytes,
-        *,
-        ends_with_done: bool,
-    ) -> None:
-        self._request = request
-        self._router = engine.server.router
-        self._routed = routed
-        self._content = content
-        self._ends_with_done = ends_with_done
-        self._scope = asyncio.timeout(None)
-        self._aborted: Exception | None = None
-        self._answer: web.StreamResponse | None = None  # once its status line is out
+    request: web.Request
+    router: Router
+    routed: RoutedRequest
+    content: JsonMembers | bytes  # the body: bytes, unless it is JSON
+    ends_with_done: bool = False  # its streams are OpenAI's
+    _scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None), init=False)
+    _aborted: Exception | None = field(default=None, init=False)
+    _answer: web.StreamResponse | None = field(default=None, init=False)  # once its status line is out
 
     def abort(self, error: Exception) -> None:
         """End the request with `error`."""
@@ -75,21 +50,26 @@ class RelayedRequest:
         with suppress(RuntimeError):  # it has ended already
             self._scope.reschedule(asyncio.get_running_loop().time())
 
-    async def run(self) -> web.StreamResponse:
-        """Plan and forward until the answer ends. Leaving early closes the connection, and vLLM aborts."""
-        try:
-            async with self._scope:
-                return await self._try_replicas(await self._router.route(self._routed))
-        except TimeoutError:
-            if self._aborted is None:
-                raise
-            return await self._break_off(self._aborted)
+    async def forward(self) -> web.StreamResponse:
+        """
+        Plan and send the request, and pass its answer on until it ends. A drain waits for it.
+
+        Leaving early closes the connection, and vLLM aborts.
+        """
+        with self.request.app[SERVER].lifecycle.running(self):
+            try:
+                async with self._scope:
+                    return await self._try_replicas(await self.router.route(self.routed))
+            except TimeoutError:
+                if self._aborted is None:
+                    raise
+                return await self._break_off(self._aborted)
 
     async def _try_replicas(self, replica: Replica) -> web.StreamResponse:
         """Try replicas until one takes the request; nothing has been sent to the client before."""
-        routed, tried = self._routed, [replica]
+        routed, tried = self.routed, [replica]
         while True:
-            with self._router.sending(routed, replica):
+            with self.router.sending(routed, replica):
                 try:
                     response = await self._send(replica)
                 except UpstreamError as exc:
@@ -100,11 +80,11 @@ class RelayedRequest:
                         return await self._pass_on(response)
                     finally:
                         response.close()
-            replica = self._router.reroute(routed, tried)
+            replica = self.router.reroute(routed, tried)
             tried.append(replica)
 
     async def _send(self, replica: Replica) -> aiohttp.ClientResponse:
-        request, record, report = self._request, self._request[RECORD], self._routed.report
+        request, record, report = self.request, self.request[RECORD], self.routed.report
         record.reports = () if report is None else (report,)
         headers = headers_to_upstream(request.headers)
         headers["X-Request-Id"] = record.request_id
@@ -116,28 +96,28 @@ class RelayedRequest:
 
     def _body(self, path: str) -> bytes:
         """The client's bytes with the salt and the ticket of this try."""
-        if isinstance(self._content, bytes):
-            return self._content
+        if isinstance(self.content, bytes):
+            return self.content
         added: dict[str, Any] = {}
         if takes_salt(path):
-            added["cache_salt"] = self._routed.salt
-        if (params := self._routed.transfer_params) is not None:
+            added["cache_salt"] = self.routed.salt
+        if (params := self.routed.transfer_params) is not None:
             added["kv_transfer_params"] = params
-        return sanitized(self._content, added)
+        return sanitized(self.content, added)
 
     async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
-        self._routed.was_refused = response.status >= 400
+        self.routed.was_refused = response.status >= 400
         answer = web.StreamResponse(
             status=response.status, reason=response.reason, headers=headers_to_client(response.headers)
         )
         try:
-            await answer.prepare(self._request)
+            await answer.prepare(self.request)
             self._answer = answer
             while True:
                 try:
                     chunk = await response.content.readany()
                 except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-                    name = self._routed.replica
+                    name = self.routed.replica
                     log.warning("replica %s broke off an answer: %s", name, class_and_place(exc))
                     return await self._break_off(EngineError("The model server broke off this answer."))
                 if not chunk:
@@ -146,15 +126,15 @@ class RelayedRequest:
                 await answer.write(chunk)
             await answer.write_eof()
         except ConnectionError:
-            self._request[RECORD].disconnected = True
+            self.request[RECORD].disconnected = True
         return answer
 
     def _note_chunk(self) -> None:
-        record = self._request[RECORD]
-        if record.first_token_s is None and not self._routed.was_refused:
+        record = self.request[RECORD]
+        if record.first_token_s is None and not self.routed.was_refused:
             record.first_token_s = perf_counter() - record.started
             if self._is_stream:
-                self._routed.note_first_byte()
+                self.routed.note_first_byte()
 
     @property
     def _is_stream(self) -> bool:
@@ -164,14 +144,14 @@ class RelayedRequest:
         """Report to the client that its answer is incomplete, in the stream or by closing the connection."""
         if self._answer is None:
             raise error
-        self._request[RECORD].finish_reason = "error"
+        self.request[RECORD].finish_reason = "error"
         try:
-            if self._ends_with_done and self._is_stream:
+            if self.ends_with_done and self._is_stream:
                 # The blank line ends what may be half a frame.
                 await self._answer.write(b"\n\n" + frame(to_reply(error).body) + DONE)
                 await self._answer.write_eof()
-            elif self._request.transport is not None:
-                self._request.transport.abort()
+            elif self.request.transport is not None:
+                self.request.transport.abort()
         except ConnectionError:
-            self._request[RECORD].disconnected = True
+            self.request[RECORD].disconnected = True
         return self._answer

@@ -26,7 +26,7 @@ from kvshare.requests import Prompt, SharingMode
 from proxy.auth import Role
 from proxy.context import SERVER, accepting_server
 from proxy.errors import wrong_content_type
-from proxy.relay.forward import forward
+from proxy.relay.forward import RelayedRequest
 from proxy.relay.json_members import JsonMembers, read_members
 from proxy.relay.sanitize import check_form, check_path, client_salt
 from proxy.relay.tokenize import Unplannable, chat_prompt, completion_prompt
@@ -73,16 +73,16 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
     check_path(request.rel_url.raw_path_qs)
     if request.path.rstrip("/") in _OPERATORS_ONLY:
         request.app[SERVER].keyring.require(request, Role.ADMIN)
-    engine, routed = request.app[ENGINE], RoutedRequest(request[RECORD].caller.owner)
+    router, routed = request.app[ENGINE].server.router, RoutedRequest(request[RECORD].caller.owner)
     if request.content_type == "application/json" and request.can_read_body:
         members = await _read_json(request)
         routed.client_salt = client_salt(members)
-        return await forward(request, engine, routed, members)
+        return await RelayedRequest(request, router, routed, members).forward()
     form = await read_raw(request)
     if form and request.content_type != "multipart/form-data":
         raise wrong_content_type()
     check_form(form)
-    return await forward(request, engine, routed, form)
+    return await RelayedRequest(request, router, routed, form).forward()
 
 
 async def explain(request: web.Request) -> web.Response:
@@ -100,13 +100,13 @@ async def explain(request: web.Request) -> web.Response:
 
 async def _generate(request: web.Request, to_prompt: ToPrompt) -> web.StreamResponse:
     accepting_server(request)
-    engine = request.app[ENGINE]
     members = await _read_json(request)
     routed = _untokenized(request, members)
     request[RECORD].mode = routed.mode
     if routed.mode is not SharingMode.OFF:
         routed.prompt = await _tokenize(request, members, to_prompt)
-    return await forward(request, engine, routed, members, ends_with_done=True)
+    router = request.app[ENGINE].server.router
+    return await RelayedRequest(request, router, routed, members, ends_with_done=True).forward()
 
 
 def _untokenized(request: web.Request, members: JsonMembers) -> RoutedRequest:
