@@ -26,7 +26,7 @@ from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.inspection import Answer, Question
 from kvshare.sharing.keeper import Keeper
-from kvshare.sharing.node_draft import FinishedSequence, StoredSpan, draft_node, find_parent
+from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.vllm_protocol.messages import Finished
 
@@ -211,8 +211,8 @@ def draft_of(
     tokens = [*prompt.tolist(), *finished.output_ids]
     if num_retained > len(tokens) or (finished.output_ids and num_retained != len(tokens)):
         raise BadReportError(f"{num_retained} tokens retained of {len(prompt)} + {len(finished.output_ids)}")
-    sequence = FinishedSequence(request.ticket.namespace, token_ids(tokens[:num_retained]), plan)
-    return draft_node(sequence, stored, parent=find_parent(plan, node_of))
+    namespace, parent = request.ticket.namespace, find_parent(plan, node_of)
+    return draft_node(token_ids(tokens[:num_retained]), plan, stored, namespace=namespace, parent=parent)
 
 
 def _carried_out(plan: Plan | NoPlan, used: Sequence[int]) -> Plan | NoPlan:
