@@ -13,7 +13,6 @@ from typing import Any
 from aiohttp import web
 
 from kvshare.engines.base import Engine, EngineStatus, GeneratingEngine
-from kvshare.fleet.client import HttpUpstream
 from kvshare.fleet.engine import VllmEngine
 from kvshare.settings import Settings
 from proxy import admin, openai, probes, relay
@@ -30,15 +29,6 @@ _CLOSE_S = 2.0  # connections that still write after a drain get this long
 # aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
 _aiohttp_log = logging.getLogger("proxy.aiohttp")
 _aiohttp_log.setLevel(logging.CRITICAL + 1)
-
-
-def vllm_engine(settings: Settings) -> VllmEngine:
-    """
-    The engine for the vLLM replicas of the settings.
-
-    Raises:  ConfigError if there are none, or two of one name
-    """
-    return VllmEngine(settings, lambda replica: HttpUpstream(replica, settings.vllm))
 
 
 def build_app(settings: Settings, engine: Engine) -> web.Application:

@@ -26,12 +26,14 @@ import numpy as np
 from delta_tree import Span, TokenIds, gaps
 from kvshare.bench.vllm import front
 from kvshare.bench.vllm.client import Answer, Client, connected
-from kvshare.bench.vllm.control import Watch, read_info
+from kvshare.bench.vllm.control import Watch
 from kvshare.bench.vllm.prompts import stranger
 from kvshare.bench.vllm.servers import VllmOptions
 from kvshare.bench.vllm.stack import Pair, StackOptions, document, pair
 from kvshare.errors import EngineError
-from kvshare.vllm_protocol.messages import Finished, Ticket, WireCopy, digest_of, private_salt
+from kvshare.fleet.client import ControlClient
+from kvshare.vllm_protocol.messages import Finished, Ticket, WireCopy, digest_of
+from kvshare.vllm_protocol.salts import private_salt
 
 _MODES = {"compiled": False, "eager": True}  # enforce_eager; compiled is vLLM's default
 _NUM_TOP = 20  # vLLM's own limit
@@ -88,7 +90,7 @@ async def _measure(servers: Pair, num_tokens: int, seed: int, copies: int) -> di
     rng = np.random.default_rng(seed)
     plain_url, shared_url = servers.plain.url, servers.shared.url
     async with connected(plain_url) as plain, connected(shared_url) as shared, servers.control() as control:
-        info = await read_info(control)
+        info = await control.info()
         if not info.shares:
             raise EngineError(f"the connector shares nothing: {'; '.join(info.refusals)}")
         bench = _Parity(plain, shared, control, rng, num_tokens)
@@ -111,7 +113,7 @@ class _Parity:
     """Prompts that were kept, and what their planned repetitions differ by."""
 
     def __init__(
-        self, plain: Client, shared: Client, control: Client, rng: np.random.Generator, num_tokens: int
+        self, plain: Client, shared: Client, control: ControlClient, rng: np.random.Generator, num_tokens: int
     ) -> None:
         self._plain = plain
         self._shared = shared
