@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from measure import FOLDER, ROWS, in_words
 
 
