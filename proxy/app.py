@@ -61,11 +61,11 @@ def run(
     settings: Settings,
     engine: Engine,
     *,
-    on_listening: Callable[[str], None] | None = None,
-    on_ready: Callable[[str], None] | None = None,
+    on_listening: Callable[[str], None],
+    on_ready: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises what the engine's start raises, and OSError for a taken port."""
-    asyncio.run(serve(settings, engine, on_listening=on_listening or _log_listening, on_ready=on_ready))
+    asyncio.run(serve(settings, engine, on_listening=on_listening, on_ready=on_ready))
 
 
 async def serve(
@@ -203,7 +203,3 @@ def _warn_if_exposed(settings: Settings) -> None:
             "no API keys and listening on %s: everybody who reaches it shares one namespace",
             settings.server.host,
         )
-
-
-def _log_listening(url: str) -> None:
-    log.info("listening on %s", url)
