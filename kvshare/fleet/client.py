@@ -40,14 +40,10 @@ class ServedModels:
 class _Client:
     """One server, between entering and leaving. Every call has a timeout, and raises only UpstreamError."""
 
-    def __init__(
-        self, url: str, secret: str | None, timeout_s: float, socket_timeout: aiohttp.ClientTimeout
-    ) -> None:
-        """`timeout_s`: of a call, but not of one whose answer is passed on."""
+    def __init__(self, url: str, secret: str | None, timeout_s: float) -> None:
         self.url = url
         self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         self._timeout_s = timeout_s
-        self._socket_timeout = socket_timeout
         self._opened: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -55,7 +51,7 @@ class _Client:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # what is relayed stays as it is
-            timeout=self._socket_timeout,
+            timeout=aiohttp.ClientTimeout(total=None),  # each call has its own
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
         return self
@@ -107,10 +103,10 @@ class VllmClient(_Client):
     """The API of one `vllm serve`."""
 
     def __init__(self, url: str, settings: VllmSettings) -> None:
-        timeout = aiohttp.ClientTimeout(
+        super().__init__(url, os.environ.get(API_KEY_VARIABLE), settings.control_timeout_s)
+        self._relay_timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
         )
-        super().__init__(url, os.environ.get(API_KEY_VARIABLE), settings.control_timeout_s, timeout)
 
     async def send(
         self, method: str, raw_path: str, *, headers: Mapping[str, str], body: bytes
@@ -141,6 +137,7 @@ class VllmClient(_Client):
             URL(self.url + raw_path, encoded=True),
             headers={**headers, **self._headers},
             data=body or None,
+            timeout=self._relay_timeout,
             allow_redirects=False,
         )
 
@@ -172,8 +169,7 @@ class ControlClient(_Client):
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 10.0) -> None:
         """Without a `token` the environment's is sent, if there is one."""
-        no_more = aiohttp.ClientTimeout(total=None)
-        super().__init__(url, token or os.environ.get(TOKEN_VARIABLE), timeout_s, no_more)
+        super().__init__(url, token or os.environ.get(TOKEN_VARIABLE), timeout_s)
 
     async def info(self) -> ReplicaInfo:
         return await self._message(ReplicaInfo, "/info")

@@ -163,9 +163,11 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
         reconciler = Reconciler(runtime, fleet, in_flight)
         opened.push_async_callback(reconciler.close)
         watchers = [Watcher(replica, fleet, reconciler, chosen) for replica in fleet.replicas]
+        watching = Background()
+        opened.push_async_callback(watching.cancel)
         for watcher in watchers:
-            watcher.start()
-            opened.push_async_callback(watcher.stop)
+            watching.spawn(watcher.watch_health())
+            watching.spawn(watcher.watch_journal())
         yield FleetServer(runtime, in_flight, router, reconciler, watchers)
 
 

@@ -49,13 +49,8 @@ class Fleet:
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = tuple(replicas)
-        self._models: ServedModels | None = None
+        self.models: ServedModels | None = None  # what the replicas serve; None until one has answered
         self._next = 0  # the replica that comes first among equally idle ones
-
-    @property
-    def models(self) -> ServedModels | None:
-        """What the replicas serve; None until one has answered."""
-        return self._models
 
     def serving(self) -> list[Replica]:
         """
@@ -79,10 +74,10 @@ class Fleet:
         assert replica.models is not None, "called when they are known"
         replica.refusal = None
         others = [other for other in self.replicas if other is not replica and other.serves]
-        if not others or self._models is None:
-            self._models = replica.models
-        elif set(replica.models.names) != set(self._models.names):
-            replica.refusal = f"serves {_listed(replica.models)}, the others serve {_listed(self._models)}"
+        if not others or self.models is None:
+            self.models = replica.models
+        elif set(replica.models.names) != set(self.models.names):
+            replica.refusal = f"serves {_listed(replica.models)}, the others serve {_listed(self.models)}"
             log.error("replica %s gets no requests: it %s", replica.name, replica.refusal)
 
 

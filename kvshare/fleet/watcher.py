@@ -26,7 +26,11 @@ _LONGEST_PAUSE_S = 5.0
 
 
 class Watcher:
-    """The tasks that watch one replica of a fleet."""
+    """
+    Watches one replica of a fleet.
+
+    `watch_health` and `watch_journal` run until they are cancelled.
+    """
 
     def __init__(
         self, replica: Replica, fleet: Fleet, reconciler: Reconciler, settings: VllmSettings
@@ -35,7 +39,6 @@ class Watcher:
         self._fleet = fleet
         self._reconciler = reconciler
         self._settings = settings
-        self._tasks: list[asyncio.Task[None]] = []
         self._last = 0  # sequence number of the last event that was applied
         self._is_in_step = False  # the account of what the replica holds is right, up to `_last`
         self._silent_since: float | None = None
@@ -44,19 +47,7 @@ class Watcher:
         self.asked_connector = asyncio.Event()  # the same
         self.was_connected = asyncio.Event()  # the connector has said once what it holds
 
-    def start(self) -> None:
-        name = self._replica.name
-        self._tasks = [
-            asyncio.create_task(self._watch_health(), name=f"health of {name}"),
-            asyncio.create_task(self._watch_journal(), name=f"journal of {name}"),
-        ]
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _watch_health(self) -> None:
+    async def watch_health(self) -> None:
         while True:
             await self._check_health()
             self.asked_vllm.set()
@@ -75,7 +66,7 @@ class Watcher:
                 log.warning("replica %s serves no more: %s", replica.name, exc)
             replica.models = None
 
-    async def _watch_journal(self) -> None:
+    async def watch_journal(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
