@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -41,11 +42,9 @@ class Watch:
     @property
     def decisions(self) -> dict[str, int]:
         """How many requests ended in each decision, and why less was shared than planned."""
-        found: dict[str, int] = {}
-        for event in self.finished:
-            for key in (event.decision, f"reason:{event.reason}"):
-                found[key] = found.get(key, 0) + (key != "reason:None")
-        return {key: count for key, count in sorted(found.items()) if count}
+        found = Counter(event.decision for event in self.finished)
+        found.update(f"reason:{event.reason}" for event in self.finished if event.reason is not None)
+        return dict(sorted(found.items()))
 
 
 @asynccontextmanager
