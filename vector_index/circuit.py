@@ -28,11 +28,7 @@ class Failure:
 
 
 class Circuit:
-    """
-    Guards one component, used from one event loop. `clock` gives seconds, monotonic.
-
-    `num_failures` counts failed calls since the start, those refused by an open circuit not.
-    """
+    """Guards one component, used from one event loop. `clock` gives seconds, monotonic."""
 
     def __init__(
         self,
@@ -43,7 +39,6 @@ class Circuit:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.component = component
-        self.num_failures = 0
         self._failures_to_open = failures_to_open
         self._open_s = open_s
         self._clock = clock
@@ -81,7 +76,6 @@ class Circuit:
         return result
 
     def _failed(self, reason: str) -> Failure:
-        self.num_failures += 1
         self._in_a_row += 1
         if self._in_a_row >= self._failures_to_open:
             self._closed_at = self._clock() + self._open_s

@@ -49,18 +49,6 @@ class FingerprintFrequencies:
         with self._lock:
             self._take_out(namespace, prompt_id)
 
-    def forget_namespace(self, namespace: str) -> None:
-        """Take all prompts of a namespace out of the counts."""
-        with self._lock:
-            for prompt_id in list(self._held.get(namespace, ())):
-                self._take_out(namespace, prompt_id)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._counts[:] = 0
-            self._held.clear()
-
     def held(self, namespace: str, prompt_id: int) -> NDArray[np.uint32] | None:
         """What a prompt was counted for, as it was given; None for one that is not counted."""
         with self._lock:

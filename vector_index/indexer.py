@@ -101,8 +101,6 @@ class Indexer:
         if not self._backlog or self._index.why_paused() is not None:
             return 0, 0
         missed, self._backlog = self._backlog, Backlog()
-        for namespace in missed.deleted_namespaces:
-            await self._delete_namespace(namespace)
         for namespace, prompt_ids in missed.deleted.items():
             await self._delete(namespace, list(prompt_ids))
         num_indexed = 0
@@ -113,16 +111,6 @@ class Indexer:
             num_indexed += (await self.remember_all(wanted, _CATCH_UP))[0]
         return num_indexed, missed.num_dropped
 
-    async def restore(self, records: Iterable[PromptRecord]) -> int:
-        """Fill prefix table and frequencies only, for an index that survived on disk."""
-        num_restored = 0
-        for record in records:
-            self._enter(record)
-            num_restored += 1
-            if num_restored % 32 == 0:
-                await asyncio.sleep(0)
-        return num_restored
-
     async def forget(self, namespace: str, prompt_ids: Sequence[int]) -> list[Failure]:
         """Take prompts out of everything; a backend that fails keeps stale points."""
         if not prompt_ids:
@@ -131,23 +119,6 @@ class Indexer:
             self._prefix_table.remove(namespace, prompt_id)
             self._frequencies.remove(namespace, prompt_id)
         return await self._delete(namespace, prompt_ids)
-
-    async def forget_namespace(self, namespace: str) -> list[Failure]:
-        """Take a whole namespace out of everything."""
-        self._prefix_table.clear(namespace)
-        self._frequencies.forget_namespace(namespace)
-        return await self._delete_namespace(namespace)
-
-    async def clear(self) -> None:
-        """
-        Empty everything, healing a damaged or outdated backend on the way.
-
-        Raises:  VectorIndexError if the backend cannot be emptied; nothing is forgotten then
-        """
-        await self._index.recreate()
-        self._prefix_table.clear()
-        self._frequencies.clear()
-        self._backlog = Backlog()
 
     def close(self) -> None:
         """Let the embedding thread go."""
@@ -196,12 +167,6 @@ class Indexer:
         failed = await self._write(lambda: self._index.delete(namespace, prompt_ids))
         if failed is None:
             self._backlog.delete(namespace, prompt_ids)
-        return failed or []
-
-    async def _delete_namespace(self, namespace: str) -> list[Failure]:
-        failed = await self._write(lambda: self._index.delete_namespace(namespace))
-        if failed is None:
-            self._backlog.delete_namespace(namespace)
         return failed or []
 
     async def _write(self, call: Callable[[], Awaitable[None]]) -> list[Failure] | None:

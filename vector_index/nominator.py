@@ -5,9 +5,9 @@ Which earlier prompts may be worth aligning with this one: nomination only, it d
 2. fingerprint   passages of what the prefix leaves, wherever they are  a fraction of a millisecond
 3. meaning       only where much is still open and the prompt is long   tens of milliseconds
 
-Every stage has a time limit and a circuit breaker. Whatever fails costs candidates and leaves a
-`Failure`, never an exception. A candidate may have been forgotten meanwhile, so the caller looks
-each one up; it never trusts a score.
+The searches and the embedding have a time limit and a circuit breaker each. Whatever fails costs
+candidates and leaves a `Failure`, never an exception. A candidate may have been forgotten
+meanwhile, so the caller looks each one up; it never trusts a score.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from vector_index.base import Hit, VectorIndex
+from vector_index.base import VectorIndex
 from vector_index.circuit import Circuit, Failure
 from vector_index.frequencies import FingerprintFrequencies
 from vector_index.indexer import Indexer
 from vector_index.nomination import Nomination, NominatorSettings, PromptRecord
-from vector_index.passages import PassageSearch, rank_passages
-from vector_index.prefix_table import PrefixHit, PrefixTable
+from vector_index.passages import PassageSearch
+from vector_index.prefix_table import PrefixTable
 from vector_index.prompt_text import PromptText, TextEmbedder, embed_prompts
 from vector_index.tally import Tally
 
@@ -37,14 +37,12 @@ class Nominator:
     Finds candidates in one namespace and keeps the index up to date. Used from one event loop.
 
     The index belongs to the caller, who opens and closes it. The prefix table and the fingerprint
-    frequencies live in this process: after a start over an index on disk call `restore`, or
-    `rebuild` where the index itself is gone.
+    frequencies are this process's: of prompts that others write only the index knows.
     """
 
     def __init__(
         self,
         index: VectorIndex,
-        prefix_table: PrefixTable | None = None,
         embedder: TextEmbedder | None = None,
         settings: NominatorSettings | None = None,
         *,
@@ -52,11 +50,10 @@ class Nominator:
     ) -> None:
         self.settings = settings or NominatorSettings()
         self._index = index
-        self._prefix_table = prefix_table or PrefixTable(self.settings.block_size)
-        frequencies = FingerprintFrequencies(max_holders=self.settings.max_holders)
-        self._passages = PassageSearch(index, frequencies, self.settings)
+        self._prefix_table = PrefixTable(self.settings.block_size)
+        self._frequencies = FingerprintFrequencies(max_holders=self.settings.max_holders)
         self._embedder = embedder
-        names = ("prefix", "fingerprint", "embedding", "meaning", "indexing", "index embedding")
+        names = ("fingerprint", "embedding", "meaning", "indexing", "index embedding")
         self.circuits = {
             name: Circuit(
                 name,
@@ -69,7 +66,7 @@ class Nominator:
         self._indexer = Indexer(
             index,
             self._prefix_table,
-            frequencies,
+            self._frequencies,
             embedder,
             self.settings,
             writing=self.circuits["indexing"],
@@ -95,7 +92,8 @@ class Nominator:
         """
         tally = Tally(num_tokens=len(token_ids))
         with tally.timed("prefix"):
-            await self._by_prefix(namespace, token_ids, tally)
+            if (hit := self._prefix_table.longest(namespace, token_ids)) is not None:
+                tally.add_prefix(hit)
         with tally.timed("fingerprint"):
             await self._by_fingerprints(namespace, token_ids, tally)
         if allow_dense and prompt_text is not None and self._is_worth_embedding(tally):
@@ -125,14 +123,10 @@ class Nominator:
         """
         Forget prompts of a namespace; failures are returned and logged.
 
-        Where the backend fails, its stale points go on being nominated until it is rebuilt. They
-        are harmless: the caller finds no such prompt and moves on.
+        Where the backend fails, its stale points go on being nominated. They are harmless: the caller
+        finds no such prompt and moves on.
         """
         return _logged("forget", await self._indexer.forget(namespace, prompt_ids))
-
-    async def forget_namespace(self, namespace: str) -> tuple[Failure, ...]:
-        """Forget every prompt of a namespace; as `forget`."""
-        return _logged("forget", await self._indexer.forget_namespace(namespace))
 
     async def catch_up(self) -> None:
         """
@@ -149,39 +143,10 @@ class Nominator:
         """Prompts that wait until the index is no longer paused."""
         return self._indexer.num_waiting
 
-    async def restore(self, records: Iterable[PromptRecord]) -> int:
-        """Fill the tables of this process from the metadata store; returns the records seen."""
-        return await self._indexer.restore(records)
-
-    async def rebuild(self, records: Iterable[PromptRecord], batch_size: int = 16) -> int:
-        """
-        Empty the index and add all records; returns how many the backend took.
-
-        The index need not be open or readable: it is created anew.
-        Records whose text could not be embedded are added without embedding, with a log line.
-
-        Raises:  VectorIndexError if the index cannot be emptied: this is the operator's call
-        """
-        await self._indexer.clear()
-        num_indexed, failures = await self._indexer.remember_all(records, batch_size)
-        _logged("rebuild", failures)
-        return num_indexed
-
     def close(self) -> None:
         """Let the embedding threads go; the index stays open."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._indexer.close()
-
-    async def _by_prefix(self, namespace: str, token_ids: NDArray[np.int32], tally: Tally) -> None:
-        async def look_up() -> PrefixHit | None:
-            return self._prefix_table.longest(namespace, token_ids)
-
-        timeout_s = self.settings.search_timeout_s
-        hit = await self.circuits["prefix"].attempt(look_up, timeout_s=timeout_s)
-        if isinstance(hit, Failure):
-            tally.failures.append(hit)
-        elif hit is not None:
-            tally.add_prefix(hit)
 
     async def _by_fingerprints(self, namespace: str, token_ids: NDArray[np.int32], tally: Tally) -> None:
         # Only of what the prefix leaves: a system prompt that everybody starts with is neither
@@ -189,15 +154,15 @@ class Nominator:
         prints = self._indexer.fingerprints(namespace, token_ids[tally.num_prefix_tokens :])
         if not len(prints):
             return
-        hits: list[Hit] = []
-        found = await self.circuits["fingerprint"].attempt(
-            lambda: self._passages.collect(namespace, prints, hits),
-            timeout_s=self.settings.search_timeout_s,
+        search = PassageSearch(self._index, self._frequencies, self.settings, namespace, prints)
+        timeout_s = self.settings.search_timeout_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        failed = await self.circuits["fingerprint"].attempt(
+            lambda: search.run(deadline=deadline), timeout_s=timeout_s
         )
-        holds = None if isinstance(found, Failure) else found
-        if isinstance(found, Failure):
-            tally.failures.append(found)
-        passages, prefix = rank_passages(prints, hits, holds), tally.prefix
+        if failed is not None:
+            tally.failures.append(failed)
+        passages, prefix = search.ranked(), tally.prefix
         tally.covered_rest = passages.covered
         for hit in passages.hits:
             shares = prefix and self._prefix_table.shares(namespace, hit.prompt_id, prefix)

@@ -51,33 +51,22 @@ class PrefixTable:
         self._shelves: dict[str, _Shelf] = {}
         self._lock = threading.Lock()
 
-    def add(self, namespace: str, prompt_id: int, token_ids: NDArray[np.int32]) -> bool:
-        """Store a prompt, replacing one of the same id; True if the id is new in the namespace."""
+    def add(self, namespace: str, prompt_id: int, token_ids: NDArray[np.int32]) -> None:
+        """Store a prompt, replacing one of the same id."""
         key = self._digests(namespace, token_ids) + prompt_id.to_bytes(_DIGEST_BYTES, "big")
         with self._lock:
             shelf = self._shelves.setdefault(namespace, _Shelf())
-            is_new = not _take_out(shelf, prompt_id)
+            _take_out(shelf, prompt_id)
             insort(shelf.keys, key)
             shelf.key_of[prompt_id] = key
-        return is_new
 
-    def remove(self, namespace: str, prompt_id: int) -> bool:
-        """Forget a prompt; others with the same blocks stay. True if it was stored."""
+    def remove(self, namespace: str, prompt_id: int) -> None:
+        """Forget a prompt; others with the same blocks stay. Unknown ones are ignored."""
         with self._lock:
-            shelf = self._shelves.get(namespace)
-            if shelf is None or not _take_out(shelf, prompt_id):
-                return False
-            if not shelf.keys:
-                del self._shelves[namespace]
-            return True
-
-    def clear(self, namespace: str | None = None) -> None:
-        """Forget all prompts of a namespace, or of all namespaces."""
-        with self._lock:
-            if namespace is None:
-                self._shelves.clear()
-            else:
-                self._shelves.pop(namespace, None)
+            if (shelf := self._shelves.get(namespace)) is not None:
+                _take_out(shelf, prompt_id)
+                if not shelf.keys:
+                    del self._shelves[namespace]
 
     def longest(self, namespace: str, token_ids: NDArray[np.int32]) -> PrefixHit | None:
         """
@@ -106,11 +95,6 @@ class PrefixTable:
         shelf = self._shelves.get(namespace)
         key = shelf.key_of.get(prompt_id) if shelf else None
         return key is not None and key.startswith(hit.digests)
-
-    def num_prompts(self, namespace: str) -> int:
-        """How many prompts a namespace holds."""
-        shelf = self._shelves.get(namespace)
-        return len(shelf.keys) if shelf else 0
 
     def contains(self, namespace: str, prompt_id: int) -> bool:
         """Whether the namespace holds this prompt."""
@@ -152,12 +136,9 @@ class PrefixTable:
         )
 
 
-def _take_out(shelf: _Shelf, prompt_id: int) -> bool:
-    key = shelf.key_of.pop(prompt_id, None)
-    if key is None:
-        return False
-    del shelf.keys[bisect_left(shelf.keys, key)]
-    return True
+def _take_out(shelf: _Shelf, prompt_id: int) -> None:
+    if (key := shelf.key_of.pop(prompt_id, None)) is not None:
+        del shelf.keys[bisect_left(shelf.keys, key)]
 
 
 def _has_prefix(keys: list[bytes], prefix: bytes) -> bool:

@@ -106,9 +106,6 @@ class QdrantEdgeIndex(VectorIndex):
             self._close_shard()
             self._shard = self._recreate_shard()
 
-    async def clear(self) -> None:
-        await self.recreate()
-
     async def upsert(self, entries: Sequence[Entry]) -> None:
         self.check_entries(entries)
         async with self._writing:
@@ -126,24 +123,13 @@ class QdrantEdgeIndex(VectorIndex):
             operation = edge.UpdateOperation.delete_points_by_filter(owned)
             self._update(operation, len(prompt_ids))
 
-    async def delete_namespace(self, namespace: str) -> None:
-        num_points = await self.count(namespace)
-        async with self._writing:
-            everything = edge.Filter(must=[_is_in(namespace)])
-            self._update(edge.UpdateOperation.delete_points_by_filter(everything), num_points)
-
     async def search_fingerprints(
-        self,
-        namespace: str,
-        fingerprints: NDArray[np.uint32],
-        limit: int,
-        *,
-        with_fingerprints: bool = True,
+        self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
     ) -> list[Hit]:
         if not len(fingerprints):
             return []
         query = edge.Query.Nearest(_sparse(fingerprints), using="sparse")
-        return self._search(namespace, query, limit, with_fingerprints=with_fingerprints)
+        return self._search(namespace, query, limit)
 
     async def search_embedding(
         self,
@@ -200,7 +186,6 @@ class QdrantEdgeIndex(VectorIndex):
         *,
         min_score: float | None = None,
         params: edge.SearchParams | None = None,
-        with_fingerprints: bool = False,
     ) -> list[Hit]:
         if self._waits_for_room:
             return []
@@ -209,14 +194,14 @@ class QdrantEdgeIndex(VectorIndex):
             query=query,
             filter=edge.Filter(must=[_is_in(namespace)]),
             with_payload=True,
-            with_vector=["sparse"] if with_fingerprints else None,
             score_threshold=min_score,
             params=params,
         )
         with _edge_errors("search"):
             found = self._opened().query(request)
         return self.own_hits(
-            namespace, (((point.payload or {}).get("namespace"), _hit(point)) for point in found)
+            namespace,
+            (((p.payload or {}).get("namespace"), Hit(int(p.id), p.score)) for p in found),
         )
 
     def _update(self, operation: edge.UpdateOperation, num_changes: int) -> None:
@@ -329,14 +314,6 @@ def _point(entry: Entry) -> edge.Point:
     if entry.embedding is not None:
         vectors["dense"] = entry.embedding.tolist()
     return edge.Point(entry.prompt_id, vectors, {"namespace": entry.namespace})
-
-
-def _hit(point: edge.ScoredPoint) -> Hit:
-    vectors = point.vector
-    sparse = vectors.get("sparse") if isinstance(vectors, dict) else None
-    if not isinstance(sparse, edge.SparseVector):
-        return Hit(int(point.id), point.score)
-    return Hit(int(point.id), point.score, np.array(sparse.indices, dtype=np.uint32))
 
 
 def _sparse(fingerprints: NDArray[np.uint32]) -> edge.SparseVector:

@@ -18,7 +18,6 @@ from vector_index import (
     IndexUnavailableError,
     Nominator,
     NominatorSettings,
-    PromptRecord,
     PromptText,
     VectorIndex,
 )
@@ -39,7 +38,6 @@ class MoodyIndex(VectorIndex):
 
     mood = "works"
     num_good_calls = 10**9
-    tells_fingerprints = True
 
     def __init__(self) -> None:
         super().__init__(SETTINGS.schema(MoodyEmbedder()))
@@ -63,7 +61,8 @@ class MoodyIndex(VectorIndex):
         await self._mood()
 
     async def recreate(self) -> None:
-        await self.clear()
+        await self._mood()
+        self.entries.clear()
 
     async def upsert(self, entries: Sequence[Entry]) -> None:
         await self._mood()
@@ -74,24 +73,10 @@ class MoodyIndex(VectorIndex):
         for prompt_id in prompt_ids:
             self.entries.pop(prompt_id, None)
 
-    async def delete_namespace(self, namespace: str) -> None:
-        await self._mood()
-        self.entries = {i: e for i, e in self.entries.items() if e.namespace != namespace}
-
-    async def clear(self) -> None:
-        await self._mood()
-        self.entries.clear()
-
-    async def search_fingerprints(
-        self, namespace: str, fingerprints: Any, limit: int, *, with_fingerprints: bool = True
-    ) -> list[Hit]:
+    async def search_fingerprints(self, namespace: str, fingerprints: Any, limit: int) -> list[Hit]:
         await self._mood()
         hits = [
-            Hit(
-                entry.prompt_id,
-                float(len(np.intersect1d(entry.fingerprints, fingerprints))),
-                entry.fingerprints if self.tells_fingerprints else None,
-            )
+            Hit(entry.prompt_id, float(len(np.intersect1d(entry.fingerprints, fingerprints))))
             for entry in self.entries.values()
             if entry.namespace == namespace
         ]
@@ -186,11 +171,12 @@ async def test_what_was_found_before_the_failure_counts(setup: Setup) -> None:
     assert [failure.component for failure in nomination.failures] == ["fingerprint"]
 
 
-async def test_a_backend_that_tells_no_fingerprints_still_nominates(setup: Setup) -> None:
-    """Without a hit's own fingerprints its score gives the share."""
-    setup.index.tells_fingerprints = False
+async def test_a_prompt_that_another_process_stored_is_nominated(setup: Setup) -> None:
+    """Only the index knows it: the score of its hit gives the share."""
+    other = Nominator(setup.index, settings=SETTINGS)
     query = np.concatenate([tokens(2)[:300], tokens(1)[:300]])
-    nomination = await setup.nominator.nominate("a", query, None, allow_dense=False)
+    nomination = await other.nominate("a", query, None, allow_dense=False)
+    other.close()
     assert nomination.failures == ()
     assert nomination.candidates[0].score == pytest.approx(0.5, abs=0.15)
 
@@ -262,36 +248,25 @@ async def test_remembering_without_embedder_keeps_the_fingerprints(setup: Setup,
 
 @pytest.mark.parametrize("mood", ["fails", "hangs"])
 async def test_forgetting_without_index_does_not_raise(setup: Setup, mood: str) -> None:
-    """The prefix forgets; the stale point of the backend stays until a rebuild, and says so."""
+    """The prefix forgets; the stale point of the backend stays, and a failure says so."""
     setup.index.mood = mood
-    failures = await setup.nominator.forget("a", [1]) + await setup.nominator.forget_namespace("a")
-    assert [failure.component for failure in failures] == ["indexing", "indexing"]
+    failures = await setup.nominator.forget("a", [1])
+    assert [failure.component for failure in failures] == ["indexing"]
     setup.index.mood = "works"
     stale = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
     assert [c.sources for c in stale.candidates] == [("fingerprint",)]
-    assert await setup.nominator.rebuild([]) == 0
-    gone = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
-    assert gone.candidates == ()
-
-
-async def test_rebuild_tells_the_operator_when_it_cannot(setup: Setup) -> None:
-    """Rebuilding is nobody's request, so it raises when it cannot start, and forgets nothing."""
-    setup.index.mood = "fails"
-    with pytest.raises(IndexUnavailableError):
-        await setup.nominator.rebuild([PromptRecord(1, "a", tokens(1))])
-    nomination = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
-    assert [c.sources for c in nomination.candidates] == [("prefix",)]
 
 
 async def test_cancellation_passes_through(setup: Setup) -> None:
     """A client that hangs up cancels the nomination, and that is no failure of the index."""
     setup.index.mood = "hangs"
-    task = asyncio.create_task(setup.nominator.nominate("a", tokens(1), None, allow_dense=False))
-    await asyncio.sleep(0.02)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert setup.nominator.circuits["fingerprint"].num_failures == 0
+    for _ in range(SETTINGS.failures_to_open):
+        task = asyncio.create_task(setup.nominator.nominate("a", tokens(1), None, allow_dense=False))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not setup.nominator.circuits["fingerprint"].is_open
 
 
 async def test_failures_carry_no_text_and_no_tokens(setup: Setup) -> None:
