@@ -3,6 +3,9 @@ Keeping a failing or slow part out of the way: a time limit and a circuit breake
 
 After several failures in a row the circuit opens and calls fail at once, for free. After a while
 one call is let through; if it works the circuit closes, else it stays open for another while.
+
+A call that blocks the event loop, as a search of an index in this process does, cannot be broken
+off. It counts as late afterwards: so a slow index delays a few requests and not all of them.
 """
 
 import asyncio
@@ -63,8 +66,11 @@ class Circuit:
             # is cancelled and never decided.
             self._closed_at = self._clock() + self._open_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
                 result = await call()
+            deadline = limit.when()
+            if deadline is not None and asyncio.get_running_loop().time() > deadline:
+                raise TimeoutError
         except TimeoutError:
             return self._failed(f"no answer within {timeout_s} s")
         except Exception as error:

@@ -5,8 +5,10 @@ Which earlier prompts may be worth aligning with this one: nomination only, it d
 2. fingerprint   passages of what the prefix leaves, wherever they are  a fraction of a millisecond
 3. meaning       only where much is still open and the prompt is long   tens of milliseconds
 
-The searches and the embedding have a time limit and a circuit breaker each. Whatever fails costs
-candidates and leaves a `Failure`, never an exception. A candidate may have been forgotten
+The searches and the embedding have a time limit and a circuit breaker each. An index in this process
+cannot be broken off: what bounds one search of it is `max_postings`, a late one is the last of its
+request, and after several in a row there are none for a while. Whatever fails costs candidates and
+leaves a `Failure`, never an exception. A candidate may have been forgotten
 meanwhile, so the caller looks each one up; it never trusts a score.
 """
 

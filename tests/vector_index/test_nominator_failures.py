@@ -50,6 +50,8 @@ class MoodyIndex(VectorIndex):
             raise IndexUnavailableError("connection refused")
         if self.mood == "surprises":
             raise RuntimeError("a bug")
+        if self.mood == "blocks":  # as a native call does that holds the GIL
+            time.sleep(1.5 * SETTINGS.search_timeout_s)
         self.num_good_calls -= 1
         if self.mood == "hangs" or self.num_good_calls < 0:
             await asyncio.sleep(60)
@@ -169,6 +171,30 @@ async def test_what_was_found_before_the_failure_counts(setup: Setup) -> None:
     nomination = await setup.nominator.nominate("a", query, None, allow_dense=False)
     assert [c.sources for c in nomination.candidates] == [("fingerprint",)]
     assert [failure.component for failure in nomination.failures] == ["fingerprint"]
+
+
+async def test_a_search_that_blocks_is_the_last_of_its_request(setup: Setup) -> None:
+    """Nobody can break it off: what it found counts, no other follows, and it has failed."""
+    await setup.nominator.remember(2, "a", tokens(2))
+    query = np.concatenate([tokens(3)[:100], tokens(1)[:100], tokens(2)[:100]])
+    setup.index.num_calls = 0
+    setup.index.mood = "blocks"
+    nomination = await setup.nominator.nominate("a", query, None, allow_dense=False)
+    assert {candidate.prompt_id for candidate in nomination.candidates} == {1, 2}
+    assert nomination.failures == (Failure("fingerprint", "no answer within 0.1 s"),)
+    assert setup.index.num_calls == 1
+
+
+async def test_an_index_that_blocks_is_left_out_soon(setup: Setup) -> None:
+    """After three late searches by fingerprints and by meaning requests no longer wait for either."""
+    setup.index.mood = "blocks"
+    for _ in range(SETTINGS.failures_to_open):
+        late = await setup.nominator.nominate("a", tokens(5), TEXT, allow_dense=True)
+        assert [failure.component for failure in late.failures] == ["fingerprint", "meaning"]
+    num_calls = setup.index.num_calls
+    spared = await setup.nominator.nominate("a", tokens(5), TEXT, allow_dense=True)
+    assert {failure.reason for failure in spared.failures} == {"circuit open"}
+    assert setup.index.num_calls == num_calls
 
 
 async def test_a_prompt_that_another_process_stored_is_nominated(setup: Setup) -> None:
