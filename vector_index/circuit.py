@@ -11,6 +11,7 @@ off. It counts as late afterwards: so a slow index delays a few requests and not
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -73,9 +74,10 @@ class Circuit:
                 raise TimeoutError
         except TimeoutError:
             return self._failed(f"no answer within {timeout_s} s")
-        except Exception as error:
-            log.debug("%s failed", self.component, exc_info=error)
+        except Exception as error:  # noqa: BLE001  logged, without its message
             # Our own messages are written to be logged; others might quote what they choked on.
+            places = "".join(traceback.format_tb(error.__traceback__))
+            log.debug("%s failed: %s\n%s", self.component, type(error).__name__, places)
             detail = f": {error}" if isinstance(error, VectorIndexError) else ""
             return self._failed(type(error).__name__ + detail)
         self._in_a_row = 0

@@ -1,6 +1,7 @@
 """A broken or slow index or embedder costs candidates and nothing else."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -51,7 +52,7 @@ class MoodyIndex(VectorIndex):
         if self.mood == "surprises":
             raise RuntimeError("a bug")
         if self.mood == "blocks":  # as a native call does that holds the GIL
-            time.sleep(1.5 * SETTINGS.search_timeout_s)
+            time.sleep(1.5 * SETTINGS.search_timeout_s)  # noqa: ASYNC251  this is the point
         self.num_good_calls -= 1
         if self.mood == "hangs" or self.num_good_calls < 0:
             await asyncio.sleep(60)
@@ -115,6 +116,8 @@ class MoodyEmbedder:
     def embed(self, texts: Sequence[str]) -> Any:
         if self.mood == "fails":
             raise EmbedderError("no weights")
+        if self.mood == "quotes":
+            raise ValueError(texts[0])
         if self.mood == "hangs":
             self.go_on.wait(10)
         value = np.nan if self.mood == "nonsense" else 2**-0.5
@@ -295,11 +298,14 @@ async def test_cancellation_passes_through(setup: Setup) -> None:
     assert not setup.nominator.circuits["fingerprint"].is_open
 
 
-async def test_failures_carry_no_text_and_no_tokens(setup: Setup) -> None:
-    """What is logged of a failure is the part and the reason."""
-    setup.embedder.mood = "nonsense"
+async def test_failures_carry_no_text_and_no_tokens(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    """What is logged of a failure is the part, the reason and the place, at any level."""
+    caplog.set_level(logging.DEBUG)
+    setup.embedder.mood = "quotes"
     secret = PromptText("SECRET", "SECRET")
     nomination = await setup.nominator.nominate("a", tokens(5), secret, allow_dense=True)
     assert nomination.failures
     assert "SECRET" not in str(nomination.failures)
+    assert "embedding failed: ValueError" in caplog.text
+    assert "SECRET" not in caplog.text
     assert str(tokens(5)[0]) not in str(nomination.failures)
