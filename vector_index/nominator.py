@@ -8,73 +8,25 @@ Which earlier prompts may be worth aligning with this one: nomination only, it d
 The searches and the embedding have a time limit and a circuit breaker each. An index in this process
 cannot be broken off: what bounds one search of it is `max_postings`, a late one is the last of its
 request, and after several in a row there are none for a while. Whatever fails costs candidates and
-leaves a `Failure`, never an exception. A candidate may have been forgotten
-meanwhile, so the caller looks each one up; it never trusts a score.
+leaves a `Failure`, never an exception. A candidate may have been forgotten meanwhile, so the
+caller looks each one up; it never trusts a score.
 """
 
 import asyncio
-import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vector_index.base import VectorIndex
-from vector_index.circuit import Circuit, Failure
-from vector_index.frequencies import FingerprintFrequencies
+from vector_index.circuit import Failure
 from vector_index.indexer import Indexer
-from vector_index.nomination import Nomination, NominatorSettings, PromptRecord
+from vector_index.nomination import Nomination
 from vector_index.passages import PassageSearch
-from vector_index.prefix_table import PrefixTable
-from vector_index.prompt_text import PromptText, TextEmbedder, embed_prompts
+from vector_index.prompt_text import PromptText
 from vector_index.tally import Tally
 
-log = logging.getLogger(__name__)
 
-
-class Nominator:
-    """
-    Finds candidates in one namespace and keeps the index up to date. Used from one event loop.
-
-    The index belongs to the caller, who opens and closes it. The prefix table and the fingerprint
-    frequencies are this process's: of prompts that others write only the index knows.
-    """
-
-    def __init__(
-        self,
-        index: VectorIndex,
-        embedder: TextEmbedder | None = None,
-        settings: NominatorSettings | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.settings = settings or NominatorSettings()
-        self._index = index
-        self._prefix_table = PrefixTable(self.settings.block_size)
-        self._frequencies = FingerprintFrequencies(max_holders=self.settings.max_holders)
-        self._embedder = embedder
-        names = ("fingerprint", "embedding", "meaning", "indexing", "index embedding")
-        self.circuits = {
-            name: Circuit(
-                name,
-                failures_to_open=self.settings.failures_to_open,
-                open_s=self.settings.open_s,
-                clock=clock,
-            )
-            for name in names
-        }
-        self._indexer = Indexer(
-            index,
-            self._prefix_table,
-            self._frequencies,
-            embedder,
-            self.settings,
-            writing=self.circuits["indexing"],
-            embedding=self.circuits["index embedding"],
-        )
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-embed")
+class Nominator(Indexer):
+    """An indexer that also finds candidates in one namespace of what it has indexed."""
 
     async def nominate(
         self,
@@ -103,57 +55,10 @@ class Nominator:
                 await self._by_meaning(namespace, prompt_text, tally)
         return tally.nomination(self.settings.max_candidates)
 
-    async def remember(
-        self,
-        prompt_id: int,
-        namespace: str,
-        token_ids: NDArray[np.int32],
-        prompt_text: PromptText | None = None,
-    ) -> tuple[Failure, ...]:
-        """Index one prompt, after its response; what failed is returned and logged, not raised."""
-        record = PromptRecord(prompt_id, namespace, token_ids, prompt_text)
-        return await self.remember_all([record])
-
-    async def remember_all(
-        self, records: Iterable[PromptRecord], batch_size: int = 16
-    ) -> tuple[Failure, ...]:
-        """Index many prompts, `batch_size` at a time; failures are returned and logged."""
-        _, failures = await self._indexer.remember_all(records, batch_size)
-        return _logged("remember", failures)
-
-    async def forget(self, namespace: str, prompt_ids: Sequence[int]) -> tuple[Failure, ...]:
-        """
-        Forget prompts of a namespace; failures are returned and logged.
-
-        Where the backend fails, its stale points go on being nominated. They are harmless: the caller
-        finds no such prompt and moves on.
-        """
-        return _logged("forget", await self._indexer.forget(namespace, prompt_ids))
-
-    async def catch_up(self) -> None:
-        """
-        Go on where the index was paused and is no longer: to be called every few seconds.
-
-        Raises:  VectorIndexError if the index cannot be opened now that it could be
-        """
-        num_indexed, num_lost = await self._indexer.catch_up()
-        if num_indexed or num_lost:
-            log.info("the index got %d prompts that it had missed; %d are lost to it", num_indexed, num_lost)
-
-    @property
-    def num_waiting(self) -> int:
-        """Prompts that wait until the index is no longer paused."""
-        return self._indexer.num_waiting
-
-    def close(self) -> None:
-        """Let the embedding threads go; the index stays open."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._indexer.close()
-
     async def _by_fingerprints(self, namespace: str, token_ids: NDArray[np.int32], tally: Tally) -> None:
         # Only of what the prefix leaves: a system prompt that everybody starts with is neither
         # searched for nor able to crowd out those who share the rest.
-        prints = self._indexer.fingerprints(namespace, token_ids[tally.num_prefix_tokens :])
+        prints = self._fingerprints(namespace, token_ids[tally.num_prefix_tokens :])
         if not len(prints):
             return
         search = PassageSearch(self._index, self._frequencies, self.settings, namespace, prints)
@@ -171,13 +76,7 @@ class Nominator:
             tally.add_passages(hit, shares_prefix=bool(shares))
 
     async def _by_meaning(self, namespace: str, prompt_text: PromptText, tally: Tally) -> None:
-        embedder = self._embedder
-        assert embedder is not None, "checked by _is_worth_embedding"
-        loop = asyncio.get_running_loop()
-        vectors = await self.circuits["embedding"].attempt(
-            lambda: loop.run_in_executor(self._thread, embed_prompts, embedder, [prompt_text]),
-            timeout_s=self.settings.embed_timeout_s,
-        )
+        vectors = await self._embed("embedding", [prompt_text], timeout_s=self.settings.embed_timeout_s)
         if isinstance(vectors, Failure):
             tally.failures.append(vectors)
             return
@@ -200,9 +99,3 @@ class Nominator:
             and tally.num_tokens >= self.settings.dense_min_tokens
             and tally.uncovered >= self.settings.dense_min_uncovered
         )
-
-
-def _logged(verb: str, failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    for failure in failures:
-        log.warning("could not %s in full: %s: %s", verb, failure.component, failure.reason)
-    return tuple(failures)
