@@ -93,9 +93,9 @@ class VectorIndex(ABC):
     async def count(self, namespace: str | None = None) -> int:
         """How many prompts a namespace, or the whole index, holds."""
 
-    @abstractmethod
     async def maintain(self) -> None:
-        """Housekeeping, to be called from time to time off the critical path."""
+        """Housekeeping, to be called from time to time off the critical path. Some have nothing to do."""
+        return
 
     def why_paused(self) -> str | None:
         """Why nothing may be written for now (IndexPausedError), looked at anew; None where it may."""

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from vector_index.errors import VectorIndexError
+from vector_index.errors import IndexPausedError, VectorIndexError
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Circuit:
         """
         What `call` returns, or a Failure if it raises, takes too long, or the circuit is open.
 
-        Only cancellation from outside passes through.
+        Cancellation from outside passes through, and IndexPausedError, which is no failure.
         """
         if self.is_open:
             return Failure(self.component, "circuit open")
@@ -72,6 +72,8 @@ class Circuit:
             deadline = limit.when()
             if deadline is not None and asyncio.get_running_loop().time() > deadline:
                 raise TimeoutError
+        except IndexPausedError:
+            raise
         except TimeoutError:
             return self._failed(f"no answer within {timeout_s} s")
         except Exception as error:  # noqa: BLE001  logged, without its message

@@ -173,8 +173,9 @@ class Indexer:
         if not isinstance(vectors, Failure):
             for i, vector in zip(texts, vectors, strict=True):
                 entries[i] = replace(entries[i], embedding=vector)
-        failed = await self._write(partial(self._index.upsert, entries))
-        if failed is None:
+        try:
+            failed = await self._write(partial(self._index.upsert, entries))
+        except IndexPausedError:
             self._put_off(batch)
             return []
         if failed:
@@ -197,29 +198,16 @@ class Indexer:
         self._backlog.add(records)
 
     async def _delete(self, namespace: str, prompt_ids: Sequence[int]) -> list[Failure]:
-        failed = await self._write(partial(self._index.delete, namespace, prompt_ids))
-        if failed is None:
+        try:
+            return await self._write(partial(self._index.delete, namespace, prompt_ids))
+        except IndexPausedError:
             self._backlog.delete(namespace, prompt_ids)
-        return failed or []
+            return []
 
-    async def _write(self, call: Callable[[], Awaitable[None]]) -> list[Failure] | None:
-        """
-        What failed; None where the index is paused.
-
-        That is no failure: its beginning was logged, and what the index misses is made up for.
-        """
-
-        async def write() -> bool:
-            try:
-                await call()
-            except IndexPausedError:
-                return False
-            return True
-
-        done = await self.circuits["indexing"].attempt(write, timeout_s=self.settings.write_timeout_s)
-        if isinstance(done, Failure):
-            return [done]
-        return [] if done else None
+    async def _write(self, call: Callable[[], Awaitable[None]]) -> list[Failure]:
+        """What failed. Raises IndexPausedError: it has been logged, and what is missed is made up for."""
+        failed = await self.circuits["indexing"].attempt(call, timeout_s=self.settings.write_timeout_s)
+        return [] if failed is None else [failed]
 
 
 def _batches(records: Iterable[PromptRecord], size: int) -> Iterator[list[PromptRecord]]:

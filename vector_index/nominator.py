@@ -69,9 +69,8 @@ class Nominator(Indexer):
         )
         if failed is not None:
             tally.failures.append(failed)
-        passages, prefix = search.ranked(), tally.prefix
-        tally.covered_rest = passages.covered
-        for hit in passages.hits:
+        prefix, tally.covered_rest = tally.prefix, search.covered
+        for hit in search.ranked():
             shares = prefix and self._prefix_table.shares(namespace, hit.prompt_id, prefix)
             tally.add_passages(hit, shares_prefix=bool(shares))
 

@@ -8,7 +8,6 @@ searched for again, and hits are put in the order of a greedy cover.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,22 +17,6 @@ from vector_index.frequencies import FingerprintFrequencies
 from vector_index.nomination import NominatorSettings
 
 _MAX_SEARCHES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class PassageHit:
-    """`share` says how much of the searched part of the prompt this donor has, 0 to 1."""
-
-    prompt_id: int
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class Passages:
-    """Donors, most useful first, and the share of the searched part they cover together."""
-
-    hits: tuple[PassageHit, ...] = ()
-    covered: float = 0.0
 
 
 class PassageSearch:
@@ -85,17 +68,24 @@ class PassageSearch:
             if len(left) < enough or asyncio.get_running_loop().time() >= deadline:
                 break
 
-    def ranked(self) -> Passages:
-        """The donors found so far in the order of usefulness: each adds most to those before it."""
-        if not self._counts:
-            return Passages()
-        prompt_ids, counts = list(self._counts), list(self._counts.values())
-        shares = [min(1.0, count / len(self._prints)) for count in counts]
-        order = _cover_order(self._holds, counts)
-        return Passages(
-            hits=tuple(PassageHit(prompt_ids[i], shares[i]) for i in order),
-            covered=max(float(self._holds.any(axis=0).mean()), *shares),
-        )
+    @property
+    def covered(self) -> float:
+        """The share of the prints that the donors found so far cover together."""
+        together = float(self._holds.any(axis=0).mean())
+        return max(together, *(self._share(count) for count in self._counts.values()), 0.0)
+
+    def ranked(self) -> list[Hit]:
+        """
+        The donors found so far in the order of usefulness: each adds most to those before it.
+
+        Their score is the share of the prints that they hold, 0 to 1.
+        """
+        found = list(self._counts.items())
+        order = _cover_order(self._holds, list(self._counts.values()))
+        return [Hit(found[i][0], self._share(found[i][1])) for i in order]
+
+    def _share(self, count: float) -> float:
+        return min(1.0, count / len(self._prints))
 
     def _add(self, hits: Sequence[Hit]) -> None:
         rows = np.zeros((len(hits), len(self._prints)), dtype=np.bool_)

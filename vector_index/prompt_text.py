@@ -71,13 +71,8 @@ def embed_prompts(embedder: TextEmbedder, prompts: Sequence[PromptText]) -> list
         raise EmbedderError(
             f"embeddings of shape {vectors.shape} or not finite, wanted ({len(texts)}, {embedder.dimension})"
         )
-    means: list[NDArray[np.float32] | None] = []
-    start = 0
-    for prompt_windows in cut:
-        end = start + len(prompt_windows)
-        means.append(_unit_mean(vectors[start:end]) if prompt_windows else None)
-        start = end
-    return means
+    per_prompt = np.split(vectors, np.cumsum([len(prompt_windows) for prompt_windows in cut])[:-1])
+    return [_unit_mean(own) if len(own) else None for own in per_prompt]
 
 
 def _unit_mean(vectors: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -115,9 +115,6 @@ class QdrantRemoteIndex(VectorIndex):
         async with _qdrant_errors("count"):
             return (await client.count(self._collection, count_filter=only, exact=True)).count
 
-    async def maintain(self) -> None:
-        """Nothing to do: the server optimises by itself."""
-
     async def _search(
         self,
         namespace: str,

@@ -1,6 +1,5 @@
 """The prefix table against a plain dictionary, and its memory."""
 
-import threading
 import tracemalloc
 from typing import Any
 
@@ -115,25 +114,6 @@ def test_a_prompt_of_2000_tokens_takes_less_than_a_kilobyte() -> None:
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (after - before) / len(prompts) < 1000
-
-
-def test_threads_may_share_the_table() -> None:
-    """Adds, lookups and removals from several threads leave exactly what was not removed."""
-    table = PrefixTable(4)
-
-    def work(offset: int) -> None:
-        for prompt_id in range(offset, offset + 200):
-            table.add("a", prompt_id, tokens([prompt_id % 5] * 12))
-            table.longest("a", tokens([prompt_id % 5] * 12))
-            if prompt_id % 2:
-                table.remove("a", prompt_id)
-
-    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(table.contains("a", prompt_id) for prompt_id in range(4000)) == 400
 
 
 def test_a_block_size_below_one_is_refused() -> None:
