@@ -25,13 +25,14 @@ from vector_index import (
 
 TEXT = PromptText("weather", "weather")
 SETTINGS = NominatorSettings(
-    search_timeout_s=0.1,
-    embed_timeout_s=0.1,
+    search_timeout_s=0.3,  # a busy machine may take a tenth of a second from anybody
+    embed_timeout_s=0.3,
     write_timeout_s=1.0,
     failures_to_open=3,
     open_s=30,
     max_distance=0.5,
 )
+SHORT = replace(SETTINGS, search_timeout_s=0.02)
 
 
 class MoodyIndex(VectorIndex):
@@ -52,7 +53,7 @@ class MoodyIndex(VectorIndex):
         if self.mood == "surprises":
             raise RuntimeError("a bug")
         if self.mood == "blocks":  # as a native call does that holds the GIL
-            time.sleep(1.5 * SETTINGS.search_timeout_s)  # noqa: ASYNC251  this is the point
+            time.sleep(2 * SHORT.search_timeout_s)  # noqa: ASYNC251  this is the point
         self.num_good_calls -= 1
         if self.mood == "hangs" or self.num_good_calls < 0:
             await asyncio.sleep(60)
@@ -138,16 +139,16 @@ def tokens(seed: int) -> Any:
 class Setup:
     """A nominator over moody parts, with one prompt stored."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: NominatorSettings = SETTINGS) -> None:
         self.index = MoodyIndex()
         self.embedder = MoodyEmbedder()
         self.clock = Clock()
-        self.nominator = Nominator(self.index, embedder=self.embedder, settings=SETTINGS, clock=self.clock)
+        self.nominator = Nominator(self.index, embedder=self.embedder, settings=settings, clock=self.clock)
 
 
 @pytest.fixture
-async def setup() -> AsyncIterator[Setup]:
-    setup = Setup()
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
+    setup = Setup(getattr(request, "param", SETTINGS))
     assert await setup.nominator.remember(1, "a", tokens(1), TEXT) == ()
     yield setup
     setup.embedder.go_on.set()
@@ -161,7 +162,7 @@ async def test_a_moody_index_leaves_the_prefix(setup: Setup, mood: str) -> None:
     query = np.concatenate([tokens(1)[:100], tokens(2)])
     started = time.perf_counter()
     nomination = await setup.nominator.nominate("a", query, TEXT, allow_dense=True)
-    assert time.perf_counter() - started < 1.0
+    assert time.perf_counter() - started < 3.0
     assert [c.prompt_id for c in nomination.candidates] == [1]
     assert nomination.candidates[0].sources == ("prefix",)
     assert [failure.component for failure in nomination.failures] == ["fingerprint", "meaning"]
@@ -176,6 +177,7 @@ async def test_what_was_found_before_the_failure_counts(setup: Setup) -> None:
     assert [failure.component for failure in nomination.failures] == ["fingerprint"]
 
 
+@pytest.mark.parametrize("setup", [SHORT], indirect=True)
 async def test_a_search_that_blocks_is_the_last_of_its_request(setup: Setup) -> None:
     """Nobody can break it off: what it found counts, no other follows, and it has failed."""
     await setup.nominator.remember(2, "a", tokens(2))
@@ -184,10 +186,11 @@ async def test_a_search_that_blocks_is_the_last_of_its_request(setup: Setup) -> 
     setup.index.mood = "blocks"
     nomination = await setup.nominator.nominate("a", query, None, allow_dense=False)
     assert {candidate.prompt_id for candidate in nomination.candidates} == {1, 2}
-    assert nomination.failures == (Failure("fingerprint", "no answer within 0.1 s"),)
+    assert nomination.failures == (Failure("fingerprint", "no answer within 0.02 s"),)
     assert setup.index.num_calls == 1
 
 
+@pytest.mark.parametrize("setup", [SHORT], indirect=True)
 async def test_an_index_that_blocks_is_left_out_soon(setup: Setup) -> None:
     """After three late searches by fingerprints and by meaning requests no longer wait for either."""
     setup.index.mood = "blocks"
@@ -217,7 +220,7 @@ async def test_a_moody_embedder_leaves_prefix_and_fingerprints(setup: Setup, moo
     query = np.concatenate([tokens(2), tokens(1)[:200]])
     started = time.perf_counter()
     nomination = await setup.nominator.nominate("a", query, TEXT, allow_dense=True)
-    assert time.perf_counter() - started < 1.0
+    assert time.perf_counter() - started < 3.0
     assert [c.sources for c in nomination.candidates] == [("fingerprint",)]
     assert [failure.component for failure in nomination.failures] == ["embedding"]
 
