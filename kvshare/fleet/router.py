@@ -22,6 +22,7 @@ from kvshare.errors import NoReplicaError
 from kvshare.fleet.in_flight import InFlight, RoutedRequest
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.requests import SharingMode
+from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.explain import Planning, explanation
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
@@ -69,8 +70,8 @@ class Router:
                     self._sharing.note_use(lookup)
                     _plan(request, replica, lookup)
                     return replica
-            except Exception as exc:
-                log.warning("planning failed, the request is served without it", exc_info=exc)
+            except Exception as exc:  # noqa: BLE001  logged, without its message
+                log.warning("planning failed, the request is served without it: %s", classes_and_places(exc))
                 self._sharing.counters["fallback:planning:error"] += 1
                 reason = "lookup_failed"
         elif request.mode is not SharingMode.OFF:
