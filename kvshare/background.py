@@ -7,6 +7,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from kvshare.safe_logging import classes_and_places
+
 log = logging.getLogger(__name__)
 
 
@@ -54,7 +56,7 @@ class Background:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (exc := task.exception()) is not None:
-            log.error("work after an answer failed: %s", type(exc).__name__, exc_info=exc)
+            log.error("work after an answer failed: %s", classes_and_places(exc))
 
     def _forget(self, namespace: str, task: asyncio.Task[None]) -> None:
         pending = self._pending[namespace]

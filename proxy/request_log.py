@@ -1,22 +1,21 @@
 """
 What is recorded of a request while it is answered, for its metrics; and what the log says of it.
 
-No prompt text is in either: an exception is logged by class and place, as its message may quote the prompt.
+No prompt text is in either.
 """
 
 from __future__ import annotations
 
 import logging
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 
 from aiohttp import web
 
 from kvshare.engines.base import Delta, Finished
 from kvshare.requests import SharingMode, SharingReport
+from kvshare.safe_logging import classes_and_places
 from proxy.auth import ANONYMOUS, Caller
 
 log = logging.getLogger("proxy.middleware")  # the name that operators know
@@ -111,25 +110,5 @@ def _generated(record: RequestRecord) -> str:
 
 
 def log_failure(request_id: str, exc: Exception) -> None:
-    """Log an error that is the server's, with the places of each exception in its chain of causes."""
-    for failure in _causes(exc):
-        places = "".join(traceback.format_tb(failure.__traceback__))
-        log.error("request %s failed: %s\n%s", request_id, type(failure).__name__, places)
-
-
-def class_and_place(exc: BaseException) -> str:
-    """`UpstreamError at upstream.py:78, caused by ClientOSError at ...`, for one line of a log."""
-    return ", caused by ".join(type(failure).__name__ + _place(failure) for failure in _causes(exc))
-
-
-def _causes(exc: BaseException) -> Iterator[BaseException]:
-    failure: BaseException | None = exc
-    while failure is not None:
-        yield failure
-        failure = failure.__cause__
-
-
-def _place(exc: BaseException) -> str:
-    """Where it was raised; nothing for an exception that was not."""
-    frames = traceback.extract_tb(exc.__traceback__)
-    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    """Log an error that is the server's."""
+    log.error("request %s failed: %s", request_id, classes_and_places(exc))

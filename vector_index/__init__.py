@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vector_index.base import Entry, Hit, VectorIndex
-from vector_index.circuit import Circuit, Failure
-from vector_index.disk_space import MIN_FREE_BYTES, DiskSpace, megabytes
+from vector_index.circuit import Failure
+from vector_index.disk_space import DiskSpace, megabytes
 from vector_index.errors import (
     EmbedderError,
     IndexPausedError,
@@ -18,16 +18,8 @@ from vector_index.errors import (
     IndexUnavailableError,
     VectorIndexError,
 )
-from vector_index.fingerprints import fingerprints
-from vector_index.nomination import (
-    Candidate,
-    Nomination,
-    NominatorSettings,
-    PromptRecord,
-    Source,
-)
+from vector_index.nomination import Candidate, Nomination, NominatorSettings, PromptRecord
 from vector_index.nominator import Nominator
-from vector_index.prefix_table import PrefixHit, PrefixTable
 from vector_index.prompt_text import PromptText, TextEmbedder, embed_prompts, windows
 from vector_index.schema import IndexSchema
 
@@ -50,9 +42,7 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
-    "MIN_FREE_BYTES",
     "Candidate",
-    "Circuit",
     "DiskSpace",
     "Embedder",
     "EmbedderError",
@@ -66,18 +56,14 @@ __all__ = [
     "Nomination",
     "Nominator",
     "NominatorSettings",
-    "PrefixHit",
-    "PrefixTable",
     "PromptRecord",
     "PromptText",
     "QdrantEdgeIndex",
     "QdrantRemoteIndex",
-    "Source",
     "TextEmbedder",
     "VectorIndex",
     "VectorIndexError",
     "embed_prompts",
-    "fingerprints",
     "megabytes",
     "windows",
 ]

@@ -1,8 +1,7 @@
 """
 What a paused index has missed, so that it can be caught up with.
 
-Prompt ids are never used again, so the order within is: namespaces and prompts go first, then
-prompts come in.
+Prompt ids are never used again, so the order within is: prompts go first, then prompts come in.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,11 +18,10 @@ class Backlog:
 
     records: dict[int, PromptRecord] = field(default_factory=dict)
     deleted: dict[str, set[int]] = field(default_factory=dict)
-    deleted_namespaces: set[str] = field(default_factory=set)
     num_dropped: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.records or self.deleted or self.deleted_namespaces)
+        return bool(self.records or self.deleted)
 
     def add(self, records: Iterable[PromptRecord]) -> None:
         """Note prompts that were not added; one that is known is replaced."""
@@ -39,11 +37,3 @@ class Backlog:
         for prompt_id in prompt_ids:
             self.records.pop(prompt_id, None)
         self.deleted.setdefault(namespace, set()).update(prompt_ids)
-
-    def delete_namespace(self, namespace: str) -> None:
-        """Note a namespace that was not deleted."""
-        self.records = {
-            prompt_id: record for prompt_id, record in self.records.items() if record.namespace != namespace
-        }
-        self.deleted.pop(namespace, None)
-        self.deleted_namespaces.add(namespace)

@@ -9,7 +9,7 @@ error, whatever the backend. This file knows no backend.
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,24 +36,17 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """
-    A nominated prompt; what `score` is says the search that found it, higher is nearer.
-
-    `fingerprints` are all that the prompt was stored with, where a search by fingerprints can
-    tell; None otherwise.
-    """
+    """A nominated prompt; what `score` is says the search that found it, higher is nearer."""
 
     prompt_id: int
     score: float
-    fingerprints: NDArray[np.uint32] | None = field(default=None, compare=False, repr=False)
 
 
 class VectorIndex(ABC):
     """
     A rebuildable index over prompts. Every method may raise IndexUnavailableError.
 
-    Used from one event loop. `foreign_hits` counts hits that another namespace owned: it must
-    stay 0, and an operator alarms on it.
+    Used from one event loop. `foreign_hits` counts hits that another namespace owned: it must stay 0.
     """
 
     def __init__(self, schema: IndexSchema) -> None:
@@ -81,28 +74,10 @@ class VectorIndex(ABC):
         """Forget prompts of a namespace; unknown ids and those of others are left alone."""
 
     @abstractmethod
-    async def delete_namespace(self, namespace: str) -> None:
-        """Forget every prompt of a namespace."""
-
-    @abstractmethod
-    async def clear(self) -> None:
-        """Forget everything, keeping the index open."""
-
-    @abstractmethod
     async def search_fingerprints(
-        self,
-        namespace: str,
-        fingerprints: NDArray[np.uint32],
-        limit: int,
-        *,
-        with_fingerprints: bool = True,
+        self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
     ) -> list[Hit]:
-        """
-        Prompts that share the most of these fingerprints; the score is how many they share.
-
-        Without `with_fingerprints` the hits do not tell theirs, which for long prompts costs more than
-        the search.
-        """
+        """Prompts that share the most of these fingerprints; the score is how many they share."""
 
     @abstractmethod
     async def search_embedding(
@@ -118,9 +93,9 @@ class VectorIndex(ABC):
     async def count(self, namespace: str | None = None) -> int:
         """How many prompts a namespace, or the whole index, holds."""
 
-    @abstractmethod
     async def maintain(self) -> None:
-        """Housekeeping, to be called from time to time off the critical path."""
+        """Housekeeping, to be called from time to time off the critical path. Some have nothing to do."""
+        return
 
     def why_paused(self) -> str | None:
         """Why nothing may be written for now (IndexPausedError), looked at anew; None where it may."""

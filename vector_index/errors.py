@@ -27,11 +27,6 @@ class IndexPausedError(IndexUnavailableError):
 class IndexSchemaError(VectorIndexError):
     """The stored index was built with other settings than the ones asked for."""
 
-    def __init__(self, message: str, *, expected: object = None, found: object = None) -> None:
-        super().__init__(message)
-        self.expected = expected
-        self.found = found
-
 
 class EmbedderError(VectorIndexError):
     """The text embedder cannot be loaded or cannot embed."""

@@ -14,8 +14,6 @@ only make it look more common. What each prompt was counted for is kept, 4 bytes
 that forgetting the prompt takes back just that.
 """
 
-import threading
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,7 +22,7 @@ _FACTOR = np.uint32(0x9E3779B1)  # odd: spreads the second table's buckets by th
 
 
 class FingerprintFrequencies:
-    """Counts of namespace-bound fingerprints (`fingerprints.bind`); safe to use from threads."""
+    """Counts of namespace-bound fingerprints (`fingerprints.bind`). Used from one thread."""
 
     def __init__(self, *, max_holders: int) -> None:
         if max_holders < 1:
@@ -32,39 +30,29 @@ class FingerprintFrequencies:
         self._max_holders = max_holders
         self._counts = np.zeros((2, 1 << _BITS), dtype=np.uint32)
         self._held: dict[str, dict[int, bytes]] = {}
-        self._lock = threading.Lock()
 
     def add(self, namespace: str, prompt_id: int, prints: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Count a prompt, instead of an earlier one of its id; returns those of `prints` it is to hold."""
-        with self._lock:
-            self._take_out(namespace, prompt_id)
-            held = prints[self._num_holders(prints) < self._max_holders]
-            for counts, buckets in zip(self._counts, _buckets(held), strict=True):
-                np.add.at(counts, buckets, 1)
-            self._held.setdefault(namespace, {})[prompt_id] = held.tobytes()
-            return held
+        self.remove(namespace, prompt_id)
+        held = prints[self._num_holders(prints) < self._max_holders]
+        for counts, buckets in zip(self._counts, _buckets(held), strict=True):
+            np.add.at(counts, buckets, 1)
+        self._held.setdefault(namespace, {})[prompt_id] = held.tobytes()
+        return held
 
     def remove(self, namespace: str, prompt_id: int) -> None:
         """Take a prompt out of the counts; unknown ones are ignored."""
-        with self._lock:
-            self._take_out(namespace, prompt_id)
-
-    def forget_namespace(self, namespace: str) -> None:
-        """Take all prompts of a namespace out of the counts."""
-        with self._lock:
-            for prompt_id in list(self._held.get(namespace, ())):
-                self._take_out(namespace, prompt_id)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._counts[:] = 0
-            self._held.clear()
+        held = self._held.get(namespace, {}).pop(prompt_id, None)
+        if held is None:
+            return
+        if not self._held[namespace]:
+            del self._held[namespace]
+        for counts, buckets in zip(self._counts, _buckets(np.frombuffer(held, np.uint32)), strict=True):
+            np.subtract.at(counts, buckets, 1)
 
     def held(self, namespace: str, prompt_id: int) -> NDArray[np.uint32] | None:
         """What a prompt was counted for, as it was given; None for one that is not counted."""
-        with self._lock:
-            held = self._held.get(namespace, {}).get(prompt_id)
+        held = self._held.get(namespace, {}).get(prompt_id)
         return None if held is None else np.frombuffer(held, np.uint32)
 
     def rarest(
@@ -76,8 +64,7 @@ class FingerprintFrequencies:
         Of more than `max_asked` an even choice, by place among the hashes. Those that nobody holds come in
         only where nobody holds any: then the counts may not know what the index does.
         """
-        with self._lock:
-            counts = self._num_holders(prints)
+        counts = self._num_holders(prints)
         if len(prints) > max_asked and (is_held := counts > 0).any():
             prints, counts = prints[is_held], counts[is_held]
         order = np.argsort(counts, kind="stable")
@@ -94,16 +81,6 @@ class FingerprintFrequencies:
         first, second = _buckets(prints)
         holders: NDArray[np.uint32] = np.minimum(self._counts[0, first], self._counts[1, second])
         return holders
-
-    def _take_out(self, namespace: str, prompt_id: int) -> None:
-        shelf = self._held.get(namespace)
-        held = None if shelf is None else shelf.pop(prompt_id, None)
-        if shelf is None or held is None:
-            return
-        if not shelf:
-            del self._held[namespace]
-        for counts, buckets in zip(self._counts, _buckets(np.frombuffer(held, np.uint32)), strict=True):
-            np.subtract.at(counts, buckets, 1)
 
 
 def _buckets(prints: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:

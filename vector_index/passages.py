@@ -6,8 +6,8 @@ of a rare passage shares little else and stays behind them. So what the hits lea
 searched for again, and hits are put in the order of a greedy cover.
 """
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,46 +19,38 @@ from vector_index.nomination import NominatorSettings
 _MAX_SEARCHES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class PassageHit:
-    """`share` says how much of the searched part of the prompt this donor has, 0 to 1."""
-
-    prompt_id: int
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class Passages:
-    """Donors, most useful first, and the share of the searched part they cover together."""
-
-    hits: tuple[PassageHit, ...] = ()
-    covered: float = 0.0
-
-
 class PassageSearch:
-    """A few searches by fingerprints, each within the budget of postings."""
+    """
+    The search for donors of one prompt's passages: a few searches by fingerprints, each within the
+    budget of postings. What was found before one of them fails stays found.
+
+    Shapes:  prints (F,) uint32, sorted
+    """
 
     def __init__(
         self,
         index: VectorIndex,
         frequencies: FingerprintFrequencies,
         settings: NominatorSettings,
+        namespace: str,
+        prints: NDArray[np.uint32],
     ) -> None:
         self._index = index
         self._frequencies = frequencies
         self._settings = settings
+        self._namespace = namespace
+        self._prints = prints
+        self._counts: dict[int, float] = {}  # per donor, of the prints that it holds
+        self._holds = np.zeros((0, len(prints)), dtype=np.bool_)  # (donors, F)
 
-    async def collect(self, namespace: str, prints: NDArray[np.uint32], hits: list[Hit]) -> NDArray[np.bool_]:
+    async def run(self, *, deadline: float) -> None:
         """
-        Add donors of these sorted fingerprints to `hits`, search by search.
+        Search until little is left uncovered, at most three times, and not again after the deadline.
 
-        Returns which of the hits then in the list holds which fingerprint.
-        Shapes:  prints (F,) -> (H, F)
-
-        Raises:  IndexUnavailableError as the index does; earlier searches' hits stay in the list
+        Units:   deadline in seconds of the event loop's clock
+        Raises:  IndexUnavailableError as the index does
         """
-        left = prints
-        holds = _holdings(prints, hits)
+        left = self._prints
         for _ in range(_MAX_SEARCHES):
             asked = self._frequencies.rarest(
                 left,
@@ -67,61 +59,45 @@ class PassageSearch:
                 max_asked=self._settings.max_asked,
             )
             limit = self._settings.max_candidates
-            found = await self._index.search_fingerprints(namespace, asked, limit, with_fingerprints=False)
-            known = {hit.prompt_id for hit in hits}
-            new = [self._with_fingerprints(namespace, hit) for hit in found if hit.prompt_id not in known]
-            hits += new
-            holds = np.concatenate([holds, _holdings(prints, new)])
-            left, enough = prints[~holds.any(axis=0)], self._settings.min_asked
+            found = await self._index.search_fingerprints(self._namespace, asked, limit)
+            new = [hit for hit in found if hit.prompt_id not in self._counts]
+            self._add(new)
+            left, enough = self._prints[~self._holds.any(axis=0)], self._settings.min_asked
             if not new:  # the rare ones led to nobody: the common ones are left to ask for
                 left, enough = np.setdiff1d(left, asked, assume_unique=True), 1
-            if len(left) < enough:
+            if len(left) < enough or asyncio.get_running_loop().time() >= deadline:
                 break
-        return holds
 
-    def _with_fingerprints(self, namespace: str, hit: Hit) -> Hit:
-        """The hit with what is stored of its prompt; as it is, where this process does not know that."""
-        held = self._frequencies.held(namespace, hit.prompt_id)
-        return hit if held is None else replace(hit, fingerprints=held)
+    @property
+    def covered(self) -> float:
+        """The share of the prints that the donors found so far cover together."""
+        together = float(self._holds.any(axis=0).mean())
+        return max(together, *(self._share(count) for count in self._counts.values()), 0.0)
 
+    def ranked(self) -> list[Hit]:
+        """
+        The donors found so far in the order of usefulness: each adds most to those before it.
 
-def rank_passages(
-    prints: NDArray[np.uint32], hits: Sequence[Hit], holds: NDArray[np.bool_] | None = None
-) -> Passages:
-    """
-    Donors in the order of usefulness: each adds most to those before it.
+        Their score is the share of the prints that they hold, 0 to 1.
+        """
+        found = list(self._counts.items())
+        order = _cover_order(self._holds, list(self._counts.values()))
+        return [Hit(found[i][0], self._share(found[i][1])) for i in order]
 
-    `holds` as `collect` returns it; None where it did not come to an end.
-    """
-    if not hits:
-        return Passages()
-    if holds is None:
-        holds = _holdings(prints, hits)
-    # A backend that does not tell a hit's fingerprints still tells how many were shared.
-    counts = [
-        hit.score if hit.fingerprints is None else float(held.sum())
-        for hit, held in zip(hits, holds, strict=True)
-    ]
-    donors = [
-        PassageHit(hit.prompt_id, share=min(1.0, count / len(prints)))
-        for hit, count in zip(hits, counts, strict=True)
-    ]
-    together = float(holds.any(axis=0).mean())
-    return Passages(
-        hits=tuple(donors[i] for i in _cover_order(holds, counts)),
-        covered=max([together, *(donor.share for donor in donors)]),
-    )
+    def _share(self, count: float) -> float:
+        return min(1.0, count / len(self._prints))
 
-
-def _holdings(prints: NDArray[np.uint32], hits: Sequence[Hit]) -> NDArray[np.bool_]:
-    """(H, F): which hit holds which fingerprint; none where the backend does not tell."""
-    holds = np.zeros((len(hits), len(prints)), dtype=np.bool_)
-    for row, hit in zip(holds, hits, strict=True):
-        if hit.fingerprints is not None:
-            # prints are sorted: ten times as quick as np.isin
-            places = np.minimum(np.searchsorted(prints, hit.fingerprints), len(prints) - 1)
-            row[places[prints[places] == hit.fingerprints]] = True
-    return holds
+    def _add(self, hits: Sequence[Hit]) -> None:
+        rows = np.zeros((len(hits), len(self._prints)), dtype=np.bool_)
+        for row, hit in zip(rows, hits, strict=True):
+            held = self._frequencies.held(self._namespace, hit.prompt_id)
+            if held is not None:
+                # prints are sorted: ten times as quick as np.isin
+                places = np.minimum(np.searchsorted(self._prints, held), len(self._prints) - 1)
+                row[places[self._prints[places] == held]] = True
+            # Of another process's prompt only the index knows how many it shares, and nobody which.
+            self._counts[hit.prompt_id] = hit.score if held is None else float(row.sum())
+        self._holds = np.concatenate([self._holds, rows])
 
 
 def _cover_order(holds: NDArray[np.bool_], counts: Sequence[float]) -> list[int]:

@@ -12,7 +12,6 @@ It knows digests only. The caller compares token ids and extends a match past it
 """
 
 import hashlib
-import threading
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
@@ -41,7 +40,7 @@ class _Shelf:
 
 
 class PrefixTable:
-    """Prefix lookup over the prompts of many namespaces; safe to use from threads."""
+    """Prefix lookup over the prompts of many namespaces. Used from one thread."""
 
     def __init__(self, block_size: int, *, max_hits: int = 4) -> None:
         if block_size < 1 or max_hits < 1:
@@ -49,35 +48,21 @@ class PrefixTable:
         self.block_size = block_size
         self._max_hits = max_hits
         self._shelves: dict[str, _Shelf] = {}
-        self._lock = threading.Lock()
 
-    def add(self, namespace: str, prompt_id: int, token_ids: NDArray[np.int32]) -> bool:
-        """Store a prompt, replacing one of the same id; True if the id is new in the namespace."""
+    def add(self, namespace: str, prompt_id: int, token_ids: NDArray[np.int32]) -> None:
+        """Store a prompt, replacing one of the same id."""
         key = self._digests(namespace, token_ids) + prompt_id.to_bytes(_DIGEST_BYTES, "big")
-        with self._lock:
-            shelf = self._shelves.setdefault(namespace, _Shelf())
-            is_new = not _take_out(shelf, prompt_id)
-            insort(shelf.keys, key)
-            shelf.key_of[prompt_id] = key
-        return is_new
+        shelf = self._shelves.setdefault(namespace, _Shelf())
+        _take_out(shelf, prompt_id)
+        insort(shelf.keys, key)
+        shelf.key_of[prompt_id] = key
 
-    def remove(self, namespace: str, prompt_id: int) -> bool:
-        """Forget a prompt; others with the same blocks stay. True if it was stored."""
-        with self._lock:
-            shelf = self._shelves.get(namespace)
-            if shelf is None or not _take_out(shelf, prompt_id):
-                return False
+    def remove(self, namespace: str, prompt_id: int) -> None:
+        """Forget a prompt; others with the same blocks stay. Unknown ones are ignored."""
+        if (shelf := self._shelves.get(namespace)) is not None:
+            _take_out(shelf, prompt_id)
             if not shelf.keys:
                 del self._shelves[namespace]
-            return True
-
-    def clear(self, namespace: str | None = None) -> None:
-        """Forget all prompts of a namespace, or of all namespaces."""
-        with self._lock:
-            if namespace is None:
-                self._shelves.clear()
-            else:
-                self._shelves.pop(namespace, None)
 
     def longest(self, namespace: str, token_ids: NDArray[np.int32]) -> PrefixHit | None:
         """
@@ -94,23 +79,16 @@ class PrefixTable:
         wanted, num_blocks = b"", 1
         while len(token_ids) >= (start := len(wanted) // _DIGEST_BYTES * self.block_size) + self.block_size:
             wanted += self._digests(namespace, token_ids[start : start + num_blocks * self.block_size])
-            with self._lock:
-                if not _has_prefix(shelf.keys, wanted):
-                    break
+            if not _has_prefix(shelf.keys, wanted):
+                break
             num_blocks = 64
-        with self._lock:
-            return self._nearest(shelf.keys, wanted)
+        return self._nearest(shelf.keys, wanted)
 
     def shares(self, namespace: str, prompt_id: int, hit: PrefixHit) -> bool:
         """Whether a stored prompt starts with the very prefix that `longest` has found."""
         shelf = self._shelves.get(namespace)
         key = shelf.key_of.get(prompt_id) if shelf else None
         return key is not None and key.startswith(hit.digests)
-
-    def num_prompts(self, namespace: str) -> int:
-        """How many prompts a namespace holds."""
-        shelf = self._shelves.get(namespace)
-        return len(shelf.keys) if shelf else 0
 
     def contains(self, namespace: str, prompt_id: int) -> bool:
         """Whether the namespace holds this prompt."""
@@ -139,12 +117,8 @@ class PrefixTable:
         if num_bytes == 0:
             return None
         prefix = wanted[:num_bytes]
-        low, high = position, position
-        while low > 0 and position - low < self._max_hits and keys[low - 1].startswith(prefix):
-            low -= 1
-        while high < len(keys) and high - position < self._max_hits and keys[high].startswith(prefix):
-            high += 1
-        ids = sorted((_prompt_id(key) for key in keys[low:high]), reverse=True)
+        nearby = keys[max(0, position - self._max_hits) : position + self._max_hits]
+        ids = sorted((_prompt_id(key) for key in nearby if key.startswith(prefix)), reverse=True)
         return PrefixHit(
             prompt_ids=tuple(ids[: self._max_hits]),
             num_tokens=num_bytes // _DIGEST_BYTES * self.block_size,
@@ -152,12 +126,9 @@ class PrefixTable:
         )
 
 
-def _take_out(shelf: _Shelf, prompt_id: int) -> bool:
-    key = shelf.key_of.pop(prompt_id, None)
-    if key is None:
-        return False
-    del shelf.keys[bisect_left(shelf.keys, key)]
-    return True
+def _take_out(shelf: _Shelf, prompt_id: int) -> None:
+    if (key := shelf.key_of.pop(prompt_id, None)) is not None:
+        del shelf.keys[bisect_left(shelf.keys, key)]
 
 
 def _has_prefix(keys: list[bytes], prefix: bytes) -> bool:
@@ -171,11 +142,5 @@ def _prompt_id(key: bytes) -> int:
 
 def _common_bytes(key: bytes, wanted: bytes) -> int:
     """Common prefix in bytes, whole digests only; the prompt id at the key's end never counts."""
-    low, high = 0, min(len(key) - _DIGEST_BYTES, len(wanted)) // _DIGEST_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        if key[: middle * _DIGEST_BYTES] == wanted[: middle * _DIGEST_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low * _DIGEST_BYTES
+    ends = range(_DIGEST_BYTES, min(len(key) - _DIGEST_BYTES, len(wanted)) + 1, _DIGEST_BYTES)
+    return _DIGEST_BYTES * bisect_left(ends, True, key=lambda end: key[:end] != wanted[:end])

@@ -40,18 +40,14 @@ class TextEmbedder(Protocol):
         """(N, D) float32, each row of length 1. Raises EmbedderError."""
 
 
-def windows(prompt: PromptText, *, window_chars: int = WINDOW_CHARS) -> tuple[str, ...]:
+def windows(prompt: PromptText) -> tuple[str, ...]:
     """
     Up to three different windows: the last user turn, the body's head and the body's tail.
 
     A body that fits one window gives one, and a body that is the user turn alone gives none of
     its own; a prompt without text gives no window at all.
     """
-    parts = (
-        prompt.last_user_turn[:window_chars],
-        prompt.body[:window_chars],
-        prompt.body[-window_chars:],
-    )
+    parts = (prompt.last_user_turn[:WINDOW_CHARS], prompt.body[:WINDOW_CHARS], prompt.body[-WINDOW_CHARS:])
     stripped = (part.strip() for part in parts)
     return tuple(dict.fromkeys(part for part in stripped if part))
 
@@ -71,13 +67,8 @@ def embed_prompts(embedder: TextEmbedder, prompts: Sequence[PromptText]) -> list
         raise EmbedderError(
             f"embeddings of shape {vectors.shape} or not finite, wanted ({len(texts)}, {embedder.dimension})"
         )
-    means: list[NDArray[np.float32] | None] = []
-    start = 0
-    for prompt_windows in cut:
-        end = start + len(prompt_windows)
-        means.append(_unit_mean(vectors[start:end]) if prompt_windows else None)
-        start = end
-    return means
+    per_prompt = np.split(vectors, np.cumsum([len(prompt_windows) for prompt_windows in cut])[:-1])
+    return [_unit_mean(own) if len(own) else None for own in per_prompt]
 
 
 def _unit_mean(vectors: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -73,10 +73,6 @@ class QdrantRemoteIndex(VectorIndex):
             await client.delete_collection(self._collection)
             await self._create(client)
 
-    async def clear(self) -> None:
-        self._opened()
-        await self.recreate()
-
     async def upsert(self, entries: Sequence[Entry]) -> None:
         self.check_entries(entries)
         client = self._opened()
@@ -90,24 +86,17 @@ class QdrantRemoteIndex(VectorIndex):
             return
         # By filter, not by id: an id that another namespace owns must survive.
         chosen = models.HasIdCondition(has_id=list(prompt_ids))
-        await self._delete(models.Filter(must=[_is_in(namespace), chosen]))
-
-    async def delete_namespace(self, namespace: str) -> None:
-        await self._delete(models.Filter(must=[_is_in(namespace)]))
+        selector = models.FilterSelector(filter=models.Filter(must=[_is_in(namespace), chosen]))
+        client = self._opened()
+        async with _qdrant_errors("delete"):
+            await client.delete(self._collection, points_selector=selector, wait=True)
 
     async def search_fingerprints(
-        self,
-        namespace: str,
-        fingerprints: NDArray[np.uint32],
-        limit: int,
-        *,
-        with_fingerprints: bool = True,
+        self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
     ) -> list[Hit]:
         if not len(fingerprints):
             return []
-        return await self._search(
-            namespace, _sparse(fingerprints), "sparse", limit, None, with_fingerprints=with_fingerprints
-        )
+        return await self._search(namespace, _sparse(fingerprints), "sparse", limit, None)
 
     async def search_embedding(
         self,
@@ -126,9 +115,6 @@ class QdrantRemoteIndex(VectorIndex):
         async with _qdrant_errors("count"):
             return (await client.count(self._collection, count_filter=only, exact=True)).count
 
-    async def maintain(self) -> None:
-        """Nothing to do: the server optimises by itself."""
-
     async def _search(
         self,
         namespace: str,
@@ -136,8 +122,6 @@ class QdrantRemoteIndex(VectorIndex):
         using: str,
         limit: int,
         min_score: float | None,
-        *,
-        with_fingerprints: bool = False,
     ) -> list[Hit]:
         client = self._opened()
         async with _qdrant_errors("search"):
@@ -149,18 +133,11 @@ class QdrantRemoteIndex(VectorIndex):
                 query_filter=models.Filter(must=[_is_in(namespace)]),
                 score_threshold=min_score,
                 with_payload=["namespace"],
-                with_vectors=["sparse"] if with_fingerprints else False,
             )
         return self.own_hits(
             namespace,
-            (((point.payload or {}).get("namespace"), _hit(point)) for point in found.points),
+            (((p.payload or {}).get("namespace"), Hit(int(p.id), p.score)) for p in found.points),
         )
-
-    async def _delete(self, chosen: models.Filter) -> None:
-        client = self._opened()
-        async with _qdrant_errors("delete"):
-            selector = models.FilterSelector(filter=chosen)
-            await client.delete(self._collection, points_selector=selector, wait=True)
 
     async def _create(self, client: AsyncQdrantClient) -> None:
         size = self.schema.dimension
@@ -198,13 +175,6 @@ def _point(entry: Entry) -> models.PointStruct:
         vectors["dense"] = entry.embedding.tolist()
     payload = {"namespace": entry.namespace}
     return models.PointStruct(id=entry.prompt_id, vector=vectors, payload=payload)
-
-
-def _hit(point: models.ScoredPoint) -> Hit:
-    sparse = point.vector.get("sparse") if isinstance(point.vector, dict) else None
-    if not isinstance(sparse, models.SparseVector):
-        return Hit(int(point.id), point.score)
-    return Hit(int(point.id), point.score, np.array(sparse.indices, dtype=np.uint32))
 
 
 def _sparse(fingerprints: NDArray[np.uint32]) -> models.SparseVector:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from vector_index.base import Hit
 from vector_index.circuit import Failure
 from vector_index.nomination import Candidate, Nomination, Source
-from vector_index.passages import PassageHit
 from vector_index.prefix_table import PrefixHit
 
 
@@ -64,7 +63,7 @@ class Tally:
         for prompt_id in hit.prompt_ids:
             self._note(prompt_id, "prefix").score += hit.num_tokens / self.num_tokens
 
-    def add_passages(self, hit: PassageHit, *, shares_prefix: bool) -> None:
+    def add_passages(self, hit: Hit, *, shares_prefix: bool) -> None:
         """
         A prompt that shares passages of what the prefix leaves, and perhaps the prefix too.
 
@@ -74,7 +73,7 @@ class Tally:
         if shares_prefix and "prefix" not in finding.sources:
             finding.sources.insert(0, "prefix")
             finding.score += self.num_prefix_tokens / self.num_tokens
-        finding.score += hit.share * self._after_prefix
+        finding.score += hit.score * self._after_prefix
 
     def add_meaning(self, hits: Sequence[Hit]) -> None:
         """Prompts of near meaning; the score of these hits is the cosine similarity."""

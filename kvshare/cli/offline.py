@@ -2,78 +2,121 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from delta_tree import DeltaTree, DeltaTreeError, NodeId, TokenIds, common_prefix_length
+from delta_tree import DeltaTree, DeltaTreeError, Node, SegmentId
+from kvshare.cli.output import note
 from kvshare.errors import StoreError
+from kvshare.index_factory import nominator_settings
+from kvshare.kv.tier import Fetched
 from kvshare.metadata import METADATA_FILE
+from kvshare.requests import Prompt, SharingMode
 from kvshare.served_model import find_model
-from kvshare.settings import Settings
+from kvshare.settings import IndexSettings, Settings
 from kvshare.sharing.cost import CostModel
-from kvshare.sharing.explain import Planning, explanation
-from kvshare.sharing.pipeline import Lookup
-from kvshare.sharing.planner import PlannerLimits, make_plan
-from vector_index import Candidate, fingerprints
+from kvshare.sharing.explain import explain_lookup
+from kvshare.sharing.keeper import Keeper
+from kvshare.sharing.pipeline import Sharing
+from kvshare.sharing.planner import PlannerLimits
+from vector_index import Nominator, PromptRecord, QdrantEdgeIndex, VectorIndexError
+
+_NO_TIMEOUT_S = 3600.0  # nobody waits behind this prompt
+_TOKENS_PER_S = 5_000_000  # indexed by one core
+_BATCH = 256
 
 
 def explain_offline(
     store_path: Path, settings: Settings, messages_or_prompt: Sequence[Mapping[str, Any]] | str
 ) -> dict[str, Any]:
     """
-    The plan a prompt would have got from the metadata of a stopped store, were its KV still there.
+    The plan a prompt would have got from the prompts of a stopped store, were their KV still there.
 
-    Candidates are found by comparing fingerprints with every stored prompt of the largest namespace.
-    Raises:  StoreError if the store cannot be read; ModelError, RequestError if the prompt cannot be encoded
+    The largest namespace is looked at, by equal prefixes and fingerprints: the store has no texts, so nobody
+    is nominated by meaning. Rates are those of config.yaml. Nothing is written to the store.
+
+    Raises:  StoreError if the store cannot be read, or there is no room for an index of it in the temporary
+             folder; ModelError, RequestError if the prompt cannot be encoded
     """
+    from kvshare.engines.embedded.rotary import can_move_keys  # imports torch
     from kvshare.engines.embedded.tokenizer import PromptEncoder  # imports transformers
 
-    encoder = PromptEncoder.load(find_model(settings.model.path).path)
+    model_path = find_model(settings.model.path).path
+    encoder = PromptEncoder.load(model_path)
     if isinstance(messages_or_prompt, str):
         prompt = encoder.encode_text(messages_or_prompt)
     else:
         prompt = encoder.encode_chat(messages_or_prompt)
+    limits = PlannerLimits.from_settings(settings, can_move_keys=can_move_keys(model_path))
     try:
         tree = DeltaTree.open(store_path / METADATA_FILE, identity=None, read_only=True)
     except DeltaTreeError as exc:
         raise StoreError(str(exc)) from exc
     with tree:
-        candidates = _by_fingerprints(tree, prompt.token_ids, settings)
-        nodes = [tree.node(NodeId(candidate.prompt_id)) for candidate in candidates]
-        limits = PlannerLimits.from_settings(settings)
-        rates = CostModel.from_settings(settings.cost, bytes_per_token=0).rates
-        planning = Planning(tree.segment, limits, rates, approximate=settings.sharing.mode == "approx")
-        plan = make_plan(
-            prompt.token_ids,
-            nodes,
-            tree.segment,
-            approximate=planning.approximate,
-            limits=limits,
-            rates=rates,
-        )
-        return explanation(Lookup(plan, candidates=candidates), prompt.token_ids, nodes, planning)
+        return asyncio.run(_explain(tree, prompt, settings, limits))
 
 
-def _by_fingerprints(tree: DeltaTree, token_ids: TokenIds, settings: Settings) -> tuple[Candidate, ...]:
-    """The stored prompts that share most fingerprints, or the whole beginning, with this one."""
+async def _explain(
+    tree: DeltaTree, prompt: Prompt, settings: Settings, limits: PlannerLimits
+) -> dict[str, Any]:
     sizes = Counter(node.namespace for node in tree.nodes())
-    if not sizes:
-        return ()
-    namespace, _ = sizes.most_common(1)[0]
-    index = settings.index
+    namespace = sizes.most_common(1)[0][0] if sizes else ""
+    nodes = tree.nodes(namespace)
+    bytes_per_token = max((round(entry.bytes_per_token) for entry in tree.segments(namespace)), default=0)
+    async with _nominator_of(nodes, settings.index) as nominator:
+        sharing = Sharing(
+            keeper=Keeper(tree, _AllThere(), min_tokens=1),
+            nominator=nominator,
+            limits=limits,
+            cost=CostModel.from_settings(settings.cost, bytes_per_token=bytes_per_token),
+        )
+        mode = SharingMode(settings.sharing.mode)
+        lookup = await sharing.find_plan(namespace, prompt, mode)
+        sharing.close()
+    return explain_lookup(sharing, prompt, lookup, mode)
 
-    def prints(ids: TokenIds) -> set[int]:
-        return set(fingerprints(ids, kgram=index.kgram, window=index.window).tolist())
 
-    wanted = prints(token_ids)
-    scored = [
-        (len(wanted & prints(node.token_ids)), common_prefix_length(node.token_ids, token_ids), node.node_id)
-        for node in tree.nodes(namespace)
-    ]
-    best = sorted((entry for entry in scored if entry[0] or entry[1] >= index.block_size), reverse=True)
-    return tuple(
-        Candidate(int(node_id), ("fingerprint",), score / max(1, len(wanted)))
-        for score, _, node_id in best[: index.max_candidates]
+@asynccontextmanager
+async def _nominator_of(nodes: Sequence[Node], settings: IndexSettings) -> AsyncIterator[Nominator]:
+    """A nominator that knows these nodes, over an index in a temporary folder."""
+    seconds = sum(len(node.token_ids) for node in nodes) / _TOKENS_PER_S
+    if seconds > 1:
+        note(f"indexing {len(nodes):,} stored prompts first: about {seconds:.0f} s")
+    chosen = replace(
+        nominator_settings(settings), search_timeout_s=_NO_TIMEOUT_S, write_timeout_s=_NO_TIMEOUT_S
     )
+    index = QdrantEdgeIndex(chosen.schema(None))
+    nominator = Nominator(index, settings=chosen)
+    try:
+        await index.open()
+        records = (PromptRecord(node.node_id, node.namespace, node.token_ids) for node in nodes)
+        failures = await nominator.remember_all(records, _BATCH)
+        if failures or nominator.num_waiting:
+            problem = failures[0].reason if failures else index.why_paused()
+            raise StoreError(f"the stored prompts cannot be indexed in the temporary folder: {problem}")
+        yield nominator
+    except VectorIndexError as exc:
+        raise StoreError(f"the stored prompts cannot be indexed in the temporary folder: {exc}") from exc
+    finally:
+        nominator.close()
+        await index.close()
+
+
+class _AllThere:
+    """A tier that has every segment and no bytes of any."""
+
+    num_bytes = 0
+
+    def __contains__(self, segment_id: object) -> bool:
+        return True
+
+    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
+        return Fetched({}, frozenset())
+
+    def drop(self, segment_ids: Iterable[SegmentId]) -> None:
+        """Nothing is held."""

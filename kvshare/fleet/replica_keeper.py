@@ -25,6 +25,7 @@ from delta_tree import (
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.inspection import Answer, Question
+from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
@@ -72,8 +73,8 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         except (BadReportError, DeltaTreeError) as exc:
             # A donor may have been evicted since; a report that cannot be true is a bug over there.
             self._note_refused(exc)
-        except Exception as exc:
-            log.warning("prompt not kept: %s", type(exc).__name__, exc_info=exc)
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            log.warning("prompt not kept: %s", classes_and_places(exc))
             self.counters["fallback:commit:error"] += 1
         self.drop_unreferenced(entry.segment_id for entry in finished.stored)
         return None

@@ -22,7 +22,8 @@ from kvshare.errors import NoReplicaError
 from kvshare.fleet.in_flight import InFlight, RoutedRequest
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.requests import SharingMode
-from kvshare.sharing.explain import Planning, explanation
+from kvshare.safe_logging import classes_and_places
+from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.vllm_protocol.messages import Ticket, WireCopy, digest_of
@@ -69,8 +70,8 @@ class Router:
                     self._sharing.note_use(lookup)
                     _plan(request, replica, lookup)
                     return replica
-            except Exception as exc:
-                log.warning("planning failed, the request is served without it", exc_info=exc)
+            except Exception as exc:  # noqa: BLE001  logged, without its message
+                log.warning("planning failed, the request is served without it: %s", classes_and_places(exc))
                 self._sharing.counters["fallback:planning:error"] += 1
                 reason = "lookup_failed"
         elif request.mode is not SharingMode.OFF:
@@ -112,17 +113,9 @@ class Router:
         assert request.prompt is not None, "only what is tokenized can be explained"
         replica, found = await self._find(request)
         lookup = found or Lookup(NoPlan("no_connector"))
-        nodes = []
-        if replica is not None and found is not None:
-            nodes = self._sharing.own_nodes(replica.namespace(request.owner).digest, lookup.candidates)
-        planning = Planning(
-            self._sharing.tree.segment,
-            self._sharing.limits,
-            self._sharing.cost.rates,
-            approximate=request.mode is SharingMode.APPROX,
+        document = await asyncio.to_thread(
+            explain_lookup, self._sharing, request.prompt, lookup, request.mode
         )
-        token_ids = request.prompt.token_ids
-        document = await asyncio.to_thread(explanation, lookup, token_ids, nodes, planning)
         return {**document, "replica": None if replica is None else replica.name}
 
     async def _find(self, request: RoutedRequest) -> tuple[Replica | None, Lookup | None]:

@@ -16,6 +16,7 @@ import time
 from kvshare.errors import UpstreamError
 from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.replica import NAMESPACE_FIELDS, Fleet, Replica
+from kvshare.safe_logging import classes_and_places
 from kvshare.settings import VllmSettings
 from kvshare.vllm_protocol.messages import Journal, ReplicaInfo
 
@@ -77,9 +78,10 @@ class Watcher:
             except UpstreamError as exc:
                 self._replica.is_connected = False
                 self._log_failure(str(exc))
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001  logged, without its message
                 self._replica.is_connected = self._is_in_step = False
-                log.error("replica %s: its journal could not be applied", self._replica.name, exc_info=exc)
+                what = classes_and_places(exc)
+                log.error("replica %s: its journal could not be applied: %s", self._replica.name, what)
             self.asked_connector.set()
             await self._check_lost()
             await asyncio.sleep(pause_s)

@@ -14,8 +14,9 @@ from delta_tree import (
     TokenIds,
     compose,
 )
+from kvshare.requests import Prompt, SharingMode
 from kvshare.sharing.cost import Rates
-from kvshare.sharing.pipeline import Lookup
+from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import PlannerLimits
 from vector_index import Candidate
@@ -29,6 +30,18 @@ class Planning:
     limits: PlannerLimits
     rates: Rates
     approximate: bool
+
+
+def explain_lookup(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: SharingMode) -> dict[str, Any]:
+    """What `find_plan` has found for a prompt, as a document. Blocks: candidates are composed once more."""
+    nodes = sharing.own_nodes(lookup.namespace, lookup.candidates)
+    planning = Planning(
+        sharing.tree.segment,
+        sharing.limits,
+        sharing.cost.rates,
+        approximate=mode is SharingMode.APPROX,
+    )
+    return explanation(lookup, prompt.token_ids, nodes, planning)
 
 
 def explanation(

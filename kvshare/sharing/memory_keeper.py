@@ -27,6 +27,7 @@ from delta_tree import (
     new_segment_id,
 )
 from kvshare.kv.tier import Tier
+from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
@@ -126,8 +127,8 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         except DeltaTreeError as exc:
             # A donor may have been evicted by an administrator in the meantime. Nothing was stored.
             self._note_refused(exc)
-        except Exception as exc:
-            log.warning("prompt not kept: %s", type(exc).__name__, exc_info=exc)
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            log.warning("prompt not kept: %s", classes_and_places(exc))
             self.counters["fallback:commit:error"] += 1
         return None
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from delta_tree import Node, NodeId, SegmentId, TokenIds, UnknownSegmentError
 from kvshare.requests import Prompt, SharingMode, SharingReport
+from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.keeper import Keeper, TierT
 from kvshare.sharing.plan import NoPlan, Plan
@@ -134,8 +135,8 @@ class Sharing:
                 nomination.candidates,
                 mode,
             )
-        except Exception as exc:
-            log.warning("sharing failed, the request is served without it", exc_info=exc)
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            log.warning("sharing failed, the request is served without it: %s", classes_and_places(exc))
             self.counters["fallback:sharing:error"] += 1
             return Lookup(NoPlan("lookup_failed"))
         return replace(
@@ -166,8 +167,8 @@ class Sharing:
                 for donor in lookup.plan.donors:
                     self.tree.touch(donor)
             self.keeper.discard_unreadable(lookup.unreadable)
-        except Exception as exc:
-            log.warning("the use of a plan was not noted", exc_info=exc)
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            log.warning("the use of a plan was not noted: %s", classes_and_places(exc))
             self.counters["fallback:sharing:error"] += 1
         if self._owns_index:
             for prompt_id in lookup.unknown:

@@ -98,7 +98,7 @@ class NoPlan:
     Nothing is shared, and why. Reasons are fixed words, so that they can be counted:
 
     off, short_prompt, no_candidates, nothing_in_common, not_enough_saved, does_not_pay, too_much_relocated,
-    rotation_unknown, lookup_failed, kv_gone, planner_failed; in front of vLLM also no_connector, replica_gone
+    rotation_unknown, lookup_failed, kv_gone; in front of vLLM also no_connector, replica_gone
     """
 
     reason: str

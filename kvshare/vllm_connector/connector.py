@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvshare.safe_logging import classes_and_places
 from kvshare.vllm_connector.config import ConnectorSettings, unsupported_reasons
 from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, WorkerReport
 from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
@@ -200,5 +201,5 @@ def _contained() -> Iterator[None]:
     """Sharing is never in the way: an error of ours is logged, and vLLM goes on as if we were not there."""
     try:
         yield
-    except Exception:
-        log.exception("kvshare: a request is served unshared")
+    except Exception as exc:  # noqa: BLE001  logged, without its message
+        log.error("kvshare: a request is served unshared: %s", classes_and_places(exc))

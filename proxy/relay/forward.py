@@ -21,11 +21,12 @@ from kvshare.errors import EngineError, UpstreamError
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.replica import Replica
 from kvshare.fleet.router import Router
+from kvshare.safe_logging import class_and_place
 from proxy.context import SERVER
 from proxy.errors import to_reply, upstream_timed_out
 from proxy.relay.json_members import JsonMembers
 from proxy.relay.sanitize import headers_to_client, headers_to_upstream, sanitized, takes_salt
-from proxy.request_log import RECORD, class_and_place
+from proxy.request_log import RECORD
 from proxy.sse import DONE, frame
 
 log = logging.getLogger(__name__)

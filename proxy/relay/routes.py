@@ -23,6 +23,7 @@ from kvshare.errors import NoReplicaError, RequestError, UpstreamError
 from kvshare.fleet.engine import VllmEngine
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.requests import Prompt, SharingMode
+from kvshare.safe_logging import class_and_place
 from proxy.auth import Role
 from proxy.context import SERVER, accepting_server
 from proxy.errors import wrong_content_type
@@ -31,7 +32,7 @@ from proxy.relay.json_members import JsonMembers, read_members
 from proxy.relay.sanitize import check_form, check_path, client_salt
 from proxy.relay.tokenize import Unplannable, chat_prompt, completion_prompt
 from proxy.request_body import check_is_json, read_raw
-from proxy.request_log import RECORD, class_and_place
+from proxy.request_log import RECORD
 from proxy.request_options import parse_kvshare, request_options
 
 log = logging.getLogger(__name__)

@@ -99,7 +99,7 @@ def test_it_is_told_once_when_the_floor_is_crossed(disk: Disk, caplog: pytest.Lo
     ]
 
 
-@pytest.mark.parametrize("verb", ["upsert", "delete", "delete_namespace", "maintain", "optimise", "recreate"])
+@pytest.mark.parametrize("verb", ["upsert", "delete", "maintain", "optimise", "recreate"])
 async def test_nothing_is_written_without_room(index: QdrantEdgeIndex, disk: Disk, verb: str) -> None:
     """Whatever would touch the mapped files for writing is refused before it does."""
     await index.upsert([Entry(1, "a", np.array([1], dtype=np.uint32))])
@@ -107,7 +107,6 @@ async def test_nothing_is_written_without_room(index: QdrantEdgeIndex, disk: Dis
     arguments: dict[str, tuple[Any, ...]] = {
         "upsert": ([Entry(2, "a", np.array([2], dtype=np.uint32))],),
         "delete": ("a", [1]),
-        "delete_namespace": ("a",),
     }
     with pytest.raises(IndexPausedError):
         await getattr(index, verb)(*arguments.get(verb, ()))
@@ -175,19 +174,6 @@ async def test_a_paused_index_costs_no_prefix_and_catches_up(
     for prompt_id, ids in {1: [1], 2: [], 10: [10], 11: [], 59: [59]}.items():
         assert await found(nominator, with_another_head(prompt_id)) == ids
     assert "could not" not in caplog.text
-    assert not any(circuit.num_failures for circuit in nominator.circuits.values())
-
-
-async def test_a_namespace_that_was_forgotten_meanwhile_stays_so(nominator: Nominator, disk: Disk) -> None:
-    """What came into it afterwards is there."""
-    await nominator.remember(1, "a", tokens(1))
-    disk.free = 0
-    await nominator.remember(2, "a", tokens(2))
-    await nominator.forget_namespace("a")
-    await nominator.remember(3, "a", tokens(3))
-    disk.free = 10 * FLOOR
-    await nominator.catch_up()
-    assert [await found(nominator, with_another_head(seed)) for seed in (1, 2, 3)] == [[], [], [3]]
 
 
 def test_a_backlog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,20 +87,7 @@ def test_unknown_prompts_are_removed_without_harm() -> None:
     frequencies = filled(10, max_holders=10)
     frequencies.remove("b", 3)
     frequencies.remove("a", 77)
-    frequencies.forget_namespace("b")
     assert len(frequencies.add("a", 99, COMMON)) == 0
-
-
-@pytest.mark.parametrize("reset", ["clear", "forget"])
-def test_clear_and_forget_namespace_reset_the_counts(reset: str) -> None:
-    """After either nothing of the namespace is common any more."""
-    frequencies = filled(100, max_holders=100)
-    if reset == "clear":
-        frequencies.clear()
-    else:
-        frequencies.forget_namespace("a")
-    assert len(asked_of(frequencies, max_postings=0)) == 100
-    assert len(frequencies.add("a", 1, COMMON)) == 50
 
 
 def test_nothing_known_asks_for_everything() -> None:
@@ -134,7 +121,7 @@ def test_no_holders_at_all_are_refused() -> None:
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["add", "add", "add", "remove", "forget"]),
+        st.sampled_from(["add", "add", "add", "remove"]),
         st.sampled_from(["a", "b"]),
         st.integers(0, 5),
         st.sets(st.integers(0, 6), max_size=5),
@@ -159,12 +146,9 @@ def test_the_counts_equal_a_dictionary(history: list[tuple[str, str, int, set[in
             expected = [value for value in asked if counts[value] < 2]
             assert frequencies.add(namespace, prompt_id, prints(*asked)).tolist() == expected
             held[key] = set(expected)
-        elif verb == "remove":
+        else:
             frequencies.remove(namespace, prompt_id)
             held.pop(key, None)
-        else:
-            frequencies.forget_namespace(namespace)
-            held = {key: value for key, value in held.items() if key[0] != namespace}
 
 
 def test_a_long_prompt_asks_for_an_even_choice_of_what_somebody_holds() -> None:

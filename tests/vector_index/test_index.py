@@ -25,14 +25,6 @@ async def test_a_search_by_fingerprints_counts_the_shared_ones(index: VectorInde
     assert hits == [Hit(2, 3.0), Hit(1, 1.0)]
 
 
-async def test_a_hit_tells_all_its_fingerprints(index: VectorIndex) -> None:
-    """A search by fingerprints returns what each hit was stored with."""
-    await index.upsert([Entry(1, "a", prints(1, 2, 2**32 - 1))])
-    (hit,) = await index.search_fingerprints("a", prints(1), 10)
-    assert hit.fingerprints is not None
-    assert sorted(hit.fingerprints.tolist()) == [1, 2, 2**32 - 1]
-
-
 async def test_a_prompt_that_shares_nothing_is_no_hit(index: VectorIndex) -> None:
     """Only prompts with at least one asked fingerprint are returned."""
     await index.upsert([Entry(1, "a", prints(1, 2))])
@@ -110,18 +102,10 @@ async def test_delete_forgets_only_own_prompts(index: VectorIndex) -> None:
     assert [hit.prompt_id for hit in await index.search_fingerprints("b", prints(1), 10)] == [3]
 
 
-async def test_deleting_a_namespace_leaves_the_others(index: VectorIndex) -> None:
-    """A namespace is forgotten as a whole and alone."""
-    await index.upsert([Entry(1, "a", prints(1)), Entry(2, "b", prints(1))])
-    await index.delete_namespace("a")
-    assert (await index.count("a"), await index.count("b"), await index.count()) == (0, 1, 1)
-
-
-@pytest.mark.parametrize("verb", ["clear", "recreate"])
-async def test_clear_and_recreate_leave_an_empty_usable_index(index: VectorIndex, verb: str) -> None:
-    """After either verb nothing is stored and new prompts can be."""
+async def test_recreating_leaves_an_empty_usable_index(index: VectorIndex) -> None:
+    """Afterwards nothing is stored and new prompts can be."""
     await index.upsert([Entry(1, "a", prints(1))])
-    await getattr(index, verb)()
+    await index.recreate()
     assert await index.count() == 0
     await index.upsert([Entry(2, "a", prints(1))])
     assert await index.search_fingerprints("a", prints(1), 10) == [Hit(2, 1.0)]

@@ -1,7 +1,6 @@
 """What the nominator nominates, in which order, and that it keeps to the namespace."""
 
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,9 @@ from vector_index import (
     Nomination,
     Nominator,
     NominatorSettings,
-    PrefixTable,
     PromptRecord,
     PromptText,
     QdrantEdgeIndex,
-    VectorIndexError,
 )
 
 SETTINGS = NominatorSettings(
@@ -58,7 +55,7 @@ def embedder() -> TopicEmbedder:
 async def nominator(embedder: TopicEmbedder) -> AsyncIterator[Nominator]:
     index = QdrantEdgeIndex(SETTINGS.schema(embedder))
     await index.open()
-    nominator = Nominator(index, PrefixTable(16), embedder, SETTINGS)
+    nominator = Nominator(index, embedder, SETTINGS)
     yield nominator
     nominator.close()
     await index.close()
@@ -176,18 +173,6 @@ async def test_later_prompts_take_the_place_of_forgotten_holders(crowded: Nomina
     assert set(found) <= {10, 11, 12}
 
 
-async def test_a_restored_nominator_counts_as_before(crowded: Nominator) -> None:
-    """After a restart over an index on disk a common passage is still common."""
-    records = [PromptRecord(n, "a", with_system_prompt(n)) for n in range(10)]
-    assert await crowded.restore(records) == 10  # nothing is in the index: whoever is found came later
-    await crowded.remember(50, "a", with_system_prompt(50))
-    assert ids(await crowded.nominate("a", with_system_prompt(77), None, allow_dense=False)) == []
-    assert await crowded.rebuild(records) == 10
-    found = ids(await crowded.nominate("a", with_system_prompt(77), None, allow_dense=False))
-    assert set(found) <= {0, 1, 2}
-    assert found
-
-
 @pytest.mark.parametrize("seed", range(8))
 async def test_every_known_passage_finds_somebody_who_has_it(crowded: Nominator, seed: int) -> None:
     """However common: a prompt made of one known passage among new text nominates a donor of it."""
@@ -269,13 +254,13 @@ async def test_namespaces_do_not_see_each_other(nominator: Nominator) -> None:
 
 
 async def test_forgotten_prompts_are_not_nominated(nominator: Nominator) -> None:
-    """Forgetting prompts, or a namespace, removes them from every stage and nobody else."""
+    """Forgetting prompts of a namespace removes them from every stage and nobody else."""
     for prompt_id, namespace in ((1, "a"), (2, "a"), (3, "b")):
         await nominator.remember(prompt_id, namespace, tokens(1), WEATHER)
     assert await nominator.forget("a", [1, 3]) == ()
     assert ids(await nominator.nominate("a", tokens(1), None, allow_dense=False)) == [2]
     assert ids(await nominator.nominate("b", tokens(1), None, allow_dense=False)) == [3]
-    assert await nominator.forget_namespace("a") == ()
+    assert await nominator.forget("a", [2]) == ()
     for asked in (tokens(1), tokens(2)):
         assert ids(await nominator.nominate("a", asked, WEATHER, allow_dense=True)) == []
         assert ids(await nominator.nominate("b", asked, WEATHER, allow_dense=True)) == [3]
@@ -304,47 +289,22 @@ async def answers(nominator: Nominator) -> list[set[Candidate]]:
     ]
 
 
-async def test_a_rebuilt_index_answers_like_the_original(nominator: Nominator) -> None:
-    """Rebuilding from records gives the same candidates and drops what is not in the records."""
+async def test_an_index_filled_again_answers_like_the_original(
+    nominator: Nominator, embedder: TopicEmbedder
+) -> None:
+    """The same records give the same candidates, however many come at once."""
     assert await nominator.remember_all(records(), batch_size=7) == ()
     before = await answers(nominator)
     assert sum(map(len, before)) > 20
-    await nominator.remember(1000, "a", tokens(900), WEATHER)
-    assert await answers(nominator) != before
-    assert await nominator.rebuild(records()) == 40
-    assert await answers(nominator) == before
-
-
-async def test_rebuild_heals_a_damaged_index(tmp_path: Path) -> None:
-    """One call makes an index that cannot be opened whole again."""
-    index = QdrantEdgeIndex(SETTINGS.schema(None), tmp_path)
+    index = QdrantEdgeIndex(SETTINGS.schema(embedder))
     await index.open()
+    again = Nominator(index, embedder, SETTINGS)
+    assert await again.remember_all(records()) == ()
+    assert await answers(again) == before
+    await again.remember(1000, "a", tokens(900), WEATHER)
+    assert await answers(again) != before
+    again.close()
     await index.close()
-    (tmp_path / "schema.json").write_text("{}")
-    with pytest.raises(VectorIndexError):
-        await index.open()
-    nominator = Nominator(index, settings=SETTINGS)
-    assert await nominator.rebuild(records()) == 40
-    assert await index.count() == 40
-    nominator.close()
-    await index.close()
-
-
-async def test_restore_completes_an_index_that_survived_on_disk(tmp_path: Path) -> None:
-    """After a restart the tables of the process come back without writing to the index."""
-    for _ in range(2):
-        index = QdrantEdgeIndex(SETTINGS.schema(None), tmp_path)
-        await index.open()
-        nominator = Nominator(index, settings=SETTINGS)
-        if await index.count() == 0:
-            await nominator.remember_all(records())
-        else:
-            assert await nominator.restore(records()) == 40
-        nomination = await nominator.nominate("b", records()[5].token_ids, None, allow_dense=False)
-        assert nomination.candidates[0].prompt_id == 5
-        assert nomination.num_prefix_tokens == 512
-        nominator.close()
-        await index.close()
 
 
 async def test_remembering_again_changes_the_prompt(nominator: Nominator) -> None:

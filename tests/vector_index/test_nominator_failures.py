@@ -1,6 +1,7 @@
 """A broken or slow index or embedder costs candidates and nothing else."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,20 +19,20 @@ from vector_index import (
     IndexUnavailableError,
     Nominator,
     NominatorSettings,
-    PromptRecord,
     PromptText,
     VectorIndex,
 )
 
 TEXT = PromptText("weather", "weather")
 SETTINGS = NominatorSettings(
-    search_timeout_s=0.1,
-    embed_timeout_s=0.1,
+    search_timeout_s=0.3,  # a busy machine may take a tenth of a second from anybody
+    embed_timeout_s=0.3,
     write_timeout_s=1.0,
     failures_to_open=3,
     open_s=30,
     max_distance=0.5,
 )
+SHORT = replace(SETTINGS, search_timeout_s=0.02)
 
 
 class MoodyIndex(VectorIndex):
@@ -39,7 +40,6 @@ class MoodyIndex(VectorIndex):
 
     mood = "works"
     num_good_calls = 10**9
-    tells_fingerprints = True
 
     def __init__(self) -> None:
         super().__init__(SETTINGS.schema(MoodyEmbedder()))
@@ -52,6 +52,8 @@ class MoodyIndex(VectorIndex):
             raise IndexUnavailableError("connection refused")
         if self.mood == "surprises":
             raise RuntimeError("a bug")
+        if self.mood == "blocks":  # as a native call does that holds the GIL
+            time.sleep(2 * SHORT.search_timeout_s)  # noqa: ASYNC251  this is the point
         self.num_good_calls -= 1
         if self.mood == "hangs" or self.num_good_calls < 0:
             await asyncio.sleep(60)
@@ -63,7 +65,8 @@ class MoodyIndex(VectorIndex):
         await self._mood()
 
     async def recreate(self) -> None:
-        await self.clear()
+        await self._mood()
+        self.entries.clear()
 
     async def upsert(self, entries: Sequence[Entry]) -> None:
         await self._mood()
@@ -74,24 +77,10 @@ class MoodyIndex(VectorIndex):
         for prompt_id in prompt_ids:
             self.entries.pop(prompt_id, None)
 
-    async def delete_namespace(self, namespace: str) -> None:
-        await self._mood()
-        self.entries = {i: e for i, e in self.entries.items() if e.namespace != namespace}
-
-    async def clear(self) -> None:
-        await self._mood()
-        self.entries.clear()
-
-    async def search_fingerprints(
-        self, namespace: str, fingerprints: Any, limit: int, *, with_fingerprints: bool = True
-    ) -> list[Hit]:
+    async def search_fingerprints(self, namespace: str, fingerprints: Any, limit: int) -> list[Hit]:
         await self._mood()
         hits = [
-            Hit(
-                entry.prompt_id,
-                float(len(np.intersect1d(entry.fingerprints, fingerprints))),
-                entry.fingerprints if self.tells_fingerprints else None,
-            )
+            Hit(entry.prompt_id, float(len(np.intersect1d(entry.fingerprints, fingerprints))))
             for entry in self.entries.values()
             if entry.namespace == namespace
         ]
@@ -128,6 +117,8 @@ class MoodyEmbedder:
     def embed(self, texts: Sequence[str]) -> Any:
         if self.mood == "fails":
             raise EmbedderError("no weights")
+        if self.mood == "quotes":
+            raise ValueError(texts[0])
         if self.mood == "hangs":
             self.go_on.wait(10)
         value = np.nan if self.mood == "nonsense" else 2**-0.5
@@ -148,16 +139,16 @@ def tokens(seed: int) -> Any:
 class Setup:
     """A nominator over moody parts, with one prompt stored."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: NominatorSettings = SETTINGS) -> None:
         self.index = MoodyIndex()
         self.embedder = MoodyEmbedder()
         self.clock = Clock()
-        self.nominator = Nominator(self.index, embedder=self.embedder, settings=SETTINGS, clock=self.clock)
+        self.nominator = Nominator(self.index, embedder=self.embedder, settings=settings, clock=self.clock)
 
 
 @pytest.fixture
-async def setup() -> AsyncIterator[Setup]:
-    setup = Setup()
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
+    setup = Setup(getattr(request, "param", SETTINGS))
     assert await setup.nominator.remember(1, "a", tokens(1), TEXT) == ()
     yield setup
     setup.embedder.go_on.set()
@@ -171,7 +162,7 @@ async def test_a_moody_index_leaves_the_prefix(setup: Setup, mood: str) -> None:
     query = np.concatenate([tokens(1)[:100], tokens(2)])
     started = time.perf_counter()
     nomination = await setup.nominator.nominate("a", query, TEXT, allow_dense=True)
-    assert time.perf_counter() - started < 1.0
+    assert time.perf_counter() - started < 3.0
     assert [c.prompt_id for c in nomination.candidates] == [1]
     assert nomination.candidates[0].sources == ("prefix",)
     assert [failure.component for failure in nomination.failures] == ["fingerprint", "meaning"]
@@ -186,11 +177,38 @@ async def test_what_was_found_before_the_failure_counts(setup: Setup) -> None:
     assert [failure.component for failure in nomination.failures] == ["fingerprint"]
 
 
-async def test_a_backend_that_tells_no_fingerprints_still_nominates(setup: Setup) -> None:
-    """Without a hit's own fingerprints its score gives the share."""
-    setup.index.tells_fingerprints = False
-    query = np.concatenate([tokens(2)[:300], tokens(1)[:300]])
+@pytest.mark.parametrize("setup", [SHORT], indirect=True)
+async def test_a_search_that_blocks_is_the_last_of_its_request(setup: Setup) -> None:
+    """Nobody can break it off: what it found counts, no other follows, and it has failed."""
+    await setup.nominator.remember(2, "a", tokens(2))
+    query = np.concatenate([tokens(3)[:100], tokens(1)[:100], tokens(2)[:100]])
+    setup.index.num_calls = 0
+    setup.index.mood = "blocks"
     nomination = await setup.nominator.nominate("a", query, None, allow_dense=False)
+    assert {candidate.prompt_id for candidate in nomination.candidates} == {1, 2}
+    assert nomination.failures == (Failure("fingerprint", "no answer within 0.02 s"),)
+    assert setup.index.num_calls == 1
+
+
+@pytest.mark.parametrize("setup", [SHORT], indirect=True)
+async def test_an_index_that_blocks_is_left_out_soon(setup: Setup) -> None:
+    """After three late searches by fingerprints and by meaning requests no longer wait for either."""
+    setup.index.mood = "blocks"
+    for _ in range(SETTINGS.failures_to_open):
+        late = await setup.nominator.nominate("a", tokens(5), TEXT, allow_dense=True)
+        assert [failure.component for failure in late.failures] == ["fingerprint", "meaning"]
+    num_calls = setup.index.num_calls
+    spared = await setup.nominator.nominate("a", tokens(5), TEXT, allow_dense=True)
+    assert {failure.reason for failure in spared.failures} == {"circuit open"}
+    assert setup.index.num_calls == num_calls
+
+
+async def test_a_prompt_that_another_process_stored_is_nominated(setup: Setup) -> None:
+    """Only the index knows it: the score of its hit gives the share."""
+    other = Nominator(setup.index, settings=SETTINGS)
+    query = np.concatenate([tokens(2)[:300], tokens(1)[:300]])
+    nomination = await other.nominate("a", query, None, allow_dense=False)
+    other.close()
     assert nomination.failures == ()
     assert nomination.candidates[0].score == pytest.approx(0.5, abs=0.15)
 
@@ -202,7 +220,7 @@ async def test_a_moody_embedder_leaves_prefix_and_fingerprints(setup: Setup, moo
     query = np.concatenate([tokens(2), tokens(1)[:200]])
     started = time.perf_counter()
     nomination = await setup.nominator.nominate("a", query, TEXT, allow_dense=True)
-    assert time.perf_counter() - started < 1.0
+    assert time.perf_counter() - started < 3.0
     assert [c.sources for c in nomination.candidates] == [("fingerprint",)]
     assert [failure.component for failure in nomination.failures] == ["embedding"]
 
@@ -262,43 +280,35 @@ async def test_remembering_without_embedder_keeps_the_fingerprints(setup: Setup,
 
 @pytest.mark.parametrize("mood", ["fails", "hangs"])
 async def test_forgetting_without_index_does_not_raise(setup: Setup, mood: str) -> None:
-    """The prefix forgets; the stale point of the backend stays until a rebuild, and says so."""
+    """The prefix forgets; the stale point of the backend stays, and a failure says so."""
     setup.index.mood = mood
-    failures = await setup.nominator.forget("a", [1]) + await setup.nominator.forget_namespace("a")
-    assert [failure.component for failure in failures] == ["indexing", "indexing"]
+    failures = await setup.nominator.forget("a", [1])
+    assert [failure.component for failure in failures] == ["indexing"]
     setup.index.mood = "works"
     stale = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
     assert [c.sources for c in stale.candidates] == [("fingerprint",)]
-    assert await setup.nominator.rebuild([]) == 0
-    gone = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
-    assert gone.candidates == ()
-
-
-async def test_rebuild_tells_the_operator_when_it_cannot(setup: Setup) -> None:
-    """Rebuilding is nobody's request, so it raises when it cannot start, and forgets nothing."""
-    setup.index.mood = "fails"
-    with pytest.raises(IndexUnavailableError):
-        await setup.nominator.rebuild([PromptRecord(1, "a", tokens(1))])
-    nomination = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
-    assert [c.sources for c in nomination.candidates] == [("prefix",)]
 
 
 async def test_cancellation_passes_through(setup: Setup) -> None:
     """A client that hangs up cancels the nomination, and that is no failure of the index."""
     setup.index.mood = "hangs"
-    task = asyncio.create_task(setup.nominator.nominate("a", tokens(1), None, allow_dense=False))
-    await asyncio.sleep(0.02)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert setup.nominator.circuits["fingerprint"].num_failures == 0
+    for _ in range(SETTINGS.failures_to_open):
+        task = asyncio.create_task(setup.nominator.nominate("a", tokens(1), None, allow_dense=False))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not setup.nominator.circuits["fingerprint"].is_open
 
 
-async def test_failures_carry_no_text_and_no_tokens(setup: Setup) -> None:
-    """What is logged of a failure is the part and the reason."""
-    setup.embedder.mood = "nonsense"
+async def test_failures_carry_no_text_and_no_tokens(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    """What is logged of a failure is the part, the reason and the place, at any level."""
+    caplog.set_level(logging.DEBUG)
+    setup.embedder.mood = "quotes"
     secret = PromptText("SECRET", "SECRET")
     nomination = await setup.nominator.nominate("a", tokens(5), secret, allow_dense=True)
     assert nomination.failures
     assert "SECRET" not in str(nomination.failures)
+    assert "embedding failed: ValueError" in caplog.text
+    assert "SECRET" not in caplog.text
     assert str(tokens(5)[0]) not in str(nomination.failures)

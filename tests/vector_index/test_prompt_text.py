@@ -29,8 +29,8 @@ class BadEmbedder(LetterEmbedder):
 
 def test_a_long_prompt_gives_head_tail_and_last_turn() -> None:
     """Three windows, none longer than asked for, each from its own place."""
-    prompt = PromptText("question?" * 10, "h" * 50 + "m" * 500 + "t" * 50)
-    assert windows(prompt, window_chars=50) == (("question?" * 10)[:50], "h" * 50, "t" * 50)
+    prompt = PromptText("question?" * 200, "h" * 1000 + "m" * 500 + "t" * 1000)
+    assert windows(prompt) == (("question?" * 200)[:1000], "h" * 1000, "t" * 1000)
 
 
 def test_equal_windows_are_read_once() -> None:

@@ -17,7 +17,7 @@ from vector_index import (
     IndexSchemaError,
     IndexUnavailableError,
     QdrantEdgeIndex,
-    edge_child,
+    edge_shard,
 )
 
 SLOWLY = "import time; time.sleep(0.5)\n"
@@ -150,7 +150,7 @@ async def test_optimising_leaves_the_loop_free_and_loses_nothing(
     tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a child optimises, searches are unavailable at once and writes wait their turn."""
-    monkeypatch.setattr(edge_child, "PROGRAM", SLOWLY + edge_child.PROGRAM)
+    monkeypatch.setattr(edge_shard, "OPTIMISE", SLOWLY + edge_shard.OPTIMISE)
     index = QdrantEdgeIndex(schema, tmp_path, optimise_after=10)
     await index.open()
     await index.upsert([Entry(i, "a", prints(i)) for i in range(20)])
@@ -180,7 +180,7 @@ async def test_a_failed_optimise_leaves_the_index_open(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A child that fails is logged, and nothing is lost."""
-    monkeypatch.setattr(edge_child, "PROGRAM", "raise SystemExit(3)")
+    monkeypatch.setattr(edge_shard, "OPTIMISE", "raise SystemExit(3)")
     index = QdrantEdgeIndex(schema, tmp_path)
     await index.open()
     await index.upsert([Entry(1, "a", prints(1))])
@@ -194,7 +194,7 @@ async def test_a_cancelled_optimise_leaves_the_index_open(
     tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelling ends the child and opens the shard again."""
-    monkeypatch.setattr(edge_child, "PROGRAM", SLOWLY + edge_child.PROGRAM)
+    monkeypatch.setattr(edge_shard, "OPTIMISE", SLOWLY + edge_shard.OPTIMISE)
     index = QdrantEdgeIndex(schema, tmp_path)
     await index.open()
     await index.upsert([Entry(1, "a", prints(1))])

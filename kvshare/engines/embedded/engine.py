@@ -27,9 +27,9 @@ from kvshare.engines.embedded.task import Task
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import ContextLengthError, EngineError, RequestError, ShuttingDownError
 from kvshare.namespace import Namespace
-from kvshare.requests import Prompt, SharingMode
+from kvshare.requests import Prompt
 from kvshare.settings import Settings
-from kvshare.sharing.explain import Planning, explanation
+from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.memory_keeper import Computed
 from kvshare.sharing.pipeline import Lookup, Sharing
 
@@ -171,16 +171,9 @@ class EmbeddedEngine(GeneratingEngine):
         )
 
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:
-        namespace, sharing = request.namespace.digest, self.sharing
-        lookup = await sharing.find_plan(namespace, request.prompt, request.mode)
-        nodes = sharing.own_nodes(namespace, lookup.candidates)
-        planning = Planning(
-            sharing.tree.segment,
-            sharing.limits,
-            sharing.cost.rates,
-            approximate=request.mode is SharingMode.APPROX,
-        )
-        return await self.server.off_loop(explanation, lookup, request.prompt.token_ids, nodes, planning)
+        prompt, mode = request.prompt, request.mode
+        lookup = await self.sharing.find_plan(request.namespace.digest, prompt, mode)
+        return await self.server.off_loop(explain_lookup, self.sharing, prompt, lookup, mode)
 
     async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return await self.server.runtime.inspect(what, arguments)

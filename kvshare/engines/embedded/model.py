@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, C
 from transformers.utils import logging as transformers_logging
 
 from delta_tree import Span, TokenIds, token_ids
+from kvshare.engines.embedded.rotary import find_rotation, head_dim_of, rotary_module
 from kvshare.errors import ModelError, UnsupportedGeometryError
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.geometry import KVGeometry
@@ -29,10 +30,6 @@ from kvshare.kv.sequence import SequenceKV
 log = logging.getLogger(__name__)
 
 _ATTENTION = "kvshare_partial"
-# Frequencies that never change with the length of the sequence. Dynamic NTK and LongRoPE do change.
-_FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-
-
 # What some models ask of their attention, and ours does not do. A sliding window is not among them: it caps
 # the context instead.
 _CHANGES_ATTENTION = ("softcap", "s_aux", "position_bias", "head_mask")
@@ -95,7 +92,7 @@ class EmbeddedModel:
         self.geometry = KVGeometry(
             num_layers=config.num_hidden_layers,
             num_kv_heads=heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            head_dim=head_dim_of(config),
             dtype=parameter.dtype,
             device=parameter.device,
         )
@@ -103,7 +100,9 @@ class EmbeddedModel:
         self.rotation: Rotation | None = None
         self.rotation_refusal = ""
         try:
-            self.rotation = self._checked_rotation()
+            rotation = find_rotation(model, head_dim=self.geometry.head_dim)
+            self._prove_rotation(rotation)
+            self.rotation = rotation
         except UnsupportedGeometryError as exc:
             self.rotation_refusal = str(exc)
             log.warning("%s: only equal prefixes are shared: %s", name, exc)
@@ -154,7 +153,7 @@ class EmbeddedModel:
     @property
     def rope_digest(self) -> str:
         """Digest of the rotary frequencies and of their scaling."""
-        module = self._rotary_module()
+        module = rotary_module(self._model)
         frequencies = getattr(module, "inv_freq", torch.empty(0)).detach().float().cpu().contiguous()
         scaling = str(getattr(module, "attention_scaling", 1.0))
         return hashlib.sha256(frequencies.numpy().tobytes() + scaling.encode()).hexdigest()
@@ -197,28 +196,6 @@ class EmbeddedModel:
         )
         logits: torch.Tensor = output.logits[0]
         return logits.float()
-
-    def _rotary_module(self) -> torch.nn.Module | None:
-        modules: Iterable[torch.nn.Module] = self._model.modules()
-        found = (m for m in modules if hasattr(m, "inv_freq") and hasattr(m, "attention_scaling"))
-        return next(found, None)
-
-    def _checked_rotation(self) -> Rotation:
-        """The model's rotation, after proof on the model itself that moved keys equal computed ones."""
-        module = self._rotary_module()
-        if module is None:
-            raise UnsupportedGeometryError("no rotary embedding with one frequency table was found")
-        rope_type = str(getattr(module, "rope_type", "unknown"))
-        if rope_type not in _FIXED_ROPE:
-            expected = ", ".join(sorted(_FIXED_ROPE))
-            raise UnsupportedGeometryError(f"rope type {rope_type!r} is not handled; handled: {expected}")
-        rotation = Rotation(torch.as_tensor(module.inv_freq))
-        if rotation.head_dim != self.geometry.head_dim:
-            raise UnsupportedGeometryError(
-                f"{rotation.head_dim} of {self.geometry.head_dim} dimensions of a head rotate, expected all"
-            )
-        self._prove_rotation(rotation)
-        return rotation
 
     def _prove_attention(self) -> None:
         """

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvshare.engines.embedded.task import Task
+from kvshare.safe_logging import classes_and_places
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,8 @@ class Scheduler:
             if not task.cancelled:
                 try:
                     more = task.advance(max_queries=self._chunk_for(task))
-                except Exception as exc:
-                    log.error("a request failed while computing: %s", type(exc).__name__, exc_info=exc)
+                except Exception as exc:  # noqa: BLE001  logged, without its message
+                    log.error("a request failed while computing: %s", classes_and_places(exc))
                     error = exc
             if more:
                 with self._wake:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from delta_tree import SegmentId
+from kvshare.safe_logging import class_and_place
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
 from kvshare.vllm_protocol.messages import ReplicaInfo
@@ -67,7 +69,8 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client may close its connection at any time."""
-        log.debug("a control connection failed", exc_info=True)
+        if (exc := sys.exception()) is not None:
+            log.debug("a control connection failed: %s", class_and_place(exc))
 
 
 class _BadRequest(Exception):

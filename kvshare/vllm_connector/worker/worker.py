@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from delta_tree import SegmentId
 from kvshare.kv.rotation import Rotation
 from kvshare.kv.segment import SegmentKV
+from kvshare.safe_logging import classes_and_places
 from kvshare.vllm_connector.metadata import (
     LoadRequest,
     LoadResult,
@@ -65,7 +66,7 @@ class ConnectorWorker:
             self._run_self_test(model, unsupported, warnings)
             self.handshake = self._new_handshake(unsupported, warnings, weights_digest(model))
         except Exception as exc:
-            log.exception("kvshare: the self-test raised an error")
+            log.exception("kvshare: the self-test raised an error")  # whole: there were no prompts yet
             self.handshake = WorkerHandshake.failed(
                 f"the self-test raised an error: {type(exc).__name__}: {exc}"
             )
@@ -134,8 +135,8 @@ class ConnectorWorker:
                 self._place_on_all_ranks(loads, found)
             placed = time.perf_counter()
             self._compute(loads, unreadable)
-        except Exception:
-            log.exception("kvshare: loading %d requests failed", len(loads))
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            log.error("kvshare: loading %d requests failed: %s", len(loads), classes_and_places(exc))
             return None
         computed = time.perf_counter()
         num_placed = [sum(len(span) for _, span in load.targets(unreadable)) for load in loads]
@@ -158,8 +159,8 @@ class ConnectorWorker:
             began = time.perf_counter()
             try:
                 self._save(save)
-            except Exception:
-                log.exception("kvshare: a prompt was not saved")
+            except Exception as exc:  # noqa: BLE001  logged, without its message
+                log.error("kvshare: a prompt was not saved: %s", classes_and_places(exc))
                 self._store.drop(segment_id for segment_id, _ in save.spans)
                 self._report.failed_saves.add(save.request_id)
             self._saved.add(save.request_id)

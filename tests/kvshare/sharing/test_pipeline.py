@@ -48,7 +48,7 @@ class BrokenNominator(FixedNominator):
     """Fails in a way its contract rules out."""
 
     async def nominate(self, *_: object, **__: object) -> Nomination:
-        raise RuntimeError("the index is on fire")
+        raise RuntimeError("SECRET: it may quote the prompt")
 
 
 class UnavailableIndex(QdrantRemoteIndex):
@@ -123,12 +123,16 @@ async def look_up(sharing: Sharing, wanted: Prompt, *, namespace: str = "ns") ->
     return found
 
 
-async def test_any_failure_in_the_lookup_serves_the_request_unshared(model: EmbeddedModel) -> None:
-    """Even a bug in the nominator costs a hit and a count, not a request."""
+async def test_any_failure_in_the_lookup_serves_the_request_unshared(
+    model: EmbeddedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even a bug in the nominator costs a hit and a count, not a request. The log says where it is."""
     sharing = sharing_with(BrokenNominator(), model)
     lookup = await look_up(sharing, prompt(100))
     assert lookup.plan == NoPlan("lookup_failed")
     assert sharing.counters["fallback:sharing:error"] == 1
+    assert "RuntimeError" in caplog.text
+    assert "SECRET" not in caplog.text.replace('RuntimeError("SECRET', "")  # the line of code itself
 
 
 async def test_an_index_that_is_down_is_counted_by_component(model: EmbeddedModel) -> None:

@@ -1,0 +1,134 @@
+"""What the log says of exceptions: never their messages, which may quote a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from delta_tree import DeltaTree, Span, token_ids
+from kvshare.background import Background
+from kvshare.cli.logs import Discreet, JsonLines
+from kvshare.engines.embedded.scheduler import Scheduler
+from kvshare.engines.embedded.task import Task
+from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
+from kvshare.safe_logging import class_and_place, classes_and_places
+from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
+from kvshare.sharing.plan import NoPlan
+from proxy.request_log import log_failure
+
+
+def fail() -> None:
+    """Raise an error with a cause; both quote a prompt."""
+    try:
+        raise OSError("SECRET")
+    except OSError as exc:
+        raise ValueError("SECRET") from exc
+
+
+def failure() -> Exception:
+    try:
+        fail()
+    except ValueError as exc:
+        return exc
+    raise AssertionError
+
+
+def test_an_exception_is_logged_by_class_and_place() -> None:
+    """So is each of its causes; what they say stays out."""
+    text = class_and_place(failure())
+    assert text.startswith("ValueError at test_safe_logging.py:")
+    assert ", caused by OSError at test_safe_logging.py:" in text
+    assert "SECRET" not in text
+
+
+def test_an_exception_that_was_not_raised_has_no_place() -> None:
+    """Its class is all there is to say."""
+    assert class_and_place(ValueError("SECRET")) == classes_and_places(ValueError("SECRET")) == "ValueError"
+
+
+def check(text: str) -> None:
+    """The class and the places of `failure` are told, its message is not."""
+    assert "ValueError\n" in text
+    assert "caused by OSError\n" in text
+    assert "in fail\n" in text
+    assert ": SECRET" not in text
+
+
+def test_the_places_are_those_of_a_traceback() -> None:
+    """Each exception of the chain has its own."""
+    check(classes_and_places(failure()))
+
+
+@pytest.mark.parametrize("formatter", [Discreet(), JsonLines()])
+def test_what_libraries_log_is_told_the_same_way(formatter: logging.Formatter) -> None:
+    """asyncio logs what a task raised that nobody awaited, with its exception."""
+    exc = failure()
+    record = logging.LogRecord("asyncio", logging.ERROR, "", 0, "never retrieved", (), None)
+    record.exc_info = (type(exc), exc, exc.__traceback__)
+    line = formatter.format(record)
+    check(json.loads(line)["traceback"] if line.startswith("{") else line)
+
+
+def test_a_request_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """The proxy says which one."""
+    log_failure("request-7", failure())
+    assert "request request-7 failed" in caplog.text
+    check(caplog.text)
+
+
+async def test_work_after_an_answer_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody awaits its result."""
+    background = Background()
+    background.spawn(asyncio.to_thread(fail))
+    await background.settle()
+    await asyncio.sleep(0)
+    check(caplog.text)
+
+
+def test_a_computation_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """The worker goes on with the other requests."""
+    released: list[object] = []
+
+    def on_release(task: Task, error: BaseException | None) -> None:
+        released.append(error)
+        scheduler._stopping = True
+
+    scheduler = Scheduler(chunk_tokens=8, on_release=on_release)
+    scheduler.submit(cast(Task, SimpleNamespace(cancelled=False, advance=lambda **_: fail())))
+    scheduler._run()
+    assert [type(error) for error in released] == [ValueError]
+    check(caplog.text)
+
+
+class TornSequence(WeightlessSequence):
+    """KV that cannot be cut."""
+
+    def cut(self, span: Span) -> WeightlessKV:
+        raise failure()
+
+
+def test_a_prompt_that_cannot_be_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted, and nothing is stored."""
+    keeper: MemoryKeeper[WeightlessKV] = MemoryKeeper(
+        DeltaTree.open(None, identity=None), WeightlessTier(None), min_tokens=1
+    )
+    tokens = token_ids(np.arange(50))
+    assert keeper.commit(Computed("ns", tokens, NoPlan("off"), TornSequence(1))) is None
+    check(caplog.text)
+
+
+def test_an_error_of_the_connector(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM goes on as if the connector were not there."""
+    connector: Any = pytest.importorskip("kvshare.vllm_connector.connector")
+    with connector._contained():
+        fail()
+    assert "a request is served unshared" in caplog.text or not logging.getLogger("vllm").propagate
+    assert ": SECRET" not in caplog.text
+    assert sys.exception() is None
