@@ -1,9 +1,9 @@
 """
 `kvshare bench ...`: the commands behind the project's published figures, as one table.
 
-Each runs `kvshare.bench.<name>`, or `kvshare.bench.vllm.<name>` where the engine is vLLM. An option that is
-not given is not passed, so that defaults live in one place. A result with `"passed": false` ends with exit
-code 1.
+Each calls `run(**options)` of `kvshare.bench.<name>`, or where the engine is vLLM `run(Config(**options))` of
+`kvshare.bench.vllm.<name>`. An option that is not given is not passed: defaults live in one place. A result
+with `"passed": false` ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
         as_json, output_format = options.pop("as_json"), options.pop("output_format")
         engine = options.pop("engine", EMBEDDED)
         given = {name: value for name, value in options.items() if value is not None}
-        document = _chosen(benchmark, engine, given)(**given)
+        module = importlib.import_module(_chosen(benchmark, engine, given))
+        document = module.run(module.Config(**given)) if engine == VLLM else module.run(**given)
         show("bench", document, OutputFormat.JSON if as_json else output_format)
         if document.get("passed") is False:
             raise typer.Exit(ExitCode.FAILED)
@@ -202,8 +203,8 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
     return command
 
 
-def _chosen(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> Callable[..., dict[str, Any]]:
-    """What runs; an option that it does not have is wrong usage."""
+def _chosen(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:
+    """The module that runs; an option that it does not have is wrong usage."""
     for name, owner in benchmark.only.items():
         if name in given and engine != owner:
             raise typer.BadParameter(f"only with --engine {owner}", param_hint=f"--{name}")
@@ -211,8 +212,7 @@ def _chosen(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> Callabl
         raise typer.BadParameter("not together with --changed or --edits", param_hint="--workload")
     package = "kvshare.bench.vllm" if engine == VLLM else "kvshare.bench"
     name = "plan_agent" if benchmark.name == "plan" and given.pop("workload", None) else benchmark.name
-    run: Callable[..., dict[str, Any]] = importlib.import_module(f"{package}.{name}").run
-    return run
+    return f"{package}.{name}"
 
 
 for _benchmark in BENCHMARKS:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,7 @@ from kvshare.bench.vllm import front
 from kvshare.bench.vllm.client import Answer, Client, connected
 from kvshare.bench.vllm.control import Watch, read_info
 from kvshare.bench.vllm.prompts import stranger
-from kvshare.bench.vllm.servers import VllmOptions
-from kvshare.bench.vllm.stack import Pair, StackOptions, document, pair
+from kvshare.bench.vllm.stack import BenchConfig, Pair, StackOptions, document, pair
 from kvshare.errors import EngineError
 from kvshare.vllm_protocol.messages import Finished, Ticket, WireCopy, digest_of, private_salt
 
@@ -42,41 +42,35 @@ _MAX_POLLS = 600
 _POLL_S = 0.05
 
 
-def run(*, tokens: int = 400, seed: int = 0, threads: int | None = None) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchConfig):
+    tokens: int = 400
+
+
+def run(config: Config) -> dict[str, Any]:
     """The largest absolute error per mode and case, and over all: `max_abs_logprob_error`."""
     modes = {}
     for name, enforce_eager in _MODES.items():
-        options = pair_options(tokens, seed=seed, threads=threads, enforce_eager=enforce_eager)
+        options = pair_options(replace(config, eager=enforce_eager))
         with pair(options) as servers:
-            modes[name] = measure(servers, tokens=tokens, seed=seed)
-    return summary(options, modes, {"tokens": tokens, "seed": seed})
+            modes[name] = asyncio.run(measure(servers, config))
+    return summary(options, modes, config)
 
 
-def pair_options(
-    num_tokens: int, *, seed: int = 0, threads: int | None = None, enforce_eager: bool = False
-) -> StackOptions:
+def pair_options(config: Config) -> StackOptions:
     """A KV cache for a few prompts of this length and little more."""
-    num_blocks = _PREEMPTING_PROMPTS * (math.ceil((num_tokens + _SHORT) / _BLOCK_SIZE) + 1)
-    vllm = VllmOptions(
+    vllm = replace(
+        config.vllm,
         dtype="float32",
-        max_model_len=num_tokens + _LONG + 1,
+        max_model_len=config.tokens + _LONG + 1,
         max_num_batched_tokens=512,
-        num_blocks=num_blocks,
+        num_blocks=_PREEMPTING_PROMPTS * (math.ceil((config.tokens + _SHORT) / _BLOCK_SIZE) + 1),
         block_size=_BLOCK_SIZE,
-        num_threads=threads,
-        enforce_eager=enforce_eager,
     )
-    return StackOptions(model="small", vllm=vllm, kv_bytes=256 * 2**20, seed=seed)
+    return StackOptions(model="small", vllm=vllm, kv_bytes=256 * 2**20, seed=config.seed)
 
 
-def measure(servers: Pair, *, tokens: int, seed: int, copies: int = 2) -> dict[str, Any]:
-    """One mode: that of servers that run already. Of each case `copies` requests run at the same time."""
-    return asyncio.run(_measure(servers, tokens, seed, copies))
-
-
-def summary(
-    options: StackOptions, modes: Mapping[str, Mapping[str, Any]], config: dict[str, Any]
-) -> dict[str, Any]:
+def summary(options: StackOptions, modes: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, Any]:
     """The document over what was measured in each mode."""
     whole = document("parity", options, config)
     del whole["servers"]["vllm"]["enforce_eager"]  # `modes` has both
@@ -84,14 +78,15 @@ def summary(
     return {**whole, "max_abs_logprob_error": worst, "modes": modes}
 
 
-async def _measure(servers: Pair, num_tokens: int, seed: int, copies: int) -> dict[str, Any]:
-    rng = np.random.default_rng(seed)
+async def measure(servers: Pair, config: Config, *, copies: int = 2) -> dict[str, Any]:
+    """One mode: that of servers that run already. Of each case `copies` requests run at the same time."""
+    rng = np.random.default_rng(config.seed)
     plain_url, shared_url = servers.plain.url, servers.shared.url
     async with connected(plain_url) as plain, connected(shared_url) as shared, servers.control() as control:
         info = await read_info(control)
         if not info.shares:
             raise EngineError(f"the connector shares nothing: {'; '.join(info.refusals)}")
-        bench = _Parity(plain, shared, control, rng, num_tokens)
+        bench = _Parity(plain, shared, control, rng, config.tokens)
         errors = {name: await bench.alone(name) for name in _CASES}
         errors["mixed_batch"] = await bench.together(_SHORT, copies=copies)
         foreign = await bench.foreign()

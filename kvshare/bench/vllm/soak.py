@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,16 +20,15 @@ from kvshare.bench.vllm import front
 from kvshare.bench.vllm.client import Answer, Client, connected
 from kvshare.bench.vllm.control import Watch, watching
 from kvshare.bench.vllm.mixture import Mixture, Op
-from kvshare.bench.vllm.servers import VllmOptions
-from kvshare.bench.vllm.stack import ALWAYS_SHARE, Stack, StackOptions, document, stack
+from kvshare.bench.vllm.stack import ALWAYS_SHARE, BenchConfig, Stack, StackOptions, document, stack
 from kvshare.bench.vllm.verdict import Verdict, judge
 from kvshare.errors import EngineError
 
 _MAX_EXAMPLES = 10
 
 
-@dataclass(frozen=True, slots=True)
-class SoakConfig:
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchConfig):
     minutes: float = 5.0
     concurrency: int = 6
     min_prompt: int = 150
@@ -37,7 +36,6 @@ class SoakConfig:
     output_tokens: int = 48
     max_prompts: int = 24  # remembered, to come back to
     evict_every: int = 25  # requests
-    seed: int = 0
 
     @property
     def max_model_len(self) -> int:
@@ -56,49 +54,29 @@ class _Tally:
     num_evictions: int = 0
 
 
-def run(
-    *,
-    minutes: float = 5.0,
-    concurrency: int = 6,
-    seed: int = 0,
-    threads: int | None = None,
-    eager: bool = False,
-) -> dict[str, Any]:
+def run(config: Config) -> dict[str, Any]:
     """Counts of right, wrong, tied and approximate answers. `passed`: none wrong, none failed."""
-    config = SoakConfig(minutes=minutes, concurrency=concurrency, seed=seed)
-    with stack(stack_options(config, threads=threads, eager=eager)) as servers:
-        return measure(servers, config)
+    with stack(_stack_options(config)) as servers:
+        return asyncio.run(measure(servers, config))
 
 
-def stack_options(config: SoakConfig, *, threads: int | None = None, eager: bool = False) -> StackOptions:
+def _stack_options(config: Config) -> StackOptions:
     """A KV cache that holds little more than half of what the clients ask for at a time."""
     block_size = 32
     wanted = config.concurrency * (config.max_prompt + config.output_tokens) * 0.55
-    num_blocks = int(max(wanted, config.max_model_len + block_size)) // block_size + 1
-    vllm = VllmOptions(
+    vllm = replace(
+        config.vllm,
         dtype="float32",
         max_model_len=config.max_model_len,
         max_num_batched_tokens=512,
-        num_blocks=num_blocks,
+        num_blocks=int(max(wanted, config.max_model_len + block_size)) // block_size + 1,
         block_size=block_size,
-        num_threads=threads,
-        enforce_eager=eager,
     )
-    return StackOptions(
-        model="small",
-        vllm=vllm,
-        kv_bytes=32 * 2**20,
-        proxy_settings=ALWAYS_SHARE,
-        seed=config.seed,
-    )
+    return StackOptions("small", vllm, kv_bytes=32 * 2**20, proxy_settings=ALWAYS_SHARE, seed=config.seed)
 
 
-def measure(servers: Stack, config: SoakConfig) -> dict[str, Any]:
+async def measure(servers: Stack, config: Config) -> dict[str, Any]:
     """The same over servers that run already."""
-    return asyncio.run(_measure(servers, config))
-
-
-async def _measure(servers: Stack, config: SoakConfig) -> dict[str, Any]:
     tally = _Tally()
     async with servers.clients() as (plain, proxy), servers.control() as control:
         before = await front.read_counters(proxy)
@@ -113,7 +91,7 @@ async def _measure(servers: Stack, config: SoakConfig) -> dict[str, Any]:
 class _Soak:
     """Clients that draw operations until the time is over."""
 
-    def __init__(self, config: SoakConfig, plain: Client, proxy: Client, tally: _Tally) -> None:
+    def __init__(self, config: Config, plain: Client, proxy: Client, tally: _Tally) -> None:
         self._config = config
         self._plain = plain
         self._proxy = proxy
@@ -203,7 +181,7 @@ async def _preemptions(servers: Stack) -> dict[str, float]:
 
 def _summary(
     servers: Stack,
-    config: SoakConfig,
+    config: Config,
     tally: _Tally,
     watch: Watch,
     counted: front.Counters,
@@ -212,7 +190,7 @@ def _summary(
     agreement = float(np.mean(tally.agreements)) if tally.agreements else None
     num_wrong, num_errors = tally.verdicts["wrong"], sum(tally.errors.values())
     return {
-        **document("soak", servers.options, asdict(config)),
+        **document("soak", servers.options, config),
         "passed": num_wrong == 0 and num_errors == 0,
         "requests": sum(tally.ops.values()),
         "wrong_outputs": num_wrong,

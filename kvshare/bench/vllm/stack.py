@@ -27,7 +27,26 @@ ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings of a proxy that shares where it does not pay: on a small model it must be right, not fast."""
 
+_NOT_SHOWN = ("threads", "dtype", "eager", "kv_bytes", "workload")
 _WRITERS: dict[str, Callable[..., Path]] = {"timing": write_timing_model, "small": write_small_model}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What every benchmark may be told. Each has a `Config` with its own, and `run(config)`."""
+
+    threads: int | None = None  # of each vLLM; None: all cores but one
+    dtype: str = "bfloat16"
+    eager: bool = False
+    seed: int = 0
+
+    @property
+    def vllm(self) -> VllmOptions:
+        return VllmOptions(num_threads=self.threads, dtype=self.dtype, enforce_eager=self.eager)
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what the document has under `servers`, or a benchmark elsewhere."""
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_SHOWN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +127,13 @@ def with_proxy(both: Pair) -> Iterator[Stack]:
         yield Stack(both.options, both.plain, both.shared, both.token, both.folder, proxy)
 
 
-def document(benchmark: str, options: StackOptions, config: dict[str, Any]) -> dict[str, Any]:
+def document(benchmark: str, options: StackOptions, config: BenchConfig) -> dict[str, Any]:
     """What every document begins with."""
     return {
         "benchmark": benchmark,
         "engine": "vllm",
         "document_version": DOCUMENT_VERSION,
-        "config": config,
+        "config": config.to_json(),
         "servers": options.to_json(),
         "environment": {
             **environment(),

@@ -1,4 +1,4 @@
-"""A closed loop of clients over one sequence of requests, and the figures of its answers."""
+"""The traffic of `bench load`: a closed loop of clients over one sequence of requests, and its figures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from delta_tree import TokenIds
 from kvshare.bench.harness import milliseconds
 from kvshare.bench.vllm.client import Answer, Client
 from kvshare.bench.vllm.prompts import near_duplicate, stranger
+from kvshare.bench.vllm.stack import BenchConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,15 +27,27 @@ class Request:
     is_near: bool | None
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What requests look like. Output lengths are even in [min_output, max_output]."""
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchConfig):
+    """The traffic of `bench load`. Output lengths are even in [min_output, max_output]."""
 
-    prompt_tokens: int
-    changed: float
-    edits: int
-    min_output: int
-    max_output: int
+    concurrency: int = 8
+    requests: int = 32  # per arm and repeat, mixed
+    prompt_tokens: int = 2000
+    changed: float = 0.1
+    edits: int = 5
+    families: int = 4  # popular prompts
+    min_output: int = 16
+    max_output: int = 32
+    repeats: int = 1
+    workload: Path | None = None  # a file whose prompts take the place of made-up ones
+
+    @property
+    def unrelated_requests(self) -> int:
+        return max(self.concurrency, self.requests // 2)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "unrelated_requests": self.unrelated_requests}
 
     def draw_output(self, rng: np.random.Generator) -> int:
         """The length of one answer."""
@@ -41,30 +55,24 @@ class Shape:
 
 
 def new_sequence(
-    rng: np.random.Generator,
-    shape: Shape,
-    donors: Sequence[TokenIds],
-    *,
-    num_requests: int,
-    near_share: float,
+    rng: np.random.Generator, config: Config, donors: Sequence[TokenIds], *, num_requests: int
 ) -> list[Request]:
-    """Shuffled; near-duplicates are edits of evenly drawn donors, none is asked twice."""
-    num_near = round(near_share * num_requests)
+    """Shuffled; half are edits of evenly drawn donors, if there are any; none is asked twice."""
+    num_near = round(num_requests / 2) if donors else 0
     requests = []
     for number in range(num_requests):
-        is_near = number < num_near
-        prompt = (
-            near_duplicate(rng, donors[number % len(donors)], changed=shape.changed, edits=shape.edits)
-            if is_near
-            else stranger(rng, shape.prompt_tokens)
-        )
-        requests.append(Request(prompt, shape.draw_output(rng), is_near))
+        if is_near := number < num_near:
+            donor = donors[number % len(donors)]
+            prompt = near_duplicate(rng, donor, changed=config.changed, edits=config.edits)
+        else:
+            prompt = stranger(rng, config.prompt_tokens)
+        requests.append(Request(prompt, config.draw_output(rng), is_near))
     return [requests[index] for index in rng.permutation(num_requests)]
 
 
-def given_sequence(rng: np.random.Generator, shape: Shape, prompts: Sequence[TokenIds]) -> list[Request]:
+def given_sequence(rng: np.random.Generator, config: Config, prompts: Sequence[TokenIds]) -> list[Request]:
     """These prompts in their order; only how long the answers are is drawn."""
-    return [Request(prompt, shape.draw_output(rng), is_near=None) for prompt in prompts]
+    return [Request(prompt, config.draw_output(rng), is_near=None) for prompt in prompts]
 
 
 @dataclass(frozen=True, slots=True)

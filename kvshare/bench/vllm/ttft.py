@@ -13,7 +13,7 @@ What the proxy adds is measured apart, on repetitions that vLLM has in its prefi
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,7 @@ from kvshare.bench.vllm import front
 from kvshare.bench.vllm.client import Answer, Client, connected
 from kvshare.bench.vllm.control import Watch
 from kvshare.bench.vllm.prompts import near_duplicate, stranger
-from kvshare.bench.vllm.servers import VllmOptions
-from kvshare.bench.vllm.stack import Stack, StackOptions, document, stack
+from kvshare.bench.vllm.stack import BenchConfig, Stack, StackOptions, document, stack
 
 _ARMS = ("full", "full_proxied", "prefix_cache", "shared", "ideal")
 _ROOM = 128  # tokens of context beyond the prompt
@@ -33,13 +32,12 @@ _BLOCK_SIZE = 128  # of vLLM's CPU backend; a multiple of every other one's
 _FRONT_REPEATS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class TtftConfig:
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchConfig):
     prompt_tokens: int = 4000
     changed: float = 0.1
     edits: int = 5
-    repeats: int = 5
-    seed: int = 0
+    repeats: int = 3
 
 
 @dataclass(slots=True)
@@ -54,36 +52,15 @@ class _Seen:
     unrelated_stage_ms: list[dict[str, float]] = field(default_factory=list)
 
 
-def run(
-    *,
-    prompt_tokens: int = 4000,
-    changed: float = 0.1,
-    edits: int = 5,
-    repeats: int = 3,
-    seed: int = 0,
-    threads: int | None = None,
-    dtype: str = "bfloat16",
-    eager: bool = False,
-) -> dict[str, Any]:
+def run(config: Config) -> dict[str, Any]:
     """Medians over `repeats` recipients, each new to all servers."""
-    config = TtftConfig(prompt_tokens=prompt_tokens, changed=changed, edits=edits, repeats=repeats, seed=seed)
-    vllm = VllmOptions(
-        max_model_len=prompt_tokens + _ROOM,
-        num_threads=threads,
-        dtype=dtype,
-        kv_cache_gib=2,
-        enforce_eager=eager,
-    )
-    with stack(StackOptions(vllm=vllm, seed=seed)) as servers:
-        return measure(servers, config)
+    vllm = replace(config.vllm, max_model_len=config.prompt_tokens + _ROOM, kv_cache_gib=2)
+    with stack(StackOptions(vllm=vllm, seed=config.seed)) as servers:
+        return asyncio.run(measure(servers, config))
 
 
-def measure(servers: Stack, config: TtftConfig) -> dict[str, Any]:
+async def measure(servers: Stack, config: Config) -> dict[str, Any]:
     """The same over servers that run already."""
-    return asyncio.run(_measure(servers, config))
-
-
-async def _measure(servers: Stack, config: TtftConfig) -> dict[str, Any]:
     async with (
         servers.clients() as (plain, proxy),
         connected(servers.shared.url) as behind,
@@ -102,7 +79,7 @@ async def _measure(servers: Stack, config: TtftConfig) -> dict[str, Any]:
 class _Ttft:
     """A donor that both arms have served, and the measurements over it."""
 
-    def __init__(self, config: TtftConfig, plain: Client, proxy: Client, control: Client) -> None:
+    def __init__(self, config: Config, plain: Client, proxy: Client, control: Client) -> None:
         self._config = config
         self._plain = plain
         self._proxy = proxy
@@ -180,11 +157,11 @@ async def _block_size(plain: Client) -> int:
 
 
 def _summary(
-    servers: Stack, config: TtftConfig, seen: _Seen, *, front_ms: float, decisions: dict[str, int]
+    servers: Stack, config: Config, seen: _Seen, *, front_ms: float, decisions: dict[str, int]
 ) -> dict[str, Any]:
     ttft = {name: median(values) for name, values in seen.ttft_s.items()}
     return {
-        **document("ttft", servers.options, asdict(config)),
+        **document("ttft", servers.options, config),
         "speedup": ttft["full"] / ttft["shared"],
         "ideal_speedup": ttft["full"] / ttft["ideal"],
         "of_ideal": ttft["ideal"] / ttft["shared"],
