@@ -8,7 +8,6 @@ hundred small namespaces.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import resource
 import tempfile
@@ -28,7 +27,7 @@ _BATCH = 1024
 _FLUSH_EVERY = 64 * _BATCH
 
 
-def run(
+async def run(
     *,
     stored: int = 100_000,
     prompt_tokens: int = 500,
@@ -42,10 +41,6 @@ def run(
     """
     if prompt_tokens < MIN_TOKENS:
         raise ValueError(f"prompt_tokens must be at least {MIN_TOKENS}, got {prompt_tokens}")
-    return asyncio.run(_run(stored, prompt_tokens, queries, dense, seed))
-
-
-async def _run(stored: int, prompt_tokens: int, queries: int, dense: bool, seed: int) -> dict[str, Any]:
     corpus = Corpus(np.random.default_rng(seed), prompt_tokens, stored, dense=dense)
     settings = NominatorSettings(search_timeout_s=60.0, embed_timeout_s=60.0, write_timeout_s=600.0)
     embedder = corpus if dense else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, iscoroutine
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,6 +195,10 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
         given = {name: value for name, value in options.items() if value is not None}
         module = importlib.import_module(_chosen(benchmark, engine, given))
         document = module.run(module.Config(**given)) if engine == VLLM else module.run(**given)
+        if iscoroutine(document):
+            import asyncio
+
+            document = asyncio.run(document)
         show("bench", document, OutputFormat.JSON if as_json else output_format)
         if document.get("passed") is False:
             raise typer.Exit(ExitCode.FAILED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from kvshare import __version__
 from kvshare.bench.harness import environment
 from kvshare.bench.vllm import servers
 from kvshare.bench.vllm.client import Client, connected
-from kvshare.bench.vllm.models import write_small_model, write_timing_model
+from kvshare.bench.vllm.models import write_model
 from kvshare.bench.vllm.servers import Server, VllmOptions
 from kvshare.vllm_protocol.versions import installed_build
 
@@ -28,7 +28,6 @@ ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {
 """Settings of a proxy that shares where it does not pay: on a small model it must be right, not fast."""
 
 _NOT_SHOWN = ("threads", "dtype", "eager", "kv_bytes", "workload")
-_WRITERS: dict[str, Callable[..., Path]] = {"timing": write_timing_model, "small": write_small_model}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +99,8 @@ def pair(options: StackOptions) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
         folder = Path(name)
         token = servers.new_token()
-        model = _WRITERS[options.model](
+        model = write_model(
+            options.model,
             folder / "model",
             dtype=options.vllm.dtype,
             max_model_len=options.vllm.max_model_len,
