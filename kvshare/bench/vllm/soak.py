@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from kvshare.bench.vllm import front
 from kvshare.bench.vllm.client import Answer, Client, connected
-from kvshare.bench.vllm.control import Watch, watching
+from kvshare.bench.vllm.control import watching
 from kvshare.bench.vllm.mixture import Mixture, Op
 from kvshare.bench.vllm.stack import ALWAYS_SHARE, BenchConfig, Stack, StackOptions, document, stack
 from kvshare.bench.vllm.verdict import Verdict, judge
@@ -40,18 +41,6 @@ class Config(BenchConfig):
     @property
     def max_model_len(self) -> int:
         return 2 * self.max_prompt + self.output_tokens
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What the answers came to."""
-
-    ops: Counter[str] = field(default_factory=Counter)
-    verdicts: Counter[str] = field(default_factory=Counter)
-    agreements: list[float] = field(default_factory=list)  # of answers that may be approximate
-    examples: list[dict[str, Any]] = field(default_factory=list)
-    errors: Counter[str] = field(default_factory=Counter)
-    num_evictions: int = 0
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -77,25 +66,32 @@ def _stack_options(config: Config) -> StackOptions:
 
 async def measure(servers: Stack, config: Config) -> dict[str, Any]:
     """The same over servers that run already."""
-    tally = _Tally()
     async with servers.clients() as (plain, proxy), servers.control() as control:
         before = await front.read_counters(proxy)
-        soak = _Soak(config, plain, proxy, tally)
+        soak = _Soak(config, plain, proxy)
         async with watching(control) as watch:
             await soak.run()
         counted = (await front.read_counters(proxy)).since(before)
         preemptions = await _preemptions(servers)
-    return _summary(servers, config, tally, watch, counted, preemptions)
+    return {
+        **document("soak", servers.options, config),
+        **soak.summary(),
+        "evicted_segments": watch.num_dropped,
+        "preemptions": preemptions,
+        "within_bytes": watch.peak_bytes <= watch.max_bytes,
+        "decisions": watch.decisions,
+        "lookups": counted.lookups,
+        "tokens_by_source": counted.tokens_by_source,
+    }
 
 
 class _Soak:
-    """Clients that draw operations until the time is over."""
+    """Clients that draw operations until the time is over, and what the answers came to."""
 
-    def __init__(self, config: Config, plain: Client, proxy: Client, tally: _Tally) -> None:
+    def __init__(self, config: Config, plain: Client, proxy: Client) -> None:
         self._config = config
         self._plain = plain
         self._proxy = proxy
-        self._tally = tally
         self._rng = np.random.default_rng(config.seed)
         self._mixture = Mixture(
             self._rng,
@@ -104,6 +100,12 @@ class _Soak:
             max_prompts=config.max_prompts,
         )
         self._references: dict[bytes, asyncio.Task[Answer]] = {}
+        self._ops: Counter[str] = Counter()
+        self._verdicts: Counter[str] = Counter()
+        self._agreements: list[float] = []  # of answers that may be approximate
+        self._examples: list[dict[str, Any]] = []
+        self._errors: Counter[str] = Counter()
+        self._num_evictions = 0
 
     async def run(self) -> None:
         deadline = time.monotonic() + 60 * self._config.minutes
@@ -115,15 +117,15 @@ class _Soak:
         await asyncio.gather(*(one_client() for _ in range(self._config.concurrency)))
 
     async def _one(self, op: Op) -> None:
-        self._tally.ops[f"{op.kind}:{op.mode}" + (":abort" if op.aborts else "")] += 1
+        self._ops[f"{op.kind}:{op.mode}" + (":abort" if op.aborts else "")] += 1
         try:
             answer = await self._asked(op)
             if answer is not None:
                 self._count(op, judge(answer, await self._reference(op), aborted=answer.aborted))
         except EngineError as exc:
-            self._tally.errors[str(exc)[:200]] += 1
+            self._errors[str(exc)[:200]] += 1
         self._mixture.remember(op.prompt)
-        if sum(self._tally.ops.values()) % self._config.evict_every == 0:
+        if sum(self._ops.values()) % self._config.evict_every == 0:
             await self._evict()
 
     async def _asked(self, op: Op) -> Answer | None:
@@ -152,22 +154,39 @@ class _Soak:
 
     def _count(self, op: Op, verdict: Verdict) -> None:
         if op.may_be_approximate:
-            self._tally.verdicts["approximate"] += 1
-            self._tally.agreements.append(verdict.agreement)
+            self._verdicts["approximate"] += 1
+            self._agreements.append(verdict.agreement)
             return
-        self._tally.verdicts[verdict.name] += 1
-        if verdict.name != "right" and len(self._tally.examples) < _MAX_EXAMPLES:
-            self._tally.examples.append(
+        self._verdicts[verdict.name] += 1
+        if verdict.name != "right" and len(self._examples) < _MAX_EXAMPLES:
+            self._examples.append(
                 {"kind": op.kind, "mode": op.mode, "prompt_tokens": len(op.prompt), **asdict(verdict)}
             )
 
     async def _evict(self) -> None:
         """Everything now and then, else one prompt that is stored."""
-        self._tally.num_evictions += 1
+        self._num_evictions += 1
         if self._rng.random() < 0.1:
             await front.evict_all(self._proxy)
         else:
             await front.evict_one(self._proxy, self._rng)
+
+    def summary(self) -> dict[str, Any]:
+        num_wrong, num_errors = self._verdicts["wrong"], sum(self._errors.values())
+        return {
+            "passed": num_wrong == 0 and num_errors == 0,
+            "requests": sum(self._ops.values()),
+            "wrong_outputs": num_wrong,
+            "ties": self._verdicts["tied"],
+            "right_outputs": self._verdicts["right"],
+            "approximate_outputs": self._verdicts["approximate"],
+            "approximate_agreement": fmean(self._agreements) if self._agreements else None,
+            "aborted": sum(count for op, count in self._ops.items() if op.endswith(":abort")),
+            "failed": dict(self._errors),
+            "evictions": self._num_evictions,
+            "ops": dict(sorted(self._ops.items())),
+            "examples": self._examples,
+        }
 
 
 async def _preemptions(servers: Stack) -> dict[str, float]:
@@ -177,36 +196,3 @@ async def _preemptions(servers: Stack) -> dict[str, float]:
             counted = await front.read_counters(client)
         found[server.name] = counted.total("vllm:num_preemptions_total")
     return found
-
-
-def _summary(
-    servers: Stack,
-    config: Config,
-    tally: _Tally,
-    watch: Watch,
-    counted: front.Counters,
-    preemptions: dict[str, float],
-) -> dict[str, Any]:
-    agreement = float(np.mean(tally.agreements)) if tally.agreements else None
-    num_wrong, num_errors = tally.verdicts["wrong"], sum(tally.errors.values())
-    return {
-        **document("soak", servers.options, config),
-        "passed": num_wrong == 0 and num_errors == 0,
-        "requests": sum(tally.ops.values()),
-        "wrong_outputs": num_wrong,
-        "ties": tally.verdicts["tied"],
-        "right_outputs": tally.verdicts["right"],
-        "approximate_outputs": tally.verdicts["approximate"],
-        "approximate_agreement": agreement,
-        "aborted": sum(count for op, count in tally.ops.items() if op.endswith(":abort")),
-        "failed": dict(tally.errors),
-        "evictions": tally.num_evictions,
-        "evicted_segments": watch.num_dropped,
-        "preemptions": preemptions,
-        "within_bytes": watch.peak_bytes <= watch.max_bytes,
-        "decisions": watch.decisions,
-        "lookups": counted.lookups,
-        "tokens_by_source": counted.tokens_by_source,
-        "ops": dict(sorted(tally.ops.items())),
-        "examples": tally.examples,
-    }
