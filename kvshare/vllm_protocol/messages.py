@@ -21,6 +21,7 @@ from delta_tree import SegmentId, Span, TokenIds
 
 PROTOCOL = 1
 TICKET_KEY = "kvshare"  # in kv_transfer_params
+WORKER_CLASS = "kvshare.vllm_connector.workers.KVShareWorker"  # for --worker-cls
 TOKEN_VARIABLE = "KVSHARE_VLLM_TOKEN"  # environment: the secret that opens the control server
 
 
