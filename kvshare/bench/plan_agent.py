@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Awaitable, Iterable, Mapping
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ async def run(
         "queries": queries,
         "edits": NUM_EDITS,
         "seed": seed,
-        **times.figures(),
+        **_figures(times),
         "failures": failures,
         "build_s": build_s,
         **per_prompt,
@@ -83,32 +84,18 @@ class _NoKV:
         pass
 
 
-@dataclass(slots=True)
-class _Times:
-    """Seconds, one entry a query."""
-
-    total: list[float] = field(default_factory=list)
-    nomination: list[float] = field(default_factory=list)
-    planning: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    short: list[float] = field(default_factory=list)
-    blocked: list[float] = field(default_factory=list)
-    candidates: list[int] = field(default_factory=list)
-    copied: list[float] = field(default_factory=list)
-
-    def figures(self) -> dict[str, Any]:
-        return {
-            **milliseconds(self.total),
-            "nomination": milliseconds(self.nomination),
-            "planning": milliseconds(self.planning),
-            "cpu": milliseconds(self.cpu),
-            "blocked_p50_ms": milliseconds(self.blocked)["p50_ms"],
-            "blocked_p99_ms": milliseconds(self.blocked)["p99_ms"],
-            "short_prompt_tokens": _SHORT_TOKENS,
-            "short": milliseconds(self.short),
-            "candidates": float(np.mean(self.candidates)),
-            "copied_fraction": float(np.mean(self.copied)),
-        }
+def _figures(times: Mapping[str, list[float]]) -> dict[str, Any]:
+    blocked = milliseconds(times["blocked"])
+    return {
+        **milliseconds(times["total"]),
+        **{stage: milliseconds(times[stage]) for stage in ("nomination", "planning", "cpu")},
+        "blocked_p50_ms": blocked["p50_ms"],
+        "blocked_p99_ms": blocked["p99_ms"],
+        "short_prompt_tokens": _SHORT_TOKENS,
+        "short": milliseconds(times["short"]),
+        "candidates": fmean(times["candidates"]),
+        "copied_fraction": fmean(times["copied"]),
+    }
 
 
 def _sharing(nominator: Nominator, settings: Settings) -> Sharing:
@@ -173,24 +160,25 @@ async def _measure(
     long: list[TokenIds],
     short: list[TokenIds],
     num_queries: int,
-) -> _Times:
-    times = _Times()
+) -> Mapping[str, list[float]]:
+    """Seconds, counts and shares by name, one entry a query."""
     for number in range(num_queries + _WARM_UP):
-        if number == _WARM_UP:
-            times = _Times()
+        if number in (0, _WARM_UP):
+            times: dict[str, list[float]] = defaultdict(list)
         query = prompts.run_again(long[int(rng.integers(len(long)))])
         other = prompts.run_again(short[int(rng.integers(len(short)))], num_edits=_SHORT_EDITS)
         cpu, began = time.process_time(), time.perf_counter()
         lookup = await _prepare(sharing, query)
-        times.total.append(time.perf_counter() - began)
-        times.cpu.append(time.process_time() - cpu)
-        _note(times, lookup, len(query))
+        times["total"].append(time.perf_counter() - began)
+        times["cpu"].append(time.process_time() - cpu)
+        for name, value in _stages(lookup, len(query)).items():
+            times[name].append(value)
         began = time.perf_counter()
         await _prepare(sharing, other)
-        times.short.append(time.perf_counter() - began)
+        times["short"].append(time.perf_counter() - began)
         again = prompts.run_again(long[int(rng.integers(len(long)))])
-        delay_s = float(rng.random()) * float(np.median(times.total))
-        times.blocked.append(await _blocked(_prepare(sharing, again), _prepare(sharing, other), delay_s))
+        delay_s = float(rng.random()) * float(np.median(times["total"]))
+        times["blocked"].append(await _blocked(_prepare(sharing, again), _prepare(sharing, other), delay_s))
     return times
 
 
@@ -209,12 +197,13 @@ def _prepare(sharing: Sharing, tokens: TokenIds) -> Awaitable[Lookup]:
     return sharing.find_plan(NAMESPACE, Prompt(tokens, _NO_TEXT), SharingMode.APPROX, by_meaning=False)
 
 
-def _note(times: _Times, lookup: Lookup, num_tokens: int) -> None:
-    stages = lookup.stage_seconds
+def _stages(lookup: Lookup, num_tokens: int) -> dict[str, float]:
+    stages, plan = lookup.stage_seconds, lookup.plan
     planning = stages.get("plan", 0.0)
-    times.planning.append(planning)
-    times.nomination.append(sum(stages.values()) - planning - stages.get("load", 0.0))
-    times.candidates.append(len(lookup.candidates))
-    plan = lookup.plan
     copied = plan.exact_length + plan.num_copied if isinstance(plan, Plan) else 0
-    times.copied.append(copied / num_tokens)
+    return {
+        "planning": planning,
+        "nomination": sum(stages.values()) - planning - stages.get("load", 0.0),
+        "candidates": len(lookup.candidates),
+        "copied": copied / num_tokens,
+    }

@@ -17,13 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from delta_tree import TokenIds
+from delta_tree import TokenIds, token_ids
 from kvshare.bench.harness import Answer, ask, edited, environment, median, random_prompt, running_engine
 from kvshare.bench.random_models import timing_model
-from kvshare.bench.real_text import RealText
+from kvshare.chat_model import EXAMPLE_TEXT
+from kvshare.demo.pairs import near_duplicate_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.requests import SharingMode
 
+_FORMS = 64  # behind the example text
 _VOCAB_SIZE = 1000  # of the tokens drawn; the model's own is larger
 
 
@@ -90,11 +92,22 @@ async def _engine(model: str | None, num_tokens: int, seed: int) -> AsyncIterato
 def _text(
     engine: EmbeddedEngine, rng: np.random.Generator, num_tokens: int, *, is_real: bool
 ) -> tuple[TokenIds, Callable[[int], TokenIds]]:
-    """The donor, and what draws other tokens."""
+    """The donor, and what draws other tokens: at random, or from the example text and our own forms."""
     if not is_real:
         return random_prompt(rng, num_tokens, _VOCAB_SIZE), lambda n: random_prompt(rng, n, _VOCAB_SIZE)
-    text = RealText(engine.encoder, num_tokens=num_tokens)
-    return text.prompt, lambda n: text.draw(rng, n)
+    pairs = [next(near_duplicate_pairs(seed=number, count=1)) for number in range(_FORMS)]
+    forms = ["\n\n" + pair.donor_messages[-1]["content"] for pair in pairs]
+    texts = [EXAMPLE_TEXT.read_text(encoding="utf-8"), *forms]
+    tokens = np.concatenate([engine.encoder.encode_text(text).token_ids for text in texts])
+    if len(tokens) < 2 * num_tokens:
+        raise ValueError(f"prompts of real text have at most {len(tokens) // 2:,} tokens, got {num_tokens:,}")
+    others = tokens[num_tokens:]
+
+    def draw(length: int) -> TokenIds:
+        start = int(rng.integers(len(others) - length + 1))
+        return token_ids(others[start : start + length])
+
+    return token_ids(tokens[:num_tokens]), draw
 
 
 def _summary(arms: dict[str, list[Answer]], num_tokens: int) -> dict[str, Any]:
