@@ -65,7 +65,7 @@ async def run(
     settings = load_settings()
     limits = PlannerLimits.from_settings(settings)
     templates = [random_prompt(rng, prompt_tokens, _VOCAB_SIZE) for _ in range(_TEMPLATES)]
-    embedder = _Embedder(Embedder())
+    embedder = _Embedder()
     texts = [_text(rng) for _ in templates]
     embedder.learn(texts)
     nomination = replace(
@@ -150,29 +150,21 @@ async def _measure(
     }
 
 
-class _Embedder(TextEmbedder):
-    """The real embedder; while `replay` is on, known texts get their vector back with some noise."""
+class _Embedder(Embedder):
+    """While `replay` is on, known texts get their vector back with some noise."""
 
-    def __init__(self, real: TextEmbedder) -> None:
-        self._real = real
+    def __init__(self) -> None:
+        super().__init__()
         self._known: dict[str, NDArray[np.float32]] = {}
         self._rng = np.random.default_rng(1)
         self.replay = False
 
-    @property
-    def name(self) -> str:
-        return self._real.name
-
-    @property
-    def dimension(self) -> int:
-        return self._real.dimension
-
     def learn(self, texts: Sequence[str]) -> None:
-        self._known = dict(zip(texts, self._real.embed(texts), strict=True))
+        self._known = dict(zip(texts, super().embed(texts), strict=True))
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         if not self.replay:
-            return self._real.embed(texts)
+            return super().embed(texts)
         known = np.stack([self._known[text] for text in texts])
         noisy = known + self._rng.normal(0.0, 0.005, known.shape).astype(np.float32)
         vectors: NDArray[np.float32] = noisy / np.linalg.norm(noisy, axis=1, keepdims=True)
