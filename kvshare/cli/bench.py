@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import Parameter, Signature, iscoroutine
 from pathlib import Path
 from typing import Any, Literal
@@ -31,14 +31,13 @@ class Benchmark:
     """
     A command: its name, its help, its options beside those that all have.
 
-    `engines`: what it can run on, the default first. `only`: the one engine that has an option.
+    `engines`: what it can run on, the default first.
     """
 
     name: str
     help: str
     options: tuple[Parameter, ...]
     engines: tuple[str, ...] = (EMBEDDED,)
-    only: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def signature(self) -> Signature:
@@ -62,6 +61,7 @@ _ENGINE: Mapping[tuple[str, ...], tuple[Parameter, ...]] = {
     _BOTH: (_option("engine", _Engine, "What computes; vllm starts real servers.", default=EMBEDDED),),
     _ONLY_VLLM: (_option("engine", Literal["vllm"], "What computes.", default=VLLM),),
 }
+_OWNERS = {"threads": VLLM, "dtype": VLLM, "eager": VLLM, "model": EMBEDDED}  # where there are both engines
 _JSON = _option("as_json", bool, "The same as --format json.", "--json", default=False)
 _FORMAT = Parameter("output_format", Parameter.KEYWORD_ONLY, default=OutputFormat.TERMINAL, annotation=Format)
 
@@ -91,7 +91,6 @@ BENCHMARKS = (
         "Errors of partial attention and KV moves against plain prefill.",
         (_option("tokens", int, "Length of the prompts.", min=1), _SEED, _THREADS),
         engines=_BOTH,
-        only={"threads": VLLM},
     ),
     Benchmark(
         "ttft",
@@ -106,7 +105,6 @@ BENCHMARKS = (
             _EAGER,
         ),
         engines=_BOTH,
-        only={"threads": VLLM, "dtype": VLLM, "eager": VLLM, "model": EMBEDDED},
     ),
     Benchmark(
         "load",
@@ -209,8 +207,9 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
 
 def _chosen(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:
     """The module that runs; an option that it does not have is wrong usage."""
-    for name, owner in benchmark.only.items():
-        if name in given and engine != owner:
+    for name in given if benchmark.engines == _BOTH else ():
+        owner = _OWNERS.get(name, engine)
+        if engine != owner:
             raise typer.BadParameter(f"only with --engine {owner}", param_hint=f"--{name}")
     if benchmark.name == "load" and "workload" in given and given.keys() & {"changed", "edits"}:
         raise typer.BadParameter("not together with --changed or --edits", param_hint="--workload")
