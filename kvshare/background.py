@@ -7,12 +7,6 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from delta_tree import Node
-from kvshare.sharing.pipeline import Sharing
-from vector_index import PromptText
-
-_MAX_EMBEDDING = 16  # prompts waiting to be embedded; they hold text only
-
 log = logging.getLogger(__name__)
 
 
@@ -67,14 +61,3 @@ class Background:
         pending.discard(task)
         if not pending:
             del self._pending[namespace]
-
-
-class Embedding(Background):
-    """Stored prompts that are being indexed by meaning."""
-
-    def begin(self, sharing: Sharing, node: Node, text: PromptText) -> None:
-        """Embed one more, unless that lags behind: then it is found by its tokens only."""
-        if len(self) >= _MAX_EMBEDDING:
-            sharing.counters["fallback:embedding:backlog"] += 1
-        else:
-            self.spawn(sharing.remember(node, text))

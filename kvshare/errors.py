@@ -108,7 +108,11 @@ class EngineError(KVShareError):
 
 
 class UpstreamError(KVShareError):
-    """A vLLM replica, or its control server, does not answer as it must."""
+    """A vLLM replica, or its control server, does not answer as it must. `status`: if it was not 200."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class NoReplicaError(KVShareError):

@@ -13,7 +13,6 @@ from typing import Any
 from aiohttp import web
 
 from kvshare.engines.base import Engine, EngineStatus, GeneratingEngine
-from kvshare.fleet.client import HttpUpstream
 from kvshare.fleet.engine import VllmEngine
 from kvshare.settings import Settings
 from proxy import admin, openai, probes, relay
@@ -30,15 +29,6 @@ _CLOSE_S = 2.0  # connections that still write after a drain get this long
 # aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
 _aiohttp_log = logging.getLogger("proxy.aiohttp")
 _aiohttp_log.setLevel(logging.CRITICAL + 1)
-
-
-def vllm_engine(settings: Settings) -> VllmEngine:
-    """
-    The engine for the vLLM replicas of the settings.
-
-    Raises:  ConfigError if there are none, or two of one name
-    """
-    return VllmEngine(settings, lambda replica: HttpUpstream(replica, settings.vllm))
 
 
 def build_app(settings: Settings, engine: Engine) -> web.Application:
@@ -71,11 +61,11 @@ def run(
     settings: Settings,
     engine: Engine,
     *,
-    on_listening: Callable[[str], None] | None = None,
-    on_ready: Callable[[str], None] | None = None,
+    on_listening: Callable[[str], None],
+    on_ready: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises what the engine's start raises, and OSError for a taken port."""
-    asyncio.run(serve(settings, engine, on_listening=on_listening or _log_listening, on_ready=on_ready))
+    asyncio.run(serve(settings, engine, on_listening=on_listening, on_ready=on_ready))
 
 
 async def serve(
@@ -213,7 +203,3 @@ def _warn_if_exposed(settings: Settings) -> None:
             "no API keys and listening on %s: everybody who reaches it shares one namespace",
             settings.server.host,
         )
-
-
-def _log_listening(url: str) -> None:
-    log.info("listening on %s", url)

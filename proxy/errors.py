@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -29,8 +29,7 @@ from kvshare.errors import (
     UpstreamError,
 )
 
-INVALID_REQUEST = "invalid_request_error"
-SERVER_ERROR = "server_error"
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,99 +37,89 @@ class ErrorReply:
     """An error as it goes out, as a response of its own or as the last event of a stream."""
 
     status: int
-    type: str
-    code: str | None
-    message: str
-    param: str | None = None
+    code: str | None = None
+    message: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+    param: str | None = None
 
     @property
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        error_type = _TYPES.get(self.status, default)
+        return {
+            "error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}
+        }
 
     def to_response(self) -> web.Response:
+        body = json.dumps(self.body).encode()
         return web.Response(
-            status=self.status,
-            body=json.dumps(self.body).encode(),
-            content_type="application/json",
-            headers=self.headers,
+            status=self.status, body=body, content_type="application/json", headers=self.headers
         )
 
 
 class HttpError(KVShareError):
     """A refusal that concerns HTTP alone; carries the whole reply."""
 
-    def __init__(self, reply: ErrorReply) -> None:
-        super().__init__(reply.message)
-        self.reply = reply
+    def __init__(
+        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.reply = ErrorReply(status, code, message, headers or {})
 
 
 def unauthorized() -> HttpError:
     message = "Incorrect or missing API key. Send it as 'Authorization: Bearer <key>'."
-    headers = {"WWW-Authenticate": "Bearer"}
-    return HttpError(ErrorReply(401, "authentication_error", "invalid_api_key", message, headers=headers))
+    return HttpError(401, "invalid_api_key", message, {"WWW-Authenticate": "Bearer"})
 
 
 def forbidden(message: str) -> HttpError:
-    return HttpError(ErrorReply(403, "permission_error", "permission_denied", message))
+    return HttpError(403, "permission_denied", message)
 
 
 def not_found(message: str) -> HttpError:
-    return HttpError(ErrorReply(404, INVALID_REQUEST, "not_found", message))
+    return HttpError(404, "not_found", message)
 
 
 def bad_path() -> HttpError:
-    return HttpError(ErrorReply(400, INVALID_REQUEST, "bad_path", "This path cannot be passed on."))
+    return HttpError(400, "bad_path", "This path cannot be passed on.")
 
 
 def upstream_timed_out(timeout_s: float) -> HttpError:
-    message = f"The model server said nothing for {timeout_s:g} s."
-    return HttpError(ErrorReply(504, SERVER_ERROR, "upstream_timeout", message))
+    return HttpError(504, "upstream_timeout", f"The model server said nothing for {timeout_s:g} s.")
 
 
 def body_timed_out(timeout_s: float) -> HttpError:
-    message = f"The request body did not arrive within {timeout_s:g} s."
-    return HttpError(ErrorReply(408, INVALID_REQUEST, "request_timeout", message))
+    return HttpError(408, "request_timeout", f"The request body did not arrive within {timeout_s:g} s.")
 
 
 def wrong_content_type() -> HttpError:
     message = "Send the body with 'Content-Type: application/json'."
-    return HttpError(ErrorReply(415, INVALID_REQUEST, "unsupported_media_type", message))
+    return HttpError(415, "unsupported_media_type", message)
 
 
 def not_ready(detail: str) -> HttpError:
-    message = f"The server cannot answer yet: {detail}."
-    return HttpError(ErrorReply(503, SERVER_ERROR, "not_ready", message, headers={"Retry-After": "1"}))
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    status: int
-    type: str
-    code: str | None = None  # None: the error's own
-    headers: Mapping[str, str] = field(default_factory=dict)
+    return HttpError(503, "not_ready", f"The server cannot answer yet: {detail}.", {"Retry-After": "1"})
 
 
 # The first row whose class matches counts, so a class stands before its parents.
-_TABLE: tuple[tuple[type[KVShareError], _Row], ...] = (
-    (ModelNotFoundError, _Row(404, INVALID_REQUEST)),
-    (RequestError, _Row(400, INVALID_REQUEST)),
+_TABLE: tuple[tuple[type[KVShareError], ErrorReply], ...] = (
+    (ModelNotFoundError, ErrorReply(404)),
+    (RequestError, ErrorReply(400)),
     (
         OverloadedError,
-        _Row(429, "rate_limit_error", "queue_full", {"Retry-After": "1", "retry-after-ms": "1000"}),
+        ErrorReply(429, "queue_full", headers={"Retry-After": "1", "retry-after-ms": "1000"}),
     ),
-    (ShuttingDownError, _Row(503, SERVER_ERROR, "shutting_down", {"Retry-After": "5"})),
-    (NoReplicaError, _Row(503, SERVER_ERROR, "no_replica", {"Retry-After": "1"})),
-    (UpstreamError, _Row(502, SERVER_ERROR, "upstream_error")),
-    (EngineError, _Row(500, SERVER_ERROR, "engine_error")),
-    (KVShareError, _Row(500, SERVER_ERROR, "internal_error")),
+    (ShuttingDownError, ErrorReply(503, "shutting_down", headers={"Retry-After": "5"})),
+    (NoReplicaError, ErrorReply(503, "no_replica", headers={"Retry-After": "1"})),
+    (UpstreamError, ErrorReply(502, "upstream_error")),
+    (EngineError, ErrorReply(500, "engine_error")),
+    (KVShareError, ErrorReply(500, "internal_error")),
 )
 
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
-_HTTP_MESSAGES = {
-    404: "This server has no such route.",
-    405: "This route does not take this method.",
-    413: "The request body is larger than this server accepts.",
+_HTTP = {
+    404: ("not_found", "This server has no such route."),
+    405: ("method_not_allowed", "This route does not take this method."),
+    413: ("request_too_large", "The request body is larger than this server accepts."),
 }
 
 
@@ -140,12 +129,11 @@ def to_reply(exc: Exception) -> ErrorReply:
         return exc.reply
     if isinstance(exc, web.HTTPException):
         return _http_reply(exc)
-    for error_class, row in _TABLE:
+    for error_class, reply in _TABLE:
         if isinstance(exc, error_class):
-            param = exc.param if isinstance(exc, RequestError) else None
-            code = exc.code if isinstance(exc, RequestError) else row.code
-            return ErrorReply(row.status, row.type, code, _message(exc), param, row.headers)
-    return ErrorReply(500, SERVER_ERROR, "internal_error", "The server failed to answer; see its log.")
+            reply = replace(reply, message=_message(exc))
+            return replace(reply, code=exc.code, param=exc.param) if isinstance(exc, RequestError) else reply
+    return ErrorReply(500, "internal_error", "The server failed to answer; see its log.")
 
 
 def _message(exc: KVShareError) -> str:
@@ -155,6 +143,5 @@ def _message(exc: KVShareError) -> str:
 def _http_reply(exc: web.HTTPException) -> ErrorReply:
     """aiohttp's own refusals, which come as text/plain, in OpenAI's shape."""
     headers = {"Allow": exc.headers["Allow"]} if "Allow" in exc.headers else {}
-    message = _HTTP_MESSAGES.get(exc.status, f"{HTTPStatus(exc.status).phrase}.")
-    error_type = SERVER_ERROR if exc.status >= 500 else INVALID_REQUEST
-    return ErrorReply(exc.status, error_type, _HTTP_CODES.get(exc.status), message, headers=headers)
+    code, message = _HTTP.get(exc.status, (None, f"{HTTPStatus(exc.status).phrase}."))
+    return ErrorReply(exc.status, code, message, headers)

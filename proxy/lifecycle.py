@@ -42,22 +42,13 @@ class Lifecycle:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._phase = Phase.STARTING
+        self.phase = Phase.STARTING
+        self.is_engine_up = False  # whether it has started, also while the server drains
         self._running: set[Abortable] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._start_ended = asyncio.Event()
-        self._is_engine_up = False
         self._start_error: BaseException | None = None
-
-    @property
-    def phase(self) -> Phase:
-        return self._phase
-
-    @property
-    def is_engine_up(self) -> bool:
-        """Whether the engine has started, also while the server drains."""
-        return self._is_engine_up
 
     @property
     def num_running(self) -> int:
@@ -65,11 +56,11 @@ class Lifecycle:
 
     def check_accepting(self) -> None:
         """Raises ShuttingDownError while draining, HttpError 503 before the engine is up."""
-        if self._phase is Phase.DRAINING:
+        if self.phase is Phase.DRAINING:
             raise ShuttingDownError("The server is shutting down.")
-        if self._phase is Phase.STARTING:
+        if self.phase is Phase.STARTING:
             raise not_ready("the model is being loaded")
-        if self._phase is Phase.FAILED:
+        if self.phase is Phase.FAILED:
             raise not_ready("the engine did not start")
 
     @contextmanager
@@ -101,11 +92,11 @@ class Lifecycle:
             await self._engine.start()
         except Exception as exc:  # noqa: BLE001  the owner of the server raises it again, see wait_started
             self._start_error = exc
-            self._phase = Phase.FAILED
+            self.phase = Phase.FAILED
         else:
-            self._is_engine_up = True
-            if self._phase is Phase.STARTING:
-                self._phase = Phase.READY
+            self.is_engine_up = True
+            if self.phase is Phase.STARTING:
+                self.phase = Phase.READY
             log.info("engine ready: model %s", self._engine.card.model_id)
         finally:
             self._start_ended.set()
@@ -118,7 +109,7 @@ class Lifecycle:
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse what is new, let what runs finish for `timeout_s`, end the rest with ShuttingDownError."""
-        self._phase = Phase.DRAINING
+        self.phase = Phase.DRAINING
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -127,6 +118,6 @@ class Lifecycle:
 
     def abort_running(self) -> None:
         """End every generation now, with an error for its client."""
-        self._phase = Phase.DRAINING
+        self.phase = Phase.DRAINING
         for generation in tuple(self._running):
             generation.abort(ShuttingDownError("The server is shutting down; the answer is incomplete."))

@@ -7,7 +7,7 @@ words; never from what a client sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvshare import __version__
-from kvshare.engines.base import EngineStatus, IndexStatus, ReplicaStatus
+from kvshare.engines.base import EngineStatus, ReplicaStatus
 from kvshare.requests import SharingMode, SharingReport
 from proxy.request_log import RequestRecord
 
@@ -65,12 +65,9 @@ class _RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         histogram = partial(Histogram, registry=registry)
-        self._requests = Counter(
-            "kvshare_requests",
-            "Requests answered; status 499: the client went away.",
-            ("endpoint", "status", "finish_reason"),
-            registry=registry,
-        )
+        labels = ("endpoint", "status", "finish_reason")
+        text = "Requests answered; status 499: the client went away."
+        self._requests = Counter("kvshare_requests", text, labels, registry=registry)
         self._duration = histogram(
             "kvshare_request_duration_seconds",
             "From the request's headers to the last byte, generating routes.",
@@ -155,7 +152,7 @@ class _EngineCollector(Collector):
         status = self._status()
         if status is None:
             return
-        gauges = {
+        gauges: dict[str, tuple[str, float | None]] = {
             "kvshare_queue_depth": ("Requests that wait for a slot.", status.num_waiting),
             "kvshare_running_requests": ("Requests whose KV is on the device.", status.num_running),
             "kvshare_tree_nodes": ("Prompts in the tree.", status.num_nodes),
@@ -164,90 +161,69 @@ class _EngineCollector(Collector):
             "kvshare_tree_bytes": ("Bytes of KV in memory.", status.kv_bytes),
             "kvshare_tree_budget_bytes": ("Bytes of KV that may be in memory.", status.kv_budget_bytes),
         }
+        if (index := status.index) is not None:
+            gauges |= {
+                "kvshare_index_paused": ("1 while the index is not written.", index.paused is not None),
+                "kvshare_index_waiting_prompts": ("Prompts that a paused index misses.", index.num_waiting),
+                "kvshare_index_disk_free_bytes": ("Room on the index's disk.", index.free_bytes),
+            }
         for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(name, text, value=value)
+            if value is not None:
+                yield GaugeMetricFamily(name, text, value=float(value))
         yield from _replica_gauges(status.replicas)
-        yield from _index_gauges(status.index)
-        yield from self._counters(status)
+        yield from _counters(status.counters)
 
-    def _counters(self, status: EngineStatus) -> Iterable[Metric]:
-        """
-        `evictions`, `isolation_denials`, `fallback:component:reason` and `executed:planned:executed:reason`
-        by name, the rest by key.
-        """
-        evictions = CounterMetricFamily(
-            "kvshare_evictions", "Prompts dropped from the tree.", labels=("reason",)
-        )
-        denials = CounterMetricFamily(
-            "kvshare_isolation_denials", "Foreign candidates that reached planning; alert on any."
-        )
-        fallbacks = CounterMetricFamily(
-            "kvshare_fallback", "Requests served without a part that failed.", labels=("component", "reason")
-        )
-        executed = CounterMetricFamily(
-            "kvshare_plans_executed",
-            "Planned requests by what vLLM made of them.",
-            labels=("planned", "executed", "reason"),
-        )
-        others = CounterMetricFamily(
-            "kvshare_engine_events", "What else the engine counts.", labels=("event",)
-        )
-        denials.add_metric((), status.counters.get("isolation_denials", 0))
-        evicted = {"capacity": 0} | {
-            key.partition(":")[2] or "capacity": count
-            for key, count in status.counters.items()
-            if key.partition(":")[0] == "evictions"
-        }
-        for reason, count in evicted.items():
-            evictions.add_metric((reason,), count)
-        for key, count in status.counters.items():
-            kind, _, rest = key.partition(":")
-            if kind == "fallback":
-                component, _, reason = rest.partition(":")
-                fallbacks.add_metric((component, reason), count)
-            elif kind == "executed":
-                executed.add_metric(rest.split(":", 2), count)
-            elif kind not in ("evictions", "isolation_denials"):
-                others.add_metric((key,), count)
-        return evictions, denials, fallbacks, executed, others
+
+_REPLICA_GAUGES: tuple[tuple[str, str, Callable[[ReplicaStatus], float]], ...] = (
+    ("kvshare_replica_up", "Whether the replica takes requests.", lambda one: one.serves),
+    ("kvshare_replica_sharing", "Whether its connector is heard and shares.", lambda one: one.shares),
+    ("kvshare_replica_inflight", "Requests being answered by the replica.", lambda one: one.num_inflight),
+    ("kvshare_replica_segments", "KV segments that the replica holds.", lambda one: one.num_segments),
+    ("kvshare_replica_kv_bytes", "Bytes of those segments.", lambda one: one.kv_bytes),
+)
 
 
 def _replica_gauges(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
     """Of each vLLM behind the proxy; names are the operator's."""
-    if not replicas:
-        return
-    texts = {
-        "kvshare_replica_up": "Whether the replica takes requests.",
-        "kvshare_replica_sharing": "Whether its connector is heard and shares.",
-        "kvshare_replica_inflight": "Requests being answered by the replica.",
-        "kvshare_replica_segments": "KV segments that the replica holds.",
-        "kvshare_replica_kv_bytes": "Bytes of those segments.",
-    }
-    for name, text in texts.items():
+    for name, text, figure in _REPLICA_GAUGES if replicas else ():
         gauge = GaugeMetricFamily(name, text, labels=("replica",))
         for replica in replicas:
-            gauge.add_metric((replica.name,), _replica_figures(replica)[name])
+            gauge.add_metric((replica.name,), float(figure(replica)))
         yield gauge
 
 
-def _index_gauges(index: IndexStatus | None) -> Iterable[Metric]:
-    if index is None:
-        return
-    gauges: dict[str, tuple[str, float]] = {
-        "kvshare_index_paused": ("1 while the index is not written.", float(index.paused is not None)),
-        "kvshare_index_waiting_prompts": ("Prompts that a paused index misses.", index.num_waiting),
-    }
-    if index.free_bytes is not None:
-        gauges["kvshare_index_disk_free_bytes"] = ("Room on the index's disk.", index.free_bytes)
-    for name, (text, value) in gauges.items():
-        yield GaugeMetricFamily(name, text, value=value)
+# What the engine counts: "kind", or "kind:label:label". Other kinds are events, by their whole key.
+_COUNTERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("evictions", "kvshare_evictions", "Prompts dropped from the tree.", ("reason",)),
+    (
+        "isolation_denials",
+        "kvshare_isolation_denials",
+        "Foreign candidates that reached planning; alert on any.",
+        (),
+    ),
+    ("fallback", "kvshare_fallback", "Requests served without a part that failed.", ("component", "reason")),
+    (
+        "executed",
+        "kvshare_plans_executed",
+        "Planned requests by what vLLM made of them.",
+        ("planned", "executed", "reason"),
+    ),
+)
 
 
-def _replica_figures(replica: ReplicaStatus) -> dict[str, float]:
-    return {
-        "kvshare_replica_up": float(replica.serves),
-        "kvshare_replica_sharing": float(replica.shares),
-        "kvshare_replica_inflight": replica.num_inflight,
-        "kvshare_replica_segments": replica.num_segments,
-        "kvshare_replica_kv_bytes": replica.kv_bytes,
+def _counters(counts: Mapping[str, int]) -> Iterable[Metric]:
+    """The engine's counters as metrics; evictions and denials also where there were none."""
+    families = {
+        kind: (CounterMetricFamily(name, text, labels=labels), len(labels))
+        for kind, name, text, labels in _COUNTERS
     }
+    others = CounterMetricFamily("kvshare_engine_events", "What else the engine counts.", labels=("event",))
+    for key, count in ({"evictions": 0, "isolation_denials": 0} | dict(counts)).items():
+        kind = key.partition(":")[0]
+        if kind not in families:
+            others.add_metric((key,), count)
+            continue
+        family, num_labels = families[kind]
+        values = key.split(":", num_labels)[1:]
+        family.add_metric(values or ("capacity",), count)  # evictions without a reason were for room
+    return (*(family for family, _ in families.values()), others)

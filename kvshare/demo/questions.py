@@ -6,11 +6,11 @@ near duplicates proves that their answers differ. Knows nothing of tokens or mod
 """
 
 import random
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
-from kvshare.demo.sheets import AGE, REMARK, Sheet, Slot, field_names, number_field
+from kvshare.demo.sheets import Sheet, Slot
+from kvshare.demo.templates import AGE, REMARK
 
 Kind = Literal["lookup", "compare", "derived"]
 KINDS: tuple[Kind, ...] = ("lookup", "compare", "derived")
@@ -38,40 +38,28 @@ class Question:
 
     text: str
     answer: str
-    kind: Kind
     query: Query
 
 
-def ask(
-    rng: random.Random,
-    sheet: Sheet,
-    *,
-    about: Set[Slot] | None = None,
-    kind: Kind | None = None,
-) -> Question:
+def ask(rng: random.Random, sheet: Sheet, *, kind: Kind | None = None) -> Question:
     """
-    A random question; with `about`, one whose answer depends on at least one of those slots.
+    A random question, of that kind if one is given.
 
-    Raises:  ValueError if no such question exists
+    Raises:  ValueError if the sheet answers no such question
     """
-    wanted = frozenset(sheet.slots if about is None else about)
-    found = {
-        one: [query for query in queries(sheet, one) if query.slots & wanted]
-        for one in (KINDS if kind is None else (kind,))
-    }
-    possible = [one for one in found if found[one]]
+    possible = {one: found for one in ([kind] if kind else KINDS) if (found := queries(sheet, one))}
     if not possible:
-        raise ValueError(f"no question of kind {kind or 'any'} depends on the slots asked about")
-    query = rng.choice(found[rng.choice(possible)])
-    return Question(wording(rng, sheet, query), answer_to(sheet, query), query.kind, query)
+        raise ValueError(f"the sheet answers no question of kind {kind}")
+    query = rng.choice(possible[rng.choice(list(possible))])
+    return Question(wording(rng, sheet, query), answer_to(sheet, query), query)
 
 
 def queries(sheet: Sheet, kind: Kind) -> list[Query]:
     """Every query of that kind that has one clear answer on this sheet."""
     records = range(len(sheet.records))
-    numbers = [field.name for field in sheet.template.number_fields]
+    numbers = sheet.template.ordinary
     if kind == "lookup":
-        fields = [field for field in field_names(sheet.template) if field != REMARK]
+        fields = [field for field in sheet.template.fields if field != REMARK]
         return [Query(kind, field, (record,)) for field in fields for record in records]
     if kind == "derived":
         return [Query(kind, field, (record,)) for field in numbers for record in records]
@@ -96,18 +84,14 @@ def wording(rng: random.Random, sheet: Sheet, query: Query) -> str:
     """The query in words; a lookup has more than one wording."""
     template = sheet.template
     label, person, field = template.label.lower(), template.person, query.field
-    ordinals = [record + 1 for record in query.records]
+    ordinal = query.records[0] + 1
     if query.kind == "derived":
         low, middle, high = template.verdicts
-        return f"In {label} {ordinals[0]}, is the {field} {low}, {middle} or {high}?"
+        return f"In {label} {ordinal}, is the {field} {low}, {middle} or {high}?"
     if query.kind == "lookup":
         asks = "who" if field == person else "what"
-        return rng.choice(
-            (
-                f"In {label} {ordinals[0]}, {asks} is the {field}?",
-                f"{template.label} {ordinals[0]}, {field}?",
-            )
-        )
+        long, short = f"In {label} {ordinal}, {asks} is the {field}?", f"{template.label} {ordinal}, {field}?"
+        return rng.choice((long, short))
     return f"Of all {label}s, what is the highest {field}?"
 
 
@@ -117,11 +101,9 @@ def _lead(sheet: Sheet, field: str) -> int:
 
 
 def _verdict(sheet: Sheet, slot: Slot) -> str:
-    number = number_field(sheet.template, slot.field)
-    if number is None:
-        raise ValueError(f"{slot.field} has no ordinary range")
     value = int(sheet.value(slot))
-    low, middle, high = sheet.template.verdicts
-    if value < number.lowest_ordinary:
-        return low
-    return high if value > number.highest_ordinary else middle
+    below, inside, above = sheet.template.verdicts
+    lowest, highest = sheet.template.ordinary[slot.field]
+    if value < lowest:
+        return below
+    return above if value > highest else inside

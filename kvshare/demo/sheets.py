@@ -10,18 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvshare.demo.templates import (
+    AGE,
     AGES,
     FIRST_NAMES,
     LAST_NAMES,
     NUMBERS,
+    REMARK,
     SYSTEM_MESSAGE,
     TEMPLATES,
-    NumberField,
     Template,
 )
 
-AGE = "age"
-REMARK = "remark"
 MAX_RECORDS = 4
 
 
@@ -50,8 +49,7 @@ class Sheet:
     @property
     def slots(self) -> tuple[Slot, ...]:
         """Every slot, in the order of the text."""
-        fields = field_names(self.template)
-        return tuple(Slot(r, field) for r in range(len(self.records)) for field in fields)
+        return tuple(Slot(r, field) for r in range(len(self.records)) for field in self.template.fields)
 
     def value(self, slot: Slot) -> str:
         """What stands in the slot."""
@@ -59,47 +57,36 @@ class Sheet:
 
     def line(self, slot: Slot) -> str:
         """The one line that states the slot, label included."""
-        beside = _range_text(self.template, slot.field)
-        return f"{self.template.label} {slot.record + 1}, {slot.field}: {self.value(slot)}{beside}"
+        template, beside = self.template, ""
+        if slot.field in template.ordinary:
+            low, high = template.ordinary[slot.field]
+            beside = f" ({template.verdicts[1]} {low} to {high})"
+        return f"{template.label} {slot.record + 1}, {slot.field}: {self.value(slot)}{beside}"
 
     def _record_text(self, record: int) -> str:
-        template, ordinal = self.template, record + 1
-        numbers = [field.name for field in template.number_fields]
-        head = [template.person, AGE, template.word_field.name]
-        lines = [
-            template.record_opening.format(n=ordinal),
-            *(self.line(Slot(record, field)) for field in head),
-            template.record_middle,
-            *(self.line(Slot(record, field)) for field in numbers),
-            self.line(Slot(record, REMARK)),
-            template.record_closing.format(n=ordinal),
-        ]
-        return "\n".join(lines)
+        template = self.template
+        lines = [self.line(Slot(record, field)) for field in template.fields]
+        lines.insert(template.fields.index(template.word_field) + 1, template.record_middle)
+        return "\n".join((template.record_opening, *lines, template.record_closing)).format(n=record + 1)
 
 
-def field_names(template: Template) -> tuple[str, ...]:
-    """The slots of one record, in the order of the text."""
-    numbers = (field.name for field in template.number_fields)
-    return (template.person, AGE, template.word_field.name, *numbers, REMARK)
-
-
-def make_sheet(rng: random.Random, *, num_records: int, template: Template | None = None) -> Sheet:
+def make_sheet(rng: random.Random, *, num_records: int) -> Sheet:
     """
-    A sheet of a random kind, or of the given one, with random values; no name occurs twice.
+    A sheet of a random kind with random values; no name occurs twice.
 
     Raises:  ValueError unless 1 <= num_records <= 4
     """
     if not 1 <= num_records <= MAX_RECORDS:
         raise ValueError(f"num_records is {num_records}, a sheet has 1 to {MAX_RECORDS}")
-    chosen = template or rng.choice(TEMPLATES)
+    template = rng.choice(TEMPLATES)
     firsts = rng.sample(FIRST_NAMES, num_records)
     lasts = rng.sample(LAST_NAMES, num_records)
     records = []
     for first, last in zip(firsts, lasts, strict=True):
-        values = {field: _draw(rng, chosen, field) for field in field_names(chosen)}
-        values[chosen.person] = f"{first} {last}"
+        values = {field: _draw(rng, template, field) for field in template.fields}
+        values[template.person] = f"{first} {last}"
         records.append(values)
-    return Sheet(chosen, tuple(records))
+    return Sheet(template, tuple(records))
 
 
 def edit_sheet(rng: random.Random, sheet: Sheet, *, num_slots: int) -> Sheet:
@@ -126,24 +113,12 @@ def changed_slots(before: Sheet, after: Sheet) -> frozenset[Slot]:
     return frozenset(slot for slot in after.slots if before.value(slot) != after.value(slot))
 
 
-def number_field(template: Template, name: str) -> NumberField | None:
-    """The number field of that name; None if the slot holds no number with a range."""
-    return next((field for field in template.number_fields if field.name == name), None)
-
-
 def to_messages(sheet: Sheet, question_text: str) -> list[dict[str, str]]:
     """The chat messages of one request: the constant system message, then sheet and question."""
     return [
         {"role": "system", "content": SYSTEM_MESSAGE},
         {"role": "user", "content": f"{sheet.text}\n\n{question_text}"},
     ]
-
-
-def _range_text(template: Template, field: str) -> str:
-    number = number_field(template, field)
-    if number is None:
-        return ""
-    return f" ({template.verdicts[1]} {number.lowest_ordinary} to {number.highest_ordinary})"
 
 
 def _draw(rng: random.Random, template: Template, field: str) -> str:
@@ -153,10 +128,9 @@ def _draw(rng: random.Random, template: Template, field: str) -> str:
         return str(rng.choice(AGES))
     if field == REMARK:
         return rng.choice(template.remarks)
-    number = number_field(template, field)
-    if number is None:
-        return rng.choice(template.word_field.words)
+    if field == template.word_field:
+        return rng.choice(template.words)
     # Each verdict is equally likely, so that guessing one of them is right a third of the time.
-    low, high = number.lowest_ordinary, number.highest_ordinary
+    low, high = template.ordinary[field]
     below, ordinary, above = (NUMBERS[0], low), (low, high + 1), (high + 1, NUMBERS[-1] + 1)
     return str(rng.randrange(*rng.choice((below, ordinary, above))))

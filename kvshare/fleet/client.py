@@ -1,5 +1,5 @@
 """
-The only HTTP client of vLLM: of a replica's API, and of the control server in its connector.
+The only HTTP client of vLLM, and of the control server in its connector.
 
 Two secrets come from the environment: KVSHARE_VLLM_API_KEY is vLLM's own key, KVSHARE_VLLM_TOKEN opens the
 control servers. A client's key is never passed on.
@@ -8,50 +8,109 @@ control servers. A client's key is never passed on.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 import aiohttp
 from yarl import URL
 
 from delta_tree import SegmentId
 from kvshare.errors import UpstreamError
-from kvshare.fleet.upstream import HeldSegments, ServedModels, Upstream
-from kvshare.settings import ReplicaSettings, VllmSettings
-from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, Journal, ReplicaInfo, WireError
+from kvshare.settings import VllmSettings
+from kvshare.vllm_protocol.json_fields import Message, WireError
+from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, HeldSegments, Journal, ReplicaInfo
 
 _KEEP_ALIVE_S = 2.0  # less than uvicorn's 5: a connection must not be used while vLLM closes it
 API_KEY_VARIABLE = "KVSHARE_VLLM_API_KEY"
 
+MessageT = TypeVar("MessageT", bound=Message)
 
-class HttpUpstream(Upstream):
-    """One `vllm serve`. Between `open` and `close`."""
 
-    def __init__(self, replica: ReplicaSettings, settings: VllmSettings) -> None:
-        self._url = replica.url
-        self._control_url = replica.control
-        self._settings = settings
-        self._api_headers = _bearer(API_KEY_VARIABLE)
-        self._control_headers = _bearer(TOKEN_VARIABLE)
-        self._session: aiohttp.ClientSession | None = None
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """What `/v1/models` of a vLLM lists: names of the base model; an adapter's requests are not shared."""
 
-    async def open(self) -> None:
-        settings = self._settings
-        self._session = aiohttp.ClientSession(
+    names: tuple[str, ...]
+    max_model_len: int = 0
+
+
+class _Client:
+    """One server, between entering and leaving. Every call has a timeout, and raises only UpstreamError."""
+
+    def __init__(
+        self, url: str, secret: str | None, timeout_s: float, socket_timeout: aiohttp.ClientTimeout
+    ) -> None:
+        """`timeout_s`: of a call, but not of one whose answer is passed on."""
+        self.url = url
+        self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        self._timeout_s = timeout_s
+        self._socket_timeout = socket_timeout
+        self._opened: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._opened = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # what is relayed stays as it is
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
-            ),
+            timeout=self._socket_timeout,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
+        return self
 
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        assert self._opened is not None, "used between entering and leaving"
+        return self._opened
+
+    async def _json(
+        self, method: str, path: str, *, body: Mapping[str, Any] | None = None, wait_s: float = 0.0
+    ) -> Any:
+        """The JSON of a 200. Raises UpstreamError with the address and what was wrong."""
+        raw = await self._read(method, path, body=body, wait_s=wait_s)
+        try:
+            return json.loads(raw)
+        except ValueError as exc:
+            raise self._failed(path, "the answer is not JSON") from exc
+
+    async def _read(
+        self, method: str, path: str, *, body: Mapping[str, Any] | None = None, wait_s: float = 0.0
+    ) -> bytes:
+        headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s + wait_s),
+                self._session.request(
+                    method, self.url + path, headers=headers, json=body, allow_redirects=False
+                ) as response,
+            ):
+                raw = await response.read()
+        except TimeoutError as exc:
+            raise self._failed(path, "no answer in time") from exc
+        except (aiohttp.ClientError, OSError) as exc:
+            raise self._failed(path, _describe(exc)) from exc
+        if response.status != 200:
+            problem = f"expected status 200, got {response.status}"
+            raise self._failed(path, problem, status=response.status)
+        return raw
+
+    def _failed(self, path: str, problem: str, *, status: int | None = None) -> UpstreamError:
+        return UpstreamError(f"{self.url}{path.partition('?')[0]}: {problem}", status=status)
+
+
+class VllmClient(_Client):
+    """The API of one `vllm serve`."""
+
+    def __init__(self, url: str, settings: VllmSettings) -> None:
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
+        )
+        super().__init__(url, os.environ.get(API_KEY_VARIABLE), settings.control_timeout_s, timeout)
 
     async def send(
         self, method: str, raw_path: str, *, headers: Mapping[str, str], body: bytes
@@ -63,117 +122,79 @@ class HttpUpstream(Upstream):
         """
         try:
             try:
-                return await self._request(method, raw_path, headers, body)
+                return await self._send(method, raw_path, headers, body)
             except (aiohttp.ServerDisconnectedError, ConnectionResetError):
                 # Most likely an idle connection that vLLM was closing: try a new one.
-                return await self._request(method, raw_path, headers, body)
+                return await self._send(method, raw_path, headers, body)
         except aiohttp.ConnectionTimeoutError as exc:
-            raise UpstreamError(f"{self._url}: {_describe(exc)}") from exc
+            raise UpstreamError(f"{self.url}: {_describe(exc)}") from exc
         except TimeoutError:
             raise
         except (aiohttp.ClientError, OSError) as exc:
-            raise UpstreamError(f"{self._url}: {_describe(exc)}") from exc
+            raise UpstreamError(f"{self.url}: {_describe(exc)}") from exc
 
-    async def _request(
+    async def _send(
         self, method: str, raw_path: str, headers: Mapping[str, str], body: bytes
     ) -> aiohttp.ClientResponse:
-        return await self._open_session.request(
+        return await self._session.request(
             method,
-            URL(self._url + raw_path, encoded=True),
-            headers={**headers, **self._api_headers},
+            URL(self.url + raw_path, encoded=True),
+            headers={**headers, **self._headers},
             data=body or None,
             allow_redirects=False,
         )
 
     async def check_health(self) -> None:
-        await self._ask("GET", f"{self._url}/health", headers=self._api_headers, expects_json=False)
+        """Raises UpstreamError unless vLLM takes requests."""
+        await self._read("GET", "/health")
 
     async def models(self) -> ServedModels:
         """Adapters name the model they stand on as their parent; base models name none."""
-        document = await self._ask("GET", f"{self._url}/v1/models", headers=self._api_headers)
+        document = await self._json("GET", "/v1/models")
         entries = document.get("data") if isinstance(document, Mapping) else None
         if not isinstance(entries, list):
-            raise UpstreamError(f"{self._url}/v1/models: expected a list of models")
+            raise self._failed("/v1/models", "expected a list of models")
         base = [entry for entry in entries if isinstance(entry, Mapping) and not entry.get("parent")]
         lengths = [entry["max_model_len"] for entry in base if isinstance(entry.get("max_model_len"), int)]
         return ServedModels(tuple(str(entry.get("id")) for entry in base), min(lengths, default=0))
 
     async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
-        document = await self._ask("POST", f"{self._url}/tokenize", headers=self._api_headers, body=body)
+        """The token ids of vLLM's own `/tokenize`."""
+        document = await self._json("POST", "/tokenize", body=body)
         tokens = document.get("tokens") if isinstance(document, Mapping) else None
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise UpstreamError(f"{self._url}/tokenize: expected a list of token ids")
+            raise self._failed("/tokenize", "expected a list of token ids")
         return tokens
 
+
+class ControlClient(_Client):
+    """The control server of one connector."""
+
+    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 10.0) -> None:
+        """Without a `token` the environment's is sent, if there is one."""
+        no_more = aiohttp.ClientTimeout(total=None)
+        super().__init__(url, token or os.environ.get(TOKEN_VARIABLE), timeout_s, no_more)
+
     async def info(self) -> ReplicaInfo:
-        document = await self._control("GET", "/info")
-        with self._checked("/info"):
-            return ReplicaInfo.from_json(document)
+        return await self._message(ReplicaInfo, "/info")
 
     async def journal(self, *, after: int, wait_s: float) -> Journal:
-        document = await self._control("GET", f"/journal?after={after}&wait_s={wait_s:g}", wait_s=wait_s)
-        with self._checked("/journal"):
-            return Journal.from_json(document)
+        """Events after a sequence number; waits up to `wait_s` for the first."""
+        return await self._message(Journal, f"/journal?after={after}&wait_s={wait_s:g}", wait_s=wait_s)
 
     async def segments(self) -> HeldSegments:
-        document = await self._control("GET", "/segments")
-        with self._checked("/segments"):
-            return HeldSegments.from_json(document)
+        return await self._message(HeldSegments, "/segments")
 
     async def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        await self._control("POST", "/drop", body={"segment_ids": list(segment_ids)})
+        """Let the connector drop segments."""
+        await self._json("POST", "/drop", body={"segment_ids": list(segment_ids)})
 
-    @property
-    def _open_session(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "used between open and close"
-        return self._session
-
-    async def _control(
-        self, method: str, path: str, *, body: Mapping[str, Any] | None = None, wait_s: float = 0.0
-    ) -> Any:
-        url = f"{self._control_url}{path}"
-        return await self._ask(method, url, headers=self._control_headers, body=body, wait_s=wait_s)
-
-    async def _ask(
-        self,
-        method: str,
-        url: str,
-        *,
-        headers: Mapping[str, str],
-        body: Mapping[str, Any] | None = None,
-        wait_s: float = 0.0,
-        expects_json: bool = True,
-    ) -> Any:
-        """The JSON of a 200. Raises UpstreamError with the address and what was wrong."""
-        place = url.partition("?")[0]
-        given = dict(headers) if body is None else {**headers, "Content-Type": "application/json"}
+    async def _message(self, kind: type[MessageT], path: str, *, wait_s: float = 0.0) -> MessageT:
+        document = await self._json("GET", path, wait_s=wait_s)
         try:
-            async with (
-                asyncio.timeout(self._settings.control_timeout_s + wait_s),
-                self._open_session.request(method, url, headers=given, json=body) as response,
-            ):
-                raw = await response.read()
-                if response.status != 200:
-                    raise UpstreamError(f"{place}: expected status 200, got {response.status}")
-                return await response.json(content_type=None) if raw and expects_json else None
-        except TimeoutError as exc:
-            raise UpstreamError(f"{place}: no answer in time") from exc
-        except (aiohttp.ClientError, OSError) as exc:
-            raise UpstreamError(f"{place}: {_describe(exc)}") from exc
-        except ValueError as exc:
-            raise UpstreamError(f"{place}: the answer is not JSON") from exc
-
-    @contextmanager
-    def _checked(self, path: str) -> Iterator[None]:
-        try:
-            yield
+            return kind.from_json(document)
         except WireError as exc:
-            raise UpstreamError(f"{self._control_url}{path}: {exc}") from exc
-
-
-def _bearer(variable: str) -> dict[str, str]:
-    secret = os.environ.get(variable)
-    return {"Authorization": f"Bearer {secret}"} if secret else {}
+            raise self._failed(path, str(exc)) from exc
 
 
 def _describe(exc: Exception) -> str:

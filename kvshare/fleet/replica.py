@@ -1,29 +1,31 @@
-"""One vLLM behind the proxy: whether it takes requests, whether its connector is heard, how busy it is."""
+"""The vLLM replicas behind one proxy: what each can do now, and which of them comes next."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NewType
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from kvshare.engines.base import ReplicaStatus
-from kvshare.fleet.tier import ReplicaTier
-from kvshare.fleet.upstream import ServedModels, Upstream
+from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
+from kvshare.namespace import Namespace, Owner
 from kvshare.vllm_protocol.messages import ReplicaInfo
 
-ReplicaName = NewType("ReplicaName", str)
+log = logging.getLogger(__name__)
+
 NAMESPACE_FIELDS = ("model", "revision", "tokenizer", "dtype", "kv_layout", "rope")
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """State, changed by its `Follower` and by the requests that run there."""
+    """One vLLM. Its state is changed by its `Watcher` and by the requests that run there."""
 
     name: str
-    upstream: Upstream = field(repr=False)
+    vllm: VllmClient = field(repr=False)
+    control: ControlClient = field(repr=False)
     models: ServedModels | None = None  # None: vLLM does not answer
     refusal: str | None = None  # why it gets no requests although it answers
-    info: ReplicaInfo | None = None  # of the connector, since it was last heard
-    is_heard: bool = False  # the journal is being followed
+    info: ReplicaInfo | None = None  # of the connector, until it is lost
+    is_connected: bool = False  # the connector's journal is being read
     num_inflight: int = 0
 
     @property
@@ -33,14 +35,56 @@ class Replica:
     @property
     def shares(self) -> bool:
         """Whether plans may be made for it."""
-        return self.serves and self.is_heard and self.info is not None and self.info.shares
+        return self.serves and self.is_connected and self.info is not None and self.info.shares
 
-    def status(self, tier: ReplicaTier) -> ReplicaStatus:
-        return ReplicaStatus(
-            name=self.name,
-            serves=self.serves,
-            shares=self.shares,
-            num_inflight=self.num_inflight,
-            num_segments=tier.num_segments_at(self.name),
-            kv_bytes=tier.num_bytes_at(self.name),
-        )
+    def namespace(self, owner: Owner) -> Namespace:
+        """An owner's namespace in this replica's memory. Its connector has been connected."""
+        assert self.info is not None, "namespaces are for replicas that share"
+        parts = {name: self.info.namespace_fields[name] for name in NAMESPACE_FIELDS}
+        return replace(Namespace(tenant=owner.tenant, scope=owner.scope, **parts), holder=self.name)
+
+
+class Fleet:
+    """All replicas: which of them serve, which share, and what model they have in common."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self.replicas = tuple(replicas)
+        self._models: ServedModels | None = None
+        self._next = 0  # the replica that comes first among equally idle ones
+
+    @property
+    def models(self) -> ServedModels | None:
+        """What the replicas serve; None until one has answered."""
+        return self._models
+
+    def serving(self) -> list[Replica]:
+        """
+        The replicas that take requests, the idlest first; among equally idle ones the next in rotation.
+
+        Asking does not advance the rotation, see `advance_rotation`.
+        """
+        rotated = self.replicas[self._next :] + self.replicas[: self._next]
+        return sorted((entry for entry in rotated if entry.serves), key=lambda entry: entry.num_inflight)
+
+    def sharing(self) -> list[Replica]:
+        """Those that plans may be made for."""
+        return [replica for replica in self.serving() if replica.shares]
+
+    def advance_rotation(self) -> None:
+        """Called once per request that is sent: equally idle replicas then take turns."""
+        self._next = (self._next + 1) % len(self.replicas)
+
+    def check_models(self, replica: Replica) -> None:
+        """Called when the models of a replica are known: one with others than the rest gets no requests."""
+        assert replica.models is not None, "called when they are known"
+        replica.refusal = None
+        others = [other for other in self.replicas if other is not replica and other.serves]
+        if not others or self._models is None:
+            self._models = replica.models
+        elif set(replica.models.names) != set(self._models.names):
+            replica.refusal = f"serves {_listed(replica.models)}, the others serve {_listed(self._models)}"
+            log.error("replica %s gets no requests: it %s", replica.name, replica.refusal)
+
+
+def _listed(models: ServedModels) -> str:
+    return ", ".join(models.names) or "nothing"

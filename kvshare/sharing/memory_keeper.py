@@ -28,7 +28,7 @@ from delta_tree import (
 )
 from kvshare.kv.tier import Tier
 from kvshare.sharing.keeper import Keeper
-from kvshare.sharing.node_draft import FinishedSequence, StoredSpan, computed_spans, draft_node, find_parent
+from kvshare.sharing.node_draft import StoredSpan, computed_spans, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
 
 log = logging.getLogger(__name__)
@@ -76,8 +76,9 @@ class Computed(Generic[KVT]):
     kv: SequenceBuffer[KVT]
 
     @property
-    def sequence(self) -> FinishedSequence:
-        return FinishedSequence(self.namespace, self.token_ids, self.plan)
+    def spans(self) -> tuple[Span, ...]:
+        """What was computed for it; the rest was copied."""
+        return computed_spans(self.plan, len(self.token_ids))
 
 
 class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
@@ -138,7 +139,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         if known is not None and known.exact_length == num_tokens:
             self.tree.touch(known.node_id)
             return None
-        num_computed = sum(len(span) for span in computed_spans(computed.sequence))
+        num_computed = sum(len(span) for span in computed.spans)
         if num_computed * computed.kv.bytes_per_token > self.tier.max_bytes:
             self.counters["fallback:commit:too_large"] += 1
             return None
@@ -155,13 +156,16 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
 
     def _drafted(self, computed: Computed[KVT]) -> tuple[NodeDraft, list[KVT]]:
         """The node for a finished sequence, and the KV of its new segments, cut out of the slots."""
-        spans = computed_spans(computed.sequence)
+        spans = computed.spans
         kept = [computed.kv.cut(span) for span in spans]
         stored = [
             StoredSpan(self._new_id(), span, kv.num_bytes, kv.checksum())
             for span, kv in zip(spans, kept, strict=True)
         ]
-        return draft_node(computed.sequence, stored, parent=find_parent(computed.plan, self.tree.get)), kept
+        parent = find_parent(computed.plan, self.tree.get)
+        namespace = computed.namespace
+        draft = draft_node(computed.token_ids, computed.plan, stored, namespace=namespace, parent=parent)
+        return draft, kept
 
     def _store(self, draft: NodeDraft, kept: Sequence[KVT]) -> Node | None:
         """Make room, then put KV and node in place, in an order in which nobody finds a node without KV."""

@@ -25,22 +25,8 @@ class StoredSpan:
     checksum: int = 0  # 0 where whoever holds the bytes checks them
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FinishedSequence:
-    """A sequence whose KV is computed: its tokens, and the plan it really came from."""
-
-    namespace: str
-    token_ids: TokenIds  # (T,) prompt and generated tokens whose KV there is
-    plan: Plan | NoPlan
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-
-def computed_spans(sequence: FinishedSequence) -> tuple[Span, ...]:
-    """What was computed for it: the placeholders, and everything that was generated."""
-    plan, num_tokens = sequence.plan, sequence.num_tokens
+def computed_spans(plan: Plan | NoPlan, num_tokens: int) -> tuple[Span, ...]:
+    """What was computed of so many tokens: the placeholders, and everything that was generated."""
     if isinstance(plan, NoPlan):
         return (Span(0, num_tokens),)
     spans = [Span(span.start, min(span.end, num_tokens)) for span in plan.placeholders]
@@ -48,16 +34,24 @@ def computed_spans(sequence: FinishedSequence) -> tuple[Span, ...]:
 
 
 def draft_node(
-    sequence: FinishedSequence, stored: Sequence[StoredSpan], *, parent: NodeId | None
+    token_ids: TokenIds,
+    plan: Plan | NoPlan,
+    stored: Sequence[StoredSpan],
+    *,
+    namespace: str,
+    parent: NodeId | None,
 ) -> NodeDraft:
-    """The node for a sequence whose plan's copies and `stored` cover every position once."""
+    """
+    The node for a sequence: tokens (T,) whose KV is computed, prompt and generated ones, and the plan it
+    really came from. The plan's copies and `stored` cover every position once.
+    """
     return NodeDraft(
-        namespace=sequence.namespace,
-        token_ids=sequence.token_ids,
+        namespace=namespace,
+        token_ids=token_ids,
         parent=parent,
-        pieces=_piece_table(sequence.plan, stored),
-        new_segments=tuple(_describe(sequence, entry) for entry in stored),
-        exact_length=_exact_length(sequence),
+        pieces=_piece_table(plan, stored),
+        new_segments=tuple(_describe(token_ids, plan, entry, namespace) for entry in stored),
+        exact_length=_exact_length(plan, len(token_ids)),
     )
 
 
@@ -72,23 +66,22 @@ def find_parent(plan: Plan | NoPlan, node_of: Callable[[NodeId], Node | None]) -
     return parent if node_of(parent) is not None else None
 
 
-def _exact_length(sequence: FinishedSequence) -> int:
+def _exact_length(plan: Plan | NoPlan, num_tokens: int) -> int:
     """Everything before the first approximate copy was computed after exact KV only."""
-    plan = sequence.plan
     if isinstance(plan, NoPlan) or plan.first_approximate >= plan.num_tokens:
-        return sequence.num_tokens
+        return num_tokens
     return plan.first_approximate
 
 
-def _describe(sequence: FinishedSequence, stored: StoredSpan) -> Segment:
-    prefix = sequence.token_ids[: stored.span.start]
+def _describe(token_ids: TokenIds, plan: Plan | NoPlan, stored: StoredSpan, namespace: str) -> Segment:
+    prefix = token_ids[: stored.span.start]
     return Segment(
         segment_id=stored.segment_id,
-        namespace=sequence.namespace,
+        namespace=namespace,
         first_position=stored.span.start,
         num_tokens=len(stored.span),
         prefix_hash=hashlib.sha256(prefix.astype("<i4").tobytes()).digest()[:16],
-        generation=_generation(sequence.plan, stored.span),
+        generation=_generation(plan, stored.span),
         num_bytes=stored.num_bytes,
         checksum=stored.checksum,
     )

@@ -7,7 +7,7 @@ change the answer and is not implemented is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -72,8 +72,6 @@ def _prompt_list(prompt: object) -> list[str | tuple[int, ...]]:
 
 
 Text = Annotated[str, BeforeValidator(_one_text)]
-
-
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stop_list), at_most(MAX_STOPS)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 LogitBias = Annotated[dict[BiasKey, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_BIASES)]
@@ -171,7 +169,8 @@ def parse_chat(document: Mapping[str, Any]) -> ChatBody:
     """Raises RequestError or UnsupportedParameterError, naming the parameter."""
     body = validated(ChatBody, document)
     _refuse_unsupported(document)
-    _refuse_unsupported_in_messages(document["messages"])
+    for number, message in enumerate(document["messages"]):
+        _refuse_unsupported(message, _NEUTRAL_IN_MESSAGE, at=f"messages[{number}].")
     if body.top_logprobs and not body.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     _check_stream_options(body)
@@ -205,51 +204,29 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
+    **dict.fromkeys(("audio", "web_search_options", "verbosity"), ()),
     "reasoning_effort": ("none",),
-    "verbosity": (),
     "echo": (False,),
     "suffix": ("",),
     # vLLM's additions
     "top_k": (0, -1),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "use_beam_search": (False,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "prompt_logprobs": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "chat_template": (),
+    **dict.fromkeys(("min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "continue_final_message"), (False,)),
+    **dict.fromkeys(("stop_token_ids", "bad_words", "documents"), ([],)),
+    **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "structured_outputs", "chat_template"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
     "chat_template_kwargs": ({},),
-    "documents": ([],),
     "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
 }
 
 _NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
 
 
-def _refuse_unsupported(document: Mapping[str, Any]) -> None:
+def _refuse_unsupported(
+    document: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]] = _NEUTRAL, at: str = ""
+) -> None:
     """Raises UnsupportedParameterError for the first parameter of a body that asks for what is not there."""
-    _refuse(document, _NEUTRAL, at="")
-
-
-def _refuse_unsupported_in_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """The same for the parameters of a message."""
-    for number, message in enumerate(messages):
-        _refuse(message, _NEUTRAL_IN_MESSAGE, at=f"messages[{number}].")
-
-
-def _refuse(document: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]], *, at: str) -> None:
     for name, accepted in neutral.items():
         value = document.get(name)
         if value is not None and not any(_same(value, entry) for entry in accepted):

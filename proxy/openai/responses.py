@@ -6,14 +6,16 @@ It turns deltas into documents; it neither reads nor writes sockets.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshare.engines.base import Delta, FinishReason, TokenLogprob
+from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
 from kvshare.errors import EngineError
 from kvshare.requests import SharingReport
+from proxy.openai.bodies import GenerationBody
 
 
 @dataclass(slots=True)
@@ -33,26 +35,20 @@ class Choice:
 class Response(ABC):
     """The documents of one answer. Every one carries the same id, creation time and model."""
 
+    id_prefix: str
     object_name: str
     chunk_object_name: str
 
-    def __init__(
-        self,
-        *,
-        answer_id: str,
-        created: int,
-        model: str,
-        num_choices: int,
-        logprobs: bool = False,
-        include_usage: bool = False,
-    ) -> None:
-        self._head = {"id": answer_id, "created": created, "model": model}
-        self._logprobs = logprobs
-        self._no_usage_yet: dict[str, Any] = {"usage": None} if include_usage else {}
-        self.choices = [Choice() for _ in range(num_choices)]
+    def __init__(self, requests: Sequence[GenerationRequest], body: GenerationBody, *, model: str) -> None:
+        """`requests` are the prompts of `body`; each has as many choices as it asks for."""
+        answer_id = f"{self.id_prefix}-{requests[0].request_id}"
+        self._head = {"id": answer_id, "created": int(time.time()), "model": model}
+        self._logprobs = requests[0].sampling.logprobs is not None
+        self._no_usage_yet: dict[str, Any] = {"usage": None} if body.include_usage else {}
+        self.choices = [Choice() for _ in range(len(requests) * body.num_choices)]
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer. Raises EngineError if a choice has no end."""
+        """The whole answer."""
         choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
         return {**self._head, "object": self.object_name, "choices": choices, "usage": usage}
 
@@ -101,6 +97,7 @@ class Response(ABC):
 class ChatResponse(Response):
     """chat.completion and chat.completion.chunk"""
 
+    id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
@@ -137,6 +134,7 @@ class ChatResponse(Response):
 class CompletionResponse(Response):
     """text_completion, whole and in chunks"""
 
+    id_prefix = "cmpl"
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 

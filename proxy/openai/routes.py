@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
 
 from aiohttp import web
 
@@ -20,7 +19,7 @@ from kvshare.requests import Prompt
 from proxy.context import accepting_server
 from proxy.errors import not_found
 from proxy.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
-from proxy.openai.responses import ChatResponse, CompletionResponse, Response
+from proxy.openai.responses import ChatResponse, CompletionResponse
 from proxy.openai.run import Job, answer
 from proxy.request_body import read_object
 from proxy.request_log import RECORD
@@ -49,7 +48,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     accepting_server(request)
     body, chat = await _read_chat(request)
     engine = request.app[ENGINE]
-    response = _response(ChatResponse, "chatcmpl", engine, body, (chat,))
+    response = ChatResponse((chat,), body, model=engine.card.model_id)
     return await answer(request, engine, Job((chat,), response, body))
 
 
@@ -61,7 +60,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     _check_model(engine, body.model)
     prompts = await _encode_prompts(request, body)
     requests = [_engine_request(request, body, prompt) for prompt in prompts]
-    response = _response(CompletionResponse, "cmpl", engine, body, requests)
+    response = CompletionResponse(requests, body, model=engine.card.model_id)
     try:
         return await answer(request, engine, Job(requests, response, body))
     except ContextLengthError as exc:
@@ -148,20 +147,3 @@ def _card(engine: GeneratingEngine) -> dict[str, object]:
         "owned_by": "kvshare",
         "max_model_len": card.max_model_len,
     }
-
-
-def _response(
-    kind: type[ChatResponse] | type[CompletionResponse],
-    prefix: str,
-    engine: GeneratingEngine,
-    body: ChatBody | CompletionBody,
-    requests: Sequence[GenerationRequest],
-) -> Response:
-    return kind(
-        answer_id=f"{prefix}-{requests[0].request_id}",
-        created=int(time.time()),
-        model=engine.card.model_id,
-        num_choices=len(requests) * body.num_choices,
-        logprobs=requests[0].sampling.logprobs is not None,
-        include_usage=body.include_usage,
-    )

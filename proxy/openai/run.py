@@ -73,10 +73,6 @@ class Run:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def abort(self, error: Exception) -> None:
-        """End `deltas` with `error`, from outside."""
-        self._fail(error)
-
     async def wait_started(self) -> None:
         """Returns when every request is admitted and planned."""
         await self._started.wait()
@@ -104,11 +100,11 @@ class Run:
             if number not in self._finished:
                 raise EngineError("The engine ended without its last event.")
         except KVShareError as exc:
-            self._fail(exc)
+            self.abort(exc)
         except Exception as exc:  # noqa: BLE001  raised again, translated, where the deltas are read
             error = EngineError("The engine failed while it computed this answer.")
             error.__cause__ = exc
-            self._fail(error)
+            self.abort(error)
 
     def _take(self, number: int, event: Event) -> None:
         if isinstance(event, Delta):
@@ -124,7 +120,8 @@ class Run:
             if len(self._finished) == len(self._requests):
                 self._queue.put_nowait(None)
 
-    def _fail(self, error: Exception) -> None:
+    def abort(self, error: Exception) -> None:
+        """End `deltas` with `error`, or `wait_started`, where that is waited for."""
         if not self._started.is_set():
             self._refusal = error
             self._started.set()

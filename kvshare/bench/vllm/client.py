@@ -109,11 +109,10 @@ class Client:
 
 
 @asynccontextmanager
-async def connected(url: str, *, token: str | None = None) -> AsyncIterator[Client]:
-    """A client of its own connections, as many as there are requests at a time. `token`: a bearer's."""
+async def connected(url: str) -> AsyncIterator[Client]:
+    """A client of its own connections, as many as there are requests at a time."""
     session = aiohttp.ClientSession(
         url,
-        headers={} if token is None else {"Authorization": f"Bearer {token}"},
         timeout=aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_S),
         connector=aiohttp.TCPConnector(limit=0),
         read_bufsize=_READ_BUFFER,

@@ -1,4 +1,4 @@
-"""What the connector tells through its control server, watched while a benchmark runs."""
+"""What the connector reports through its control server, watched while a benchmark runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvshare.bench.vllm.client import Client
-from kvshare.vllm_protocol.messages import Dropped, Finished, Journal, ReplicaInfo
+from kvshare.fleet.client import ControlClient
+from kvshare.vllm_protocol.messages import Dropped, Finished
 
 _POLL_S = 0.05
-
-
-async def read_info(control: Client) -> ReplicaInfo:
-    return ReplicaInfo.from_json(await control.get_json("/info"))
 
 
 @dataclass(slots=True)
@@ -28,12 +24,12 @@ class Watch:
     last: int = 0  # event that was read
     num_gaps: int = 0  # times that the journal had forgotten events before they were read
 
-    async def look(self, control: Client) -> None:
+    async def look(self, control: ControlClient) -> None:
         """Read what is new."""
-        info = await read_info(control)
+        info = await control.info()
         self.max_bytes = info.max_bytes
         self.peak_bytes = max(self.peak_bytes, info.num_bytes)
-        journal = Journal.from_json(await control.get_json("/journal", after=str(self.last), wait_s="0"))
+        journal = await control.journal(after=self.last, wait_s=0)
         self.num_gaps += journal.gap
         self.last = journal.last
         for event in journal.events:
@@ -53,10 +49,10 @@ class Watch:
 
 
 @asynccontextmanager
-async def watching(control: Client) -> AsyncIterator[Watch]:
+async def watching(control: ControlClient) -> AsyncIterator[Watch]:
     """A watch that looks twenty times a second, and once more at the end. What came before is not counted."""
     watch = Watch()
-    watch.last = Journal.from_json(await control.get_json("/journal", after="0", wait_s="0")).last
+    watch.last = (await control.journal(after=0, wait_s=0)).last
 
     async def keep_looking() -> None:
         while True:

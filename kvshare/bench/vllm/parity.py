@@ -29,11 +29,13 @@ import numpy as np
 from delta_tree import Span, TokenIds, gaps
 from kvshare.bench.vllm import front
 from kvshare.bench.vllm.client import Answer, Client, connected
-from kvshare.bench.vllm.control import Watch, read_info
+from kvshare.bench.vllm.control import Watch
 from kvshare.bench.vllm.prompts import stranger
 from kvshare.bench.vllm.stack import BenchConfig, Pair, StackOptions, document, pair
 from kvshare.errors import EngineError
-from kvshare.vllm_protocol.messages import Finished, Ticket, WireCopy, digest_of, private_salt
+from kvshare.fleet.client import ControlClient
+from kvshare.vllm_protocol.messages import Finished, Ticket, WireCopy, digest_of
+from kvshare.vllm_protocol.salts import private_salt
 
 _MODES = {"compiled": False, "eager": True}  # enforce_eager; compiled is vLLM's default
 _CASES = ("all_placeholders", "scattered", "identity", "prefix")
@@ -86,7 +88,7 @@ async def measure(servers: Pair, config: Config, *, copies: int = 2) -> dict[str
     rng = np.random.default_rng(config.seed)
     plain_url, shared_url = servers.plain.url, servers.shared.url
     async with connected(plain_url) as plain, connected(shared_url) as shared, servers.control() as control:
-        info = await read_info(control)
+        info = await control.info()
         if not info.shares:
             raise EngineError(f"the connector shares nothing: {'; '.join(info.refusals)}")
         bench = _Parity(plain, shared, control, rng, config.tokens)
@@ -111,7 +113,7 @@ class _Parity:
 
     plain: Client
     shared: Client
-    control: Client
+    control: ControlClient
     rng: np.random.Generator
     num_tokens: int
     decisions: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))

@@ -17,9 +17,11 @@ from kvshare.bench.vllm import servers
 from kvshare.bench.vllm.client import Client, connected
 from kvshare.bench.vllm.models import write_model
 from kvshare.bench.vllm.servers import Server, VllmOptions
+from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.versions import installed_build
 
 DOCUMENT_VERSION = 1  # of the JSON of these benchmarks
+_CONTROL_TIMEOUT_S = 60.0  # the process of a loaded vLLM may be slow to answer
 
 ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {
     "cost": {"min_saved_s": -60.0},
@@ -73,10 +75,12 @@ class Pair:
     folder: Path
 
     @asynccontextmanager
-    async def control(self) -> AsyncIterator[Client]:
+    async def control(self) -> AsyncIterator[ControlClient]:
         """Of the connector's control server."""
         assert self.shared.control_url is not None
-        async with connected(self.shared.control_url, token=self.token) as control:
+        async with ControlClient(
+            self.shared.control_url, token=self.token, timeout_s=_CONTROL_TIMEOUT_S
+        ) as control:
             yield control
 
 

@@ -25,6 +25,7 @@ from kvshare.bench.vllm.client import Answer, Client, connected
 from kvshare.bench.vllm.control import Watch
 from kvshare.bench.vllm.prompts import near_duplicate, stranger
 from kvshare.bench.vllm.stack import BenchConfig, Stack, StackOptions, document, stack
+from kvshare.fleet.client import ControlClient
 
 _ARMS = ("full", "full_proxied", "prefix_cache", "shared", "ideal")
 _ROOM = 128  # tokens of context beyond the prompt
@@ -77,7 +78,7 @@ async def measure(servers: Stack, config: Config) -> dict[str, Any]:
 class _Ttft:
     """A donor that both arms have served, and the measurements over it."""
 
-    def __init__(self, config: Config, plain: Client, proxy: Client, control: Client) -> None:
+    def __init__(self, config: Config, plain: Client, proxy: Client, control: ControlClient) -> None:
         self._config = config
         self._plain = plain
         self._proxy = proxy

@@ -157,7 +157,7 @@ class EmbeddedEngine(GeneratingEngine):
             if task.error is not None:
                 raise EngineError("the engine failed while computing this request") from task.error
         finally:
-            server.scheduler.cancel(task)  # a no-op where it has ended by itself
+            task.cancelled = True  # it leaves after the quantum in progress, if it has not ended by itself
             runtime.background.spawn(_keep(server, task), namespace=task.request.namespace.digest)
 
     def status(self) -> EngineStatus:

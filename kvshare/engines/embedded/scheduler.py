@@ -50,10 +50,6 @@ class Scheduler:
             self._tasks.append(task)
             self._wake.notify()
 
-    def cancel(self, task: Task) -> None:
-        """The task leaves at the latest after the quantum in progress."""
-        task.cancelled = True
-
     def _run(self) -> None:
         while (task := self._next()) is not None:
             error: BaseException | None = None

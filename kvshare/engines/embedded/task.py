@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ class _Choice:
     sampler: Sampler
     detokenizer: Detokenizer
     stops: StopMatcher
-    generated: list[int]
+    generated: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
 
@@ -143,14 +143,8 @@ class Task:
         sampling = self.request.sampling
         for index in range(sampling.n):
             kv = self._kv if index == 0 else self._kv.fork(len(self._prompt))
-            choice = _Choice(
-                index,
-                kv,
-                Sampler(sampling, index),
-                Detokenizer(self._tokenizer),
-                StopMatcher(sampling.stop),
-                generated=[],
-            )
+            sampler, stops = Sampler(sampling, index), StopMatcher(sampling.stop)
+            choice = _Choice(index, kv, sampler, Detokenizer(self._tokenizer), stops)
             self._choices.append(choice)
             self._take_token(choice, logits)
 
@@ -165,16 +159,14 @@ class Task:
         """Sample, detokenize, look for an end, tell the client."""
         token_id = choice.sampler.sample(logits)
         choice.generated.append(token_id)
-        text, stopped = "", token_id in self._eos_token_ids
-        if not stopped:
+        text, stopped = "", True
+        if token_id not in self._eos_token_ids:
             text, stopped = choice.stops.add(choice.detokenizer.add(token_id))
         if stopped:
             choice.finish_reason = FinishReason.STOP
         elif len(choice.generated) >= self._max_tokens:
             choice.finish_reason = FinishReason.LENGTH
-        if choice.finish_reason is not None and (
-            token_id in self._eos_token_ids or choice.finish_reason is FinishReason.LENGTH
-        ):
+        if choice.finish_reason is not None:
             text += choice.stops.flush()
         self._emit(Delta(choice.index, text, 1, self._logprobs(logits, token_id), choice.finish_reason))
 

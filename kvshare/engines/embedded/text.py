@@ -70,7 +70,7 @@ class StopMatcher:
         return shown, False
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """What was held back, once no more text comes; nothing after a stop string."""
         shown, self._held = self._held, ""
         return shown
 

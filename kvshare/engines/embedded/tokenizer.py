@@ -56,19 +56,13 @@ class PromptEncoder:
 
     @property
     def digest(self) -> str:
-        """
-        Of the vocabulary, the merges and the chat template: other text to other ids is another
-        namespace.
-        """
+        """Of vocabulary, merges and chat template: other text to other ids is another namespace."""
         digest = hashlib.sha256(self.backend.to_str().encode())
         digest.update(str(self._tokenizer.chat_template).encode())
         return digest.hexdigest()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """
-        The text of the prompt that asks for the assistant's next message. Raises RequestError if the template
-        refuses.
-        """
+        """The text that asks for the next message. Raises RequestError if the template refuses."""
         if self._tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         try:
@@ -80,10 +74,7 @@ class PromptEncoder:
         return str(text)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        """
-        The prompt that asks for the assistant's next message. Raises RequestError if the template
-        refuses.
-        """
+        """The prompt that asks for the next message. Raises RequestError if the template refuses."""
         text = self.render_chat(messages)
         last_user = next(
             (str(m.get("content") or "") for m in reversed(messages) if m.get("role") == "user"), ""

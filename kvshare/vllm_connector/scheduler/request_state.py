@@ -13,7 +13,8 @@ from enum import StrEnum, auto
 from typing import TYPE_CHECKING
 
 from delta_tree import SegmentId
-from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, WireCopy, digest_of, is_private_salt
+from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, WireCopy, digest_of
+from kvshare.vllm_protocol.salts import is_private_salt
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -91,15 +92,6 @@ def why_unshared(request: Request, ticket: Ticket, *, may_move_keys: bool) -> st
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Retained:
-    """The KV of a request that ended: these of its ticket's copies, and the segments to be stored between."""
-
-    copies: frozenset[int]
-    output_ids: tuple[int, ...]
-    stored: tuple[Stored, ...]
-
-
 @dataclass(slots=True)
 class TicketedRequest:
     """Each method that changes it is one event of the table; AssertionError where the table has none."""
@@ -116,7 +108,9 @@ class TicketedRequest:
     load_failed: bool = False  # vLLM or the worker computes everything from here on
     num_awaited: int = 0  # loads that were requested and are not reported
     num_prompt: int = 0  # known at the end
-    retained: Retained | None = None
+    retained: frozenset[int] | None = None  # copies that the retained KV consists of; None: none is retained
+    output_ids: tuple[int, ...] = ()  # generated tokens whose KV is retained
+    stored: tuple[Stored, ...] = ()  # the segments between those copies
     lost: str | None = None  # why nothing is retained after all
     stage_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -170,12 +164,13 @@ class TicketedRequest:
             if any(self.copy(index).target_start < self.num_local for index in lost):
                 self._note_mixed()
             self.placed -= lost
-        if self.retained is not None and not self._is_whole(self.retained.copies, result.unreadable):
+        if self.retained is not None and not self._is_whole(self.retained, result.unreadable):
             self.lost = "load_failed" if result.failed else "segments_gone"
 
-    def end(self, retained: Retained | None, *, num_prompt: int) -> None:
-        self._advance(Event.ENDED if retained is None else Event.SAVE_REQUESTED)
-        self.retained, self.num_prompt = retained, num_prompt
+    def end(self, *, num_prompt: int) -> None:
+        """What is retained is noted by then."""
+        self._advance(Event.ENDED if self.retained is None else Event.SAVE_REQUESTED)
+        self.num_prompt = num_prompt
 
     def note_saved(self, seconds: float, *, lost: str | None) -> None:
         """`lost`: why nothing is retained after all."""
@@ -188,16 +183,16 @@ class TicketedRequest:
         num_local = self.num_first_local or 0
         targets = (self.copy(index).target for index in self.placed)
         num_placed = sum(max(0, target.end - max(target.start, num_local)) for target in targets)
-        retained = self.retained if self.retained is not None and self.lost is None else _NOTHING
+        is_retained = self.retained is not None and self.lost is None
         return Finished(
             request_id=self.ticket.request_id,
             decision=self._decision(num_local + num_placed),
             reason=self.lost or self._reason(),
-            used=tuple(sorted(retained.copies)),
+            used=tuple(sorted(self.retained or ())) if is_retained else (),
             num_computed=max(0, self.num_prompt - num_local - num_placed),
             num_local=num_local,
-            output_ids=retained.output_ids,
-            stored=retained.stored,
+            output_ids=self.output_ids if is_retained else (),
+            stored=self.stored if is_retained else (),
             stage_seconds=dict(self.stage_seconds),
         )
 
@@ -233,6 +228,3 @@ class TicketedRequest:
         if self.placed and not self.ticket.is_exact:
             return "approx"
         return "exact" if num_reused else "full"
-
-
-_NOTHING = Retained(frozenset(), (), ())

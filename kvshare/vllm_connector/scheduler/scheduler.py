@@ -19,9 +19,10 @@ from vllm.v1.request import Request
 from delta_tree import SegmentId, gaps, new_segment_id
 from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, SaveRequest, StepMetadata, WorkerReport
 from kvshare.vllm_connector.scheduler.event_log import EventLog
-from kvshare.vllm_connector.scheduler.request_state import Retained, State, TicketedRequest, why_unshared
+from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
-from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, Stored, Ticket, WireError
+from kvshare.vllm_protocol.json_fields import WireError
+from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, Stored, Ticket
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -123,8 +124,9 @@ class ConnectorScheduler:
         if ticketed is None:
             return False
         num_retained = _num_retained(request, ticketed)
-        retained = self._retain(ticketed, request, block_ids, num_retained) if num_retained else None
-        ticketed.end(retained, num_prompt=request.num_prompt_tokens)
+        if num_retained:
+            self._retain(ticketed, request, block_ids, num_retained)
+        ticketed.end(num_prompt=request.num_prompt_tokens)
         self._requests[request.request_id] = ticketed
         self._publish_if_done(request.request_id, ticketed)
         return ticketed.state is State.SAVING
@@ -153,12 +155,12 @@ class ConnectorScheduler:
 
     def _retain(
         self, ticketed: TicketedRequest, request: Request, block_ids: Sequence[int], num_retained: int
-    ) -> Retained | None:
+    ) -> None:
         """Make room for what no stored segment covers, and request that it is saved."""
         copies = self._retained_copies(ticketed)
         if not ticketed.ticket.is_exact and not ticketed.placed <= copies:
             ticketed.lost = "segments_gone"  # copied KV must not be retained as computed
-            return None
+            return
         spans = gaps((ticketed.copy(index).target for index in copies), num_retained)
         namespace = ticketed.ticket.namespace
         held = [HeldSegment(namespace, len(span), len(span) * self._bytes_per_token) for span in spans]
@@ -168,20 +170,18 @@ class ConnectorScheduler:
         )
         if evicted is None:
             ticketed.lost = "no_room"
-            return None
+            return
         self._note_dropped(evicted)
         ids = [new_segment_id() for _ in spans]
         for segment_id, segment in zip(ids, held, strict=True):
             self._segments.add(segment_id, segment)
         to_save = tuple(zip(ids, spans, strict=True))
         self._saves.append(SaveRequest(request.request_id, tuple(block_ids), to_save))
-        return Retained(
-            copies,
-            tuple(request.output_token_ids[: num_retained - request.num_prompt_tokens]),
-            tuple(
-                Stored(segment_id, span.start, len(span), segment.num_bytes)
-                for (segment_id, span), segment in zip(to_save, held, strict=True)
-            ),
+        ticketed.retained = copies
+        ticketed.output_ids = tuple(request.output_token_ids[: num_retained - request.num_prompt_tokens])
+        ticketed.stored = tuple(
+            Stored(segment_id, span.start, len(span), segment.num_bytes)
+            for (segment_id, span), segment in zip(to_save, held, strict=True)
         )
 
     def _retained_copies(self, ticketed: TicketedRequest) -> frozenset[int]:
@@ -203,10 +203,10 @@ class ConnectorScheduler:
 
     def _note_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
         assert ticketed.retained is not None
-        stored = [segment.segment_id for segment in ticketed.retained.stored]
+        stored = [segment.segment_id for segment in ticketed.stored]
         lost = "save_failed" if request_id in report.failed_saves else ticketed.lost
         if lost is None and not (
-            ticketed.retained.copies <= self._held(ticketed.ticket)
+            ticketed.retained <= self._held(ticketed.ticket)
             and all(segment_id in self._segments for segment_id in stored)
         ):
             lost = "segments_gone"  # evicted or dropped while the rest was being saved

@@ -7,17 +7,9 @@ import sys
 
 import pytest
 
-from kvshare.demo.forms import (
-    Sheet,
-    Slot,
-    ask,
-    changed_slots,
-    edit_sheet,
-    make_sheet,
-    near_duplicate_pairs,
-    to_messages,
-)
-from kvshare.demo.questions import queries
+from kvshare.demo.pairs import near_duplicate_pairs
+from kvshare.demo.questions import Kind, ask, queries
+from kvshare.demo.sheets import Sheet, changed_slots, edit_sheet, make_sheet, to_messages
 
 
 def sheets(count: int, seed: int = 0) -> list[Sheet]:
@@ -63,29 +55,20 @@ def test_every_slot_has_its_own_labelled_line() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lookup", "compare", "derived"])
-def test_answers_agree_with_an_independent_reading(kind: str) -> None:
+def test_answers_agree_with_an_independent_reading(kind: Kind) -> None:
     """A second program that only sees the text comes to the same answers."""
     rng = random.Random(5)
     for sheet in sheets(200):
-        if not queries(sheet, kind):  # type: ignore[arg-type]  # parametrized literal
+        if not queries(sheet, kind):
             continue
-        question = ask(rng, sheet, kind=kind)  # type: ignore[arg-type]  # parametrized literal
+        question = ask(rng, sheet, kind=kind)
         assert answer_from_text(sheet.text, question.text) == question.answer
 
 
-def test_question_about_slots_depends_on_one_of_them() -> None:
-    """`about` narrows the questions down to those that the slots decide."""
-    rng = random.Random(6)
-    for sheet in sheets(60):
-        slot = Slot(len(sheet.records) - 1, "age")
-        question = ask(rng, sheet, about={slot})
-        assert slot in question.query.slots
-
-
-def test_question_about_a_remark_is_refused() -> None:
-    """Nothing is asked about remarks, and saying so is an error."""
-    with pytest.raises(ValueError, match="no question"):
-        ask(random.Random(0), sheets(1)[0], about={Slot(0, "remark")})
+def test_a_question_that_a_sheet_does_not_answer_is_refused() -> None:
+    """One record cannot be compared with others, and saying so is an error."""
+    with pytest.raises(ValueError, match="no question of kind compare"):
+        ask(random.Random(0), sheets(1)[0], kind="compare")
 
 
 def test_edit_changes_exactly_that_many_slots() -> None:
@@ -166,7 +149,7 @@ def test_pairs_come_from_the_seed() -> None:
 def test_importing_the_package_loads_no_heavy_library() -> None:
     """Asking where the model lies, or for a form, costs neither torch nor transformers."""
     code = (
-        "import sys, kvshare.demo.forms; "
+        "import sys, kvshare.demo.pairs; "
         "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,13 +9,13 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvshare.demo import MODEL_PATH
-from kvshare.demo.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 
 
 @cache
 def bundled() -> PreTrainedTokenizerFast:
     """The tokenizer in the bundled folder."""
-    return load_tokenizer(MODEL_PATH)
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(MODEL_PATH)
+    return tokenizer
 
 
 def chat(*contents: str, generate: bool = False) -> str:
@@ -31,7 +31,7 @@ def chat(*contents: str, generate: bool = False) -> str:
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_survives_a_round_trip(text: str) -> None:
     """Whatever a user writes comes back unchanged, whole words or bytes."""
-    if any(token in text for token in SPECIAL_TOKENS):
+    if any(token in text for token in bundled().all_special_tokens):
         return
     assert bundled().decode(bundled().encode(text)) == text
 
@@ -77,9 +77,3 @@ def test_auto_tokenizer_loads_the_same_one() -> None:
     auto = AutoTokenizer.from_pretrained(MODEL_PATH)
     assert auto.encode("Report 2, sodium: 47") == bundled().encode("Report 2, sodium: 47")
     assert auto.eos_token == "<|end|>"
-
-
-def test_training_is_reproducible() -> None:
-    """The same seed gives the same vocabulary."""
-    first, second = (train_tokenizer(3, num_sheets=5).get_vocab() for _ in range(2))
-    assert first == second

@@ -181,7 +181,7 @@ class Vllm:
 
     def shared(self, tokens: Sequence[int], copies: Sequence[Any], **sampling: Any) -> tuple[Answer, Any]:
         """An approximate request with its private salt, and its Finished event."""
-        from kvshare.vllm_protocol.messages import private_salt
+        from kvshare.vllm_protocol.salts import private_salt
 
         ticket = self.ticket(tokens, copies)
         answer = self.ask((tokens, ticket, private_salt(ticket.request_id)), **sampling)[0]

@@ -30,7 +30,7 @@ def test_approximate_kv_never_enters_the_prefix_cache(vllm: Any, text: Any, copi
 
 def test_the_prefix_cache_would_have_served_it(vllm: Any, text: Any, copies: Any) -> None:
     """The control: where the private salt is known, vLLM does find the approximate blocks."""
-    from kvshare.vllm_protocol.messages import private_salt
+    from kvshare.vllm_protocol.salts import private_salt
 
     donor = vllm.keep(text(600, 1))
     tokens = text(600, 3)
@@ -102,7 +102,7 @@ def test_blocks_that_another_request_is_about_to_fill(vllm: Any, text: Any, copi
 
 def test_choices_share_one_ticket(vllm: Any, text: Any, copies: Any) -> None:
     """n = 3 sends a ticket three times: all are right, one is kept and told of."""
-    from kvshare.vllm_protocol.messages import private_salt
+    from kvshare.vllm_protocol.salts import private_salt
 
     tokens = text(600, 7)
     donor = vllm.keep(tokens)
@@ -140,7 +140,7 @@ def test_generated_tokens_are_kept(vllm: Any, text: Any, copies: Any) -> None:
 )
 def test_scheduling_modes(start: Any, text: Any, copies: Any, options: dict[str, Any]) -> None:
     """Placeholders beyond the step's token limit, long tails, chunked prefill on and off, steps in flight."""
-    from kvshare.vllm_protocol.messages import private_salt
+    from kvshare.vllm_protocol.salts import private_salt
 
     vllm = start("llama", **options)
     assert vllm.side.info().settings["async_scheduling"] == options.get("async_scheduling", False)
@@ -161,7 +161,7 @@ def test_scheduling_modes(start: Any, text: Any, copies: Any, options: dict[str,
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_preemption(start: Any, text: Any, copies: Any, async_scheduling: bool) -> None:
     """A KV cache too small for all: preempted requests find their plan again and end as they should."""
-    from kvshare.vllm_protocol.messages import private_salt
+    from kvshare.vllm_protocol.salts import private_salt
 
     vllm = start(
         "llama",

@@ -86,7 +86,7 @@ def test_a_load_that_breaks_off(
 
     One that ends in that very step was taken to consist of copies, and is not kept.
     """
-    from kvshare.vllm_protocol.messages import private_salt
+    from kvshare.vllm_protocol.salts import private_salt
 
     tokens, other = text(600, 5), text(500, 6)
     donor = vllm.keep(tokens)
@@ -192,7 +192,7 @@ def add(
 
 def test_a_segment_that_leaves_while_its_copy_is_in_use(vllm: Any, text: Any, copies: Any) -> None:
     """Copied KV is not kept as if it had been computed."""
-    from kvshare.vllm_protocol.messages import private_salt
+    from kvshare.vllm_protocol.salts import private_salt
 
     tokens = text(600, 14)
     donor = vllm.keep(tokens)
@@ -224,7 +224,7 @@ def test_an_error_of_ours_is_not_in_the_way(
     vllm: Any, text: Any, copies: Any, monkeypatch: Any, method: str
 ) -> None:
     """The scheduler side breaks in one of its doors: the answer is the plain one."""
-    from kvshare.vllm_protocol.messages import private_salt
+    from kvshare.vllm_protocol.salts import private_salt
 
     tokens = text(600, 15)
     donor = vllm.keep(tokens)
@@ -248,7 +248,7 @@ def test_a_save_that_breaks_off(vllm: Any, text: Any, monkeypatch: Any) -> None:
 
 def test_a_plan_for_another_prompt(vllm: Any, text: Any, copies: Any) -> None:
     """Digest and length tie a plan to its prompt; any other is served without it and not kept."""
-    from kvshare.vllm_protocol.messages import private_salt
+    from kvshare.vllm_protocol.salts import private_salt
 
     tokens, other = text(600, 8), text(600, 9)
     donor = vllm.keep(tokens)
@@ -313,7 +313,7 @@ class TestAborts:
     """A client may go away at any time; nothing leaks and the next request is right."""
 
     def add(self, vllm: Any, tokens: list[int], ticket: Any) -> str:
-        from kvshare.vllm_protocol.messages import private_salt
+        from kvshare.vllm_protocol.salts import private_salt
 
         request_id = vllm.fresh("abort")
         add(vllm, request_id, tokens, ticket, salt=private_salt(ticket.request_id))

@@ -53,7 +53,7 @@ class TestExactness:
 
     def test_a_batch_of_mixed_requests(self, architecture: Any, text: Any, copies: Any) -> None:
         """Planned, unplanned and exact requests of one step do not disturb one another."""
-        from kvshare.vllm_protocol.messages import private_salt
+        from kvshare.vllm_protocol.salts import private_salt
 
         vllm = architecture
         texts = [text(500 + 30 * seed, 10 + seed) for seed in range(4)]

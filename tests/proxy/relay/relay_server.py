@@ -14,15 +14,15 @@ import openai
 from aiohttp import web
 
 from kvshare.fleet.engine import VllmEngine
-from kvshare.fleet.tickets import salt_of
 from kvshare.namespace import Owner
-from proxy.app import build_app, vllm_engine
+from kvshare.vllm_protocol.salts import owner_salt
+from proxy.app import build_app
 from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
 from tests.fake_vllm import MODEL, FakeVllm
 from tests.proxy.conftest import eventually, settings_with
 
-LOCAL_SALT = salt_of(Owner("local", "tenant"))
+LOCAL_SALT = owner_salt(Owner("local", "tenant"))
 FORM = "Report of {place}. " + " ".join(f"Paragraph {number} says the same to all." for number in range(20))
 OTHER: dict[str, object] = {
     "model": MODEL,
@@ -81,11 +81,10 @@ class Relay:
 
     async def ask(self, body: object, *, key: str = "none") -> aiohttp.ClientResponse:
         """A chat whose news have come when this returns."""
-        pending = len(self.engine._pending)
+        in_flight = self.engine.server.in_flight
+        before = in_flight.num_unreconciled
         response = await self.send("/v1/chat/completions", body, Authorization=f"Bearer {key}")
-        tickets = self.engine._pending
-        await eventually(lambda: len(tickets) <= pending and not tickets._settling)
-        await self.engine._books._indexing.settle()
+        await eventually(lambda: in_flight.num_unreconciled <= before)
         return response
 
 
@@ -107,7 +106,7 @@ async def running_relay(
         index__search_timeout_s=2.0,
         **({"index__backend": "memory"} | QUICK | overrides),
     )
-    engine = vllm_engine(settings)
+    engine = VllmEngine(settings)
     app = build_app(settings, engine)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
     await runner.setup()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from yarl import URL
 
-from kvshare.fleet.tickets import salt_of
 from kvshare.namespace import Owner
+from kvshare.vllm_protocol.salts import owner_salt
 from tests.fake_vllm import Behaviour, FakeVllm, running_vllm
 from tests.proxy.conftest import key_of, key_settings
 from tests.proxy.relay.relay_server import LOCAL_SALT, Relay, chat_body, running_relay
@@ -73,7 +73,7 @@ async def test_what_a_client_may_not_say_never_arrives(relay: Relay, vllm: FakeV
     assert b"kv_transfer" not in seen.raw
     assert seen.body["vllm_xargs"] == {"a": 1}
     assert "kvshare" not in seen.body
-    assert seen.body["cache_salt"] == salt_of(Owner("local", "tenant"), "globex")
+    assert seen.body["cache_salt"] == owner_salt(Owner("local", "tenant"), "globex")
     assert seen.raw.count(b"cache_salt") == 1
 
 
@@ -87,7 +87,7 @@ async def test_other_routes_are_passed_through_scrubbed_and_salted(
     assert (response.status, response.headers["X-Vllm"]) == (203, "yes")
     (seen,) = vllm.seen
     assert (seen.method, seen.path.replace("+", "%20")) == ("POST", f"{path}?a=%20b")
-    assert seen.body == {"input": "hello", "cache_salt": salt_of(Owner("local", "tenant"), "theirs")}
+    assert seen.body == {"input": "hello", "cache_salt": owner_salt(Owner("local", "tenant"), "theirs")}
 
 
 async def test_a_body_without_members_of_its_own_is_salted_too(relay: Relay, vllm: FakeVllm) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvshare.vllm_protocol.messages import digest_of, private_salt
+from kvshare.vllm_protocol.messages import digest_of
+from kvshare.vllm_protocol.salts import private_salt
 from tests.fake_vllm import Behaviour, FakeVllm, covered, running_vllm
 from tests.proxy.conftest import eventually, key_of, key_settings
 from tests.proxy.relay.relay_server import FORM, LOCAL_SALT, Relay, chat_body, running_relay
@@ -186,9 +188,8 @@ async def test_a_report_that_cannot_be_true_is_refused(relay: Relay, vllm: FakeV
 
     def with_a_hole(*arguments: object) -> object:
         finished = original(*arguments)  # type: ignore[arg-type]
-        stored = finished.stored[0]
-        object.__setattr__(stored, "start", stored.start + 1)
-        return finished
+        first, *others = finished.stored
+        return replace(finished, stored=(first._replace(start=first.start + 1), *others))
 
     vllm._kept = with_a_hole  # type: ignore[method-assign, assignment]
     await relay.chat("Rome")

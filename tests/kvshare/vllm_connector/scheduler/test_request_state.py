@@ -11,7 +11,6 @@ from kvshare.vllm_connector.scheduler.request_state import (
     TABLE,
     TRANSITIONS,
     Event,
-    Retained,
     State,
     TicketedRequest,
     why_unshared,
@@ -20,7 +19,7 @@ from kvshare.vllm_protocol.messages import Stored, Ticket, WireCopy, digest_of
 
 ROOT = Path(request_state.__file__).parents[3]
 COPIES = (WireCopy(SegmentId(1), 0, 100, 0, 0), WireCopy(SegmentId(2), 0, 180, 120, 50))
-RETAINED = Retained(frozenset([0]), (7, 8), (Stored(SegmentId(3), 100, 20, 640),))
+OUTPUT, STORED = (7, 8), (Stored(SegmentId(3), 100, 20, 640),)
 
 
 def result(failed: bool = False, unreadable: tuple[int, ...] = (), **stage_seconds: float) -> Any:
@@ -39,6 +38,14 @@ def admit(
 ) -> None:
     request.num_found = num_local
     request.admit(held, loads=loads)
+
+
+def end(request: TicketedRequest, *, retains: bool) -> None:
+    """The request has ended; if it `retains`, its KV consists of copy 0 and a segment behind it."""
+    request.retained = frozenset([0]) if retains else None
+    if retains:
+        request.output_ids, request.stored = OUTPUT, STORED
+    request.end(num_prompt=400)
 
 
 @pytest.fixture
@@ -64,9 +71,9 @@ class TestTable:
             for _ in range(2):
                 request.note_load(result())
         elif state in (State.ENDING, State.DONE):
-            request.end(None, num_prompt=400)
+            end(request, retains=False)
         elif state is State.SAVING:
-            request.end(RETAINED, num_prompt=400)
+            end(request, retains=True)
         if state is State.DONE:
             for _ in range(2):
                 request.note_load(result())
@@ -83,7 +90,7 @@ class TestTable:
         elif event is Event.SAVED:
             request.note_saved(0.5, lost=None)
         else:
-            request.end(RETAINED if event is Event.SAVE_REQUESTED else None, num_prompt=400)
+            end(request, retains=event is Event.SAVE_REQUESTED)
 
     @pytest.mark.parametrize("state", State)
     @pytest.mark.parametrize("event", Event)
@@ -206,16 +213,16 @@ class TestReport:
     """What the proxy reads of it in the end."""
 
     def test_a_retained_request(self, running: TicketedRequest) -> None:
-        running.end(RETAINED, num_prompt=400)
+        end(running, retains=True)
         running.note_saved(0.5, lost=None)
         event = running.finished()
         assert (event.decision, event.reason, event.used) == ("approx", None, (0,))
         assert (event.num_computed, event.num_local) == (120, 0)
-        assert (event.output_ids, event.stored) == (RETAINED.output_ids, RETAINED.stored)
+        assert (event.output_ids, event.stored) == (OUTPUT, STORED)
         assert event.stage_seconds == {"save": 0.5}
 
     def test_what_is_lost_while_it_is_saved_is_not_retained(self, running: TicketedRequest) -> None:
-        running.end(RETAINED, num_prompt=400)
+        end(running, retains=True)
         running.note_saved(0.5, lost="save_failed")
         event = running.finished()
         assert (event.reason, event.used, event.output_ids, event.stored) == ("save_failed", (), (), ())
@@ -231,7 +238,7 @@ class TestReport:
         """The retained prompt was taken to consist of copy 0; nothing is retained where it does not."""
         request = new_request()
         admit(request, num_local=0)
-        request.end(RETAINED, num_prompt=400)
+        end(request, retains=True)
         request.note_load(result(failed, unreadable, lay=1.0))
         assert (request.state, request.lost) == (State.SAVING, lost)
         assert request.stage_seconds == {"lay": 1.0}

@@ -1,5 +1,5 @@
 """
-Builds the body for vLLM's `/tokenize` from a request, or says why the request cannot be planned.
+The prompt of a request, tokenized by vLLM's own `/tokenize`; or why the request cannot be planned.
 
 An unusual request is not planned: vLLM gets it unchanged and reports what is wrong with it. A prompt that
 vLLM tokenizes differently in the end does no harm: the ticket's digest does not match then.
@@ -7,10 +7,16 @@ vLLM tokenizes differently in the end does no harm: the ticket's digest does not
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from delta_tree import token_ids
+from kvshare.fleet.engine import VllmEngine
+from kvshare.requests import Prompt
 from vector_index import PromptText
 
 _INT32 = 2**31 - 1
@@ -25,6 +31,7 @@ _TEMPLATE_KEYS = (  # of a chat body, that `/tokenize` reads alike
     "chat_template_kwargs",
 )
 _COMPLETION_KEYS = ("model", "add_special_tokens")
+_LONG_PROMPT = 20_000  # token ids; longer lists are converted off the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +41,19 @@ class Unplannable:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizeBody:
-    """The body for `/tokenize`, or the tokens themselves where the client sent tokens."""
+async def chat_prompt(document: Mapping[str, Any], engine: VllmEngine) -> Prompt | Unplannable:
+    """
+    Of a body of POST /v1/chat/completions.
 
-    body: Mapping[str, Any]
-    text: PromptText
-    token_ids: tuple[int, ...] | None = None
-
-
-def for_chat(document: Mapping[str, Any], models: Collection[str]) -> TokenizeBody | Unplannable:
-    """For a body of POST /v1/chat/completions."""
+    Raises:  NoReplicaError, UpstreamError; DeltaTreeError, OverflowError for what are no tokens
+    """
     messages = document.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         return Unplannable("malformed")
     texts = [_text_of(message.get("content")) for message in messages]
     if None in texts:
         return Unplannable("multimodal")
-    if (reason := _odd(document, models)) is not None:
+    if (reason := _odd(document, engine)) is not None:
         return Unplannable(reason)
     body = {key: document[key] for key in _TEMPLATE_KEYS if document.get(key) is not None}
     if template_kwargs := _template_kwargs(document):
@@ -59,11 +61,11 @@ def for_chat(document: Mapping[str, Any], models: Collection[str]) -> TokenizeBo
     known = [text or "" for text in texts]
     users = [text for text, message in zip(known, messages, strict=True) if message.get("role") == "user"]
     text = PromptText(last_user_turn=users[-1] if users else "", body="\n".join(known))
-    return TokenizeBody(body, text)
+    return await _tokenized(body, text, engine)
 
 
-def for_completion(document: Mapping[str, Any], models: Collection[str]) -> TokenizeBody | Unplannable:
-    """For a body of POST /v1/completions. A list of one prompt counts as that prompt."""
+async def completion_prompt(document: Mapping[str, Any], engine: VllmEngine) -> Prompt | Unplannable:
+    """Of a body of POST /v1/completions; a list of one prompt counts as that prompt. Raises the same."""
     prompt = document.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
@@ -73,22 +75,33 @@ def for_completion(document: Mapping[str, Any], models: Collection[str]) -> Toke
         return Unplannable("prompt_embeds")
     if document.get("suffix") is not None:
         return Unplannable("suffix")
-    if (reason := _odd(document, models)) is not None:
+    if (reason := _odd(document, engine)) is not None:
         return Unplannable(reason)
     if document.get("echo") and document.get("logprobs") is not None:
         return Unplannable("prompt_logprobs")
     if isinstance(prompt, str):
         body = {key: document[key] for key in _COMPLETION_KEYS if document.get(key) is not None}
-        return TokenizeBody({**body, "prompt": prompt}, PromptText(last_user_turn="", body=prompt))
+        return await _tokenized({**body, "prompt": prompt}, PromptText("", body=prompt), engine)
     if isinstance(prompt, list) and all(type(token) is int and 0 <= token <= _INT32 for token in prompt):
-        return TokenizeBody({}, PromptText(last_user_turn="", body=""), tuple(prompt))
+        return await _prompt_of(prompt, PromptText("", body=""))
     return Unplannable("malformed")
 
 
-def _odd(document: Mapping[str, Any], models: Collection[str]) -> str | None:
+async def _tokenized(body: Mapping[str, Any], text: PromptText, engine: VllmEngine) -> Prompt:
+    return await _prompt_of(await engine.server.router.tokenize(body), text)
+
+
+async def _prompt_of(numbers: Sequence[int], text: PromptText) -> Prompt:
+    if len(numbers) < _LONG_PROMPT:
+        return Prompt(token_ids(np.asarray(numbers, dtype=np.int32)), text)
+    array = await asyncio.to_thread(np.asarray, numbers, dtype=np.int32)
+    return Prompt(token_ids(array), text)
+
+
+def _odd(document: Mapping[str, Any], engine: VllmEngine) -> str | None:
     """Why vLLM would treat the prompt differently, or compute all of it; None if it would not."""
-    model = document.get("model")
-    if model is not None and model not in models:
+    model, served = document.get("model"), engine.fleet.models
+    if model is not None and (served is None or model not in served.names):
         return "adapter"  # or a model that is not there
     if document.get("prompt_logprobs") is not None:
         return "prompt_logprobs"

@@ -1,4 +1,4 @@
-"""Which replica holds which segment. The bytes stay there; here is only the account, kept by the journals."""
+"""Which replica holds which segment. The bytes stay there; the replicas' journals say what they hold."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from delta_tree import SegmentId
 from kvshare.kv.tier import Fetched
 
 
-class ReplicaTier:
+class RemoteTier:
     """
     A tier whose bytes are in the replicas. Thread-safe.
 
-    What the tree lets go of (`drop`) is still over there: it waits in `take_dropped` to be told the replica,
-    and `on_drop` is called, from any thread.
+    What the tree lets go of (`drop`) is still over there: it waits in `take_dropped` to be sent to the
+    replica, and `on_drop` is called with the replica's name, from any thread.
     """
 
-    def __init__(self, on_drop: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self) -> None:
+        self.on_drop: Callable[[str], None] | None = None
         self._holders: dict[SegmentId, tuple[str, int]] = {}  # replica's name, bytes
         self._num_segments: Counter[str] = Counter()
         self._num_bytes: Counter[str] = Counter()
         self._dropped: dict[str, list[SegmentId]] = {}
-        self._on_drop = on_drop
         self._lock = threading.Lock()
 
     @property
@@ -61,24 +61,25 @@ class ReplicaTier:
                 self._num_bytes[replica] += num_bytes
 
     def forget(self, segment_ids: Iterable[SegmentId]) -> None:
-        """The replica has let go of these by itself: nobody needs to be told."""
+        """The replica has dropped these by itself: nothing is to be sent."""
         with self._lock:
             for segment_id in segment_ids:
                 self._remove(segment_id)
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Nobody refers to these any more: their replicas may let go of them, and are told."""
-        told = set()
+        """No prompt refers to these any more: their replicas are to drop them, too."""
+        holders = set()
         with self._lock:
             for segment_id in segment_ids:
                 if (holder := self._remove(segment_id)) is not None:
                     self._dropped.setdefault(holder, []).append(segment_id)
-                    told.add(holder)
-        for holder in told:
-            self._on_drop(holder)
+                    holders.add(holder)
+        if (on_drop := self.on_drop) is not None:
+            for holder in holders:
+                on_drop(holder)
 
     def take_dropped(self, replica: str) -> list[SegmentId]:
-        """What a replica is yet to be told to let go of; the caller tells it."""
+        """What a replica is yet to drop; the caller sends it."""
         with self._lock:
             return self._dropped.pop(replica, [])
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from kvshare.fleet.fleet import Fleet
-from kvshare.fleet.follower import WatchTimes
-from kvshare.fleet.replica import Replica
-from kvshare.fleet.upstream import ServedModels
+from kvshare.fleet.client import ServedModels
+from kvshare.fleet.replica import Fleet, Replica
 
 
 def fleet_of(*names: str) -> Fleet:
     """Idle replicas, all of which take requests."""
-    replicas = [Replica(name, upstream=None) for name in names]  # type: ignore[arg-type]  # not asked
+    replicas = [Replica(name, vllm=None, control=None) for name in names]  # type: ignore[arg-type]  # not asked
     for replica in replicas:
         replica.models = ServedModels(("m",))
-    return Fleet(replicas, WatchTimes(1.0, 1.0, 1.0))
+    return Fleet(replicas)
 
 
 def names(fleet: Fleet) -> str:

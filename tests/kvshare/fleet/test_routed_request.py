@@ -7,12 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_tree import Copy, NodeId, SegmentId, Span, gaps, token_ids
-from kvshare.fleet.tickets import BadReportError, kept_of, salt_for, salt_of, ticket_for
+from delta_tree import Copy, NodeDraft, NodeId, SegmentId, Span, gaps, token_ids
+from kvshare.fleet.in_flight import RoutedRequest
+from kvshare.fleet.replica_keeper import BadReportError, draft_of
+from kvshare.fleet.router import ticket_for
 from kvshare.namespace import Owner
-from kvshare.sharing.node_draft import draft_node
+from kvshare.requests import Prompt
 from kvshare.sharing.plan import Estimate, NoPlan, Plan
-from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, digest_of, private_salt
+from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, digest_of
+from kvshare.vllm_protocol.salts import owner_salt, private_salt
+from vector_index import PromptText
 
 PROMPT = token_ids(np.arange(100, dtype=np.int32))
 OWNER = Owner("acme", "tenant")
@@ -47,6 +51,13 @@ def told(*stored: tuple[int, int], used: tuple[int, ...] = (), output: tuple[int
     return Finished("r", "approx", None, used=used, output_ids=output, stored=segments)
 
 
+def retained(plan: Plan | NoPlan, finished: Finished) -> NodeDraft | None:
+    """What becomes of the report of a request with this plan; its donors are gone."""
+    prompt = Prompt(PROMPT, PromptText("", ""))
+    request = RoutedRequest(OWNER, prompt, plan=plan, ticket=Ticket("r", "n", "d", len(PROMPT)))
+    return draft_of(request, finished, node_of=lambda _: None)
+
+
 def test_a_ticket_says_what_the_plan_says() -> None:
     """Copies with their sources, the exact prefix, and whose prompt it is."""
     ticket = ticket_for(PLAN, PROMPT, request_id="r", namespace="n", keep=True)
@@ -62,16 +73,16 @@ def test_approximate_tickets_have_a_salt_of_their_own() -> None:
     """Everything else has its owner's; a client's salt divides it, and none meets another's."""
     approximate = ticket_for(PLAN, PROMPT, request_id="r", namespace="n", keep=True)
     exact = ticket_for(plan_of((0, 20, 0), exact_length=20), PROMPT, request_id="r", namespace="n", keep=True)
-    assert salt_for(approximate, OWNER, "mine") == private_salt("r")
-    assert salt_for(exact, OWNER, None) == salt_for(None, OWNER, None) == salt_of(OWNER)
+    assert RoutedRequest(OWNER, client_salt="mine", ticket=approximate).salt == private_salt("r")
+    assert RoutedRequest(OWNER, ticket=exact).salt == RoutedRequest(OWNER).salt == owner_salt(OWNER)
     salts = [
-        salt_of(OWNER),
-        salt_of(OWNER, "a"),
-        salt_of(OWNER, salt_of(OWNER)),
-        salt_of(Owner("globex", "tenant")),
-        salt_of(Owner("acme", "private")),
-        salt_of(Owner("acmetenant", "")),
-        salt_of(OWNER, "\ud800"),
+        owner_salt(OWNER),
+        owner_salt(OWNER, "a"),
+        owner_salt(OWNER, owner_salt(OWNER)),
+        owner_salt(Owner("globex", "tenant")),
+        owner_salt(Owner("acme", "private")),
+        owner_salt(Owner("acmetenant", "")),
+        owner_salt(OWNER, "\ud800"),
     ]
     assert len(set(salts)) == len(salts)
     assert all(len(salt) == 64 for salt in salts)
@@ -80,10 +91,9 @@ def test_approximate_tickets_have_a_salt_of_their_own() -> None:
 def test_a_plan_that_was_carried_out_becomes_its_sequence() -> None:
     """With the generated tokens behind the prompt."""
     finished = told((20, 30), (60, 70), (90, 103), used=(0, 1, 2), output=(7, 8, 9))
-    kept = kept_of(PLAN, PROMPT, "n", finished)
-    assert kept is not None
-    assert kept.sequence.token_ids.tolist() == [*range(100), 7, 8, 9]
-    draft = draft_node(kept.sequence, kept.stored, parent=None)
+    draft = retained(PLAN, finished)
+    assert draft is not None
+    assert draft.token_ids.tolist() == [*range(100), 7, 8, 9]
     assert draft.exact_length == 30
     assert [segment.generation for segment in draft.new_segments] == [0, 1, 1]
     assert [(piece.segment_id, piece.length) for piece in draft.pieces] == [
@@ -98,25 +108,24 @@ def test_a_plan_that_was_carried_out_becomes_its_sequence() -> None:
 
 def test_copies_that_were_not_used_were_computed() -> None:
     """Without the first approximate one more is exact; without any, all is."""
-    kept = kept_of(PLAN, PROMPT, "n", told((20, 70), (90, 100), used=(0, 2)))
-    assert kept is not None
-    assert draft_node(kept.sequence, kept.stored, parent=None).exact_length == 70
-    kept = kept_of(PLAN, PROMPT, "n", told((0, 100)))
-    assert kept is not None
-    draft = draft_node(kept.sequence, kept.stored, parent=None)
+    draft = retained(PLAN, told((20, 70), (90, 100), used=(0, 2)))
+    assert draft is not None
+    assert draft.exact_length == 70
+    draft = retained(PLAN, told((0, 100)))
+    assert draft is not None
     assert (draft.exact_length, draft.new_segments[0].generation) == (100, 0)
 
 
 def test_a_prompt_may_be_kept_in_part() -> None:
     """What was computed before the client went away."""
-    kept = kept_of(NoPlan("x"), PROMPT, "n", told((0, 40)))
-    assert kept is not None
-    assert kept.sequence.num_tokens == 40
+    draft = retained(NoPlan("x"), told((0, 40)))
+    assert draft is not None
+    assert len(draft.token_ids) == 40
 
 
 def test_nothing_kept_is_nothing() -> None:
     """Not an error: it was not to be kept, or there was no room."""
-    assert kept_of(PLAN, PROMPT, "n", told(used=(0, 1, 2))) is None
+    assert retained(PLAN, told(used=(0, 1, 2))) is None
 
 
 @pytest.mark.parametrize(
@@ -136,13 +145,13 @@ def test_nothing_kept_is_nothing() -> None:
 def test_a_report_that_cannot_be_true_is_refused(finished: Finished) -> None:
     """Wrong KV is worse than none."""
     with pytest.raises(BadReportError):
-        kept_of(PLAN, PROMPT, "n", finished)
+        retained(PLAN, finished)
 
 
 def test_without_a_plan_nothing_can_have_been_copied() -> None:
     """A connector that says so is wrong about the request."""
     with pytest.raises(BadReportError):
-        kept_of(NoPlan("x"), PROMPT, "n", told((20, 100), used=(0,)))
+        retained(NoPlan("x"), told((20, 100), used=(0,)))
 
 
 @settings(deadline=None)
@@ -153,7 +162,6 @@ def test_any_subset_of_copies_can_be_kept(used: set[int], num_output: int) -> No
     targets = [PLAN.copies[index].target for index in order]
     spans = gaps(targets, 100 + num_output)
     finished = told(*((span.start, span.end) for span in spans), used=order, output=(5,) * num_output)
-    kept = kept_of(PLAN, PROMPT, "n", finished)
-    assert kept is not None
-    draft = draft_node(kept.sequence, kept.stored, parent=None)
+    draft = retained(PLAN, finished)
+    assert draft is not None
     assert draft.pieces.num_tokens == 100 + num_output == len(draft.token_ids)

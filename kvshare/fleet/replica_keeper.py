@@ -1,5 +1,5 @@
 """
-Keeping the tree in step with what the replicas hold: they own the bytes, evict as they see fit, and tell.
+Writes the tree for a fleet: the replicas hold the bytes and evict as they see fit, and report it.
 
 All methods block, for milliseconds, and may be called from any thread but the event loop's.
 """
@@ -7,30 +7,45 @@ All methods block, for milliseconds, and may be called from any thread but the e
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from delta_tree import DeltaTree, DeltaTreeError, Insertion, Node, NodeDraft, NodeId, SegmentId, TokenIds
-from kvshare.fleet.tickets import BadReportError, kept_of
-from kvshare.fleet.tier import ReplicaTier
+from delta_tree import (
+    DeltaTree,
+    DeltaTreeError,
+    Insertion,
+    Node,
+    NodeDraft,
+    NodeId,
+    SegmentId,
+    Span,
+    token_ids,
+)
+from kvshare.fleet.in_flight import RoutedRequest
+from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.inspection import Answer, Question
 from kvshare.sharing.keeper import Keeper
-from kvshare.sharing.node_draft import draft_node, find_parent
+from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.vllm_protocol.messages import Finished
 
 log = logging.getLogger(__name__)
 
 
-class VllmKeeper(Keeper[ReplicaTier]):
-    """
-    Writes nodes for what replicas kept, and takes those out whose KV is gone.
+class BadReportError(ValueError):
+    """What a connector says it retained does not fit the ticket it was given."""
 
-    Nodes of the last run are `unclaimed` until the replica that still holds their KV is heard; `settle` ends
-    the wait for it.
+
+class ReplicaKeeper(Keeper[RemoteTier]):
+    """
+    Writes nodes for what replicas retained, and takes those out whose KV is gone.
+
+    Nodes of the last run are `unclaimed` until the replica that still holds their KV is connected;
+    `evict_unclaimed` ends the wait for it.
     """
 
-    def __init__(self, tree: DeltaTree, tier: ReplicaTier, *, min_tokens: int) -> None:
+    def __init__(self, tree: DeltaTree, tier: RemoteTier, *, min_tokens: int) -> None:
         super().__init__(tree, tier, min_tokens=min_tokens)
         self._nodes_of: dict[SegmentId, set[NodeId]] = {}
         self._unclaimed: set[NodeId] = set()
@@ -38,30 +53,21 @@ class VllmKeeper(Keeper[ReplicaTier]):
             self._note(node)
             self._unclaimed.add(node.node_id)
 
-    def keep(
-        self,
-        replica: str,
-        finished: Finished,
-        *,
-        namespace: str,
-        prompt: TokenIds,
-        plan: Plan | NoPlan,
-    ) -> Node | None:
+    def keep(self, request: RoutedRequest, finished: Finished) -> Node | None:
         """
-        Make a node of what a replica kept of a request.
+        Make a node of what a replica retained of a request.
 
-        Returns: the node if it is new; None where it was known, or what was told could not be believed: the
-        replica is then to drop its segments. Never raises
+        Returns: the node if it is new; None where it was known, or the report cannot be true: the replica is
+        then to drop its segments. Never raises
         """
-        self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in finished.stored})
+        self._add_stored(request.replica, finished)
         try:
-            kept = kept_of(plan, prompt, namespace, finished)
-            if kept is None:
+            draft = draft_of(request, finished, node_of=self.tree.get)
+            if draft is None:
                 return None
-            if kept.sequence.num_tokens >= self._min_tokens:
-                parent = find_parent(kept.sequence.plan, self.tree.get)
+            if len(draft.token_ids) >= self._min_tokens:
                 with self._writing:
-                    insertion = self._insert(draft_node(kept.sequence, kept.stored, parent=parent))
+                    insertion = self._insert(draft)
                 return insertion.node if insertion.created else None
         except (BadReportError, DeltaTreeError) as exc:
             # A donor may have been evicted since; a report that cannot be true is a bug over there.
@@ -72,8 +78,13 @@ class VllmKeeper(Keeper[ReplicaTier]):
         self.drop_unreferenced(entry.segment_id for entry in finished.stored)
         return None
 
+    def refuse(self, replica: str, finished: Finished) -> None:
+        """Whose prompt these segments are of is not known any more: they can never be found."""
+        self._add_stored(replica, finished)
+        self.drop_unreferenced(entry.segment_id for entry in finished.stored)
+
     def forget(self, segment_ids: Iterable[SegmentId]) -> None:
-        """A replica has let go of segments: the prompts that need them leave the tree."""
+        """A replica has dropped segments: the prompts that need them leave the tree."""
         gone = frozenset(segment_ids)
         with self._writing:
             self.tier.forget(gone)
@@ -95,9 +106,9 @@ class VllmKeeper(Keeper[ReplicaTier]):
 
     def claim(self, replica: str, held: Iterable[SegmentId]) -> list[Node]:
         """
-        A replica is heard, and holds these segments. What it was thought to hold beyond them is gone.
+        A replica is connected, and holds these segments. What it was thought to hold beyond them is gone.
 
-        Returns: the nodes of the last run that are found again; the index must be told of them
+        Returns: the nodes of the last run that are found again; the index does not have them yet
         """
         with self._writing:
             now_held = frozenset(held)
@@ -118,8 +129,8 @@ class VllmKeeper(Keeper[ReplicaTier]):
             self.tier.take_dropped(replica)
             self._discard_unheld()
 
-    def settle(self) -> None:
-        """Every replica was heard or given up: what is still unclaimed is gone."""
+    def evict_unclaimed(self) -> None:
+        """Every replica was connected or given up: what is still unclaimed is gone."""
         with self._writing:
             self._unclaimed.clear()
             self._discard_unheld()
@@ -152,6 +163,9 @@ class VllmKeeper(Keeper[ReplicaTier]):
         freed = {entry for node in leaving for entry in node.pieces.segment_ids if entry in self.tier}
         self.drop_unreferenced(freed)
 
+    def _add_stored(self, replica: str, finished: Finished) -> None:
+        self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in finished.stored})
+
     def _insert(self, draft: NodeDraft) -> Insertion:
         insertion = super()._insert(draft)
         self._note(insertion.node)
@@ -171,3 +185,50 @@ class VllmKeeper(Keeper[ReplicaTier]):
                 nodes.discard(node.node_id)
                 if not nodes:
                     del self._nodes_of[segment_id]
+
+
+def draft_of(
+    request: RoutedRequest, finished: Finished, *, node_of: Callable[[NodeId], Node | None]
+) -> NodeDraft | None:
+    """
+    The node for what a replica retained of a request: the plan as it was carried out, and the new segments.
+
+    Returns: None where nothing was retained
+    Raises:  BadReportError if copies and segments do not cover the retained positions exactly once
+    """
+    if not finished.stored:
+        return None
+    assert request.prompt is not None, "it had a ticket"
+    assert request.ticket is not None, "found by its ticket"
+    plan = _carried_out(request.plan, finished.used)
+    stored = [
+        StoredSpan(entry.segment_id, Span(entry.start, entry.start + entry.length), entry.num_bytes)
+        for entry in finished.stored
+    ]
+    copied = [copy.target for copy in plan.copies] if isinstance(plan, Plan) else []
+    num_retained = _covered(copied + [entry.span for entry in stored])
+    prompt = request.prompt.token_ids
+    tokens = [*prompt.tolist(), *finished.output_ids]
+    if num_retained > len(tokens) or (finished.output_ids and num_retained != len(tokens)):
+        raise BadReportError(f"{num_retained} tokens retained of {len(prompt)} + {len(finished.output_ids)}")
+    namespace, parent = request.ticket.namespace, find_parent(plan, node_of)
+    return draft_node(token_ids(tokens[:num_retained]), plan, stored, namespace=namespace, parent=parent)
+
+
+def _carried_out(plan: Plan | NoPlan, used: Sequence[int]) -> Plan | NoPlan:
+    """The plan with the copies that were used; what the others were to cover was computed."""
+    if not used:
+        return NoPlan("computed")
+    if isinstance(plan, NoPlan) or len(set(used)) != len(used) or max(used) >= len(plan.copies):
+        raise BadReportError("copies used that are not in the ticket")
+    return replace(plan, copies=tuple(plan.copies[index] for index in sorted(used)))
+
+
+def _covered(spans: Sequence[Span]) -> int:
+    """How many positions from 0 on the spans cover. Raises BadReportError for gaps and overlaps."""
+    end = 0
+    for span in sorted(spans, key=lambda entry: entry.start):
+        if span.start != end or not len(span):
+            raise BadReportError(f"expected KV from position {end} on, got [{span.start}, {span.end})")
+        end = span.end
+    return end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvshare.fleet.replica import Replica
-from kvshare.fleet.routing import LoadLimits, Option, choose, without_overloaded
+from kvshare.fleet.router import LoadLimits, choose, without_overloaded
 from kvshare.sharing.pipeline import Lookup
 from kvshare.sharing.plan import Estimate, NoPlan, Plan
 
@@ -13,15 +13,20 @@ LIMITS = LoadLimits(max_inflight=10, max_imbalance=4)
 
 
 def replica(name: str, num_inflight: int = 0) -> Replica:
-    return Replica(name, upstream=None, num_inflight=num_inflight)  # type: ignore[arg-type]  # not asked
+    idle = Replica(name, vllm=None, control=None)  # type: ignore[arg-type]  # not asked
+    idle.num_inflight = num_inflight
+    return idle
+
+
+Option = tuple[Replica, Lookup | None]
 
 
 def option(name: str, shared_s: float | None, num_inflight: int = 0) -> Option:
     """A plan that takes so long; None: no plan."""
     if shared_s is None:
-        return Option(replica(name, num_inflight), Lookup(NoPlan("no_candidates")))
+        return replica(name, num_inflight), Lookup(NoPlan("no_candidates"))
     plan = Plan(100, 0, (), (), (), 0, Estimate(10.0, shared_s))
-    return Option(replica(name, num_inflight), Lookup(plan))
+    return replica(name, num_inflight), Lookup(plan)
 
 
 @pytest.mark.parametrize(
@@ -34,12 +39,12 @@ def option(name: str, shared_s: float | None, num_inflight: int = 0) -> Option:
         ([option("a", None, 2), option("b", None, 1)], "b"),
         ([option("a", 1.0, 2), option("b", 1.0, 1)], "b"),
         ([option("a", 1.0, 12), option("b", None, 11)], "a"),
-        ([option("a", None), Option(replica("b"))], "a"),
+        ([option("a", None), (replica("b"), None)], "a"),
     ],
 )
 def test_the_best_plan_wins_unless_its_replica_is_overloaded(options: list[Option], chosen: str) -> None:
     """Then the next best; without plans the idlest; where all are overloaded, as if none were."""
-    assert choose(options, LIMITS).replica.name == chosen
+    assert choose(dict(options), LIMITS).name == chosen
 
 
 def test_somebody_is_always_left() -> None:

@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 
 from delta_tree import DeltaTree, Node, SegmentId, TokenIds, new_segment_id, token_ids
-from kvshare.fleet.keeping import VllmKeeper
-from kvshare.fleet.tier import ReplicaTier
+from kvshare.fleet.in_flight import RoutedRequest
+from kvshare.fleet.remote_tier import RemoteTier
+from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.inspection import QUESTIONS
-from kvshare.sharing.plan import NoPlan
-from kvshare.vllm_protocol.messages import Finished, Stored
+from kvshare.namespace import Owner
+from kvshare.requests import Prompt
+from kvshare.vllm_protocol.messages import Finished, Stored, Ticket
+from vector_index import PromptText
 
 
 @pytest.fixture
-def keeper(tmp_path: Path) -> Iterator[VllmKeeper]:
+def keeper(tmp_path: Path) -> Iterator[ReplicaKeeper]:
     with DeltaTree.open(tmp_path / "tree.sqlite3", identity="test") as tree:
-        yield VllmKeeper(tree, ReplicaTier(), min_tokens=8)
+        yield ReplicaKeeper(tree, RemoteTier(), min_tokens=8)
 
 
 def prompt(seed: int, length: int = 50) -> TokenIds:
@@ -31,13 +34,20 @@ def whole(length: int = 50) -> Finished:
     return Finished("r", "full", None, stored=(stored,))
 
 
-def keep(keeper: VllmKeeper, seed: int, *, replica: str = "a") -> Node:
-    node = keeper.keep(replica, whole(), namespace=replica, prompt=prompt(seed), plan=NoPlan("x"))
+def request(tokens: TokenIds, *, replica: str = "a") -> RoutedRequest:
+    """One that was sent to a replica without a plan; each replica has a namespace of its own."""
+    prompt = Prompt(tokens, PromptText("", ""))
+    ticket = Ticket("r", replica, "d", len(tokens))
+    return RoutedRequest(Owner("acme", "tenant"), prompt, replica=replica, ticket=ticket)
+
+
+def keep(keeper: ReplicaKeeper, seed: int, *, replica: str = "a") -> Node:
+    node = keeper.keep(request(prompt(seed), replica=replica), whole())
     assert node is not None
     return node
 
 
-def test_what_is_kept_counts_for_its_replica(keeper: VllmKeeper) -> None:
+def test_what_is_kept_counts_for_its_replica(keeper: ReplicaKeeper) -> None:
     """Segments and bytes, in all and by name."""
     keep(keeper, 1)
     keep(keeper, 2, replica="b")
@@ -45,25 +55,25 @@ def test_what_is_kept_counts_for_its_replica(keeper: VllmKeeper) -> None:
     assert (tier.num_segments_at("a"), tier.num_bytes_at("b"), tier.num_bytes) == (1, 500, 1000)
 
 
-def test_the_same_prompt_again_is_dropped_over_there(keeper: VllmKeeper) -> None:
+def test_the_same_prompt_again_is_dropped_over_there(keeper: ReplicaKeeper) -> None:
     """One node; the replica is told which of the two copies it may let go of."""
     told: list[str] = []
-    keeper.tier._on_drop = told.append
+    keeper.tier.on_drop = told.append
     keep(keeper, 1)
     again = whole()
-    assert keeper.keep("a", again, namespace="a", prompt=prompt(1), plan=NoPlan("x")) is None
+    assert keeper.keep(request(prompt(1)), again) is None
     assert keeper.tier.take_dropped("a") == [again.stored[0].segment_id]
     assert keeper.tier.take_dropped("a") == []
     assert told == ["a"]
 
 
-def test_short_prompts_are_not_kept(keeper: VllmKeeper) -> None:
+def test_short_prompts_are_not_kept(keeper: ReplicaKeeper) -> None:
     """Nothing would ever be planned from them."""
-    assert keeper.keep("a", whole(5), namespace="a", prompt=prompt(1, 5), plan=NoPlan("x")) is None
+    assert keeper.keep(request(prompt(1, 5)), whole(5)) is None
     assert len(keeper.tier.take_dropped("a")) == 1
 
 
-def test_a_dropped_segment_takes_its_prompts_along(keeper: VllmKeeper) -> None:
+def test_a_dropped_segment_takes_its_prompts_along(keeper: ReplicaKeeper) -> None:
     """Pinned ones too: their KV is gone. The others stay, and the index hears of it."""
     gone, stays = keep(keeper, 1), keep(keeper, 2)
     keeper.tree.pin(gone.node_id)
@@ -73,7 +83,7 @@ def test_a_dropped_segment_takes_its_prompts_along(keeper: VllmKeeper) -> None:
     assert keeper.tier.take_dropped("a") == []
 
 
-def test_a_lost_replica_takes_only_its_own(keeper: VllmKeeper) -> None:
+def test_a_lost_replica_takes_only_its_own(keeper: ReplicaKeeper) -> None:
     """The other's prompts are where they were."""
     keep(keeper, 1)
     stays = keep(keeper, 2, replica="b")
@@ -83,7 +93,7 @@ def test_a_lost_replica_takes_only_its_own(keeper: VllmKeeper) -> None:
     assert keeper.tier.num_segments_at("a") == 0
 
 
-def test_an_operators_eviction_reaches_the_replica(keeper: VllmKeeper) -> None:
+def test_an_operators_eviction_reaches_the_replica(keeper: ReplicaKeeper) -> None:
     """By the same way as everything that nobody refers to."""
     node = keep(keeper, 1)
     keeper.ask(QUESTIONS["evict"], {"all": True, "dry_run": False})
@@ -92,7 +102,7 @@ def test_an_operators_eviction_reaches_the_replica(keeper: VllmKeeper) -> None:
     keeper.forget(node.pieces.segment_ids)  # the news of it comes back
 
 
-def test_a_resync_finds_what_went_unnoticed(keeper: VllmKeeper) -> None:
+def test_a_resync_finds_what_went_unnoticed(keeper: ReplicaKeeper) -> None:
     """What is not held any more leaves; what nobody refers to is an orphan."""
     gone, stays = keep(keeper, 1), keep(keeper, 2)
     unknown = SegmentId(7)
@@ -107,22 +117,22 @@ def test_the_last_runs_prompts_wait_for_their_replica(tmp_path: Path) -> None:
     """Claimed by whoever holds all of their KV; at the end of the wait the others go."""
     path = tmp_path / "tree.sqlite3"
     with DeltaTree.open(path, identity="test") as tree:
-        before = VllmKeeper(tree, ReplicaTier(), min_tokens=8)
+        before = ReplicaKeeper(tree, RemoteTier(), min_tokens=8)
         mine, theirs, nobodys = keep(before, 1), keep(before, 2, replica="b"), keep(before, 3)
     with DeltaTree.open(path, identity="test") as tree:
-        keeper = VllmKeeper(tree, ReplicaTier(), min_tokens=8)
+        keeper = ReplicaKeeper(tree, RemoteTier(), min_tokens=8)
         claimed = keeper.claim("a", mine.pieces.segment_ids)
         assert [node.node_id for node in claimed] == [mine.node_id]
         assert keeper.tier.num_bytes_at("a") == 500
         keeper.lose("a")  # must not take those along that still wait
         assert {node.node_id for node in tree.nodes()} == {theirs.node_id, nobodys.node_id}
         assert [node.node_id for node in keeper.claim("b", theirs.pieces.segment_ids)] == [theirs.node_id]
-        keeper.settle()
+        keeper.evict_unclaimed()
         assert [node.node_id for node in tree.nodes()] == [theirs.node_id]
         assert {node_id for _, node_id in keeper.take_evicted()} == {mine.node_id, nobodys.node_id}
 
 
-def test_a_plan_is_told_what_is_missing(keeper: VllmKeeper) -> None:
+def test_a_plan_is_told_what_is_missing(keeper: ReplicaKeeper) -> None:
     """The tier has no bytes to give, only the word that they are there."""
     node = keep(keeper, 1)
     (held,) = node.pieces.segment_ids

@@ -1,0 +1,158 @@
+"""
+Keeps tree, index and requests in flight in step with what the replicas report.
+
+Everything that blocks runs in the runtime's writer, in the order of each replica's journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+from delta_tree import Node, SegmentId
+from kvshare.background import Background
+from kvshare.errors import UpstreamError
+from kvshare.fleet.in_flight import InFlight, RoutedRequest
+from kvshare.fleet.replica import Fleet, Replica
+from kvshare.fleet.replica_keeper import ReplicaKeeper
+from kvshare.runtime import Runtime
+from kvshare.sharing.plan import Plan
+from kvshare.vllm_protocol.messages import Dropped, Finished, JournalEvent
+from vector_index import PromptRecord
+
+log = logging.getLogger(__name__)
+
+_ORPHAN_GRACE_S = 30.0  # a segment may be held some time before the event that reports it
+
+
+class Reconciler:
+    """Called by the replicas' watchers; for one replica one call after the other, in the journal's order."""
+
+    def __init__(self, runtime: Runtime[ReplicaKeeper], fleet: Fleet, in_flight: InFlight) -> None:
+        self._runtime = runtime
+        self._sharing = runtime.sharing
+        self._keeper = runtime.keeper
+        self._in_flight = in_flight
+        self._counters = runtime.keeper.counters
+        self._orphans: dict[str, tuple[float, frozenset[SegmentId]]] = {}  # by replica: due when, which
+        self._replicas = {replica.name: replica for replica in fleet.replicas}
+        self._loop = asyncio.get_running_loop()
+        self._sending = Background()
+        self._keeper.tier.on_drop = self._on_drop
+
+    async def close(self) -> None:
+        """What was not sent yet is sent by a later run. No watcher runs any more."""
+        self._keeper.tier.on_drop = None
+        await self._sending.cancel()
+
+    async def resync(self, replica: Replica, held: Iterable[SegmentId], *, is_new: bool) -> None:
+        """The connector holds exactly these segments; `is_new`: it is another process than before."""
+        if is_new:
+            self._in_flight.forget_replica(replica.name)
+        assert replica.info is not None, "known with the connection"
+        self._sharing.cost.set_bytes_per_token(replica.info.bytes_per_token)
+        can_move_keys = replica.info.can_move_keys  # all replicas serve one model
+        self._sharing.limits = replace(self._sharing.limits, can_move_keys=can_move_keys)
+        claimed = await self._runtime.write(self._keeper.claim, replica.name, held)
+        await self._sharing.forget_evicted()
+        if claimed:
+            log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
+            records = [PromptRecord(int(node.node_id), node.namespace, node.token_ids) for node in claimed]
+            await self._sharing.nominator.remember_all(records)
+        orphans = await self._runtime.write(self._keeper.orphans, replica.name)
+        self._orphans[replica.name] = (time.monotonic() + _ORPHAN_GRACE_S, orphans)
+
+    async def apply(self, replica: Replica, event: JournalEvent) -> None:
+        if isinstance(event, Dropped):
+            await self._runtime.write(self._keeper.forget, event.segment_ids)
+            await self._sharing.forget_evicted()
+        else:
+            await self._on_finished(replica, event)
+
+    async def evict_replica(self, replica: Replica) -> None:
+        """It has been silent for too long: what it held is gone."""
+        self._in_flight.forget_replica(replica.name)
+        await self._runtime.write(self._keeper.lose, replica.name)
+        await self._sharing.forget_evicted()
+
+    async def tidy(self, replica: Replica) -> None:
+        """Expire requests, and let the replica drop what no prompt refers to."""
+        self._counters["tickets:expired"] += self._in_flight.expire()
+        due, orphans = self._orphans.get(replica.name, (0.0, frozenset()))
+        if orphans and time.monotonic() >= due:
+            del self._orphans[replica.name]
+            await self._runtime.write(self._keeper.drop_unreferenced, orphans)
+        await self.send_drops(replica)
+
+    async def send_drops(self, replica: Replica) -> None:
+        """Send a replica which of its segments no prompt refers to any more."""
+        if dropped := self._keeper.tier.take_dropped(replica.name):
+            try:
+                await replica.control.drop(dropped)
+            except UpstreamError as exc:  # they are orphans over there, until the next contact or eviction
+                log.debug("replica %s did not get %d drops: %s", replica.name, len(dropped), exc)
+
+    async def evict_unclaimed(self) -> None:
+        """No more replicas are waited for: what none has claimed of the last run's prompts is gone."""
+        await self._runtime.write(self._keeper.evict_unclaimed)
+        await self._sharing.forget_evicted()
+
+    async def _on_finished(self, replica: Replica, finished: Finished) -> None:
+        request = self._in_flight.take(finished.request_id, replica.name)
+        if request is None:
+            self._counters["tickets:unknown"] += 1
+            await self._runtime.write(self._keeper.refuse, replica.name, finished)
+            return
+        self._count(request, finished)
+        node = None
+        try:
+            node = await self._runtime.write(self._keeper.keep, request, finished)
+        finally:
+            if node is None:
+                self._in_flight.note_reconciled(request)
+        if node is not None:
+            self._runtime.background.spawn(self._remember(node, request))
+
+    async def _remember(self, node: Node, request: RoutedRequest) -> None:
+        assert request.prompt is not None, "it had a ticket"
+        try:
+            await self._runtime.remember(node, request.prompt.text)
+        finally:
+            self._in_flight.note_reconciled(request)
+
+    def _on_drop(self, name: str) -> None:
+        """From any thread: the tree let go of segments that this replica still holds."""
+        self._loop.call_soon_threadsafe(self._send_soon, self._replicas[name])
+
+    def _send_soon(self, replica: Replica) -> None:
+        if self._keeper.tier.on_drop is not None:
+            self._sending.spawn(self.send_drops(replica))
+
+    def _count(self, request: RoutedRequest, finished: Finished) -> None:
+        """What was planned against what was computed, and what its times say of the cost rates."""
+        planned = request.plan.decision if isinstance(request.plan, Plan) else "full"
+        self._counters[f"executed:{planned}:{finished.decision}:{finished.reason or ''}"] += 1
+        if planned != finished.decision:
+            log.info(
+                "request %s: planned %s, computed %s (%s)",
+                finished.request_id,
+                planned,
+                finished.decision,
+                finished.reason,
+            )
+        assert request.ticket is not None, "found by its ticket"
+        cost, copies = self._sharing.cost, request.ticket.copies
+        is_full = finished.decision == "full" and not finished.num_local
+        if is_full and request.first_byte_s is not None and request.was_alone:  # it waited for no other
+            cost.observe_prefill(request.ticket.num_tokens, request.first_byte_s)
+        used = [copies[index] for index in finished.used if index < len(copies)]
+        num_copied = sum(copy.length for copy in used)
+        if "pass" in finished.stage_seconds and used and not finished.num_local:
+            # The tail behind the last copy is computed in vLLM's own pass, whose time is not known.
+            num_passed = max(copy.target.end for copy in used) - num_copied
+            cost.observe_prefill(num_passed, finished.stage_seconds["pass"])
+        if "lay" in finished.stage_seconds:
+            cost.observe_load(num_copied * cost.rates.bytes_per_token, finished.stage_seconds["lay"])

@@ -1,0 +1,223 @@
+"""
+Chooses the replica of each request and plans it.
+
+A request goes to its donors' KV, unless that replica is overloaded; else to the idlest.
+
+Namespaces are a replica's, as KV cannot move: a prompt is looked up in each, and goes where it is cheapest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from delta_tree import TokenIds
+from kvshare.errors import NoReplicaError
+from kvshare.fleet.in_flight import InFlight, RoutedRequest
+from kvshare.fleet.replica import Fleet, Replica
+from kvshare.requests import SharingMode
+from kvshare.sharing.explain import Planning, explanation
+from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.vllm_protocol.messages import Ticket, WireCopy, digest_of
+
+log = logging.getLogger(__name__)
+
+_RECONCILE_S = 0.25  # a prompt is stored after its answer; its owner's next request waits for that, so long
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLimits:
+    """When a replica is overloaded: it has so many requests, or so many more than the idlest one."""
+
+    max_inflight: int
+    max_imbalance: int
+
+
+class Router:
+    """On the way of every request, before it is sent and while it is answered."""
+
+    def __init__(self, sharing: Sharing, fleet: Fleet, in_flight: InFlight, limits: LoadLimits) -> None:
+        self._sharing = sharing
+        self._fleet = fleet
+        self._in_flight = in_flight
+        self._limits = limits
+
+    async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
+        """By vLLM's own template and tokenizer. Raises NoReplicaError, UpstreamError."""
+        return await self._next_replica().vllm.tokenize(body)
+
+    async def route(self, request: RoutedRequest) -> Replica:
+        """
+        Plan a request and choose its replica. Whatever fails in planning, it goes unshared.
+
+        Raises:  NoReplicaError
+        """
+        prompt, reason = request.prompt, "off"
+        if prompt is not None and self._sharing.wants(prompt, request.mode):
+            await self._in_flight.wait_reconciled(request.owner, timeout_s=_RECONCILE_S)
+            reason = "no_connector"  # unless there is a lookup
+            try:
+                replica, lookup = await self._find(request)
+                if replica is not None and replica.serves and lookup is not None:
+                    self._sharing.note_use(lookup)
+                    _plan(request, replica, lookup)
+                    return replica
+            except Exception as exc:
+                log.warning("planning failed, the request is served without it", exc_info=exc)
+                self._sharing.counters["fallback:planning:error"] += 1
+                reason = "lookup_failed"
+        elif request.mode is not SharingMode.OFF:
+            reason = "short_prompt"
+        _leave_unplanned(request, reason)
+        return self._next_replica()
+
+    def reroute(self, request: RoutedRequest, tried: Sequence[Replica]) -> Replica:
+        """
+        Another replica, as the last of `tried` did not take the request. The plan's KV is not there.
+
+        The last one gets no more requests until vLLM answers again. Raises NoReplicaError.
+        """
+        tried[-1].models = None
+        self._sharing.counters[f"fallback:replica:{tried[-1].name}"] += 1
+        _leave_unplanned(request, "replica_gone")
+        return self._next_replica(without=tried)
+
+    @contextmanager
+    def sending(self, request: RoutedRequest, replica: Replica) -> Iterator[None]:
+        """Counts the request at its replica while inside; one with a ticket is awaited in the journal."""
+        self._fleet.advance_rotation()
+        request.replica, request.was_refused = replica.name, False
+        request.was_alone, request.sent_at = replica.num_inflight == 0, time.perf_counter()
+        replica.num_inflight += 1
+        self._in_flight.add(request)
+        try:
+            yield
+        finally:
+            replica.num_inflight -= 1
+            self._in_flight.end(request)
+
+    def note_unshared(self, reason: str) -> None:
+        """Count a request that cannot be planned, and why."""
+        self._sharing.counters[f"unshared:{reason}"] += 1
+
+    async def explain(self, request: RoutedRequest) -> dict[str, Any]:
+        """The plan this request would get, and where; a JSON-ready document. Nothing is sent."""
+        assert request.prompt is not None, "only what is tokenized can be explained"
+        replica, found = await self._find(request)
+        lookup = found or Lookup(NoPlan("no_connector"))
+        nodes = []
+        if replica is not None and found is not None:
+            nodes = self._sharing.own_nodes(replica.namespace(request.owner).digest, lookup.candidates)
+        planning = Planning(
+            self._sharing.tree.segment,
+            self._sharing.limits,
+            self._sharing.cost.rates,
+            approximate=request.mode is SharingMode.APPROX,
+        )
+        token_ids = request.prompt.token_ids
+        document = await asyncio.to_thread(explanation, lookup, token_ids, nodes, planning)
+        return {**document, "replica": None if replica is None else replica.name}
+
+    async def _find(self, request: RoutedRequest) -> tuple[Replica | None, Lookup | None]:
+        """The replica to go to and what was found there; neither if no replica shares."""
+        sharing = self._fleet.sharing()
+        if not sharing:
+            return None, None
+        alone = len(sharing) == 1
+        found = await asyncio.gather(
+            *(self._look_up(request, replica, by_meaning=alone) for replica in sharing)
+        )
+        lookups: dict[Replica, Lookup | None] = dict(zip(sharing, found, strict=True))
+        lookups |= {replica: None for replica in self._fleet.serving() if not replica.shares}
+        best = choose(lookups, self._limits)
+        lookup = lookups[best]
+        if not alone and lookup is not None and isinstance(lookup.plan, NoPlan):
+            # Embedding is expensive: only where tokens found nothing, and once.
+            lookup = await self._look_up(request, best, by_meaning=True)
+        return best, lookup
+
+    async def _look_up(self, request: RoutedRequest, replica: Replica, *, by_meaning: bool) -> Lookup:
+        assert request.prompt is not None, "checked by the callers"
+        namespace = replica.namespace(request.owner).digest
+        return await self._sharing.find_plan(namespace, request.prompt, request.mode, by_meaning=by_meaning)
+
+    def _next_replica(self, *, without: Sequence[Replica] = ()) -> Replica:
+        """Raises NoReplicaError."""
+        replica = next((entry for entry in self._fleet.serving() if entry not in without), None)
+        if replica is None:
+            raise NoReplicaError
+        return replica
+
+
+def choose(lookups: Mapping[Replica, Lookup | None], limits: LoadLimits) -> Replica:
+    """The best of at least one replica. Load decides between equals, then the order of `lookups`."""
+    return min(
+        without_overloaded(list(lookups), limits),
+        key=lambda replica: (_prefill_s(lookups[replica]), replica.num_inflight),
+    )
+
+
+def without_overloaded(replicas: Sequence[Replica], limits: LoadLimits) -> list[Replica]:
+    """The replicas that may be given more; all of them where all are overloaded."""
+    idlest = min(replica.num_inflight for replica in replicas)
+    allowed = [
+        replica
+        for replica in replicas
+        if replica.num_inflight < limits.max_inflight and replica.num_inflight - idlest < limits.max_imbalance
+    ]
+    return allowed or list(replicas)
+
+
+def ticket_for(
+    plan: Plan | NoPlan, prompt: TokenIds, *, request_id: str, namespace: str, keep: bool
+) -> Ticket:
+    """The plan, as the connector needs it. Without a plan the prompt may still become a donor."""
+    copies: tuple[WireCopy, ...] = ()
+    if isinstance(plan, Plan):
+        copies = tuple(
+            WireCopy(copy.segment_id, copy.offset, copy.length, copy.target_start, copy.source_position)
+            for copy in plan.copies
+        )
+    return Ticket(
+        request_id=request_id,
+        namespace=namespace,
+        prompt_digest=digest_of(prompt),
+        num_tokens=len(prompt),
+        exact_length=plan.exact_length if isinstance(plan, Plan) else 0,
+        copies=copies,
+        keep=keep,
+    )
+
+
+def _plan(request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
+    """With a ticket: for the plan, or so that the prompt may be stored, or for both."""
+    assert request.prompt is not None, "a lookup has a prompt"
+    request.plan = lookup.plan
+    request.report = lookup.report(request.prompt.num_tokens)
+    if isinstance(lookup.plan, Plan) or request.may_store:
+        request.ticket = ticket_for(
+            lookup.plan,
+            request.prompt.token_ids,
+            request_id=uuid.uuid4().hex,  # not the client's, which may come twice
+            namespace=replica.namespace(request.owner).digest,
+            keep=request.may_store,
+        )
+
+
+def _leave_unplanned(request: RoutedRequest, reason: str) -> None:
+    request.plan, request.ticket = NoPlan(reason), None
+    if request.prompt is not None:
+        request.report = Lookup(request.plan).report(request.prompt.num_tokens)
+
+
+def _prefill_s(lookup: Lookup | None) -> float:
+    """What the prefill should take with the plan found; without one, more than with any."""
+    plan = lookup.plan if lookup is not None else None
+    return plan.estimate.shared_s if isinstance(plan, Plan) else float("inf")

@@ -1,0 +1,172 @@
+"""
+Watches one replica for as long as the proxy runs: does vLLM serve, and what does its connector report.
+
+    health    asks every few seconds; an answer brings the names of the served model
+    journal   info, then what is held, then event after event; a gap or a new epoch starts over
+
+Whatever fails is tried again, with growing pauses. A replica that stays silent has lost its KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from kvshare.errors import UpstreamError
+from kvshare.fleet.reconciler import Reconciler
+from kvshare.fleet.replica import NAMESPACE_FIELDS, Fleet, Replica
+from kvshare.settings import VllmSettings
+from kvshare.vllm_protocol.messages import Journal, ReplicaInfo
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+
+
+class Watcher:
+    """The tasks that watch one replica of a fleet."""
+
+    def __init__(
+        self, replica: Replica, fleet: Fleet, reconciler: Reconciler, settings: VllmSettings
+    ) -> None:
+        self._replica = replica
+        self._fleet = fleet
+        self._reconciler = reconciler
+        self._settings = settings
+        self._tasks: list[asyncio.Task[None]] = []
+        self._last = 0  # sequence number of the last event that was applied
+        self._is_in_step = False  # the account of what the replica holds is right, up to `_last`
+        self._silent_since: float | None = None
+        self._logged: str | None = None  # the last failure in the log: each is logged once
+        self.asked_vllm = asyncio.Event()  # it has answered once, or failed to
+        self.asked_connector = asyncio.Event()  # the same
+        self.was_connected = asyncio.Event()  # the connector has said once what it holds
+
+    def start(self) -> None:
+        name = self._replica.name
+        self._tasks = [
+            asyncio.create_task(self._watch_health(), name=f"health of {name}"),
+            asyncio.create_task(self._watch_journal(), name=f"journal of {name}"),
+        ]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch_health(self) -> None:
+        while True:
+            await self._check_health()
+            self.asked_vllm.set()
+            await asyncio.sleep(self._settings.health_interval_s)
+
+    async def _check_health(self) -> None:
+        replica = self._replica
+        try:
+            await replica.vllm.check_health()
+            if replica.models is None:
+                replica.models = await replica.vllm.models()
+                log.info("replica %s serves %s", replica.name, ", ".join(replica.models.names))
+                self._fleet.check_models(replica)
+        except UpstreamError as exc:
+            if replica.models is not None:
+                log.warning("replica %s serves no more: %s", replica.name, exc)
+            replica.models = None
+
+    async def _watch_journal(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._connect()
+                self.asked_connector.set()
+                pause_s = _FIRST_PAUSE_S
+                await self._read_journal()
+            except UpstreamError as exc:
+                self._replica.is_connected = False
+                self._log_failure(str(exc))
+            except Exception as exc:
+                self._replica.is_connected = self._is_in_step = False
+                log.error("replica %s: its journal could not be applied", self._replica.name, exc_info=exc)
+            self.asked_connector.set()
+            await self._check_lost()
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _connect(self) -> None:
+        """From here on the account of what the replica holds is right, up to event `_last`."""
+        replica = self._replica
+        info = await replica.control.info()
+        _check_info(info)
+        is_new = replica.info is None or replica.info.epoch != info.epoch
+        if is_new or not self._is_in_step:
+            held = await replica.control.segments()
+            if held.epoch != info.epoch:
+                raise UpstreamError("the connector was restarted while it was asked")
+            replica.info, self._last = info, held.last
+            await self._reconciler.resync(replica, held.segment_ids, is_new=is_new)
+            self._is_in_step = True
+        replica.is_connected = True
+        self.was_connected.set()
+        self._silent_since, self._logged = None, None
+        if is_new:
+            _log_connected(replica, info)
+
+    async def _read_journal(self) -> None:
+        """Returns where the state must be asked for anew: a gap, or another process."""
+        while True:
+            journal = await self._replica.control.journal(
+                after=self._last, wait_s=self._settings.journal_wait_s
+            )
+            if self._is_broken(journal):
+                return
+            for event in journal.events:
+                await self._reconciler.apply(self._replica, event)
+            self._last = journal.last
+            await self._reconciler.tidy(self._replica)
+
+    def _is_broken(self, journal: Journal) -> bool:
+        assert self._replica.info is not None, "read only when connected"
+        if journal.epoch != self._replica.info.epoch:
+            log.warning("replica %s was restarted: its KV is gone", self._replica.name)
+            self._replica.is_connected = self._is_in_step = False
+            return True
+        if journal.gap or journal.last < self._last:
+            log.warning("replica %s: events were missed, asking what it holds", self._replica.name)
+            self._is_in_step = False
+            return True
+        return False
+
+    async def _check_lost(self) -> None:
+        now = time.monotonic()
+        if self._replica.is_connected:
+            return
+        if self._silent_since is None:
+            self._silent_since = now
+        elif now - self._silent_since >= self._settings.lost_after_s and self._replica.info is not None:
+            log.warning("replica %s is lost: %s", self._replica.name, self._logged)
+            self._replica.info = None
+            await self._reconciler.evict_replica(self._replica)
+
+    def _log_failure(self, failure: str) -> None:
+        """Each kind of failure once, whichever route it came from, until the connector is connected again."""
+        kind = failure.partition(": ")[2]
+        if kind != self._logged:
+            log.warning("replica %s shares nothing for now: %s", self._replica.name, failure)
+            self._logged = kind
+
+
+def _check_info(info: ReplicaInfo) -> None:
+    missing = [name for name in NAMESPACE_FIELDS if not info.namespace_fields.get(name)]
+    if missing:
+        raise UpstreamError(f"namespace_fields: expected {', '.join(missing)} as well")
+
+
+def _log_connected(replica: Replica, info: ReplicaInfo) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(info.versions.items()))
+    log.info("replica %s: connected, %d segments (%s)", replica.name, info.num_segments, versions)
+    for refusal in info.refusals:
+        log.warning("replica %s shares nothing: %s", replica.name, refusal)
+    for warning in info.warnings:
+        log.warning("replica %s: %s", replica.name, warning)

@@ -1,0 +1,62 @@
+"""
+The checked reading of JSON: a message is a dataclass, and the types of its fields say what is accepted.
+
+Nothing is converted: a number is no text, and True is no number. Defaults are for those who make a message; a
+message that is read must have every field. Unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+Text = Annotated[str, Field(strict=True, min_length=1)]
+Number = Annotated[int, Field(strict=True, ge=0)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+class WireError(ValueError):
+    """A message that does not say what it must; names the field and what was expected."""
+
+
+class Message:
+    """Base of the dataclasses that are sent as JSON objects."""
+
+    __slots__ = ()
+    _optional: ClassVar[frozenset[str]] = frozenset()  # fields that may be missing
+
+    def to_json(self) -> dict[str, Any]:
+        document: dict[str, Any] = _adapter(type(self)).dump_python(self, mode="json")
+        return document
+
+    @classmethod
+    def from_json(cls, document: object) -> Self:
+        """Raises WireError. What was sent is not quoted."""
+        try:
+            message: Self = _adapter(cls).validate_python(document)
+        except ValidationError as exc:
+            first = exc.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"])) or cls.__name__
+            raise WireError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
+        return message
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_complete(cls, document: object) -> object:
+        if isinstance(document, dict):
+            names = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
+            if missing := names - cls._optional - document.keys():
+                raise ValueError(f"expected {', '.join(sorted(missing))} as well")
+        return document
+
+
+_ADAPTERS: dict[type[Message], TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: type[Message]) -> TypeAdapter[Any]:
+    """Built once, when the first message of a kind is read or written."""
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]

@@ -1,0 +1,109 @@
+"""
+How often the demo model is right on forms it has not seen, as a JSON document.
+
+    .venv/bin/python scripts/evaluate_demo_model.py --questions 1100
+
+Every question is asked alone, in a fresh chat, and answered greedily under full prefill in float32; only an
+exact match counts.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvshare.demo import MODEL_PATH
+from kvshare.demo.questions import KINDS, Question, ask, queries
+from kvshare.demo.sheets import MAX_RECORDS, make_sheet, to_messages
+
+MAX_ANSWER_TOKENS = 6
+HELD_OUT_SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the model said to one held-out question."""
+
+    question: Question
+    num_records: int
+    num_prompt_tokens: int
+    said: str
+
+
+def held_out_questions(count: int, *, seed: int) -> Iterator[tuple[Question, int, list[dict[str, str]]]]:
+    """Questions with number of records and messages, of sheets that no training stream makes."""
+    rng = random.Random(f"held-out-{seed}")
+    shapes = [(k, n) for n in range(1, MAX_RECORDS + 1) for k in KINDS if n > 1 or k != "compare"]
+    for index in range(count):
+        kind, num_records = shapes[index % len(shapes)]
+        sheet = make_sheet(rng, num_records=num_records)
+        while not queries(sheet, kind):  # no value leads the others clearly
+            sheet = make_sheet(rng, num_records=num_records)
+        question = ask(rng, sheet, kind=kind)
+        yield question, num_records, to_messages(sheet, question.text)
+
+
+@torch.inference_mode()
+def evaluate(folder: Path, count: int, *, seed: int = HELD_OUT_SEED) -> list[Outcome]:
+    """Ask the model in that folder `count` held-out questions."""
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
+    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    outcomes = []
+    for question, num_records, messages in held_out_questions(count, seed=seed):
+        prompt: Any = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        said = model.generate(prompt, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)[0, prompt.shape[1] :]
+        text = str(tokenizer.decode(said, skip_special_tokens=True)).strip()
+        outcomes.append(Outcome(question, num_records, prompt.shape[1], text))
+    return outcomes
+
+
+def summary(outcomes: list[Outcome]) -> dict[str, object]:
+    """
+    Accuracy overall, by kind, by number of records, and for both together.
+
+    Raises:  ValueError if there are no outcomes
+    """
+    if not outcomes:
+        raise ValueError("no outcomes to sum up")
+    groups: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    for outcome in outcomes:
+        kind, size = outcome.question.query.kind, str(outcome.num_records)
+        names = {"by_kind": kind, "by_records": size, "by_kind_and_records": f"{kind}, {size}"}
+        for grouping, name in {"all": "all", **names}.items():
+            groups[grouping][name].append(outcome.said == outcome.question.answer)
+    shares = {
+        grouping: {name: round(sum(right) / len(right), 4) for name, right in sorted(members.items())}
+        for grouping, members in groups.items()
+    }
+    lengths = [outcome.num_prompt_tokens for outcome in outcomes]
+    return {
+        "num_questions": len(outcomes),
+        "prompt_tokens": {"shortest": min(lengths), "longest": max(lengths)},
+        "accuracy": shares.pop("all")["all"],
+        **shares,
+    }
+
+
+def main() -> None:
+    """Read the command line, evaluate and print."""
+    parser = argparse.ArgumentParser(description="Held-out accuracy of the demo model, as JSON.")
+    parser.add_argument("--model", type=Path, default=MODEL_PATH)
+    parser.add_argument("--questions", type=int, default=1100)
+    parser.add_argument("--seed", type=int, default=HELD_OUT_SEED)
+    arguments = parser.parse_args()
+    figures = summary(evaluate(arguments.model, arguments.questions, seed=arguments.seed))
+    sys.stdout.write(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""
+Trains the demo model from nothing, with the shipped tokenizer: 68 minutes on two cores.
+
+    .venv/bin/python scripts/train_demo_model.py --out DIR --minutes 68 --seed 1
+
+DIR gets a model that loads like the shipped one, and the log of the run. What is shown when is in
+demo_curriculum.py.
+"""
+
+import argparse
+import json
+import logging
+import math
+import os
+import random
+import time
+from collections import deque
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from demo_curriculum import STAGES, Batch, next_batch
+from kvshare.demo import MODEL_PATH
+
+log = logging.getLogger(__name__)
+
+PEAK_RATE = 1.5e-3
+WARMUP_STEPS = 50
+DECAY_SHARE = 0.3
+"""Over this last share of the time the learning rate falls to nothing."""
+TEXT_WEIGHT = 0.05
+REPORT_EVERY = 20
+
+EMBEDDING_STD = 0.06
+CONSTANT = 0.36
+"""What every embedding holds in its first coordinate; it shifts all logits alike."""
+SHARPNESS = 6.7
+"""Length of the constant part of queries and keys, per frequency."""
+NUM_TURNED = 6
+"""How many rotations tell neighbours apart; only the fastest can."""
+NUM_FAST = 10
+"""How many rotations are too fast for matching words over hundreds of tokens."""
+MATCH = 6.0
+"""How strongly equal words attract attention."""
+COPY = 8.0
+"""How loudly a copied word is said, compared with the last word of the prompt."""
+
+
+def build_model() -> LlamaForCausalLM:
+    """A fresh Llama of the shipped one's size."""
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(MODEL_PATH))  # type: ignore[no-untyped-call]
+    give_head_start(model)
+    return model
+
+
+@torch.no_grad()
+def give_head_start(model: LlamaForCausalLM) -> None:
+    """
+    Let the model begin as a copying machine; all weights stay free to change.
+
+    Head h of the first layer attends to the token h + 1 places back and notes it in a subspace of its own.
+    Head h of the second layer looks for a place where the token h places back is noted there, so that all
+    heads look behind an earlier run of the same tokens, and copies what stands at that place. Learning this
+    from nothing took longer than all the rest.
+    """
+    config: Any = model.config
+    width, head_dim = config.hidden_size, config.head_dim
+    embedding = model.model.embed_tokens.weight
+    torch.nn.init.normal_(embedding, std=EMBEDDING_STD)
+    embedding[:, 0] = CONSTANT
+    first, second = (model.model.layers[index].self_attn for index in (0, 1))
+    _look_back(first, config)
+    notes = torch.linalg.qr(torch.randn(width, width)).Q
+    words = (torch.randn(head_dim, width) / math.sqrt(width)).repeat(config.num_attention_heads, 1)
+    copies = torch.randn(width, width) / math.sqrt(width)
+    words[:, 0] = copies[:, 0] = 0.0  # the constant says nothing about the token
+    sought = torch.cat((words[:head_dim], notes.T[:-head_dim]))
+    noted = notes.T.clone()
+    noted[:, 0] = sought[:, 0] = 0.0
+    slow = (torch.arange(width) % (head_dim // 2) >= NUM_FAST).float()[:, None]
+    first.v_proj.weight.copy_(words)
+    first.o_proj.weight.copy_(EMBEDDING_STD * notes)
+    second.q_proj.weight.copy_(MATCH * slow * sought)
+    second.k_proj.weight.copy_(slow * noted)
+    second.v_proj.weight.copy_(copies)
+    second.o_proj.weight.copy_(COPY * EMBEDDING_STD * copies.T)
+
+
+def _look_back(attention: LlamaAttention, config: Any) -> None:
+    """A constant coordinate gives all queries and keys one direction; the query's is turned."""
+    half = config.head_dim // 2
+    after_norm = CONSTANT / math.sqrt(EMBEDDING_STD**2 + CONSTANT**2 / config.hidden_size)
+    scale = SHARPNESS / after_norm
+    for head in range(config.num_attention_heads):
+        for frequency in range(NUM_TURNED):
+            angle = (head + 1) * config.rope_parameters["rope_theta"] ** (-frequency / half)
+            real = head * config.head_dim + frequency
+            attention.k_proj.weight[real, 0] = scale
+            attention.q_proj.weight[real, 0] = scale * math.cos(angle)
+            attention.q_proj.weight[real + half, 0] = -scale * math.sin(angle)
+
+
+def build_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
+    """AdamW, with weight decay on the matrices between the layers only."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.98))
+
+
+def rate_at(step: int, *, share_left: float) -> float:
+    """Warm-up by steps, then flat, then a linear fall to nothing by time; `share_left` of it is left."""
+    warm = min(1.0, (step + 1) / WARMUP_STEPS)
+    return PEAK_RATE * warm * min(1.0, max(0.0, share_left / DECAY_SHARE))
+
+
+def answer_losses(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean loss on answers, mean loss on sampled text, and which answer tokens were right."""
+    device = model.device
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        hidden = model.model(input_ids=batch.ids.to(device), use_cache=False).last_hidden_state
+        places = torch.cat((batch.answer_places, batch.text_places)).to(device)
+        logits = model.lm_head(hidden.flatten(0, 1)[places])
+    targets = batch.ids.to(device).flatten()[places + 1]
+    losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+    num_answers = len(batch.answer_places)
+    answers, text = losses[:num_answers], losses[num_answers:]
+    right = logits[:num_answers].argmax(-1) == targets[:num_answers]
+    return answers.mean(), text.mean() if len(text) else answers.new_zeros(()), right.cpu()
+
+
+def learn(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[str, float]:
+    """One step. Returns the losses before it, and the share of answer tokens that were right."""
+    answers, text, right = answer_losses(model, batch)
+    torch.autograd.backward(answers + TEXT_WEIGHT * text)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"loss": answers.item(), "text_loss": text.item(), "right": right.float().mean().item()}
+
+
+def train(folder: Path, *, minutes: float, seed: int) -> None:
+    """Train until the time is up; the folder then holds a model ready to load, its tokenizer and the log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(MODEL_PATH)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    model = build_model()
+    torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
+    optimizer = build_optimizer(model)
+    stage = 0
+    recent: deque[float] = deque(maxlen=30)
+    began = time.monotonic()
+    with (folder / "training_log.jsonl").open("w", encoding="utf-8", buffering=1) as lines:
+        for step in count():
+            share_left = 1 - (time.monotonic() - began) / (60 * minutes)
+            if share_left <= 0:
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = rate_at(step, share_left=share_left)
+            batch = next_batch(random.Random(f"train-{seed}-{step}"), tokenizer, STAGES[stage])
+            figures = learn(model, optimizer, batch)
+            recent.append(figures["right"])
+            if step % REPORT_EVERY == 0:
+                line = json.dumps({"step": step, "stage": stage, **figures})
+                lines.write(line + "\n")
+                log.info("%s", line)
+            learned = len(recent) == recent.maxlen and sum(recent) / len(recent) >= STAGES[stage].enough
+            if learned and stage + 1 < len(STAGES):
+                stage += 1
+                recent.clear()
+    assert model.generation_config is not None
+    model.generation_config.do_sample = False
+    model.save_pretrained(folder)
+
+
+def main() -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description="Train the KVShare demo model.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=68.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(arguments.threads)
+    train(arguments.out, minutes=arguments.minutes, seed=arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Requests in flight: which are waited for, and which are forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from delta_tree import token_ids
+from kvshare.fleet.in_flight import InFlight, RoutedRequest
+from kvshare.namespace import Owner
+from kvshare.requests import Prompt
+from kvshare.vllm_protocol.messages import Ticket
+from vector_index import PromptText
+
+OWNER = Owner("acme", "tenant")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def sent(request_id: str = "r", *, replica: str = "a") -> RoutedRequest:
+    prompt = Prompt(token_ids(np.arange(10, dtype=np.int32)), PromptText("", ""))
+    return RoutedRequest(OWNER, prompt, replica=replica, ticket=Ticket(request_id, "n", "d", 10))
+
+
+def test_only_the_replica_that_has_a_ticket_may_end_it() -> None:
+    """News of it from elsewhere is news of an unknown ticket."""
+    in_flight, entry = InFlight(expiry_s=60), sent()
+    in_flight.add(entry)
+    assert in_flight.take("r", "b") is None
+    assert in_flight.take("r", "a") is entry
+    assert in_flight.take("r", "a") is None
+
+
+def test_a_ticket_expires_after_its_answer_only() -> None:
+    """An answer may take hours; what comes after it may not."""
+    clock = Clock()
+    in_flight, entry = InFlight(expiry_s=60, clock=clock), sent()
+    in_flight.add(entry)
+    clock.now = 1000.0
+    assert in_flight.expire() == 0
+    in_flight.end(entry)
+    clock.now = 1059.0
+    assert in_flight.expire() == 0
+    clock.now = 1060.0
+    assert in_flight.expire() == 1
+    assert len(in_flight) == 0
+
+
+def test_refused_requests_and_lost_replicas_are_not_waited_for() -> None:
+    """Nothing will be heard of them."""
+    in_flight, refused, lost = InFlight(expiry_s=60), sent("x"), sent("y")
+    in_flight.add(refused)
+    in_flight.add(lost)
+    refused.was_refused = True
+    in_flight.end(refused)
+    in_flight.forget_replica("a")
+    assert len(in_flight) == 0
+    assert refused.reconciled.is_set()
+    assert lost.reconciled.is_set()
+
+
+async def test_the_next_request_waits_for_news_of_the_last() -> None:
+    """For its owner's only, while it is fresh, and not for long."""
+    clock = Clock()
+    in_flight, entry = InFlight(expiry_s=60, clock=clock), sent()
+    in_flight.add(entry)
+    await asyncio.wait_for(in_flight.wait_reconciled(OWNER, timeout_s=5), 1)  # it still runs
+    in_flight.end(entry)
+    await asyncio.wait_for(in_flight.wait_reconciled(Owner("globex", "tenant"), timeout_s=5), 1)
+    waiting = asyncio.create_task(in_flight.wait_reconciled(OWNER, timeout_s=5))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    assert in_flight.take("r", "a") is entry
+    await asyncio.sleep(0.01)
+    assert not waiting.done()  # told, but not to be found yet
+    in_flight.note_reconciled(entry)
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_nobody_waits_for_news_that_does_not_come() -> None:
+    """After a moment the next request goes on without."""
+    clock = Clock()
+    in_flight, entry = InFlight(expiry_s=60, clock=clock), sent()
+    in_flight.add(entry)
+    in_flight.end(entry)
+    clock.now = 6.0
+    await asyncio.wait_for(in_flight.wait_reconciled(OWNER, timeout_s=5), 1)
