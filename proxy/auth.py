@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from enum import StrEnum
 from aiohttp import web
 
 from kvshare.errors import ConfigError
+from kvshare.loopback import is_loopback
 from kvshare.namespace import Owner
 from kvshare.settings import KeySettings
 from proxy.errors import forbidden, unauthorized
@@ -107,13 +107,4 @@ def is_local(request: web.Request) -> bool:
     foreign = ("Origin", "Sec-Fetch-Site", "Forwarded", "X-Forwarded-For", "X-Real-IP")
     if any(header in request.headers for header in foreign):
         return False
-    return _is_loopback(request.remote or "") and _is_loopback(request.url.host or "")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(request.remote or "") and is_loopback(request.url.host or "")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvshare.bench.vllm.models import write_small_model
+from kvshare.bench.vllm.models import write_model
 from kvshare.bench.vllm.servers import VllmOptions, running, shared_vllm
 
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
 
 def test_data_parallelism_is_refused_in_words(tmp_path: Path) -> None:
     """Both engines want the same control port, which stops neither; the one that has it says why."""
-    model = write_small_model(tmp_path / "model", dtype="float32", max_model_len=256)
+    model = write_model("small", tmp_path / "model", dtype="float32", max_model_len=256)
     options = VllmOptions(dtype="float32", max_model_len=256, enforce_eager=True)
     vllm = shared_vllm(model, tmp_path, options, kv_bytes=1 << 20, token="secret")
     vllm.command = [*vllm.command, "--data-parallel-size", "2"]

@@ -8,12 +8,11 @@ follows has moved. Documents are popular or rare, come up in several tasks, and 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from delta_tree import TokenIds, token_ids
+from kvshare.bench.text_like import ZipfWords
 
 NUM_EDITS, LONGEST_EDIT = 300, 8
-_WORDS, _ZIPF = 20_000, 1.1
 _SYSTEM_TOKENS, _CALL_TOKENS, _STAMP_TOKENS = 1200, 30, 12
 _DOCUMENTS, _DOCUMENT_TOKENS = 2000, (200, 1200)
 _SHARE_AGAIN = 0.15  # of the steps, that open a document which the transcript has already
@@ -25,8 +24,7 @@ class AgentPrompts:
     def __init__(self, rng: np.random.Generator, num_tokens: int) -> None:
         self._rng = rng
         self._num_tokens = num_tokens
-        weights = 1.0 / np.arange(1, _WORDS + 1) ** _ZIPF
-        self._cumulated = np.cumsum(weights) / weights.sum()
+        self._words = ZipfWords(rng)
         self._system, self._call = self._words(_SYSTEM_TOKENS), self._words(_CALL_TOKENS)
         self._documents = [self._words(int(rng.integers(*_DOCUMENT_TOKENS))) for _ in range(_DOCUMENTS)]
 
@@ -53,6 +51,3 @@ class AgentPrompts:
     def short(self, num_tokens: int) -> TokenIds:
         """A question that has nothing to do with any task."""
         return token_ids(self._words(num_tokens))
-
-    def _words(self, count: int) -> NDArray[np.int32]:
-        return np.searchsorted(self._cumulated, self._rng.random(count)).astype(np.int32)

@@ -12,8 +12,8 @@ value shows as a wrong answer. Arms, greedy decoding, exact match:
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -32,72 +32,56 @@ _MAX_TOKENS = 12
 _HELD_OUT_SEED = 20_000
 
 
-def run(*, pairs: int = 150, seed: int = _HELD_OUT_SEED) -> dict[str, Any]:
+async def run(*, pairs: int = 150, seed: int = _HELD_OUT_SEED) -> dict[str, Any]:
     """Accuracy of every arm over the same pairs, by kind of question, with what sharing saved."""
-    return asyncio.run(_run(pairs, seed))
-
-
-async def _run(num_pairs: int, seed: int) -> dict[str, Any]:
-    right: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
-    stale: list[bool] = []
+    answers: list[tuple[Pair, dict[str, str]]] = []
     reports: list[SharingReport] = []
     async with running_engine(None, {"index.dense": False}) as engine:
         configured = engine.sharing.limits
         bare = configured.repair.model_copy(update={"edit_window": 0, "relocated_head": 0, "tail": 1})
-        for number, pair in enumerate(near_duplicate_pairs(seed, num_pairs)):
+        for number, pair in enumerate(near_duplicate_pairs(seed, pairs)):
             tenant = f"pair-{number}"  # a namespace of its own: the donor is this one and no other
             donor = await engine.encode_chat(pair.donor_messages)
             recipient = await engine.encode_chat(pair.recipient_messages)
             await _answer(engine, tenant, donor, SharingMode.OFF, store=True)
-            answers = {"full": (await _answer(engine, tenant, recipient, SharingMode.OFF))[0]}
+            found = {"full": (await _answer(engine, tenant, recipient, SharingMode.OFF))[0]}
             engine.sharing.limits = configured
-            answers["kvshare"], report = await _answer(engine, tenant, recipient, SharingMode.APPROX)
+            found["kvshare"], report = await _answer(engine, tenant, recipient, SharingMode.APPROX)
             engine.sharing.limits = replace(configured, repair=bare)
-            answers["placeholders_only"], _ = await _answer(engine, tenant, recipient, SharingMode.APPROX)
-            answers["full_reuse"] = await asyncio.to_thread(_full_reuse, engine, donor, recipient)
-            _count(right, pair, answers)
-            stale.append(answers["full_reuse"] == pair.stale_answer)
+            found["placeholders_only"], _ = await _answer(engine, tenant, recipient, SharingMode.APPROX)
+            found["full_reuse"] = await asyncio.to_thread(_full_reuse, engine, donor, recipient)
+            answers.append((pair, found))
             reports.append(report)
-    return _summary(right, stale, reports, num_pairs=num_pairs, seed=seed)
-
-
-def _count(right: dict[str, dict[str, list[bool]]], pair: Pair, answers: dict[str, str]) -> None:
-    for arm, answer in answers.items():
-        right[arm]["all"].append(answer == pair.answer)
-        right[arm][pair.kind].append(answer == pair.answer)
-
-
-def _summary(
-    right: dict[str, dict[str, list[bool]]],
-    stale: list[bool],
-    reports: list[SharingReport],
-    *,
-    num_pairs: int,
-    seed: int,
-) -> dict[str, Any]:
-    def mean(values: list[float]) -> float:
-        return float(np.mean(values))
-
-    accuracy = {arm: mean([float(hit) for hit in kinds["all"]]) for arm, kinds in right.items()}
+    stale = fmean(found["full_reuse"] == pair.stale_answer for pair, found in answers)
     return {
         "benchmark": "demo",
-        "pairs": num_pairs,
+        "pairs": pairs,
         "seed": seed,
-        "accuracy": accuracy,
-        "by_kind": {
-            arm: {kind: mean([float(hit) for hit in hits]) for kind, hits in kinds.items() if kind != "all"}
-            for arm, kinds in right.items()
-        },
-        "points_below_full": {
-            arm: 100 * (accuracy["full"] - value) for arm, value in accuracy.items() if arm != "full"
-        },
-        "full_reuse_gave_the_donors_answer": mean([float(value) for value in stale]),
-        "kvshare_computed_fraction": mean([1 - r.num_cached / r.num_prompt_tokens for r in reports]),
-        "kvshare_exact_fraction": mean([r.num_exact / r.num_prompt_tokens for r in reports]),
+        **_accuracy(answers),
+        "full_reuse_gave_the_donors_answer": stale,
+        "kvshare_computed_fraction": fmean(1 - r.num_cached / r.num_prompt_tokens for r in reports),
+        "kvshare_exact_fraction": fmean(r.num_exact / r.num_prompt_tokens for r in reports),
         "decisions": {
             decision: sum(r.decision == decision for r in reports) for decision in ("approx", "exact", "full")
         },
-        "mean_prompt_tokens": mean([float(r.num_prompt_tokens) for r in reports]),
+        "mean_prompt_tokens": fmean(r.num_prompt_tokens for r in reports),
+    }
+
+
+def _accuracy(answers: list[tuple[Pair, dict[str, str]]]) -> dict[str, Any]:
+    """Of every arm, in all and by kind of question."""
+    arms, kinds = list(answers[0][1]), dict.fromkeys(pair.kind for pair, _ in answers)
+
+    def right(arm: str, kind: str | None = None) -> float:
+        return fmean(found[arm] == pair.answer for pair, found in answers if kind in (None, pair.kind))
+
+    accuracy = {arm: right(arm) for arm in arms}
+    return {
+        "accuracy": accuracy,
+        "by_kind": {arm: {kind: right(arm, kind) for kind in kinds} for arm in arms},
+        "points_below_full": {
+            arm: 100 * (accuracy["full"] - value) for arm, value in accuracy.items() if arm != "full"
+        },
     }
 
 
@@ -106,7 +90,6 @@ async def _answer(
 ) -> tuple[str, SharingReport]:
     tokens = prompt.token_ids
     answer = await ask(engine, tokens, mode=mode, tenant=tenant, store=store, max_tokens=_MAX_TOKENS)
-    assert answer.report is not None
     return answer.text.strip(), answer.report
 
 

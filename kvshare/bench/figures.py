@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,21 @@ def memory_bytes() -> dict[str, int]:
 def grown(before: dict[str, int]) -> dict[str, int]:
     """By how much memory has grown since `before`, kind by kind."""
     return {kind: number - before[kind] for kind, number in memory_bytes().items()}
+
+
+class MemoryPerPrompt:
+    """What storing so many prompts takes of this process's memory, from now on."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self._num_prompts = num_prompts
+        gc.collect()
+        self._before = memory_bytes()
+
+    def figures(self) -> dict[str, float]:
+        """Bytes of each prompt until now."""
+        gc.collect()
+        own, mapped = (grown(self._before)[kind] / self._num_prompts for kind in _KINDS)
+        return {"metadata_bytes_per_prompt": own, "mapped_file_bytes_per_prompt": mapped}
 
 
 def shard_bytes(folder: Path) -> dict[str, int]:

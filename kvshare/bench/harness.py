@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -34,14 +35,18 @@ async def running_engine(
     The forms model's tokenizer serves given models too; only its ids matter to a random model.
     """
     with tempfile.TemporaryDirectory() as folder:
-        defaults = {"store.path": folder, "model.path": DEMO, "model.dtype": "float32"}
-        settings = load_settings(overrides={**defaults, **(overrides or {})})
-        engine = new_engine(model, settings)
+        engine = new_engine(model, bench_settings(folder, overrides or {}))
         await engine.start()
         try:
             yield engine
         finally:
             await engine.stop()
+
+
+def bench_settings(folder: str, overrides: Mapping[str, object]) -> Settings:
+    """The defaults over the forms model in float32, with the store in this folder."""
+    defaults = {"store.path": folder, "model.path": DEMO, "model.dtype": "float32"}
+    return load_settings(overrides={**defaults, **overrides})
 
 
 def new_engine(model: PreTrainedModel | None, settings: Settings) -> EmbeddedEngine:
@@ -55,14 +60,14 @@ def new_engine(model: PreTrainedModel | None, settings: Settings) -> EmbeddedEng
     return EmbeddedEngine(settings, load=load)
 
 
+@dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request came to: its report, its time to first token, its tokens."""
+    """What one request came to."""
 
-    def __init__(self) -> None:
-        self.report: SharingReport | None = None
-        self.finished: Finished | None = None
-        self.first_token_s = float("nan")
-        self.text = ""
+    report: SharingReport
+    finished: Finished
+    first_token_s: float  # since its submission
+    text: str
 
 
 async def ask(
@@ -84,22 +89,17 @@ async def ask(
         mode=mode,
         store=store,
     )
-    answer = Answer()
+    events: list[tuple[float, Event]] = []
     began = time.perf_counter()
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, Started):
-            answer.report = event.report
-        elif isinstance(event, Delta):
-            if np.isnan(answer.first_token_s):
-                answer.first_token_s = time.perf_counter() - began
-            answer.text += event.text
-        else:
-            answer.finished = event
-
-    await engine.generate(request, on_event)
+    await engine.generate(request, lambda event: events.append((time.perf_counter() - began, event)))
     await engine.settle()  # so that arms do not pay for each other's commits
-    return answer
+    deltas = [(seconds, event.text) for seconds, event in events if isinstance(event, Delta)]
+    return Answer(
+        report=next(event.report for _, event in events if isinstance(event, Started)),
+        finished=next(event for _, event in events if isinstance(event, Finished)),
+        first_token_s=deltas[0][0] if deltas else float("nan"),
+        text="".join(text for _, text in deltas),
+    )
 
 
 def random_prompt(rng: np.random.Generator, num_tokens: int, vocab_size: int) -> TokenIds:

@@ -8,7 +8,6 @@ hundred small namespaces.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import resource
 import tempfile
@@ -28,7 +27,7 @@ _BATCH = 1024
 _FLUSH_EVERY = 64 * _BATCH
 
 
-def run(
+async def run(
     *,
     stored: int = 100_000,
     prompt_tokens: int = 500,
@@ -42,40 +41,12 @@ def run(
     """
     if prompt_tokens < MIN_TOKENS:
         raise ValueError(f"prompt_tokens must be at least {MIN_TOKENS}, got {prompt_tokens}")
-    return asyncio.run(_run(stored, prompt_tokens, queries, dense, seed))
-
-
-async def _run(stored: int, prompt_tokens: int, queries: int, dense: bool, seed: int) -> dict[str, Any]:
     corpus = Corpus(np.random.default_rng(seed), prompt_tokens, stored, dense=dense)
     settings = NominatorSettings(search_timeout_s=60.0, embed_timeout_s=60.0, write_timeout_s=600.0)
-    embedder = corpus if dense else None
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-index-") as name:
-        folder = Path(name)
-        index = QdrantEdgeIndex(settings.schema(embedder), folder)
-        await index.open()
-        nominator = Nominator(index, embedder=embedder, settings=settings)
-        gc.collect()
-        before = memory_bytes()
-        seconds, memory, arms = {}, {}, {}
-
-        began = time.perf_counter()
-        await _fill(corpus, nominator, index, stored)
-        seconds["build"] = time.perf_counter() - began
-        memory["built"] = grown(before)
-        arms["as_written"] = await _measure(corpus, nominator, queries)
-
-        began = time.perf_counter()
-        await index.optimise()
-        seconds["optimise"] = time.perf_counter() - began
-        await index.close()
-        disk = shard_bytes(folder / "shard")
-        drop_from_page_cache(folder)
-        began = time.perf_counter()
-        await index.open()
-        seconds["open_cold"] = time.perf_counter() - began
-        arms["cold"] = await _measure(corpus, nominator, queries)
-        arms["warm"] = await _measure(corpus, nominator, queries)
-        memory["after_queries"] = grown(before)
+        index = QdrantEdgeIndex(settings.schema(corpus if dense else None), Path(name))
+        nominator = Nominator(index, embedder=corpus if dense else None, settings=settings)
+        measured = await _build_and_ask(corpus, nominator, index, Path(name), stored, queries)
         num_points = await index.count()
         nominator.close()
         await index.close()
@@ -87,12 +58,44 @@ async def _run(stored: int, prompt_tokens: int, queries: int, dense: bool, seed:
         "dimension": corpus.dimension if dense else 0,
         "queries": queries,
         "seed": seed,
+        **measured,
+        "optimiser_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
+    }
+
+
+async def _build_and_ask(
+    corpus: Corpus, nominator: Nominator, index: QdrantEdgeIndex, folder: Path, stored: int, queries: int
+) -> dict[str, Any]:
+    """Leaves the index open."""
+    await index.open()
+    gc.collect()
+    before = memory_bytes()
+    seconds, memory, arms = {}, {}, {}
+
+    began = time.perf_counter()
+    await _fill(corpus, nominator, index, stored)
+    seconds["build"] = time.perf_counter() - began
+    memory["built"] = grown(before)
+    arms["as_written"] = await _measure(corpus, nominator, queries)
+
+    began = time.perf_counter()
+    await index.optimise()
+    seconds["optimise"] = time.perf_counter() - began
+    await index.close()
+    disk = shard_bytes(folder / "shard")
+    drop_from_page_cache(folder)
+    began = time.perf_counter()
+    await index.open()
+    seconds["open_cold"] = time.perf_counter() - began
+    arms["cold"] = await _measure(corpus, nominator, queries)
+    arms["warm"] = await _measure(corpus, nominator, queries)
+    memory["after_queries"] = grown(before)
+    return {
         "p99_ms": max(kind["p99_ms"] for space in arms["warm"].values() for kind in space.values()),
         "nomination": arms,
         "seconds": {what: round(value, 2) for what, value in seconds.items()},
         "disk_bytes": disk,
         "memory_bytes": memory,
-        "optimiser_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
     }
 
 

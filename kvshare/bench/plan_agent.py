@@ -9,21 +9,19 @@ Only the KV is missing. The store holds runs of a task with the pieces that plan
 from __future__ import annotations
 
 import asyncio
-import gc
-import tempfile
 import time
-from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Awaitable, Iterable, Mapping
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from delta_tree import Copy, DeltaTree, Node, NodeDraft, Piece, PieceTable, SegmentId, TokenIds, gaps
+from delta_tree import DeltaTree, Node, Piece, SegmentId, TokenIds
 from kvshare.bench.agent_prompts import NUM_EDITS, AgentPrompts
-from kvshare.bench.figures import grown, memory_bytes
+from kvshare.bench.figures import MemoryPerPrompt
 from kvshare.bench.harness import milliseconds
-from kvshare.bench.plan import NAMESPACE, RATES, segment
+from kvshare.bench.plan import NAMESPACE, RATES, insert, open_nominator
 from kvshare.index_factory import nominator_settings
 from kvshare.kv.tier import Fetched
 from kvshare.requests import Prompt, SharingMode
@@ -33,7 +31,7 @@ from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import Plan
 from kvshare.sharing.planner import PlannerLimits, make_plan
-from vector_index import Nominator, PromptRecord, PromptText, QdrantEdgeIndex
+from vector_index import Nominator, PromptRecord, PromptText
 
 _RUNS = 10  # stored of each task
 _SHORT_TOKENS, _SHORT_STORED, _SHORT_EDITS = 500, 50, 4
@@ -41,11 +39,34 @@ _WARM_UP = 5
 _NO_TEXT = PromptText("", "")
 
 
-def run(
+async def run(
     *, stored: int = 1000, prompt_tokens: int = 45_000, queries: int = 200, seed: int = 0
 ) -> dict[str, Any]:
     """Times of `queries` long prompts, and of short ones that come while another long one is planned."""
-    return asyncio.run(_run(stored, prompt_tokens, queries, seed))
+    rng, settings = np.random.default_rng(seed), load_settings()
+    prompts = AgentPrompts(rng, prompt_tokens)
+    async with open_nominator(nominator_settings(settings.index)) as nominator:
+        sharing = _sharing(nominator, settings)
+        memory, began = MemoryPerPrompt(stored), time.perf_counter()
+        long, short = await _fill(sharing, prompts, stored)
+        build_s = time.perf_counter() - began
+        per_prompt = memory.figures()
+        times = await _measure(rng, sharing, prompts, long, short, queries)
+        failures = {name: count for name, count in sharing.counters.items() if name.startswith("fallback:")}
+        sharing.close()
+    return {
+        "benchmark": "plan",
+        "workload": "agent",
+        "stored": stored,
+        "prompt_tokens": prompt_tokens,
+        "queries": queries,
+        "edits": NUM_EDITS,
+        "seed": seed,
+        **_figures(times),
+        "failures": failures,
+        "build_s": build_s,
+        **per_prompt,
+    }
 
 
 class _NoKV:
@@ -63,67 +84,17 @@ class _NoKV:
         pass
 
 
-@dataclass(slots=True)
-class _Times:
-    """Seconds, one entry a query."""
-
-    total: list[float] = field(default_factory=list)
-    nomination: list[float] = field(default_factory=list)
-    planning: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    short: list[float] = field(default_factory=list)
-    blocked: list[float] = field(default_factory=list)
-    candidates: list[int] = field(default_factory=list)
-    copied: list[float] = field(default_factory=list)
-
-    def figures(self) -> dict[str, Any]:
-        return {
-            **milliseconds(self.total),
-            "nomination": milliseconds(self.nomination),
-            "planning": milliseconds(self.planning),
-            "cpu": milliseconds(self.cpu),
-            "blocked_p50_ms": milliseconds(self.blocked)["p50_ms"],
-            "blocked_p99_ms": milliseconds(self.blocked)["p99_ms"],
-            "short_prompt_tokens": _SHORT_TOKENS,
-            "short": milliseconds(self.short),
-            "candidates": float(np.mean(self.candidates)),
-            "copied_fraction": float(np.mean(self.copied)),
-        }
-
-
-async def _run(num_stored: int, num_tokens: int, num_queries: int, seed: int) -> dict[str, Any]:
-    rng, settings = np.random.default_rng(seed), load_settings()
-    prompts = AgentPrompts(rng, num_tokens)
-    nomination = nominator_settings(settings.index)
-    with tempfile.TemporaryDirectory() as folder:
-        index = QdrantEdgeIndex(nomination.schema(None), Path(folder))
-        await index.open()
-        nominator = Nominator(index, settings=nomination)
-        sharing = _sharing(nominator, settings)
-        gc.collect()
-        before, began = memory_bytes(), time.perf_counter()
-        long, short = await _fill(sharing, prompts, num_stored)
-        build_s = time.perf_counter() - began
-        gc.collect()
-        per_prompt = {kind: number / num_stored for kind, number in grown(before).items()}
-        times = await _measure(rng, sharing, prompts, long, short, num_queries)
-        failures = {name: count for name, count in sharing.counters.items() if name.startswith("fallback:")}
-        sharing.close()
-        nominator.close()
-        await index.close()
+def _figures(times: Mapping[str, list[float]]) -> dict[str, Any]:
+    blocked = milliseconds(times["blocked"])
     return {
-        "benchmark": "plan",
-        "workload": "agent",
-        "stored": num_stored,
-        "prompt_tokens": num_tokens,
-        "queries": num_queries,
-        "edits": NUM_EDITS,
-        "seed": seed,
-        **times.figures(),
-        "failures": failures,
-        "build_s": build_s,
-        "metadata_bytes_per_prompt": per_prompt["RssAnon"],
-        "mapped_file_bytes_per_prompt": per_prompt["RssFile"],
+        **milliseconds(times["total"]),
+        **{stage: milliseconds(times[stage]) for stage in ("nomination", "planning", "cpu")},
+        "blocked_p50_ms": blocked["p50_ms"],
+        "blocked_p99_ms": blocked["p99_ms"],
+        "short_prompt_tokens": _SHORT_TOKENS,
+        "short": milliseconds(times["short"]),
+        "candidates": fmean(times["candidates"]),
+        "copied_fraction": fmean(times["copied"]),
     }
 
 
@@ -165,24 +136,21 @@ async def _index(sharing: Sharing, node: Node) -> None:
 
 def _keep(sharing: Sharing, tokens: TokenIds, base: Node | None) -> Node:
     """A prompt as an engine leaves it: the base's pieces where its plan copies, and segments of its own."""
-    tree, generation, exact_length = sharing.tree, 0, len(tokens)
-    copies: tuple[Copy, ...] = ()
-    if base is not None:
-        plan = make_plan(
-            tokens, [base], tree.segment, approximate=True, limits=sharing.limits, rates=sharing.cost.rates
-        )
-        assert isinstance(plan, Plan), plan
-        copies, generation, exact_length = plan.copies, plan.generation, plan.first_approximate
-    own = {
-        span.start: segment(span.start, len(span), generation=generation if span.start >= exact_length else 0)
-        for span in gaps((copy.target for copy in copies), len(tokens))
-    }
-    parts = [(start, Piece(new.segment_id, 0, new.num_tokens)) for start, new in own.items()]
-    parts += [(copy.target_start, Piece(copy.segment_id, copy.offset, copy.length)) for copy in copies]
-    pieces = PieceTable(piece for _, piece in sorted(parts, key=lambda part: part[0]))
-    parent = None if base is None else base.node_id
-    draft = NodeDraft(NAMESPACE, tokens, parent, pieces, tuple(own.values()), exact_length)
-    return tree.insert(draft).node
+    if base is None:
+        return insert(sharing.tree, tokens)
+    plan = make_plan(
+        tokens,
+        [base],
+        sharing.tree.segment,
+        approximate=True,
+        limits=sharing.limits,
+        rates=sharing.cost.rates,
+    )
+    assert isinstance(plan, Plan), plan
+    kept = [(copy.target_start, Piece(copy.segment_id, copy.offset, copy.length)) for copy in plan.copies]
+    return insert(
+        sharing.tree, tokens, base, kept, exact_length=plan.first_approximate, generation=plan.generation
+    )
 
 
 async def _measure(
@@ -192,24 +160,25 @@ async def _measure(
     long: list[TokenIds],
     short: list[TokenIds],
     num_queries: int,
-) -> _Times:
-    times = _Times()
+) -> Mapping[str, list[float]]:
+    """Seconds, counts and shares by name, one entry a query."""
     for number in range(num_queries + _WARM_UP):
-        if number == _WARM_UP:
-            times = _Times()
+        if number in (0, _WARM_UP):
+            times: dict[str, list[float]] = defaultdict(list)
         query = prompts.run_again(long[int(rng.integers(len(long)))])
         other = prompts.run_again(short[int(rng.integers(len(short)))], num_edits=_SHORT_EDITS)
         cpu, began = time.process_time(), time.perf_counter()
         lookup = await _prepare(sharing, query)
-        times.total.append(time.perf_counter() - began)
-        times.cpu.append(time.process_time() - cpu)
-        _note(times, lookup, len(query))
+        times["total"].append(time.perf_counter() - began)
+        times["cpu"].append(time.process_time() - cpu)
+        for name, value in _stages(lookup, len(query)).items():
+            times[name].append(value)
         began = time.perf_counter()
         await _prepare(sharing, other)
-        times.short.append(time.perf_counter() - began)
+        times["short"].append(time.perf_counter() - began)
         again = prompts.run_again(long[int(rng.integers(len(long)))])
-        delay_s = float(rng.random()) * float(np.median(times.total))
-        times.blocked.append(await _blocked(_prepare(sharing, again), _prepare(sharing, other), delay_s))
+        delay_s = float(rng.random()) * float(np.median(times["total"]))
+        times["blocked"].append(await _blocked(_prepare(sharing, again), _prepare(sharing, other), delay_s))
     return times
 
 
@@ -228,12 +197,13 @@ def _prepare(sharing: Sharing, tokens: TokenIds) -> Awaitable[Lookup]:
     return sharing.find_plan(NAMESPACE, Prompt(tokens, _NO_TEXT), SharingMode.APPROX, by_meaning=False)
 
 
-def _note(times: _Times, lookup: Lookup, num_tokens: int) -> None:
-    stages = lookup.stage_seconds
+def _stages(lookup: Lookup, num_tokens: int) -> dict[str, float]:
+    stages, plan = lookup.stage_seconds, lookup.plan
     planning = stages.get("plan", 0.0)
-    times.planning.append(planning)
-    times.nomination.append(sum(stages.values()) - planning - stages.get("load", 0.0))
-    times.candidates.append(len(lookup.candidates))
-    plan = lookup.plan
     copied = plan.exact_length + plan.num_copied if isinstance(plan, Plan) else 0
-    times.copied.append(copied / num_tokens)
+    return {
+        "planning": planning,
+        "nomination": sum(stages.values()) - planning - stages.get("load", 0.0),
+        "candidates": len(lookup.candidates),
+        "copied": copied / num_tokens,
+    }

@@ -17,21 +17,15 @@ import numpy as np
 from aiohttp import web
 
 from delta_tree import Span
-from kvshare.bench.harness import median, new_engine
+from kvshare.bench.harness import bench_settings, median, new_engine
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
-from kvshare.served_model import DEMO
-from kvshare.settings import load_settings
 
 _WARM_UP = 5
 
 
-def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str, Any]:
+async def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str, Any]:
     """Median added milliseconds over `repeats` chat requests that have nothing in common."""
-    return asyncio.run(_run(repeats, words, seed))
-
-
-async def _run(repeats: int, num_words: int, seed: int) -> dict[str, Any]:
     # The front stands above this package; only this benchmark reaches up.
     from proxy.app import build_app
 
@@ -40,14 +34,7 @@ async def _run(repeats: int, num_words: int, seed: int) -> dict[str, Any]:
     straight: list[float] = []
     num_tokens = 0
     with tempfile.TemporaryDirectory() as folder:
-        settings = load_settings(
-            overrides={
-                "store.path": folder,
-                "index.dense": False,
-                "model.path": DEMO,
-                "model.dtype": "float32",
-            }
-        )
+        settings = bench_settings(folder, {"index.dense": False})
         engine = new_engine(None, settings)
         runner = web.AppRunner(build_app(settings, engine), handler_cancellation=True)
         await runner.setup()
@@ -56,7 +43,7 @@ async def _run(repeats: int, num_words: int, seed: int) -> dict[str, Any]:
             while (await client.get("/ready")).status != 200:  # noqa: ASYNC110 - another server's state
                 await asyncio.sleep(0.1)
             for repeat in range(repeats + _WARM_UP):
-                text = " ".join(f"{value:x}" for value in rng.integers(0, 2**32, num_words))
+                text = " ".join(f"{value:x}" for value in rng.integers(0, 2**32, words))
                 http_s, num_tokens = await _through_http(client, engine.card.model_id, text)
                 straight_s = await asyncio.to_thread(_straight, engine.model, num_tokens, rng)
                 if repeat >= _WARM_UP:

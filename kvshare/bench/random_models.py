@@ -59,12 +59,25 @@ def tiny_model(
     config = ARCHITECTURES[name]()
     config.max_position_embeddings = max_position_embeddings
     model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # no types
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" not in parameter_name:
-                parameter.normal_(0.0, 0.12)  # biases too: Qwen2's are zero by default
-    tiny: PreTrainedModel = model.to(dtype).train(False)
+    tiny: PreTrainedModel = _spread(model, 0.12).train(False)
+    tiny.to(dtype)  # type: ignore[arg-type]  # wrapped without types
     return tiny
+
+
+def small_model(*, max_position_embeddings: int, vocab_size: int, seed: int = 0) -> PreTrainedModel:
+    """A Llama of about 3 M parameters whose answers depend on the whole prompt."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_position_embeddings,
+        eos_token_id=None,
+    )
+    return _spread(LlamaForCausalLM(config), 0.08)  # type: ignore[no-untyped-call]  # no types
 
 
 def timing_model(*, max_position_embeddings: int, vocab_size: int, seed: int = 0) -> PreTrainedModel:
@@ -82,4 +95,13 @@ def timing_model(*, max_position_embeddings: int, vocab_size: int, seed: int = 0
         eos_token_id=None,
     )
     model: PreTrainedModel = LlamaForCausalLM(config).train(False)  # type: ignore[no-untyped-call]  # no types
+    return model
+
+
+def _spread(model: PreTrainedModel, std: float) -> PreTrainedModel:
+    """Draw weights so large that attention is far from uniform and a token depends on the whole prompt."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0.0, std)  # biases too: Qwen2's are zero by default
     return model

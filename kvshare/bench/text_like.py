@@ -41,6 +41,24 @@ def _is_word(piece: str) -> bool:
     return piece in {"a", "i"} or (len(piece) > 1 and piece.isascii() and piece.isalpha())
 
 
+class ZipfWords:
+    """Tokens as common as the words of a text: the n-th most common is token n."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._cumulated = _cumulated(_WORDS, _ZIPF)
+
+    def __call__(self, count: int) -> NDArray[np.int32]:
+        return np.searchsorted(self._cumulated, self._rng.random(count)).astype(np.int32)
+
+
+def _cumulated(count: int, exponent: float) -> NDArray[np.float64]:
+    """By Zipf's law: the share of the commonest, of the two commonest, ... of `count` things."""
+    weights = 1.0 / np.arange(1, count + 1) ** exponent
+    shares: NDArray[np.float64] = np.cumsum(weights) / weights.sum()
+    return shares
+
+
 class TextLikePrompts:
     """An endless stream of prompts of one length."""
 
@@ -49,11 +67,9 @@ class TextLikePrompts:
             raise ValueError(f"prompts need at least {MIN_TOKENS} tokens, got {num_tokens}")
         self._rng = rng
         self.num_tokens = num_tokens
-        weights = 1.0 / np.arange(1, _WORDS + 1) ** _ZIPF
-        self._cumulated = np.cumsum(weights) / weights.sum()
+        self._words = ZipfWords(rng)
         self._paragraphs = self._words(_PARAGRAPHS * _PARAGRAPH_TOKENS).reshape(_PARAGRAPHS, -1)
-        self._popularity = 1.0 / np.arange(1, _PARAGRAPHS + 1)
-        self._popularity = np.cumsum(self._popularity) / self._popularity.sum()
+        self._popularity = _cumulated(_PARAGRAPHS, 1.0)
         self._system = self._words(round(_SYSTEM_FRACTION * num_tokens))
         self._recent: deque[TokenIds] = deque(maxlen=_REMEMBERED)
 
@@ -87,6 +103,3 @@ class TextLikePrompts:
         changed = np.array(prompt)
         changed[start : start + length] = self._words(length)
         return token_ids(changed)
-
-    def _words(self, count: int) -> NDArray[np.int32]:
-        return np.searchsorted(self._cumulated, self._rng.random(count)).astype(np.int32)

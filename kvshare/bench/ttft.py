@@ -11,24 +11,25 @@ a given model and real text:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 
-from delta_tree import TokenIds
+from delta_tree import TokenIds, token_ids
 from kvshare.bench.harness import Answer, ask, edited, environment, median, random_prompt, running_engine
 from kvshare.bench.random_models import timing_model
-from kvshare.bench.real_text import RealText
+from kvshare.chat_model import EXAMPLE_TEXT
+from kvshare.demo.pairs import near_duplicate_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.requests import SharingMode
 
+_FORMS = 64  # behind the example text
 _VOCAB_SIZE = 1000  # of the tokens drawn; the model's own is larger
 
 
-def run(
+async def run(
     *,
     prompt_tokens: int = 2000,
     changed: float = 0.1,
@@ -43,34 +44,37 @@ def run(
 
     Raises:  ValueError for prompts longer than the real text is; ModelError
     """
-    shape = {"prompt_tokens": prompt_tokens, "changed": changed, "edits": edits, "seed": seed}
-    arms, about_model = asyncio.run(_run(prompt_tokens, changed, edits, repeats, seed, model))
-    return _summary(arms, shape, about_model)
-
-
-async def _run(
-    num_tokens: int, changed: float, edits: int, repeats: int, seed: int, model: str | None
-) -> tuple[dict[str, list[Answer]], dict[str, str]]:
     rng = np.random.default_rng(seed)
     arms: dict[str, list[Answer]] = {"full": [], "shared": [], "exact_prefix": [], "ideal": []}
-    async with _engine(model, num_tokens, seed) as engine:
-        donor, draw = _text(engine, rng, num_tokens, is_real=model is not None)
+    async with _engine(model, prompt_tokens, seed) as engine:
+        donor, draw = _text(engine, rng, prompt_tokens, is_real=model is not None)
         await ask(engine, donor, mode=SharingMode.OFF, store=True)
         for repeat in range(repeats + 1):
             recipient = edited(donor, changed=changed, edits=edits, draw=draw)
             full = await ask(engine, recipient, mode=SharingMode.OFF)
             shared = await ask(engine, recipient, mode=SharingMode.APPROX)
             prefix = await ask(engine, recipient, mode=SharingMode.EXACT)
-            computed = shared.report.num_recomputed + shared.report.num_repaired if shared.report else 1
+            computed = shared.report.num_recomputed + shared.report.num_repaired
             same_head = np.array(donor)
-            same_head[num_tokens - computed :] = draw(computed)
+            same_head[prompt_tokens - computed :] = draw(computed)
             ideal = await ask(engine, same_head.astype(np.int32), mode=SharingMode.EXACT)
             if repeat == 0:
                 continue  # caches and allocator are warm from here on
             for name, answer in zip(arms, (full, shared, prefix, ideal), strict=True):
                 arms[name].append(answer)
         dtype = str(engine.model.geometry.dtype).removeprefix("torch.")
-        return arms, {"model": engine.model.name if model else "random weights, 100 M", "dtype": dtype}
+        name = engine.model.name if model else "random weights, 100 M"
+    shape = {"prompt_tokens": prompt_tokens, "changed": changed, "edits": edits, "seed": seed}
+    return {
+        "benchmark": "ttft",
+        "engine": "embedded",
+        "model": name,
+        "dtype": dtype,
+        **shape,
+        "repeats": repeats,
+        **_summary(arms, prompt_tokens),
+        "environment": environment(),
+    }
 
 
 @asynccontextmanager
@@ -88,33 +92,34 @@ async def _engine(model: str | None, num_tokens: int, seed: int) -> AsyncIterato
 def _text(
     engine: EmbeddedEngine, rng: np.random.Generator, num_tokens: int, *, is_real: bool
 ) -> tuple[TokenIds, Callable[[int], TokenIds]]:
-    """The donor, and what draws other tokens."""
+    """The donor, and what draws other tokens: at random, or from the example text and our own forms."""
     if not is_real:
         return random_prompt(rng, num_tokens, _VOCAB_SIZE), lambda n: random_prompt(rng, n, _VOCAB_SIZE)
-    text = RealText(engine.encoder, num_tokens=num_tokens)
-    return text.prompt, lambda n: text.draw(rng, n)
+    pairs = [next(near_duplicate_pairs(seed=number, count=1)) for number in range(_FORMS)]
+    forms = ["\n\n" + pair.donor_messages[-1]["content"] for pair in pairs]
+    texts = [EXAMPLE_TEXT.read_text(encoding="utf-8"), *forms]
+    tokens = np.concatenate([engine.encoder.encode_text(text).token_ids for text in texts])
+    if len(tokens) < 2 * num_tokens:
+        raise ValueError(f"prompts of real text have at most {len(tokens) // 2:,} tokens, got {num_tokens:,}")
+    others = tokens[num_tokens:]
+
+    def draw(length: int) -> TokenIds:
+        start = int(rng.integers(len(others) - length + 1))
+        return token_ids(others[start : start + length])
+
+    return token_ids(tokens[:num_tokens]), draw
 
 
-def _summary(
-    arms: dict[str, list[Answer]], shape: dict[str, Any], about_model: dict[str, str]
-) -> dict[str, Any]:
+def _summary(arms: dict[str, list[Answer]], num_tokens: int) -> dict[str, Any]:
     ttft = {name: median([answer.first_token_s for answer in answers]) for name, answers in arms.items()}
-    report = arms["shared"][-1].report
-    finished = arms["shared"][-1].finished
-    assert report is not None
-    assert finished is not None
-    computed = report.num_recomputed + report.num_repaired
+    last = arms["shared"][-1]
+    report = last.report
     return {
-        "benchmark": "ttft",
-        "engine": "embedded",
-        **about_model,
-        **shape,
-        "repeats": len(arms["full"]),
         "speedup": ttft["full"] / ttft["shared"],
         "ideal_speedup": ttft["full"] / ttft["ideal"],
         "of_ideal": ttft["ideal"] / ttft["shared"],
         "exact_prefix_speedup": ttft["full"] / ttft["exact_prefix"],
-        "recomputed_fraction": computed / shape["prompt_tokens"],
+        "recomputed_fraction": (report.num_recomputed + report.num_repaired) / num_tokens,
         "tokens": {
             "exact": report.num_exact,
             "copied": report.num_copied,
@@ -123,6 +128,5 @@ def _summary(
         },
         "decision": report.decision,
         "median_ttft_s": ttft,
-        "shared_stage_ms": {stage: 1e3 * value for stage, value in finished.stage_seconds.items()},
-        "environment": environment(),
+        "shared_stage_ms": {stage: 1e3 * value for stage, value in last.finished.stage_seconds.items()},
     }

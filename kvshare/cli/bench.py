@@ -1,18 +1,19 @@
 """
-`kvshare bench ...`: the commands behind the project's published figures.
+`kvshare bench ...`: the commands behind the project's published figures, as one table.
 
-Each imports `kvshare.bench.<name>`, or `kvshare.bench.vllm.<name>` where the engine is vLLM, and calls its
-`run(**options) -> dict`; an option that is not given is not passed, so that defaults live in one place. A
-result with `"passed": false` ends with exit code 1.
+Each calls `run(**options)` of `kvshare.bench.<name>`, or where the engine is vLLM `run(Config(**options))` of
+`kvshare.bench.vllm.<name>`. An option that is not given is not passed: defaults live in one place. A result
+with `"passed": false` ends with exit code 1.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from enum import StrEnum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import Parameter, Signature, iscoroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import typer
 
@@ -22,327 +23,200 @@ from kvshare.cli.output import show
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every published figure comes from one of these.")
 
-
-class BenchEngine(StrEnum):
-    """What computes: in this process, or real vLLM servers behind the proxy."""
-
-    EMBEDDED = "embedded"
-    VLLM = "vllm"
+EMBEDDED, VLLM = "embedded", "vllm"
 
 
-class PlanWorkload(StrEnum):
-    """What prompts `bench plan` stores and plans, if not forms."""
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """
+    A command: its name, its help, its options beside those that all have.
 
-    AGENT = "agent"
+    `engines`: what it can run on, the default first.
+    """
 
+    name: str
+    help: str
+    options: tuple[Parameter, ...]
+    engines: tuple[str, ...] = (EMBEDDED,)
 
-class VllmEngine(StrEnum):
-    """Of the benchmarks that only make sense over real servers."""
-
-    VLLM = "vllm"
-
-
-Engine = Annotated[BenchEngine, typer.Option("--engine", help="What computes; vllm starts real servers.")]
-OnlyVllm = Annotated[VllmEngine, typer.Option("--engine", help="What computes.")]
-Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Of each vLLM. [default: all cores but one]")
-]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="Of the vLLM servers. [default: bfloat16]")]
-Eager = Annotated[
-    bool | None,
-    typer.Option("--eager", help="The vLLM servers do not compile the model. [default: they do]"),
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Of the prompts and of all else that is drawn.")]
-Repeats = Annotated[int | None, typer.Option("--repeats", min=1, help="Measurements per figure.")]
-PromptTokens = Annotated[int | None, typer.Option("--prompt-tokens", min=1, help="Length of the prompts.")]
-Changed = Annotated[
-    float | None, typer.Option("--changed", min=0, max=1, help="Share of tokens that differ.")
-]
-Edits = Annotated[int | None, typer.Option("--edits", min=0, help="Places where they differ.")]
-Json = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
+    @property
+    def signature(self) -> Signature:
+        """All options, as Typer reads them from a function."""
+        return Signature([*_ENGINE[self.engines], *self.options, _JSON, _FORMAT])
 
 
-@app.command()
-def parity(
-    engine: Engine = BenchEngine.EMBEDDED,
-    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Length of the prompts.")] = None,
-    seed: Seed = None,
-    threads: Threads = None,
-    as_json: Json = False,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
-    """Errors of partial attention and KV moves against plain prefill."""
-    own = _of_vllm(engine, {"threads": threads})
-    _run("parity", {"tokens": tokens, "seed": seed, **own}, as_json, output_format, engine=engine)
+def _option(
+    name: str, kind: Any, help_text: str, *flags: str, default: object = None, **limits: Any
+) -> Parameter:
+    """An option of this type; None where it is not given, unless it has a default."""
+    info = typer.Option(default, *flags, help=help_text, **limits)
+    annotation = kind | None if default is None else kind
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=info, annotation=annotation)
 
 
-@app.command()
-def ttft(
-    engine: Engine = BenchEngine.EMBEDDED,
-    prompt_tokens: PromptTokens = None,
-    changed: Changed = None,
-    edits: Edits = None,
-    repeats: Repeats = None,
-    seed: Seed = None,
-    threads: Threads = None,
-    dtype: Dtype = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="Embedded: a model on real text, such as default. [default: random weights and tokens]",
+_Engine = Literal["embedded", "vllm"]
+_BOTH, _ONLY_VLLM = (EMBEDDED, VLLM), (VLLM,)
+_ENGINE: Mapping[tuple[str, ...], tuple[Parameter, ...]] = {
+    (EMBEDDED,): (),
+    _BOTH: (_option("engine", _Engine, "What computes; vllm starts real servers.", default=EMBEDDED),),
+    _ONLY_VLLM: (_option("engine", Literal["vllm"], "What computes.", default=VLLM),),
+}
+_OWNERS = {"threads": VLLM, "dtype": VLLM, "eager": VLLM, "model": EMBEDDED}  # where there are both engines
+_JSON = _option("as_json", bool, "The same as --format json.", "--json", default=False)
+_FORMAT = Parameter("output_format", Parameter.KEYWORD_ONLY, default=OutputFormat.TERMINAL, annotation=Format)
+
+_SEED = _option("seed", int, "Of the prompts and of all else that is drawn.")
+_REPEATS = _option("repeats", int, "Measurements per figure.", min=1)
+_PROMPT_TOKENS = _option("prompt_tokens", int, "Length of the prompts.", min=1)
+_STORED = _option("stored", int, "Prompts in the store.", min=1)
+_CONCURRENCY = _option("concurrency", int, "Clients at a time.", min=1)
+_EDITED = (
+    _PROMPT_TOKENS,
+    _option("changed", float, "Share of tokens that differ.", min=0, max=1),
+    _option("edits", int, "Places where they differ.", min=0),
+)
+_THREADS = _option("threads", int, "Of each vLLM. [default: all cores but one]", min=1)
+_DTYPE = _option("dtype", str, "Of the vLLM servers. [default: bfloat16]")
+_EAGER = _option("eager", bool, "The vLLM servers do not compile the model. [default: they do]", "--eager")
+_SERVERS = (_THREADS, _DTYPE, _EAGER)
+
+
+def _dense(default: str) -> Parameter:
+    return _option("dense", bool, f"With meanings. [default: {default}]", "--dense/--no-dense")
+
+
+BENCHMARKS = (
+    Benchmark(
+        "parity",
+        "Errors of partial attention and KV moves against plain prefill.",
+        (_option("tokens", int, "Length of the prompts.", min=1), _SEED, _THREADS),
+        engines=_BOTH,
+    ),
+    Benchmark(
+        "ttft",
+        "Time to the first token of edited prompts, shared and in full.",
+        (
+            *(*_EDITED, _REPEATS, _SEED, _THREADS, _DTYPE),
+            _option(
+                "model",
+                str,
+                "Embedded: a model on real text, such as default. [default: random weights and tokens]",
+            ),
+            _EAGER,
         ),
-    ] = None,
-    eager: Eager = None,
-    as_json: Json = False,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
-    """Time to the first token of edited prompts, shared and in full."""
-    if model is not None and engine is not BenchEngine.EMBEDDED:
-        raise typer.BadParameter("only with --engine embedded", param_hint="--model")
-    options: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens,
-        "changed": changed,
-        "edits": edits,
-        "repeats": repeats,
-        "seed": seed,
-    }
-    own = _of_vllm(engine, {"threads": threads, "dtype": dtype, "eager": eager})
-    if engine is BenchEngine.EMBEDDED:
-        own = {"model": model}
-    _run("ttft", {**options, **own}, as_json, output_format, engine=engine)
+        engines=_BOTH,
+    ),
+    Benchmark(
+        "load",
+        "Throughput and latency of concurrent clients, with and without sharing.",
+        (
+            _CONCURRENCY,
+            _option("requests", int, "Per arm and repeat.", min=2),
+            _option(
+                "workload", Path, "Send this file's first prompts, cut to --prompt-tokens, not made-up ones."
+            ),
+            *(*_EDITED, _REPEATS, _SEED, *_SERVERS),
+        ),
+        engines=_ONLY_VLLM,
+    ),
+    Benchmark(
+        "steady",
+        "Whether sharing still pays once the store is full.",
+        (
+            _option("batches", int, "Of new prompts.", min=2),
+            *_EDITED,
+            _option("kv_bytes", int, "Of the store. [default: too few by design]", min=1),
+            *(_SEED, *_SERVERS),
+        ),
+        engines=_ONLY_VLLM,
+    ),
+    Benchmark(
+        "soak",
+        "Mixed traffic with aborts and evictions: every exact answer must be vLLM's own.",
+        (_option("minutes", float, "Of traffic.", min=0), _CONCURRENCY, _SEED, _THREADS, _EAGER),
+        engines=_ONLY_VLLM,
+    ),
+    Benchmark(
+        "plan",
+        "What looking up and planning cost before anything is computed.",
+        (
+            _option(
+                "workload",
+                Literal["agent"],
+                "agent: long transcripts with edits. [default: forms of one length]",
+            ),
+            *(_STORED, _PROMPT_TOKENS, _option("queries", int, "Prompts planned.", min=1), _SEED),
+        ),
+    ),
+    Benchmark(
+        "index",
+        "What nominating costs with very many prompts stored, and what their index takes.",
+        (
+            _option("stored", int, "Prompts in the index.", min=1),
+            *(_PROMPT_TOKENS, _option("queries", int, "Of each kind.", min=1), _dense("dense"), _SEED),
+        ),
+    ),
+    Benchmark(
+        "replay",
+        "How fast a log is replayed through KVShare, as the store grows.",
+        (
+            *(_STORED, _PROMPT_TOKENS, _option("requests", int, "Measured at each size.", min=1)),
+            _dense("no-dense"),
+            _option("threads", int, "Of the embedder. [default: all cores]", min=1),
+            _SEED,
+        ),
+    ),
+    Benchmark(
+        "storage",
+        "Bytes stored for similar prompts, against what they take apart.",
+        (_option("prompts", int, "Variants stored.", min=1), *_EDITED, _SEED),
+    ),
+    Benchmark(
+        "demo",
+        "Whether the bundled model answers the edited prompt, not the stored one.",
+        (_option("pairs", int, "Stored prompts, each with an edit.", min=1), _SEED),
+    ),
+    Benchmark(
+        "proxy",
+        "Latency that the HTTP front adds to a request.",
+        (_REPEATS, _option("words", int, "Length of the prompts.", min=1), _SEED),
+    ),
+)
 
 
-@app.command()
-def load(
-    engine: OnlyVllm = VllmEngine.VLLM,
-    concurrency: Annotated[
-        int | None, typer.Option("--concurrency", min=1, help="Clients at a time.")
-    ] = None,
-    requests: Annotated[int | None, typer.Option("--requests", min=2, help="Per arm and repeat.")] = None,
-    workload: Annotated[
-        Path | None,
-        typer.Option(help="Send this file's first prompts, cut to --prompt-tokens, not made-up ones."),
-    ] = None,
-    prompt_tokens: PromptTokens = None,
-    changed: Changed = None,
-    edits: Edits = None,
-    repeats: Repeats = None,
-    seed: Seed = None,
-    threads: Threads = None,
-    dtype: Dtype = None,
-    eager: Eager = None,
-    as_json: Json = False,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
-    """Throughput and latency of concurrent clients, with and without sharing."""
-    if workload is not None and (changed is not None or edits is not None):
+def _command(benchmark: Benchmark) -> Callable[..., None]:
+    """A function with the benchmark's options as its parameters: what Typer makes a command of."""
+
+    def command(**options: Any) -> None:
+        as_json, output_format = options.pop("as_json"), options.pop("output_format")
+        engine = options.pop("engine", EMBEDDED)
+        given = {name: value for name, value in options.items() if value is not None}
+        module = importlib.import_module(_chosen(benchmark, engine, given))
+        document = module.run(module.Config(**given)) if engine == VLLM else module.run(**given)
+        if iscoroutine(document):
+            import asyncio
+
+            document = asyncio.run(document)
+        show("bench", document, OutputFormat.JSON if as_json else output_format)
+        if document.get("passed") is False:
+            raise typer.Exit(ExitCode.FAILED)
+
+    command.__signature__ = benchmark.signature  # type: ignore[attr-defined]  # functions may have one
+    return command
+
+
+def _chosen(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:
+    """The module that runs; an option that it does not have is wrong usage."""
+    for name in given if benchmark.engines == _BOTH else ():
+        owner = _OWNERS.get(name, engine)
+        if engine != owner:
+            raise typer.BadParameter(f"only with --engine {owner}", param_hint=f"--{name}")
+    if benchmark.name == "load" and "workload" in given and given.keys() & {"changed", "edits"}:
         raise typer.BadParameter("not together with --changed or --edits", param_hint="--workload")
-    options = {
-        "concurrency": concurrency,
-        "requests": requests,
-        "workload": workload,
-        "prompt_tokens": prompt_tokens,
-        "changed": changed,
-        "edits": edits,
-        "repeats": repeats,
-        "seed": seed,
-        "threads": threads,
-        "dtype": dtype,
-        "eager": eager,
-    }
-    _run("load", options, as_json, output_format, engine=engine)
+    package = "kvshare.bench.vllm" if engine == VLLM else "kvshare.bench"
+    name = "plan_agent" if benchmark.name == "plan" and given.pop("workload", None) else benchmark.name
+    return f"{package}.{name}"
 
 
-@app.command()
-def steady(
-    engine: OnlyVllm = VllmEngine.VLLM,
-    batches: Annotated[int | None, typer.Option("--batches", min=2, help="Of new prompts.")] = None,
-    prompt_tokens: PromptTokens = None,
-    changed: Changed = None,
-    edits: Edits = None,
-    kv_bytes: Annotated[
-        int | None, typer.Option("--kv-bytes", min=1, help="Of the store. [default: too few by design]")
-    ] = None,
-    seed: Seed = None,
-    threads: Threads = None,
-    dtype: Dtype = None,
-    eager: Eager = None,
-    as_json: Json = False,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
-    """Whether sharing still pays once the store is full."""
-    options = {
-        "batches": batches,
-        "prompt_tokens": prompt_tokens,
-        "changed": changed,
-        "edits": edits,
-        "kv_bytes": kv_bytes,
-        "seed": seed,
-        "threads": threads,
-        "dtype": dtype,
-        "eager": eager,
-    }
-    _run("steady", options, as_json, output_format, engine=engine)
-
-
-@app.command()
-def soak(
-    engine: OnlyVllm = VllmEngine.VLLM,
-    minutes: Annotated[float | None, typer.Option("--minutes", min=0, help="Of traffic.")] = None,
-    concurrency: Annotated[
-        int | None, typer.Option("--concurrency", min=1, help="Clients at a time.")
-    ] = None,
-    seed: Seed = None,
-    threads: Threads = None,
-    eager: Eager = None,
-    as_json: Json = False,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
-    """Mixed traffic with aborts and evictions: every exact answer must be vLLM's own."""
-    options = {
-        "minutes": minutes,
-        "concurrency": concurrency,
-        "seed": seed,
-        "threads": threads,
-        "eager": eager,
-    }
-    _run("soak", options, as_json, output_format, engine=engine)
-
-
-@app.command()
-def plan(
-    workload: Annotated[
-        PlanWorkload | None,
-        typer.Option("--workload", help="agent: long transcripts with edits. [default: forms of one length]"),
-    ] = None,
-    stored: Annotated[int | None, typer.Option("--stored", min=1, help="Prompts in the store.")] = None,
-    prompt_tokens: PromptTokens = None,
-    queries: Annotated[int | None, typer.Option("--queries", min=1, help="Prompts planned.")] = None,
-    seed: Seed = None,
-    as_json: Json = False,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
-    """What looking up and planning cost before anything is computed."""
-    options = {"stored": stored, "prompt_tokens": prompt_tokens, "queries": queries, "seed": seed}
-    _run("plan" if workload is None else f"plan_{workload}", options, as_json, output_format)
-
-
-@app.command()
-def index(
-    stored: Annotated[int | None, typer.Option("--stored", min=1, help="Prompts in the index.")] = None,
-    prompt_tokens: PromptTokens = None,
-    queries: Annotated[int | None, typer.Option("--queries", min=1, help="Of each kind.")] = None,
-    dense: Annotated[
-        bool | None, typer.Option("--dense/--no-dense", help="With meanings. [default: dense]")
-    ] = None,
-    seed: Seed = None,
-    as_json: Json = False,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
-    """What nominating costs with very many prompts stored, and what their index takes."""
-    options = {
-        "stored": stored,
-        "prompt_tokens": prompt_tokens,
-        "queries": queries,
-        "dense": dense,
-        "seed": seed,
-    }
-    _run("index", options, as_json, output_format)
-
-
-@app.command()
-def replay(
-    stored: Annotated[int | None, typer.Option("--stored", min=1, help="Prompts in the store.")] = None,
-    prompt_tokens: PromptTokens = None,
-    requests: Annotated[int | None, typer.Option("--requests", min=1, help="Measured at each size.")] = None,
-    dense: Annotated[
-        bool | None, typer.Option("--dense/--no-dense", help="With meanings. [default: no-dense]")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Of the embedder. [default: all cores]")
-    ] = None,
-    seed: Seed = None,
-    as_json: Json = False,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
-    """How fast a log is replayed through KVShare, as the store grows."""
-    options = {
-        "stored": stored,
-        "prompt_tokens": prompt_tokens,
-        "requests": requests,
-        "dense": dense,
-        "threads": threads,
-        "seed": seed,
-    }
-    _run("replay", options, as_json, output_format)
-
-
-@app.command()
-def storage(
-    prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="Variants stored.")] = None,
-    prompt_tokens: PromptTokens = None,
-    changed: Changed = None,
-    edits: Edits = None,
-    seed: Seed = None,
-    as_json: Json = False,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
-    """Bytes stored for similar prompts, against what they take apart."""
-    options = {
-        "prompts": prompts,
-        "prompt_tokens": prompt_tokens,
-        "changed": changed,
-        "edits": edits,
-        "seed": seed,
-    }
-    _run("storage", options, as_json, output_format)
-
-
-@app.command()
-def demo(
-    pairs: Annotated[
-        int | None, typer.Option("--pairs", min=1, help="Stored prompts, each with an edit.")
-    ] = None,
-    seed: Seed = None,
-    as_json: Json = False,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
-    """Whether the bundled model answers the edited prompt, not the stored one."""
-    _run("demo", {"pairs": pairs, "seed": seed}, as_json, output_format)
-
-
-@app.command()
-def proxy(
-    repeats: Repeats = None,
-    words: Annotated[int | None, typer.Option("--words", min=1, help="Length of the prompts.")] = None,
-    seed: Seed = None,
-    as_json: Json = False,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
-    """Latency that the HTTP front adds to a request."""
-    _run("proxy", {"repeats": repeats, "words": words, "seed": seed}, as_json, output_format)
-
-
-def _of_vllm(engine: BenchEngine, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Options that only this engine has; given with another one they are wrong usage."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if given and engine is not BenchEngine.VLLM:
-        raise typer.BadParameter("only with --engine vllm", param_hint=f"--{next(iter(given))}")
-    return given
-
-
-def _run(
-    name: str,
-    options: Mapping[str, Any],
-    as_json: bool,
-    output_format: OutputFormat,
-    *,
-    engine: BenchEngine | VllmEngine = BenchEngine.EMBEDDED,
-) -> None:
-    given = {option: value for option, value in options.items() if value is not None}
-    package = "kvshare.bench.vllm" if engine == BenchEngine.VLLM else "kvshare.bench"
-    document = importlib.import_module(f"{package}.{name}").run(**given)
-    show("bench", document, OutputFormat.JSON if as_json else output_format)
-    if document.get("passed") is False:
-        raise typer.Exit(ExitCode.FAILED)
+for _benchmark in BENCHMARKS:
+    app.command(_benchmark.name, help=_benchmark.help)(_command(_benchmark))

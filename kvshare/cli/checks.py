@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from kvshare.settings import Settings
 
 _OLDEST_PYTHON = (3, 11)
-# "WAL-reset": two connections that write or checkpoint at once can corrupt a database in WAL mode.
-_WAL_RESET_SINCE = (3, 7, 0)
-_WAL_RESET_FIXED = (3, 51, 3)
-_WAL_RESET_BACKPORTS = {(3, 44): 6, (3, 50): 7}  # minor version -> first patch with the fix
 
 
 class State(StrEnum):
@@ -69,9 +65,11 @@ def check_torch() -> Check:
 
 
 def check_sqlite(version: tuple[int, int, int]) -> Check:
-    """SQLite has no known bug that corrupts a WAL database."""
+    """SQLite has no known bug that corrupts a WAL database: two connections that write at once."""
+    from delta_tree.storage import journal_mode_for
+
     found = ".".join(str(part) for part in version)
-    if not has_wal_reset_bug(version):
+    if journal_mode_for(version) == "WAL":
         return Check("sqlite", State.OK, found)
     return Check(
         "sqlite",
@@ -79,14 +77,6 @@ def check_sqlite(version: tuple[int, int, int]) -> Check:
         f"{found} has the WAL-reset bug (3.7.0 to 3.51.2); one writer per store, as here, does not meet it",
         "open the store with no other program while the server runs, or install SQLite 3.51.3 or newer",
     )
-
-
-def has_wal_reset_bug(version: tuple[int, int, int]) -> bool:
-    """Whether this SQLite lacks the fix of 3.51.3, which 3.50.7 and 3.44.6 got as well."""
-    first_fixed_patch = _WAL_RESET_BACKPORTS.get(version[:2])
-    if first_fixed_patch is not None and version[2] >= first_fixed_patch:
-        return False
-    return _WAL_RESET_SINCE <= version < _WAL_RESET_FIXED
 
 
 def check_config(path: Path | None) -> tuple[Settings | None, Check]:

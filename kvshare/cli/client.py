@@ -40,28 +40,26 @@ class JsonClient:
     def get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object at `path`; None values are left out of the query."""
         pairs = {name: _text(value) for name, value in (query or {}).items() if value is not None}
-        return self._send(Request(self._address(path, pairs), headers=self._headers))
+        return self._document(self._open(f"{path}?{urlencode(pairs)}" if pairs else path))
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The JSON object that the server answers to this body."""
-        headers = {**self._headers, "Content-Type": "application/json"}
-        payload = json.dumps(body).encode()
-        return self._send(Request(self._address(path, {}), data=payload, headers=headers, method="POST"))
+        return self._document(self._open(path, json.dumps(body).encode()))
 
     def ping(self, path: str) -> None:
         """Raises as the others do, whatever the answer's body is."""
-        self._open(Request(self._address(path, {}), headers=self._headers))
+        self._open(path)
 
-    def _address(self, path: str, query: Mapping[str, str]) -> str:
-        return f"{self._url}{path}" + (f"?{urlencode(query)}" if query else "")
-
-    def _send(self, request: Request) -> dict[str, Any]:
-        document = _parse(self._open(request))
+    def _document(self, payload: bytes) -> dict[str, Any]:
+        document = _parse(payload)
         if not isinstance(document, dict):
             raise AnswerError(self._url, 200, "not a JSON object; is that a KVShare server?")
         return document
 
-    def _open(self, request: Request) -> bytes:
+    def _open(self, path: str, body: bytes | None = None) -> bytes:
+        """What comes back of a GET, or of a POST where there is a body."""
+        type_of_body = {} if body is None else {"Content-Type": "application/json"}
+        request = Request(self._url + path, data=body, headers={**self._headers, **type_of_body})
         try:
             with self._opener.open(request, timeout=self._timeout_s) as response:
                 payload: bytes = response.read()

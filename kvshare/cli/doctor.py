@@ -15,10 +15,7 @@ from kvshare.cli.options import Config, Format, OutputFormat
 from kvshare.cli.output import show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvshare.cli.checks import Check
-    from kvshare.settings import Settings
 
 
 def doctor(
@@ -53,32 +50,24 @@ def doctor(
 
 def run_checks(config: Path | None) -> list[Check]:
     """All checks; those that need the settings only when the config can be read."""
-    from kvshare.cli import checks, model_checks, store_checks
+    from kvshare.cli import checks, model_checks, store_checks, vllm_checks
 
     settings, readable = checks.check_config(config)
-    machine = [
+    found = [
         checks.check_python(sys.version_info[:3]),
         checks.check_sqlite(sqlite3.sqlite_version_info),
         readable,
     ]
     if settings is None:
-        return machine
-    machine.append(checks.check_torch())
+        return found
+    found.append(checks.check_torch())
     if settings.engine.kind == "vllm":
-        from kvshare.cli import vllm_checks
-
-        machine += vllm_checks.check_replicas(settings.vllm.replicas)
-        about_model: tuple[Callable[[Settings], Check], ...] = ()
+        found += vllm_checks.check_replicas(settings.vllm.replicas)
     else:
-        about_model = (model_checks.check_model, model_checks.check_tokenizer, model_checks.check_geometry)
-    look_at = (
-        *about_model,
-        store_checks.check_store,
-        store_checks.check_index,
-        store_checks.check_embedder,
-        checks.check_port,
-    )
-    return [*machine, *(look(settings) for look in look_at)]
+        of_model = (model_checks.check_model, model_checks.check_tokenizer, model_checks.check_geometry)
+        found += [check(settings) for check in of_model]
+    of_store = (store_checks.check_store, store_checks.check_index, store_checks.check_embedder)
+    return found + [check(settings) for check in (*of_store, checks.check_port)]
 
 
 def run_vllm_checks(url: str, control_url: str | None) -> list[Check]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,27 +18,9 @@ if TYPE_CHECKING:
     from kvshare.settings import Settings
 
 
-class Mode(StrEnum):
-    """What a request gets that does not say; `kvshare.engines.base.SharingMode`, without importing it."""
-
-    OFF = "off"
-    EXACT = "exact"
-    APPROX = "approx"
-
-
-class EngineKind(StrEnum):
-    """Where answers are computed: in this process, or by vLLM servers that it stands in front of."""
-
-    EMBEDDED = "embedded"
-    VLLM = "vllm"
-
-
-class Dtype(StrEnum):
-    """The number formats that the embedded engine computes in."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
+Mode = Literal["off", "exact", "approx"]
+EngineKind = Literal["embedded", "vllm"]
+Dtype = Literal["auto", "float32", "bfloat16"]  # that the embedded engine computes in
 
 
 def serve(
@@ -89,9 +70,9 @@ def serve(
         "server.port": port,
         "model.path": model,
         "store.path": None if store is None else str(store),
-        "sharing.mode": None if mode is None else mode.value,
-        "model.dtype": None if dtype is None else dtype.value,
-        "engine.kind": None if engine is None else engine.value,
+        "sharing.mode": mode,
+        "model.dtype": dtype,
+        "engine.kind": engine,
         "vllm.replicas": _replicas(vllm_url or [], vllm_control_url or []),
     }
     overrides = {key_path: value for key_path, value in given.items() if value is not None}
@@ -111,10 +92,8 @@ def _replicas(urls: Sequence[str], control_urls: Sequence[str]) -> list[dict[str
         raise ConfigError(
             "--vllm-control-url", f"expected one per --vllm-url ({len(urls)}), got {len(control_urls)}"
         )
-    if not urls:
-        return None
     if not control_urls:
-        return [{"url": url} for url in urls]
+        return [{"url": url} for url in urls] or None
     pairs = zip(urls, control_urls, strict=True)
     return [{"url": url, "control_url": control_url} for url, control_url in pairs]
 

@@ -1,9 +1,13 @@
-"""Where answers come from: a running server, or the metadata of a stopped one. Both answer alike."""
+"""
+Where answers come from: a running server, or the metadata of a stopped one. Both answer alike.
+
+`ask(what, arguments)` gives the document of a question, a key of `kvshare.inspection.QUESTIONS`, and
+`explain(request)` the plan of a chat request.
+"""
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,19 +22,9 @@ if TYPE_CHECKING:
     from kvshare.cli.client import AdminClient
 
 
-class Source(ABC):
-    """Answers the questions of `kvshare.inspection` and explains plans."""
-
-    @abstractmethod
-    def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The document that answers; `what` is a key of `kvshare.inspection.QUESTIONS`."""
-
-    @abstractmethod
-    def explain(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The plan for a chat request."""
-
-
-def open_source(*, url: str | None, key: str | None, store: Path | None, config: Path | None) -> Source:
+def open_source(
+    *, url: str | None, key: str | None, store: Path | None, config: Path | None
+) -> ServerSource | StoreSource:
     """
     The server at --url or KVSHARE_URL, else the store at --store or in the settings. Opens nothing yet.
 
@@ -49,7 +43,7 @@ def open_source(*, url: str | None, key: str | None, store: Path | None, config:
     return ServerSource(AdminClient(url, key=key or os.environ.get("KVSHARE_ADMIN_KEY")))
 
 
-class ServerSource(Source):
+class ServerSource:
     """Asks a running server through its admin routes."""
 
     def __init__(self, client: AdminClient) -> None:
@@ -71,7 +65,7 @@ class ServerSource(Source):
         return str(models[0]["id"])
 
 
-class StoreSource(Source):
+class StoreSource:
     """Reads the metadata of a stopped server; evicting is the one thing that writes."""
 
     def __init__(self, folder: Path | None, config: Path | None) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -11,14 +10,7 @@ from kvshare.cli.options import Config, Format, Key, NamespaceDigest, OutputForm
 from kvshare.cli.output import note, show
 from kvshare.cli.source import open_source
 
-
-class TreeOrder(StrEnum):
-    """What `kvshare tree` puts first: the heaviest, the busiest, the oldest, the longest."""
-
-    BYTES = "bytes"
-    HITS = "hits"
-    AGE = "age"
-    TOKENS = "tokens"
+TreeOrder = Literal["bytes", "hits", "age", "tokens"]  # the heaviest, the busiest, the oldest, the longest
 
 
 def stats(
@@ -37,7 +29,7 @@ def stats(
 def tree(
     root: Annotated[int | None, typer.Argument(help="Only this node and what hangs below it.")] = None,
     depth: Annotated[int, typer.Option("--depth", min=1, help="Levels shown.")] = 4,
-    sort: Annotated[TreeOrder, typer.Option("--sort", help="Which siblings come first.")] = TreeOrder.BYTES,
+    sort: Annotated[TreeOrder, typer.Option("--sort", help="Which siblings come first.")] = "bytes",
     namespace: NamespaceDigest = None,
     url: Url = None,
     key: Key = None,
@@ -47,7 +39,7 @@ def tree(
 ) -> None:
     """The stored prompts as a tree. Who was edited from whom, and what that costs."""
     source = open_source(url=url, key=key, store=store, config=config)
-    arguments = _given(root=root, depth=depth, sort=sort.value, namespace=namespace)
+    arguments = _given(root=root, depth=depth, sort=sort, namespace=namespace)
     show("tree", source.ask("tree", arguments), output_format)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -34,10 +34,9 @@ def draw(view: str, document: Document) -> None:
 
 
 def stats(document: Document) -> list[RenderableType]:
-    columns = ("nodes", "pinned", "depth", "tokens", "stored tokens", "segments", "KV")
-    table = _table("namespace", *columns)
-    for entry in document["namespaces"]:
-        table.add_row(entry["namespace"][:_SHORT_DIGEST], *_stats_cells(entry))
+    columns = ("namespace", "nodes", "pinned", "depth", "tokens", "stored tokens", "segments", "KV")
+    namespaces = document["namespaces"]
+    table = _table(columns, ((each["namespace"][:_SHORT_DIGEST], *_stats_cells(each)) for each in namespaces))
     table.add_section()
     table.add_row("all", *_stats_cells(document["totals"]))
     return [table]
@@ -67,23 +66,19 @@ def node(document: Document) -> list[RenderableType]:
     parts: list[RenderableType] = [facts]
     if document["edits"] is not None:
         parts += ["\n[bold]edits of the parent[/]", _edit_table(document["edits"])]
-    pieces = _table("positions", "segment", "offset", "shift", "generation", "references", "bytes")
-    for piece in document["pieces"]:
-        pieces.add_row(
-            _span(piece["start"], piece["end"]),
-            piece["segment"],
-            str(piece["offset"]),
-            f"{piece['shift']:+d}",
-            str(piece["generation"]),
-            str(piece["num_references"]),
+    columns = ("positions", "segment", "offset", "shift", "generation", "references", "bytes")
+    pieces = (
+        (
+            *(_span(piece["start"], piece["end"]), piece["segment"], str(piece["offset"])),
+            *(f"{piece['shift']:+d}", str(piece["generation"]), str(piece["num_references"])),
             _bytes(piece["num_bytes"]),
         )
-    parts += ["\n[bold]pieces[/]", pieces]
-    if document["shared_with"]:
-        shared = _table("shares with node", "tokens")
-        for entry in document["shared_with"]:
-            shared.add_row(str(entry["id"]), f"{entry['num_tokens']:,}")
-        parts += ["", shared]
+        for piece in document["pieces"]
+    )
+    parts += ["\n[bold]pieces[/]", _table(columns, pieces)]
+    if shared := document["shared_with"]:
+        rows = ((str(entry["id"]), f"{entry['num_tokens']:,}") for entry in shared)
+        parts += ["", _table(("shares with node", "tokens"), rows)]
     return parts
 
 
@@ -110,9 +105,9 @@ def evict(document: Document) -> list[RenderableType]:
 def explain(document: Document) -> list[RenderableType]:
     total = max(document["num_tokens"], 1)
     parts: list[RenderableType] = [f"[bold]{document['decision']}[/]" + _because(document["reason"])]
-    kinds = _table("tokens", "count", "share")
-    for kind in ("exact", "copied", "recomputed", "repaired"):
-        kinds.add_row(kind, f"{document[kind]:,}", f"{document[kind] / total:.1%}")
+    shares = {kind: document[kind] for kind in ("exact", "copied", "recomputed", "repaired")}
+    rows = ((kind, f"{count:,}", f"{count / total:.1%}") for kind, count in shares.items())
+    kinds = _table(("tokens", "count", "share"), rows)
     kinds.add_section()
     kinds.add_row("all", f"{document['num_tokens']:,}", "")
     parts.append(kinds)
@@ -161,11 +156,13 @@ def bench(document: Document) -> list[RenderableType]:
     return [_facts(dict(_flat(document)))]
 
 
-def _table(first: str, *others: str) -> Table:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """The first column to the left, the others to the right."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -200,39 +197,32 @@ def _node_label(entry: Document) -> str:
 
 
 def _edit_table(edits: Document) -> Table:
-    table = _table("edit", "from", "to", "tokens")
+    rows = []
     for edit in edits["ops"]:
         source, target = edit["source"], edit["target"]
         length = max(source[1] - source[0], target[1] - target[0])
-        table.add_row(edit["op"], _span(*source), _span(*target), f"{length:,}")
-    return table
+        rows.append((edit["op"], _span(*source), _span(*target), f"{length:,}"))
+    return _table(("edit", "from", "to", "tokens"), rows)
 
 
 def _span_table(spans: Sequence[Document]) -> Table:
-    table = _table("positions", "tokens", "kind", "donor", "shift")
+    rows = []
     for span in spans:
-        donor = "" if span["donor"] is None else str(span["donor"])
-        shift = "" if span["shift"] is None else f"{span['shift']:+d}"
-        num_tokens = f"{span['end'] - span['start']:,}"
-        table.add_row(_span(span["start"], span["end"]), num_tokens, span["kind"], donor, shift)
-    return table
+        start, end, donor, shift = (span[name] for name in ("start", "end", "donor", "shift"))
+        said = ("" if donor is None else str(donor), "" if shift is None else f"{shift:+d}")
+        rows.append((_span(start, end), f"{end - start:,}", span["kind"], *said))
+    return _table(("positions", "tokens", "kind", "donor", "shift"), rows)
 
 
 def _donor_table(donors: Sequence[Document]) -> RenderableType:
     if not donors:
         return "none was nominated"
-    table = _table("node", "found by", "score", "similarity", "tokens used", "outcome")
+    rows = []
     for donor in donors:
         similarity = "" if donor["similarity"] is None else f"{donor['similarity']:.3f}"
-        table.add_row(
-            str(donor["node"]),
-            ", ".join(donor["sources"]),
-            f"{donor['score']:.3f}",
-            similarity,
-            f"{donor['tokens_used']:,}",
-            donor["outcome"],
-        )
-    return table
+        found = (str(donor["node"]), ", ".join(donor["sources"]), f"{donor['score']:.3f}", similarity)
+        rows.append((*found, f"{donor['tokens_used']:,}", donor["outcome"]))
+    return _table(("node", "found by", "score", "similarity", "tokens used", "outcome"), rows)
 
 
 def _flat(document: Document, at: str = "") -> list[tuple[str, str]]:
@@ -280,19 +270,9 @@ def _ago(duration_s: float) -> str:
     return f"{duration_s:.0f} s ago"
 
 
+_OWN = (stats, tree, node, diff, evict, explain, doctor, version, key, settings, ready, bench)
 VIEWS: Mapping[str, Callable[[Document], list[RenderableType]]] = {
-    "stats": stats,
-    "tree": tree,
-    "node": node,
-    "diff": diff,
-    "evict": evict,
-    "explain": explain,
-    "doctor": doctor,
-    "version": version,
-    "key": key,
-    "settings": settings,
-    "ready": ready,
-    "bench": bench,
+    **{view.__name__: view for view in _OWN},
     "replay": replay_views.replay,
     "replay-diff": replay_views.diff,
     "replay-live": replay_views.live,

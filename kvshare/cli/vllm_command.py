@@ -7,7 +7,6 @@ command are taken out wherever they stand; everything else is vLLM's, passed on 
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
@@ -23,7 +22,6 @@ from kvshare.cli.output import note
 from kvshare.errors import EngineError
 
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "help_option_names": []}  # also -dph is vLLM's, no -h
-WORKER = "kvshare.vllm_connector.workers.KVShareWorker"
 
 _HELP = ("--help", "-h")
 _VLLM_PORT = 8000  # where vLLM listens if it is not told
@@ -99,6 +97,8 @@ def vllm(
 
 def connector_options(*, host: str, port: int, max_bytes: int) -> list[str]:
     """The options of `vllm serve` that put KVShare's connector to work."""
+    from kvshare.vllm_protocol.messages import WORKER_CLASS
+
     transfer = {
         "kv_connector": "KVShareConnector",
         "kv_role": "kv_both",
@@ -108,7 +108,7 @@ def connector_options(*, host: str, port: int, max_bytes: int) -> list[str]:
         },
     }
     text = json.dumps(transfer, separators=(",", ":"))
-    return ["--kv-transfer-config", text, "--worker-cls", WORKER, "--enable-prompt-tokens-details"]
+    return ["--kv-transfer-config", text, "--worker-cls", WORKER_CLASS, "--enable-prompt-tokens-details"]
 
 
 def given_options(arguments: Sequence[str]) -> dict[str, Any]:
@@ -151,21 +151,15 @@ def _refuse_taken(given: Mapping[str, Any], settings: Sequence[str]) -> None:
 
 
 def _refuse_open(host: str) -> None:
+    from kvshare.loopback import is_loopback
     from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
 
-    if not _is_loopback(host) and not os.environ.get(TOKEN_VARIABLE):
+    if not is_loopback(host) and not os.environ.get(TOKEN_VARIABLE):
         raise typer.BadParameter(
             f"{host} can be reached from other machines, and the connector tells what was generated: set "
             f"{TOKEN_VARIABLE} to a secret, here and for `kvshare serve`, or stay on 127.0.0.1",
             param_hint="--control-host",
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _next_port(port: object) -> int:

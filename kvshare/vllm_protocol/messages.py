@@ -23,6 +23,7 @@ from kvshare.vllm_protocol.json_fields import Flag, Message, Number, Text
 
 PROTOCOL = 1
 TICKET_KEY = "kvshare"  # in kv_transfer_params
+WORKER_CLASS = "kvshare.vllm_connector.workers.KVShareWorker"  # for --worker-cls
 TOKEN_VARIABLE = "KVSHARE_VLLM_TOKEN"  # environment: the secret that opens the control server
 
 _Segment = Annotated[SegmentId, Field(strict=True, gt=0)]

@@ -28,13 +28,11 @@ _READ_BUFFER = 2**20  # bytes; the first line of an answer may repeat the prompt
 class Answer:
     """What came back of one request. Times are seconds since it was sent."""
 
-    request_id: str = ""
     token_times_s: list[float] = field(default_factory=list)  # one per chunk that brings tokens
     token_ids: list[int] = field(default_factory=list)  # these three only if asked for
     logprobs: list[float] = field(default_factory=list)
     tops: list[Mapping[int, float]] = field(default_factory=list)  # the likeliest tokens
     usage: Mapping[str, Any] = field(default_factory=dict)
-    seconds: float = float("nan")
     aborted: bool = False
 
     @property
@@ -86,7 +84,6 @@ class Client:
             async with self._session.post("/v1/completions", json=body) as response:
                 if response.status != 200:
                     await _text(response)
-                answer.request_id = response.headers.get("X-Request-Id", "")
                 async for chunk in _chunks(response):
                     _take(answer, chunk, time.perf_counter() - began)
                     if abort_after is not None and len(answer.token_times_s) >= abort_after:
@@ -95,7 +92,6 @@ class Client:
                         break
         except aiohttp.ClientError as exc:
             raise EngineError(f"the connection broke: {exc}") from exc
-        answer.seconds = time.perf_counter() - began
         _check(answer, max_tokens)
         return answer
 

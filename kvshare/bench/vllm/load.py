@@ -11,95 +11,84 @@ vLLM with KVShare behind the proxy, turn and turn about:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvshare.bench.harness import median
+from delta_tree import TokenIds
+from kvshare.bench.harness import median, milliseconds
 from kvshare.bench.vllm import front
-from kvshare.bench.vllm.client import Client
+from kvshare.bench.vllm.client import Answer, Client
 from kvshare.bench.vllm.control import watching
-from kvshare.bench.vllm.prompts import stranger
-from kvshare.bench.vllm.servers import VllmOptions
-from kvshare.bench.vllm.stack import Stack, StackOptions, document, stack
-from kvshare.bench.vllm.traffic import Load, Request, Shape, figures, given_sequence, new_sequence, play
+from kvshare.bench.vllm.prompts import near_duplicate, stranger
+from kvshare.bench.vllm.stack import BenchConfig, Stack, StackOptions, document, stack
 from kvshare.bench.vllm.workload import FilePrompts, read_prompts
 
 _ARMS = ("plain", "shared")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadConfig:
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchConfig):
+    """Output lengths are even in [min_output, max_output]."""
+
     concurrency: int = 8
     requests: int = 32  # per arm and repeat, mixed
-    unrelated_requests: int = 16
     prompt_tokens: int = 2000
     changed: float = 0.1
     edits: int = 5
     families: int = 4  # popular prompts
     min_output: int = 16
     max_output: int = 32
-    repeats: int = 3
-    seed: int = 0
+    repeats: int = 1
+    workload: Path | None = None  # a file whose prompts take the place of made-up ones
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.prompt_tokens, self.changed, self.edits, self.min_output, self.max_output)
+    def unrelated_requests(self) -> int:
+        return max(self.concurrency, self.requests // 2)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "unrelated_requests": self.unrelated_requests}
+
+    def draw_output(self, rng: np.random.Generator) -> int:
+        """The length of one answer."""
+        return int(rng.integers(self.min_output, self.max_output + 1))
 
 
-def run(
-    *,
-    concurrency: int = 8,
-    requests: int = 32,
-    prompt_tokens: int = 2000,
-    changed: float = 0.1,
-    edits: int = 5,
-    repeats: int = 1,
-    seed: int = 0,
-    workload: Path | None = None,
-    threads: int | None = None,
-    dtype: str = "bfloat16",
-    eager: bool = False,
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One request of a sequence. `is_near`: of a donor that was served before; None where nobody says."""
+
+    prompt: TokenIds
+    max_tokens: int
+    is_near: bool | None
+
+
+def run(config: Config) -> dict[str, Any]:
     """
     Ratios are medians over `repeats` sequences, each new to all servers.
 
     Raises:  EngineError, and LogError where the workload cannot be sent
     """
-    config = LoadConfig(
-        concurrency=concurrency,
-        requests=requests,
-        unrelated_requests=max(concurrency, requests // 2),
-        prompt_tokens=prompt_tokens,
-        changed=changed,
-        edits=edits,
-        repeats=repeats,
-        seed=seed,
-    )
     given = None
-    if workload is not None:
-        given = read_prompts(workload, num_prompts=repeats * requests, max_tokens=prompt_tokens)
-    vllm = VllmOptions(
-        max_model_len=prompt_tokens + config.max_output + 32,
+    if config.workload is not None:
+        num_prompts = config.repeats * config.requests
+        given = read_prompts(config.workload, num_prompts=num_prompts, max_tokens=config.prompt_tokens)
+    vllm = replace(
+        config.vllm,
+        max_model_len=config.prompt_tokens + config.max_output + 32,
         max_num_batched_tokens=640,  # short prefills must not wait for a whole long one, see docs/log.md
-        long_prefill_tokens=min(512, prompt_tokens),
-        num_threads=threads,
-        dtype=dtype,
-        enforce_eager=eager,
+        long_prefill_tokens=min(512, config.prompt_tokens),
     )
-    with stack(StackOptions(vllm=vllm, kv_bytes=2 * 2**30, seed=seed)) as servers:
-        return measure(servers, config, given)
+    with stack(StackOptions(vllm=vllm, kv_bytes=2 * 2**30, seed=config.seed)) as servers:
+        return asyncio.run(measure(servers, config, given))
 
 
-def measure(servers: Stack, config: LoadConfig, given: FilePrompts | None = None) -> dict[str, Any]:
+async def measure(servers: Stack, config: Config, given: FilePrompts | None = None) -> dict[str, Any]:
     """The same over servers that run already. `given`: `requests` prompts for each repeat."""
-    return asyncio.run(_measure(servers, config, given))
-
-
-async def _measure(servers: Stack, config: LoadConfig, given: FilePrompts | None) -> dict[str, Any]:
     rng = np.random.default_rng(config.seed)
     donors = [stranger(rng, config.prompt_tokens) for _ in range(config.families)]
     mixed: dict[str, list[Load]] = {name: [] for name in _ARMS}
@@ -113,26 +102,19 @@ async def _measure(servers: Stack, config: LoadConfig, given: FilePrompts | None
         async with watching(control) as watch:
             for repeat in range(config.repeats):
                 if given is None:
-                    sequence = _sequence(rng, config, donors, config.requests)
+                    sequence = new_sequence(rng, config, donors, num_requests=config.requests)
                 else:
                     own = given.prompts[repeat * config.requests : (repeat + 1) * config.requests]
-                    sequence = given_sequence(rng, config.shape, own)
+                    sequence = given_sequence(rng, config, own)
                 await _both(clients, mixed, sequence, config)
-                strangers = _sequence(rng, config, [], config.unrelated_requests)
+                strangers = new_sequence(rng, config, [], num_requests=config.unrelated_requests)
                 await _both(clients, unrelated, strangers, config)
     summary = _summary(servers, config, mixed, unrelated, watch.decisions)
     return summary if given is None else {**summary, "workload": given.to_json()}
 
 
-def _sequence(
-    rng: np.random.Generator, config: LoadConfig, donors: Sequence[Any], num_requests: int
-) -> list[Request]:
-    near_share = 0.5 if donors else 0.0
-    return new_sequence(rng, config.shape, donors, num_requests=num_requests, near_share=near_share)
-
-
 async def _both(
-    clients: dict[str, Client], loads: dict[str, list[Load]], sequence: list[Request], config: LoadConfig
+    clients: dict[str, Client], loads: dict[str, list[Load]], sequence: list[Request], config: Config
 ) -> None:
     """The other arm first each time, and none pays for what the other left to do."""
     order = _ARMS if len(loads["plain"]) % 2 else tuple(reversed(_ARMS))
@@ -143,7 +125,7 @@ async def _both(
 
 def _summary(
     servers: Stack,
-    config: LoadConfig,
+    config: Config,
     mixed: dict[str, list[Load]],
     unrelated: dict[str, list[Load]],
     decisions: dict[str, int],
@@ -151,7 +133,7 @@ def _summary(
     throughput, ttft = _ratios(mixed)
     lost_throughput, lost_ttft = _ratios(unrelated)
     return {
-        **document("load", servers.options, asdict(config)),
+        **document("load", servers.options, config),
         "throughput_ratio": median(throughput),
         "ttft_p50_ratio": median(ttft),
         "unrelated_loss": 1 - median(lost_throughput),
@@ -174,3 +156,76 @@ def _ratios(loads: dict[str, list[Load]]) -> tuple[list[float], list[float]]:
     throughput = [shared.completed_per_s / plain.completed_per_s for shared, plain in pairs]
     ttft = [median(shared.ttft_s()) / median(plain.ttft_s()) for shared, plain in pairs]
     return throughput, ttft
+
+
+def new_sequence(
+    rng: np.random.Generator, config: Config, donors: Sequence[TokenIds], *, num_requests: int
+) -> list[Request]:
+    """Shuffled; half are edits of evenly drawn donors, if there are any; none is asked twice."""
+    num_near = round(num_requests / 2) if donors else 0
+    requests = []
+    for number in range(num_requests):
+        if is_near := number < num_near:
+            donor = donors[number % len(donors)]
+            prompt = near_duplicate(rng, donor, changed=config.changed, edits=config.edits)
+        else:
+            prompt = stranger(rng, config.prompt_tokens)
+        requests.append(Request(prompt, config.draw_output(rng), is_near))
+    return [requests[index] for index in rng.permutation(num_requests)]
+
+
+def given_sequence(rng: np.random.Generator, config: Config, prompts: Sequence[TokenIds]) -> list[Request]:
+    """These prompts in their order; only how long the answers are is drawn."""
+    return [Request(prompt, config.draw_output(rng), is_near=None) for prompt in prompts]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What came of a sequence: all answers in its order, and how long it took."""
+
+    requests: Sequence[Request]
+    answers: Sequence[Answer]
+    seconds: float
+
+    @property
+    def completed_per_s(self) -> float:
+        return len(self.answers) / self.seconds
+
+    def ttft_s(self, *, is_near: bool | None = None) -> list[float]:
+        return [
+            answer.ttft_s
+            for request, answer in zip(self.requests, self.answers, strict=True)
+            if is_near is None or request.is_near is is_near
+        ]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [gap for answer in self.answers for gap in answer.gaps_s]
+
+
+async def play(client: Client, requests: Sequence[Request], *, concurrency: int) -> Load:
+    """Every client asks for the next request as soon as its last one is answered."""
+    answers: dict[int, Answer] = {}
+    waiting = iter(enumerate(requests))
+
+    async def one_client() -> None:
+        for index, request in waiting:
+            answers[index] = await client.complete(request.prompt, max_tokens=request.max_tokens)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one_client() for _ in range(concurrency)))
+    seconds = time.perf_counter() - began
+    return Load(requests, [answers[index] for index in range(len(requests))], seconds)
+
+
+def figures(loads: Sequence[Load]) -> dict[str, Any]:
+    """Of one arm over all repeats."""
+    kinds = {"all": None, "near": True, "unrelated": False}
+    ttft = {name: [s for load in loads for s in load.ttft_s(is_near=kind)] for name, kind in kinds.items()}
+    gaps = [gap for load in loads for gap in load.gaps_s]
+    return {
+        "requests": sum(len(load.answers) for load in loads),
+        "completed_per_s": [load.completed_per_s for load in loads],
+        "ttft": {name: milliseconds(values) for name, values in ttft.items() if values},
+        "inter_token": milliseconds(gaps) if gaps else None,
+    }

@@ -18,7 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -28,14 +31,14 @@ from kvshare.bench.vllm import front
 from kvshare.bench.vllm.client import Answer, Client, connected
 from kvshare.bench.vllm.control import Watch
 from kvshare.bench.vllm.prompts import stranger
-from kvshare.bench.vllm.servers import VllmOptions
-from kvshare.bench.vllm.stack import Pair, StackOptions, document, pair
+from kvshare.bench.vllm.stack import BenchConfig, Pair, StackOptions, document, pair
 from kvshare.errors import EngineError
 from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.messages import Finished, Ticket, WireCopy, digest_of
 from kvshare.vllm_protocol.salts import private_salt
 
 _MODES = {"compiled": False, "eager": True}  # enforce_eager; compiled is vLLM's default
+_CASES = ("all_placeholders", "scattered", "identity", "prefix")
 _NUM_TOP = 20  # vLLM's own limit
 _SHORT, _LONG = 16, 192  # output tokens; long ones outgrow the KV cache
 _BLOCK_SIZE = 32
@@ -44,41 +47,35 @@ _MAX_POLLS = 600
 _POLL_S = 0.05
 
 
-def run(*, tokens: int = 400, seed: int = 0, threads: int | None = None) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchConfig):
+    tokens: int = 400
+
+
+def run(config: Config) -> dict[str, Any]:
     """The largest absolute error per mode and case, and over all: `max_abs_logprob_error`."""
     modes = {}
     for name, enforce_eager in _MODES.items():
-        options = pair_options(tokens, seed=seed, threads=threads, enforce_eager=enforce_eager)
+        options = pair_options(replace(config, eager=enforce_eager))
         with pair(options) as servers:
-            modes[name] = measure(servers, tokens=tokens, seed=seed)
-    return summary(options, modes, {"tokens": tokens, "seed": seed})
+            modes[name] = asyncio.run(measure(servers, config))
+    return summary(options, modes, config)
 
 
-def pair_options(
-    num_tokens: int, *, seed: int = 0, threads: int | None = None, enforce_eager: bool = False
-) -> StackOptions:
+def pair_options(config: Config) -> StackOptions:
     """A KV cache for a few prompts of this length and little more."""
-    num_blocks = _PREEMPTING_PROMPTS * (math.ceil((num_tokens + _SHORT) / _BLOCK_SIZE) + 1)
-    vllm = VllmOptions(
+    vllm = replace(
+        config.vllm,
         dtype="float32",
-        max_model_len=num_tokens + _LONG + 1,
+        max_model_len=config.tokens + _LONG + 1,
         max_num_batched_tokens=512,
-        num_blocks=num_blocks,
+        num_blocks=_PREEMPTING_PROMPTS * (math.ceil((config.tokens + _SHORT) / _BLOCK_SIZE) + 1),
         block_size=_BLOCK_SIZE,
-        num_threads=threads,
-        enforce_eager=enforce_eager,
     )
-    return StackOptions(model="small", vllm=vllm, kv_bytes=256 * 2**20, seed=seed)
+    return StackOptions(model="small", vllm=vllm, kv_bytes=256 * 2**20, seed=config.seed)
 
 
-def measure(servers: Pair, *, tokens: int, seed: int, copies: int = 2) -> dict[str, Any]:
-    """One mode: that of servers that run already. Of each case `copies` requests run at the same time."""
-    return asyncio.run(_measure(servers, tokens, seed, copies))
-
-
-def summary(
-    options: StackOptions, modes: Mapping[str, Mapping[str, Any]], config: dict[str, Any]
-) -> dict[str, Any]:
+def summary(options: StackOptions, modes: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, Any]:
     """The document over what was measured in each mode."""
     whole = document("parity", options, config)
     del whole["servers"]["vllm"]["enforce_eager"]  # `modes` has both
@@ -86,17 +83,18 @@ def summary(
     return {**whole, "max_abs_logprob_error": worst, "modes": modes}
 
 
-async def _measure(servers: Pair, num_tokens: int, seed: int, copies: int) -> dict[str, Any]:
-    rng = np.random.default_rng(seed)
+async def measure(servers: Pair, config: Config, *, copies: int = 2) -> dict[str, Any]:
+    """One mode: that of servers that run already. Of each case `copies` requests run at the same time."""
+    rng = np.random.default_rng(config.seed)
     plain_url, shared_url = servers.plain.url, servers.shared.url
     async with connected(plain_url) as plain, connected(shared_url) as shared, servers.control() as control:
         info = await control.info()
         if not info.shares:
             raise EngineError(f"the connector shares nothing: {'; '.join(info.refusals)}")
-        bench = _Parity(plain, shared, control, rng, num_tokens)
+        bench = _Parity(plain, shared, control, rng, config.tokens)
         errors = {name: await bench.alone(name) for name in _CASES}
         errors["mixed_batch"] = await bench.together(_SHORT, copies=copies)
-        foreign = await bench.foreign()
+        foreign = await bench.alone("identity", foreign=True)
         before = await front.read_counters(shared)
         errors["preempted"] = await bench.together(_LONG, copies=copies)
         counted = (await front.read_counters(shared)).since(before)
@@ -109,43 +107,32 @@ async def _measure(servers: Pair, num_tokens: int, seed: int, copies: int) -> di
     }
 
 
+@dataclass(slots=True)
 class _Parity:
     """Prompts that were kept, and what their planned repetitions differ by."""
 
-    def __init__(
-        self, plain: Client, shared: Client, control: ControlClient, rng: np.random.Generator, num_tokens: int
-    ) -> None:
-        self._plain = plain
-        self._shared = shared
-        self._control = control
-        self._rng = rng
-        self._num_tokens = num_tokens
-        self._watch = Watch()
-        self._num_requests = 0
-        self.decisions: dict[str, dict[str, int]] = {}
+    plain: Client
+    shared: Client
+    control: ControlClient
+    rng: np.random.Generator
+    num_tokens: int
+    decisions: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    _watch: Watch = field(default_factory=Watch)
+    _numbers: Iterator[int] = field(default_factory=count)
 
-    async def alone(self, case: str) -> float:
-        """One request of a case, with nothing else running."""
-        prompt = stranger(self._rng, self._num_tokens)
-        kept = await self._keep(prompt)
-        expected = await self._plain.complete(prompt, max_tokens=_SHORT, num_top=_NUM_TOP)
+    async def alone(self, case: str, *, foreign: bool = False) -> float:
+        """One request of a case, with nothing else running. `foreign`: over the KV of another prompt."""
+        prompt = self._stranger()
+        kept = await self._keep(self._stranger() if foreign else prompt)
+        expected = await self._expected(prompt, _SHORT)
         return distance(await self._planned(case, prompt, kept, _SHORT), expected)
-
-    async def foreign(self) -> float:
-        """The case `identity`, with the KV of another prompt of this length."""
-        prompt, other = (stranger(self._rng, self._num_tokens) for _ in range(2))
-        kept = await self._keep(other)
-        expected = await self._plain.complete(prompt, max_tokens=_SHORT, num_top=_NUM_TOP)
-        return distance(await self._planned("identity", prompt, kept, _SHORT), expected)
 
     async def together(self, max_tokens: int, *, copies: int) -> float:
         """Every case and a plain request, `copies` times, all at once."""
         cases = [*_CASES, "plain"] * copies
-        prompts = [stranger(self._rng, self._num_tokens) for _ in cases]
+        prompts = [self._stranger() for _ in cases]
         kept = [await self._keep(prompt) for prompt in prompts]
-        expected = [
-            await self._plain.complete(prompt, max_tokens=max_tokens, num_top=_NUM_TOP) for prompt in prompts
-        ]
+        expected = [await self._expected(prompt, max_tokens) for prompt in prompts]
         found = await asyncio.gather(
             *(
                 self._planned(case, prompt, finished, max_tokens)
@@ -154,40 +141,35 @@ class _Parity:
         )
         return max(distance(one, other) for one, other in zip(found, expected, strict=True))
 
+    def _stranger(self) -> TokenIds:
+        return stranger(self.rng, self.num_tokens)
+
+    async def _expected(self, prompt: TokenIds, max_tokens: int) -> Answer:
+        return await self.plain.complete(prompt, max_tokens=max_tokens, num_top=_NUM_TOP)
+
     async def _keep(self, prompt: TokenIds) -> Finished:
         """Have a prompt computed and kept. No salt: vLLM's own prefix cache must not have it afterwards."""
-        request_id = self._new_id()
-        await self._ask(prompt, (), 0, request_id, salt=request_id, max_tokens=1, keep=True)
-        return await self._finished(request_id)
+        ticket = self._ticket(prompt, [], 0, keep=True)
+        await self._ask(prompt, ticket, salt=ticket.request_id, max_tokens=1)
+        return await self._finished(ticket.request_id)
 
     async def _planned(self, case: str, prompt: TokenIds, kept: Finished, max_tokens: int) -> Answer:
         """The prompt again, its KV laid back as the case has it."""
-        request_id = self._new_id()
-        copied, exact_length = _CASES[case](self._rng, len(prompt)) if case in _CASES else ((), 0)
-        copies = _cut(kept, copied)
-        salt = request_id if exact_length or not copies else private_salt(request_id)
-        answer = await self._ask(
-            prompt, copies, exact_length, request_id, salt=salt, max_tokens=max_tokens, keep=False
-        )
-        finished = await self._finished(request_id)
+        copied, exact_length = _copied(case, self.rng, len(prompt))
+        ticket = self._ticket(prompt, _cut(kept, copied), exact_length, keep=False)
+        plain_salt = exact_length or not ticket.copies
+        salt = ticket.request_id if plain_salt else private_salt(ticket.request_id)
+        answer = await self._ask(prompt, ticket, salt=salt, max_tokens=max_tokens)
+        finished = await self._finished(ticket.request_id)
         said = finished.decision if finished.reason is None else f"{finished.decision}: {finished.reason}"
-        counts = self.decisions.setdefault(case, {})
-        counts[said] = counts.get(said, 0) + 1
+        self.decisions[case][said] += 1
         return answer
 
-    async def _ask(
-        self,
-        prompt: TokenIds,
-        copies: Sequence[WireCopy],
-        exact_length: int,
-        request_id: str,
-        *,
-        salt: str,
-        max_tokens: int,
-        keep: bool,
-    ) -> Answer:
-        ticket = Ticket(
-            request_id=request_id,
+    def _ticket(
+        self, prompt: TokenIds, copies: Sequence[WireCopy], exact_length: int, *, keep: bool
+    ) -> Ticket:
+        return Ticket(
+            request_id=f"parity-{next(self._numbers)}",
             namespace="parity",
             prompt_digest=digest_of(prompt),
             num_tokens=len(prompt),
@@ -195,21 +177,19 @@ class _Parity:
             copies=tuple(copies),
             keep=keep,
         )
+
+    async def _ask(self, prompt: TokenIds, ticket: Ticket, *, salt: str, max_tokens: int) -> Answer:
         extra = {"kv_transfer_params": {"kvshare": ticket.to_json()}, "cache_salt": salt}
-        return await self._shared.complete(prompt, max_tokens=max_tokens, num_top=_NUM_TOP, extra=extra)
+        return await self.shared.complete(prompt, max_tokens=max_tokens, num_top=_NUM_TOP, extra=extra)
 
     async def _finished(self, request_id: str) -> Finished:
         for _ in range(_MAX_POLLS):
-            await self._watch.look(self._control)
+            await self._watch.look(self.control)
             for event in self._watch.finished:
                 if event.request_id == request_id:
                     return event
             await asyncio.sleep(_POLL_S)
         raise EngineError(f"the journal does not tell of request {request_id}")
-
-    def _new_id(self) -> str:
-        self._num_requests += 1
-        return f"parity-{self._num_requests}"
 
 
 def distance(found: Answer, expected: Answer) -> float:
@@ -235,31 +215,21 @@ def _top_distance(mine: Mapping[int, float], theirs: Mapping[int, float]) -> flo
     )
 
 
-def _all_placeholders(rng: np.random.Generator, num_tokens: int) -> tuple[Sequence[Span], int]:
-    return [Span(num_tokens - 2, num_tokens - 1)], 0
-
-
-def _scattered(rng: np.random.Generator, num_tokens: int) -> tuple[Sequence[Span], int]:
-    """About 28 runs of 1 to 12 tokens are left open."""
-    starts = np.unique(rng.integers(0, num_tokens // 14, 28)) * 14
-    runs = [Span(int(start), int(start + rng.integers(1, 13))) for start in starts]
-    return gaps([run for run in runs if run.end < num_tokens - 1], num_tokens - 1), 0
-
-
-def _identity(rng: np.random.Generator, num_tokens: int) -> tuple[Sequence[Span], int]:
-    return [Span(0, num_tokens - 1)], 0
-
-
-def _prefix(rng: np.random.Generator, num_tokens: int) -> tuple[Sequence[Span], int]:
-    return [Span(0, num_tokens // 2)], num_tokens // 2
-
-
-_CASES = {
-    "all_placeholders": _all_placeholders,
-    "scattered": _scattered,
-    "identity": _identity,
-    "prefix": _prefix,
-}
+def _copied(case: str, rng: np.random.Generator, num_tokens: int) -> tuple[Sequence[Span], int]:
+    """What a case copies, and how much of it is an exact prefix."""
+    last = num_tokens - 1
+    match case:
+        case "all_placeholders":
+            return [Span(last - 1, last)], 0
+        case "scattered":  # about 28 runs of 1 to 12 tokens are left open
+            starts = np.unique(rng.integers(0, num_tokens // 14, 28)) * 14
+            runs = [Span(int(start), int(start + rng.integers(1, 13))) for start in starts]
+            return gaps([run for run in runs if run.end < last], last), 0
+        case "identity":
+            return [Span(0, last)], 0
+        case "prefix":
+            return [Span(0, num_tokens // 2)], num_tokens // 2
+    return [], 0
 
 
 def _cut(kept: Finished, spans: Sequence[Span]) -> list[WireCopy]:

@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
 from kvshare.vllm_protocol.versions import program
 
 MODEL_NAME = "bench"
+_KVSHARE = (sys.executable, "-m", "kvshare.cli.main")
 _HOST = "127.0.0.1"
 _START_S = 900.0  # two compile at a time, on one core
 _STOP_S = 20.0
@@ -170,11 +171,10 @@ def plain_vllm(model: Path, folder: Path, options: VllmOptions) -> Server:
 def shared_vllm(model: Path, folder: Path, options: VllmOptions, *, kv_bytes: int, token: str) -> Server:
     """vLLM with KVShare's connector, as `kvshare vllm` starts it."""
     port, control_port = free_ports(2)
-    command = [sys.executable, "-m", "kvshare.cli.main", "vllm", str(model), "--port", str(port)]
-    own = ["--control-port", str(control_port), "--kv-bytes", str(kv_bytes)]
+    own = ["--port", str(port), "--control-port", str(control_port), "--kv-bytes", str(kv_bytes)]
     return Server(
         name="vLLM with KVShare",
-        command=[*command, *own, *options.arguments],
+        command=[*_KVSHARE, "vllm", str(model), *own, *options.arguments],
         url=f"http://{_HOST}:{port}",
         log_path=folder / "shared.log",
         environment={**options.environment, TOKEN_VARIABLE: token},
@@ -188,11 +188,11 @@ def proxy(upstream: Server, folder: Path, *, token: str, settings: Mapping[str, 
     config = folder / "config.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
     port = free_ports(1)[0]
-    command = [sys.executable, "-m", "kvshare.cli.main", "serve", "--engine", "vllm", "--port", str(port)]
+    own = ["--engine", "vllm", "--port", str(port), "--config", str(config), "--store", str(folder / "store")]
     ends = ["--vllm-url", upstream.url, "--vllm-control-url", upstream.control_url]
     return Server(
         name="the proxy",
-        command=[*command, *ends, "--config", str(config), "--store", str(folder / "store")],
+        command=[*_KVSHARE, "serve", *own, *ends],
         url=f"http://{_HOST}:{port}",
         log_path=folder / "proxy.log",
         environment={"HF_HUB_OFFLINE": "1", TOKEN_VARIABLE: token},
@@ -207,11 +207,6 @@ def new_token() -> str:
 
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on just now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((_HOST, 0))
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
         return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

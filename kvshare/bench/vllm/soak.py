@@ -11,25 +11,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from kvshare.bench.vllm import front
 from kvshare.bench.vllm.client import Answer, Client, connected
-from kvshare.bench.vllm.control import Watch, watching
-from kvshare.bench.vllm.mixture import Mixture, Op
-from kvshare.bench.vllm.servers import VllmOptions
-from kvshare.bench.vllm.stack import ALWAYS_SHARE, Stack, StackOptions, document, stack
-from kvshare.bench.vllm.verdict import Verdict, judge
+from kvshare.bench.vllm.control import watching
+from kvshare.bench.vllm.prompts import Mixture, Op
+from kvshare.bench.vllm.stack import ALWAYS_SHARE, BenchConfig, Stack, StackOptions, document, stack
 from kvshare.errors import EngineError
 
 _MAX_EXAMPLES = 10
+_MAX_TIE_MARGIN = 1e-3  # log-probability between first and second choice; other batches round otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class SoakConfig:
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchConfig):
     minutes: float = 5.0
     concurrency: int = 6
     min_prompt: int = 150
@@ -37,87 +37,61 @@ class SoakConfig:
     output_tokens: int = 48
     max_prompts: int = 24  # remembered, to come back to
     evict_every: int = 25  # requests
-    seed: int = 0
 
     @property
     def max_model_len(self) -> int:
         return 2 * self.max_prompt + self.output_tokens
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What the answers came to."""
-
-    ops: Counter[str] = field(default_factory=Counter)
-    verdicts: Counter[str] = field(default_factory=Counter)
-    agreements: list[float] = field(default_factory=list)  # of answers that may be approximate
-    examples: list[dict[str, Any]] = field(default_factory=list)
-    errors: Counter[str] = field(default_factory=Counter)
-    num_evictions: int = 0
-
-
-def run(
-    *,
-    minutes: float = 5.0,
-    concurrency: int = 6,
-    seed: int = 0,
-    threads: int | None = None,
-    eager: bool = False,
-) -> dict[str, Any]:
+def run(config: Config) -> dict[str, Any]:
     """Counts of right, wrong, tied and approximate answers. `passed`: none wrong, none failed."""
-    config = SoakConfig(minutes=minutes, concurrency=concurrency, seed=seed)
-    with stack(stack_options(config, threads=threads, eager=eager)) as servers:
-        return measure(servers, config)
+    with stack(_stack_options(config)) as servers:
+        return asyncio.run(measure(servers, config))
 
 
-def stack_options(config: SoakConfig, *, threads: int | None = None, eager: bool = False) -> StackOptions:
+def _stack_options(config: Config) -> StackOptions:
     """A KV cache that holds little more than half of what the clients ask for at a time."""
     block_size = 32
     wanted = config.concurrency * (config.max_prompt + config.output_tokens) * 0.55
-    num_blocks = int(max(wanted, config.max_model_len + block_size)) // block_size + 1
-    vllm = VllmOptions(
+    vllm = replace(
+        config.vllm,
         dtype="float32",
         max_model_len=config.max_model_len,
         max_num_batched_tokens=512,
-        num_blocks=num_blocks,
+        num_blocks=int(max(wanted, config.max_model_len + block_size)) // block_size + 1,
         block_size=block_size,
-        num_threads=threads,
-        enforce_eager=eager,
     )
-    return StackOptions(
-        model="small",
-        vllm=vllm,
-        kv_bytes=32 * 2**20,
-        proxy_settings=ALWAYS_SHARE,
-        seed=config.seed,
-    )
+    return StackOptions("small", vllm, kv_bytes=32 * 2**20, proxy_settings=ALWAYS_SHARE, seed=config.seed)
 
 
-def measure(servers: Stack, config: SoakConfig) -> dict[str, Any]:
+async def measure(servers: Stack, config: Config) -> dict[str, Any]:
     """The same over servers that run already."""
-    return asyncio.run(_measure(servers, config))
-
-
-async def _measure(servers: Stack, config: SoakConfig) -> dict[str, Any]:
-    tally = _Tally()
     async with servers.clients() as (plain, proxy), servers.control() as control:
         before = await front.read_counters(proxy)
-        soak = _Soak(config, plain, proxy, tally)
+        soak = _Soak(config, plain, proxy)
         async with watching(control) as watch:
             await soak.run()
         counted = (await front.read_counters(proxy)).since(before)
         preemptions = await _preemptions(servers)
-    return _summary(servers, config, tally, watch, counted, preemptions)
+    return {
+        **document("soak", servers.options, config),
+        **soak.summary(),
+        "evicted_segments": watch.num_dropped,
+        "preemptions": preemptions,
+        "within_bytes": watch.peak_bytes <= watch.max_bytes,
+        "decisions": watch.decisions,
+        "lookups": counted.lookups,
+        "tokens_by_source": counted.tokens_by_source,
+    }
 
 
 class _Soak:
-    """Clients that draw operations until the time is over."""
+    """Clients that draw operations until the time is over, and what the answers came to."""
 
-    def __init__(self, config: SoakConfig, plain: Client, proxy: Client, tally: _Tally) -> None:
+    def __init__(self, config: Config, plain: Client, proxy: Client) -> None:
         self._config = config
         self._plain = plain
         self._proxy = proxy
-        self._tally = tally
         self._rng = np.random.default_rng(config.seed)
         self._mixture = Mixture(
             self._rng,
@@ -126,6 +100,12 @@ class _Soak:
             max_prompts=config.max_prompts,
         )
         self._references: dict[bytes, asyncio.Task[Answer]] = {}
+        self._ops: Counter[str] = Counter()
+        self._verdicts: Counter[str] = Counter()
+        self._agreements: list[float] = []  # of answers that may be approximate
+        self._examples: list[dict[str, Any]] = []
+        self._errors: Counter[str] = Counter()
+        self._num_evictions = 0
 
     async def run(self) -> None:
         deadline = time.monotonic() + 60 * self._config.minutes
@@ -137,15 +117,15 @@ class _Soak:
         await asyncio.gather(*(one_client() for _ in range(self._config.concurrency)))
 
     async def _one(self, op: Op) -> None:
-        self._tally.ops[f"{op.kind}:{op.mode}" + (":abort" if op.aborts else "")] += 1
+        self._ops[f"{op.kind}:{op.mode}" + (":abort" if op.aborts else "")] += 1
         try:
             answer = await self._asked(op)
             if answer is not None:
                 self._count(op, judge(answer, await self._reference(op), aborted=answer.aborted))
         except EngineError as exc:
-            self._tally.errors[str(exc)[:200]] += 1
+            self._errors[str(exc)[:200]] += 1
         self._mixture.remember(op.prompt)
-        if sum(self._tally.ops.values()) % self._config.evict_every == 0:
+        if sum(self._ops.values()) % self._config.evict_every == 0:
             await self._evict()
 
     async def _asked(self, op: Op) -> Answer | None:
@@ -174,22 +154,39 @@ class _Soak:
 
     def _count(self, op: Op, verdict: Verdict) -> None:
         if op.may_be_approximate:
-            self._tally.verdicts["approximate"] += 1
-            self._tally.agreements.append(verdict.agreement)
+            self._verdicts["approximate"] += 1
+            self._agreements.append(verdict.agreement)
             return
-        self._tally.verdicts[verdict.name] += 1
-        if verdict.name != "right" and len(self._tally.examples) < _MAX_EXAMPLES:
-            self._tally.examples.append(
+        self._verdicts[verdict.name] += 1
+        if verdict.name != "right" and len(self._examples) < _MAX_EXAMPLES:
+            self._examples.append(
                 {"kind": op.kind, "mode": op.mode, "prompt_tokens": len(op.prompt), **asdict(verdict)}
             )
 
     async def _evict(self) -> None:
         """Everything now and then, else one prompt that is stored."""
-        self._tally.num_evictions += 1
+        self._num_evictions += 1
         if self._rng.random() < 0.1:
             await front.evict_all(self._proxy)
         else:
             await front.evict_one(self._proxy, self._rng)
+
+    def summary(self) -> dict[str, Any]:
+        num_wrong, num_errors = self._verdicts["wrong"], sum(self._errors.values())
+        return {
+            "passed": num_wrong == 0 and num_errors == 0,
+            "requests": sum(self._ops.values()),
+            "wrong_outputs": num_wrong,
+            "ties": self._verdicts["tied"],
+            "right_outputs": self._verdicts["right"],
+            "approximate_outputs": self._verdicts["approximate"],
+            "approximate_agreement": fmean(self._agreements) if self._agreements else None,
+            "aborted": sum(count for op, count in self._ops.items() if op.endswith(":abort")),
+            "failed": dict(self._errors),
+            "evictions": self._num_evictions,
+            "ops": dict(sorted(self._ops.items())),
+            "examples": self._examples,
+        }
 
 
 async def _preemptions(servers: Stack) -> dict[str, float]:
@@ -201,34 +198,29 @@ async def _preemptions(servers: Stack) -> dict[str, float]:
     return found
 
 
-def _summary(
-    servers: Stack,
-    config: SoakConfig,
-    tally: _Tally,
-    watch: Watch,
-    counted: front.Counters,
-    preemptions: dict[str, float],
-) -> dict[str, Any]:
-    agreement = float(np.mean(tally.agreements)) if tally.agreements else None
-    num_wrong, num_errors = tally.verdicts["wrong"], sum(tally.errors.values())
-    return {
-        **document("soak", servers.options, asdict(config)),
-        "passed": num_wrong == 0 and num_errors == 0,
-        "requests": sum(tally.ops.values()),
-        "wrong_outputs": num_wrong,
-        "ties": tally.verdicts["tied"],
-        "right_outputs": tally.verdicts["right"],
-        "approximate_outputs": tally.verdicts["approximate"],
-        "approximate_agreement": agreement,
-        "aborted": sum(count for op, count in tally.ops.items() if op.endswith(":abort")),
-        "failed": dict(tally.errors),
-        "evictions": tally.num_evictions,
-        "evicted_segments": watch.num_dropped,
-        "preemptions": preemptions,
-        "within_bytes": watch.peak_bytes <= watch.max_bytes,
-        "decisions": watch.decisions,
-        "lookups": counted.lookups,
-        "tokens_by_source": counted.tokens_by_source,
-        "ops": dict(sorted(tally.ops.items())),
-        "examples": tally.examples,
-    }
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`name`: right, tied or wrong. `agreement`: share of the answer's tokens before the first difference."""
+
+    name: str
+    agreement: float
+    first_difference: int | None = None
+    margin: float | None = None  # of the reference, where they part
+    logprob_error: float = 0.0  # largest, over the tokens before
+
+
+def judge(answer: Answer, reference: Answer, *, aborted: bool = False) -> Verdict:
+    """Compare with a full reference. An aborted answer must be its beginning."""
+    found, expected = answer.token_ids, reference.token_ids
+    common = min(len(found), len(expected))
+    parted = next((place for place in range(common) if found[place] != expected[place]), None)
+    same = common if parted is None else parted
+    pairs = zip(answer.logprobs[:same], reference.logprobs[:same], strict=True)
+    error = max((abs(one - other) for one, other in pairs), default=0.0)
+    if parted is not None:
+        margin = reference.margins[parted]
+        name = "tied" if margin < _MAX_TIE_MARGIN else "wrong"
+        return Verdict(name, parted / len(found), parted, margin, error)
+    if len(found) == len(expected) or (aborted and len(found) < len(expected)):
+        return Verdict("right", 1.0, logprob_error=error)
+    return Verdict("wrong", common / max(1, len(found)), common, None, error)

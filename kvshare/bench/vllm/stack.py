@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from kvshare import __version__
 from kvshare.bench.harness import environment
 from kvshare.bench.vllm import servers
 from kvshare.bench.vllm.client import Client, connected
-from kvshare.bench.vllm.models import write_small_model, write_timing_model
+from kvshare.bench.vllm.models import write_model
 from kvshare.bench.vllm.servers import Server, VllmOptions
 from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.versions import installed_build
@@ -29,7 +29,25 @@ ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings of a proxy that shares where it does not pay: on a small model it must be right, not fast."""
 
-_WRITERS: dict[str, Callable[..., Path]] = {"timing": write_timing_model, "small": write_small_model}
+_NOT_SHOWN = ("threads", "dtype", "eager", "kv_bytes", "workload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What every benchmark may be told. Each has a `Config` with its own, and `run(config)`."""
+
+    threads: int | None = None  # of each vLLM; None: all cores but one
+    dtype: str = "bfloat16"
+    eager: bool = False
+    seed: int = 0
+
+    @property
+    def vllm(self) -> VllmOptions:
+        return VllmOptions(num_threads=self.threads, dtype=self.dtype, enforce_eager=self.eager)
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what the document has under `servers`, or a benchmark elsewhere."""
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_SHOWN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +103,8 @@ def pair(options: StackOptions) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
         folder = Path(name)
         token = servers.new_token()
-        model = _WRITERS[options.model](
+        model = write_model(
+            options.model,
             folder / "model",
             dtype=options.vllm.dtype,
             max_model_len=options.vllm.max_model_len,
@@ -112,13 +131,13 @@ def with_proxy(both: Pair) -> Iterator[Stack]:
         yield Stack(both.options, both.plain, both.shared, both.token, both.folder, proxy)
 
 
-def document(benchmark: str, options: StackOptions, config: dict[str, Any]) -> dict[str, Any]:
+def document(benchmark: str, options: StackOptions, config: BenchConfig) -> dict[str, Any]:
     """What every document begins with."""
     return {
         "benchmark": benchmark,
         "engine": "vllm",
         "document_version": DOCUMENT_VERSION,
-        "config": config,
+        "config": config.to_json(),
         "servers": options.to_json(),
         "environment": {
             **environment(),

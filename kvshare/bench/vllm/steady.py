@@ -10,7 +10,7 @@ and chains are of two edits in every batch, or the work would change with the ba
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,13 @@ from kvshare.bench.vllm.client import Client
 from kvshare.bench.vllm.control import Watch, watching
 from kvshare.bench.vllm.models import timing_bytes_per_token
 from kvshare.bench.vllm.prompts import near_duplicate, stranger
-from kvshare.bench.vllm.servers import VllmOptions
-from kvshare.bench.vllm.stack import Stack, StackOptions, document, stack
+from kvshare.bench.vllm.stack import BenchConfig, Stack, StackOptions, document, stack
 
 _ROOM = 64  # tokens of context beyond the prompt
 
 
-@dataclass(frozen=True, slots=True)
-class SteadyConfig:
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchConfig):
     batches: int = 6
     recipients: int = 8  # per batch: half edits of popular prompts, half edits of the last batch's such edits
     strangers: int = 2  # per batch, through the proxy
@@ -36,7 +35,7 @@ class SteadyConfig:
     prompt_tokens: int = 2000
     changed: float = 0.1
     edits: int = 5
-    seed: int = 0
+    kv_bytes: int | None = None  # of the store; None: for `capacity_tokens`
 
     @property
     def capacity_tokens(self) -> int:
@@ -64,36 +63,16 @@ class _Batch:
         return float(np.mean(self.full_s) / np.mean(self.popular_s + self.recent_s))
 
 
-def run(
-    *,
-    batches: int = 6,
-    prompt_tokens: int = 2000,
-    changed: float = 0.1,
-    edits: int = 5,
-    kv_bytes: int | None = None,
-    seed: int = 0,
-    threads: int | None = None,
-    dtype: str = "bfloat16",
-    eager: bool = False,
-) -> dict[str, Any]:
+def run(config: Config) -> dict[str, Any]:
     """Speedup of every batch; the last over the first is the result."""
-    config = SteadyConfig(
-        batches=batches, prompt_tokens=prompt_tokens, changed=changed, edits=edits, seed=seed
-    )
-    capacity = config.capacity_tokens * timing_bytes_per_token(dtype)
-    vllm = VllmOptions(
-        max_model_len=prompt_tokens + _ROOM, num_threads=threads, dtype=dtype, enforce_eager=eager
-    )
-    with stack(StackOptions(vllm=vllm, kv_bytes=kv_bytes or capacity, seed=seed)) as servers:
-        return measure(servers, config)
+    capacity = config.capacity_tokens * timing_bytes_per_token(config.dtype)
+    vllm = replace(config.vllm, max_model_len=config.prompt_tokens + _ROOM)
+    with stack(StackOptions(vllm=vllm, kv_bytes=config.kv_bytes or capacity, seed=config.seed)) as servers:
+        return asyncio.run(measure(servers, config))
 
 
-def measure(servers: Stack, config: SteadyConfig) -> dict[str, Any]:
+async def measure(servers: Stack, config: Config) -> dict[str, Any]:
     """The same over servers that run already, with the store they have."""
-    return asyncio.run(_measure(servers, config))
-
-
-async def _measure(servers: Stack, config: SteadyConfig) -> dict[str, Any]:
     rng = np.random.default_rng(config.seed)
     popular = [stranger(rng, config.prompt_tokens) for _ in range(config.families)]
     async with servers.clients() as (plain, proxy), servers.control() as control:
@@ -112,7 +91,7 @@ async def _measure(servers: Stack, config: SteadyConfig) -> dict[str, Any]:
 
 
 def _recipients(
-    rng: np.random.Generator, config: SteadyConfig, popular: list[TokenIds], last: list[TokenIds]
+    rng: np.random.Generator, config: Config, popular: list[TokenIds], last: list[TokenIds]
 ) -> list[TokenIds]:
     """Popular and recent donors in turn."""
     prompts = []
@@ -128,7 +107,7 @@ async def _batch(
     proxy: Client,
     prompts: list[TokenIds],
     rng: np.random.Generator,
-    config: SteadyConfig,
+    config: Config,
     watch: Watch,
 ) -> _Batch:
     """Recipients one after another; after every few of them a full prefill, and a stranger for the store."""
@@ -148,10 +127,10 @@ async def _batch(
     return batch
 
 
-def _summary(servers: Stack, config: SteadyConfig, batches: list[_Batch], watch: Watch) -> dict[str, Any]:
+def _summary(servers: Stack, config: Config, batches: list[_Batch], watch: Watch) -> dict[str, Any]:
     speedups = [batch.speedup for batch in batches]
     return {
-        **document("steady", servers.options, asdict(config)),
+        **document("steady", servers.options, config),
         "last_over_first": speedups[-1] / speedups[0],
         "speedups": speedups,
         "evicted_segments": watch.num_dropped,

@@ -13,7 +13,7 @@ What the proxy adds is measured apart, on repetitions that vLLM has in its prefi
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,7 @@ from kvshare.bench.vllm import front
 from kvshare.bench.vllm.client import Answer, Client, connected
 from kvshare.bench.vllm.control import Watch
 from kvshare.bench.vllm.prompts import near_duplicate, stranger
-from kvshare.bench.vllm.servers import VllmOptions
-from kvshare.bench.vllm.stack import Stack, StackOptions, document, stack
+from kvshare.bench.vllm.stack import BenchConfig, Stack, StackOptions, document, stack
 from kvshare.fleet.client import ControlClient
 
 _ARMS = ("full", "full_proxied", "prefix_cache", "shared", "ideal")
@@ -34,57 +33,35 @@ _BLOCK_SIZE = 128  # of vLLM's CPU backend; a multiple of every other one's
 _FRONT_REPEATS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class TtftConfig:
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchConfig):
     prompt_tokens: int = 4000
     changed: float = 0.1
     edits: int = 5
-    repeats: int = 5
-    seed: int = 0
+    repeats: int = 3
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What the repeats have shown so far."""
+@dataclass(frozen=True, slots=True)
+class _Repeat:
+    """One measurement of every arm."""
 
-    ttft_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _ARMS})
-    computed: list[int] = field(default_factory=list)
-    prefix_cached: list[int] = field(default_factory=list)
-    ideal_computed: list[int] = field(default_factory=list)
-    stage_ms: list[dict[str, float]] = field(default_factory=list)
-    unrelated_stage_ms: list[dict[str, float]] = field(default_factory=list)
+    ttft_s: dict[str, float]
+    computed: int  # tokens, by `shared`
+    prefix_cached: int
+    ideal_computed: int
+    stage_ms: dict[str, float]
+    unrelated_stage_ms: dict[str, float]
 
 
-def run(
-    *,
-    prompt_tokens: int = 4000,
-    changed: float = 0.1,
-    edits: int = 5,
-    repeats: int = 3,
-    seed: int = 0,
-    threads: int | None = None,
-    dtype: str = "bfloat16",
-    eager: bool = False,
-) -> dict[str, Any]:
+def run(config: Config) -> dict[str, Any]:
     """Medians over `repeats` recipients, each new to all servers."""
-    config = TtftConfig(prompt_tokens=prompt_tokens, changed=changed, edits=edits, repeats=repeats, seed=seed)
-    vllm = VllmOptions(
-        max_model_len=prompt_tokens + _ROOM,
-        num_threads=threads,
-        dtype=dtype,
-        kv_cache_gib=2,
-        enforce_eager=eager,
-    )
-    with stack(StackOptions(vllm=vllm, seed=seed)) as servers:
-        return measure(servers, config)
+    vllm = replace(config.vllm, max_model_len=config.prompt_tokens + _ROOM, kv_cache_gib=2)
+    with stack(StackOptions(vllm=vllm, seed=config.seed)) as servers:
+        return asyncio.run(measure(servers, config))
 
 
-def measure(servers: Stack, config: TtftConfig) -> dict[str, Any]:
+async def measure(servers: Stack, config: Config) -> dict[str, Any]:
     """The same over servers that run already."""
-    return asyncio.run(_measure(servers, config))
-
-
-async def _measure(servers: Stack, config: TtftConfig) -> dict[str, Any]:
     async with (
         servers.clients() as (plain, proxy),
         connected(servers.shared.url) as behind,
@@ -92,18 +69,16 @@ async def _measure(servers: Stack, config: TtftConfig) -> dict[str, Any]:
     ):
         bench = _Ttft(config, plain, proxy, control)
         await bench.start()
-        for repeat in range(config.repeats + 1):
-            if repeat == 1:
-                bench.seen = _Seen()  # caches and allocators are warm from here on
-            await bench.repeat()
+        await bench.repeat()  # caches and allocators are warm from here on
+        repeats = [await bench.repeat() for _ in range(config.repeats)]
         front_ms = await bench.front_ms(behind)
-    return _summary(servers, config, bench.seen, front_ms=front_ms, decisions=bench.watch.decisions)
+    return _summary(servers, config, repeats, front_ms=front_ms, decisions=bench.watch.decisions)
 
 
 class _Ttft:
     """A donor that both arms have served, and the measurements over it."""
 
-    def __init__(self, config: TtftConfig, plain: Client, proxy: Client, control: ControlClient) -> None:
+    def __init__(self, config: Config, plain: Client, proxy: Client, control: ControlClient) -> None:
         self._config = config
         self._plain = plain
         self._proxy = proxy
@@ -112,7 +87,6 @@ class _Ttft:
         self._donor = self._stranger()
         self._block_size = 0
         self.watch = Watch()
-        self.seen = _Seen()
 
     async def start(self) -> None:
         self._block_size = await _block_size(self._plain)
@@ -121,9 +95,8 @@ class _Ttft:
         await self._plain.complete(self._donor)
         await self._keep(self._donor)
 
-    async def repeat(self) -> None:
-        """One measurement of every arm."""
-        config, rng, seen = self._config, self._rng, self.seen
+    async def repeat(self) -> _Repeat:
+        config, rng = self._config, self._rng
         edited = near_duplicate(rng, self._donor, changed=config.changed, edits=config.edits)
         full = await self._plain.complete(self._stranger())
         proxied, unrelated_stages = await self._keep(self._stranger())
@@ -135,13 +108,15 @@ class _Ttft:
         ideal = await self._plain.complete(
             token_ids(np.concatenate([self._donor[:head], stranger(rng, computed)]))
         )
-        for name, answer in zip(_ARMS, (full, proxied, cached, shared, ideal), strict=True):
-            seen.ttft_s[name].append(answer.ttft_s)
-        seen.computed.append(computed)
-        seen.prefix_cached.append(cached.num_cached)
-        seen.ideal_computed.append(head + computed - ideal.num_cached)
-        seen.stage_ms.append(stages)
-        seen.unrelated_stage_ms.append(unrelated_stages)
+        answers = zip(_ARMS, (full, proxied, cached, shared, ideal), strict=True)
+        return _Repeat(
+            ttft_s={name: answer.ttft_s for name, answer in answers},
+            computed=computed,
+            prefix_cached=cached.num_cached,
+            ideal_computed=head + computed - ideal.num_cached,
+            stage_ms=stages,
+            unrelated_stage_ms=unrelated_stages,
+        )
 
     async def front_ms(self, behind: Client) -> float:
         """
@@ -181,11 +156,13 @@ async def _block_size(plain: Client) -> int:
 
 
 def _summary(
-    servers: Stack, config: TtftConfig, seen: _Seen, *, front_ms: float, decisions: dict[str, int]
+    servers: Stack, config: Config, repeats: list[_Repeat], *, front_ms: float, decisions: dict[str, int]
 ) -> dict[str, Any]:
-    ttft = {name: median(values) for name, values in seen.ttft_s.items()}
+    ttft_s = {name: [repeat.ttft_s[name] for repeat in repeats] for name in _ARMS}
+    ttft = {name: median(values) for name, values in ttft_s.items()}
+    computed = median([repeat.computed for repeat in repeats])
     return {
-        **document("ttft", servers.options, asdict(config)),
+        **document("ttft", servers.options, config),
         "speedup": ttft["full"] / ttft["shared"],
         "ideal_speedup": ttft["full"] / ttft["ideal"],
         "of_ideal": ttft["ideal"] / ttft["shared"],
@@ -194,17 +171,17 @@ def _summary(
         "speedup_over_proxied": ttft["full_proxied"] / ttft["shared"],
         "front_ms": front_ms,
         "tokens": {
-            "computed": median(seen.computed),
-            "computed_fraction": median(seen.computed) / config.prompt_tokens,
-            "prefix_cached": median(seen.prefix_cached),
-            "ideal_computed": median(seen.ideal_computed),
+            "computed": computed,
+            "computed_fraction": computed / config.prompt_tokens,
+            "prefix_cached": median([repeat.prefix_cached for repeat in repeats]),
+            "ideal_computed": median([repeat.ideal_computed for repeat in repeats]),
         },
         "decisions": decisions,
         "median_ttft_s": ttft,
-        "ttft_s": seen.ttft_s,
-        "spread": {name: (max(values) - min(values)) / ttft[name] for name, values in seen.ttft_s.items()},
-        "shared_stage_ms": _median_stages(seen.stage_ms),
-        "unrelated_stage_ms": _median_stages(seen.unrelated_stage_ms),
+        "ttft_s": ttft_s,
+        "spread": {name: (max(values) - min(values)) / ttft[name] for name, values in ttft_s.items()},
+        "shared_stage_ms": _median_stages([repeat.stage_ms for repeat in repeats]),
+        "unrelated_stage_ms": _median_stages([repeat.unrelated_stage_ms for repeat in repeats]),
     }
 
 

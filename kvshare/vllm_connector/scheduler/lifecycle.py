@@ -8,7 +8,6 @@ supported, vLLM serves requests as if KVShare were not there.
 from __future__ import annotations
 
 import importlib.metadata
-import ipaddress
 import logging
 import os
 from collections.abc import Iterable, Sequence
@@ -18,20 +17,20 @@ from vllm.config import VllmConfig
 
 import kvshare
 from delta_tree import SegmentId
+from kvshare.loopback import is_loopback
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import WorkerHandshake
 from kvshare.vllm_connector.scheduler.control_server import ControlServer, ControlState
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
-from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, ReplicaInfo
+from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS, ReplicaInfo
 from kvshare.vllm_protocol.versions import installed_version, untested
 
 log = logging.getLogger("vllm.kvshare")
 
 _NO_MODEL = "the workers were not given the model: start with `kvshare vllm`, or add --worker-cls {}"
 _NO_ADDRESS = "the control server cannot answer on {}:{} ({}): give another --control-port, or --control-host"
-WORKER_CLS = "kvshare.vllm_connector.workers.KVShareWorker"
 
 
 class SchedulerSide:
@@ -44,7 +43,7 @@ class SchedulerSide:
         Raises: ValueError if it is open to other machines and KVSHARE_VLLM_TOKEN is not set
         """
         token = os.environ.get(TOKEN_VARIABLE) or None
-        if token is None and not _is_loopback(settings.control_host):
+        if token is None and not is_loopback(settings.control_host):
             raise ValueError(
                 f"control_host: other machines can reach {settings.control_host}; set {TOKEN_VARIABLE}, too"
             )
@@ -75,7 +74,7 @@ class SchedulerSide:
         self._handshakes = known
         if not self._unsupported:
             if len(known) < self._config.parallel_config.world_size:
-                self._unsupported.append(_NO_MODEL.format(WORKER_CLS))
+                self._unsupported.append(_NO_MODEL.format(WORKER_CLASS))
             self._unsupported += dict.fromkeys(message for worker in known for message in worker.unsupported)
         self._warnings += dict.fromkeys(message for worker in known for message in worker.warnings)
         for message in self._warnings:
@@ -164,13 +163,6 @@ class SchedulerSide:
             "block_size": config.cache_config.block_size,
             "attention_backend": self._handshakes[0].attention_backend if self._handshakes else "",
         }
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _served_name(config: VllmConfig) -> str:

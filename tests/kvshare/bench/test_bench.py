@@ -23,9 +23,9 @@ def test_near_duplicates_cost_a_part_of_their_whole() -> None:
 
 
 @pytest.mark.slow
-def test_answers_stay_right_under_sharing_and_not_under_full_reuse() -> None:
+async def test_answers_stay_right_under_sharing_and_not_under_full_reuse() -> None:
     """The demo model reads the recipient's values; with the donor's KV it gives the donor's answers."""
-    document = demo.run(pairs=15)
+    document = await demo.run(pairs=15)
     accuracy = document["accuracy"]
     assert accuracy["full"] >= 0.9
     assert accuracy["kvshare"] >= accuracy["full"] - 0.07  # one of fifteen
@@ -35,9 +35,9 @@ def test_answers_stay_right_under_sharing_and_not_under_full_reuse() -> None:
 
 
 @pytest.mark.slow
-def test_time_to_first_token_is_measured_in_four_arms() -> None:
+async def test_time_to_first_token_is_measured_in_four_arms() -> None:
     """All ratios are there, and the shared arm really shared."""
-    document = ttft.run(prompt_tokens=300, repeats=1)
+    document = await ttft.run(prompt_tokens=300, repeats=1)
     assert document["decision"] == "approx"
     assert set(document["median_ttft_s"]) == {"full", "shared", "exact_prefix", "ideal"}
     assert document["recomputed_fraction"] < 1
@@ -47,9 +47,9 @@ def test_time_to_first_token_is_measured_in_four_arms() -> None:
 
 
 @pytest.mark.model
-def test_planning_is_measured_with_and_without_meaning() -> None:
+async def test_planning_is_measured_with_and_without_meaning() -> None:
     """Percentiles of both arms, and the memory of a prompt."""
-    document = plan.run(stored=250, prompt_tokens=400, queries=5)
+    document = await plan.run(stored=250, prompt_tokens=400, queries=5)
     for arm in ("without_dense", "with_dense"):
         assert document[arm]["p99_ms"] >= document[arm]["p50_ms"] > 0
         assert document[arm]["saved_fraction"] > 0.5
@@ -57,9 +57,9 @@ def test_planning_is_measured_with_and_without_meaning() -> None:
         assert isinstance(document[key], float)  # this process may give memory of other tests back meanwhile
 
 
-def test_long_prompts_are_planned_beside_short_ones() -> None:
+async def test_long_prompts_are_planned_beside_short_ones() -> None:
     """Through the sharing core as it serves: candidates, copies, and the wait of a short prompt."""
-    document = plan_agent.run(stored=12, prompt_tokens=12_000, queries=3)
+    document = await plan_agent.run(stored=12, prompt_tokens=12_000, queries=3)
     assert document["p99_ms"] >= document["p50_ms"] >= document["planning"]["p50_ms"] > 0
     assert document["blocked_p99_ms"] > 0
     assert document["candidates"] > 1
@@ -68,9 +68,9 @@ def test_long_prompts_are_planned_beside_short_ones() -> None:
 
 
 @pytest.mark.slow
-def test_the_front_is_measured_against_the_bare_model() -> None:
+async def test_the_front_is_measured_against_the_bare_model() -> None:
     """Through HTTP it takes longer than the model alone; how much is not a test's business."""
-    document = proxy.run(repeats=3)
+    document = await proxy.run(repeats=3)
     assert document["through_http_p50_ms"] > 0
     assert document["model_only_p50_ms"] > 0
     assert document["prompt_tokens"] > 100

@@ -15,9 +15,9 @@ from kvshare.replay.arms.losses import SecondLook
 from vector_index import Embedder
 
 
-def test_nominating_is_measured_as_written_cold_and_warm() -> None:
+async def test_nominating_is_measured_as_written_cold_and_warm() -> None:
     """Nearly every query finds its donor, in the large namespace and in the small ones."""
-    document = index.run(stored=2000, queries=20)
+    document = await index.run(stored=2000, queries=20)
     assert document["points"] == 2200
     assert set(document["nomination"]) == {"as_written", "cold", "warm"}
     for arm in document["nomination"].values():
@@ -33,18 +33,18 @@ def test_nominating_is_measured_as_written_cold_and_warm() -> None:
     assert set(document["memory_bytes"]) == {"built", "after_queries"}
 
 
-def test_an_index_without_meanings_is_measured_too() -> None:
+async def test_an_index_without_meanings_is_measured_too() -> None:
     """Fingerprints only, and no small namespaces where a tenth is nothing."""
-    document = index.run(stored=9, queries=3, dense=False)
+    document = await index.run(stored=9, queries=3, dense=False)
     assert document["dimension"] == 0
     assert set(document["nomination"]["warm"]) == {"large"}
     assert "meaning" not in document["nomination"]["warm"]["large"]
 
 
-def test_prompts_too_short_for_the_shared_passage_are_refused() -> None:
+async def test_prompts_too_short_for_the_shared_passage_are_refused() -> None:
     """Head, passage and tail need room."""
     with pytest.raises(ValueError, match="at least 192"):
-        index.run(stored=10, prompt_tokens=100)
+        await index.run(stored=10, prompt_tokens=100)
 
 
 def test_every_other_prompt_of_the_corpus_holds_the_passage() -> None:

@@ -31,7 +31,9 @@ _KV_BYTES = 3072 * 4096  # a few prompts: steady must evict
 def both() -> Iterator[Pair]:
     """Two vLLMs whose KV caches are so small that requests are preempted."""
     options = replace(
-        parity.pair_options(_TOKENS, enforce_eager=True), kv_bytes=_KV_BYTES, proxy_settings=ALWAYS_SHARE
+        parity.pair_options(parity.Config(tokens=_TOKENS, eager=True)),
+        kv_bytes=_KV_BYTES,
+        proxy_settings=ALWAYS_SHARE,
     )
     with pair(options) as servers:
         yield servers
@@ -51,10 +53,11 @@ def check_header(document: dict[str, Any], name: str) -> None:
     assert document["servers"]["vllm"]["dtype"] == "float32"
 
 
-def test_planned_requests_equal_plain_vllm(both: Pair) -> None:
+async def test_planned_requests_equal_plain_vllm(both: Pair) -> None:
     """The promise of the README; before the proxy starts, which drops what it does not know."""
-    mode = parity.measure(both, tokens=_TOKENS, seed=1, copies=1)
-    document = parity.summary(both.options, {"eager": mode}, {})
+    config = parity.Config(tokens=_TOKENS, seed=1)
+    mode = await parity.measure(both, config, copies=1)
+    document = parity.summary(both.options, {"eager": mode}, config)
     check_header(document, "parity")
     assert document["max_abs_logprob_error"] <= 1e-4
     assert set(mode["errors"]) >= {"all_placeholders", "scattered", "identity", "prefix", "preempted"}
@@ -64,10 +67,10 @@ def test_planned_requests_equal_plain_vllm(both: Pair) -> None:
     assert set(mode["decisions"]["prefix"]) == {"exact"}
 
 
-def test_time_to_first_token_is_measured_in_five_arms(servers: Stack) -> None:
+async def test_time_to_first_token_is_measured_in_five_arms(servers: Stack) -> None:
     """All ratios are there, and the shared arm really shared."""
-    document = ttft.measure(
-        servers, ttft.TtftConfig(prompt_tokens=300, changed=0.05, edits=2, repeats=1, seed=2)
+    document = await ttft.measure(
+        servers, ttft.Config(prompt_tokens=300, changed=0.05, edits=2, repeats=1, seed=2)
     )
     check_header(document, "ttft")
     assert set(document["median_ttft_s"]) == {"full", "full_proxied", "prefix_cache", "shared", "ideal"}
@@ -79,12 +82,11 @@ def test_time_to_first_token_is_measured_in_five_arms(servers: Stack) -> None:
     assert "front_ms" in document
 
 
-def test_both_arms_answer_the_same_load(servers: Stack) -> None:
+async def test_both_arms_answer_the_same_load(servers: Stack) -> None:
     """Every request of every sequence is answered in both, and near ones are shared."""
-    config = load.LoadConfig(
+    config = load.Config(
         concurrency=2,
         requests=6,
-        unrelated_requests=2,
         prompt_tokens=_TOKENS,
         changed=0.05,
         edits=2,
@@ -94,26 +96,25 @@ def test_both_arms_answer_the_same_load(servers: Stack) -> None:
         repeats=1,
         seed=3,
     )
-    document = load.measure(servers, config)
+    document = await load.measure(servers, config)
     check_header(document, "load")
     for arm in ("plain", "shared"):
         assert document["mixed"][arm]["requests"] == 6
-        assert document["unrelated"][arm]["requests"] == 2
+        assert document["unrelated"][arm]["requests"] == 3
         assert set(document["mixed"][arm]["ttft"]) == {"all", "near", "unrelated"}
     assert document["decisions"]["approx"] == 3
     assert document["throughput_ratio"] > 0
     assert document["ttft_p50_ratio"] > 0
 
 
-def test_a_workload_takes_the_place_of_made_up_prompts(servers: Stack, tmp_path: Path) -> None:
+async def test_a_workload_takes_the_place_of_made_up_prompts(servers: Stack, tmp_path: Path) -> None:
     """Both arms answer as many of its prompts as were asked for, in each repeat the next ones."""
     file = tmp_path / "template.jsonl"
     write_rows(generate("template", num_requests=8, seed=0), file)
     given = read_prompts(file, num_prompts=8, max_tokens=_TOKENS)
-    config = load.LoadConfig(
+    config = load.Config(
         concurrency=1,
         requests=4,
-        unrelated_requests=2,
         prompt_tokens=_TOKENS,
         families=1,
         min_output=2,
@@ -121,7 +122,7 @@ def test_a_workload_takes_the_place_of_made_up_prompts(servers: Stack, tmp_path:
         repeats=2,
         seed=6,
     )
-    document = load.measure(servers, config, given)
+    document = await load.measure(servers, config, given)
     check_header(document, "load")
     assert document["workload"] == given.to_json()
     for arm in ("plain", "shared"):
@@ -130,12 +131,12 @@ def test_a_workload_takes_the_place_of_made_up_prompts(servers: Stack, tmp_path:
     assert document["decisions"]["approx"] > 0, "forms that differ in their slots"
 
 
-def test_a_full_store_evicts_and_stays_within_its_bytes(servers: Stack) -> None:
+async def test_a_full_store_evicts_and_stays_within_its_bytes(servers: Stack) -> None:
     """Batches go on being measured while segments are dropped."""
-    config = steady.SteadyConfig(
+    config = steady.Config(
         batches=3, recipients=4, strangers=2, families=2, prompt_tokens=300, changed=0.05, edits=2, seed=4
     )
-    document = steady.measure(servers, config)
+    document = await steady.measure(servers, config)
     check_header(document, "steady")
     assert len(document["speedups"]) == 3
     assert all(len(batch["computed"]) == 4 for batch in document["batches"])
@@ -145,12 +146,12 @@ def test_a_full_store_evicts_and_stays_within_its_bytes(servers: Stack) -> None:
     assert document["within_bytes"]
 
 
-def test_soaked_answers_are_vllms_own(servers: Stack) -> None:
+async def test_soaked_answers_are_vllms_own(servers: Stack) -> None:
     """Mixed traffic for some seconds: nothing wrong, nothing failed, and clients did hang up."""
-    config = soak.SoakConfig(
+    config = soak.Config(
         minutes=0.15, concurrency=4, min_prompt=60, max_prompt=150, output_tokens=16, evict_every=10, seed=5
     )
-    document = soak.measure(servers, config)
+    document = await soak.measure(servers, config)
     check_header(document, "soak")
     assert document["passed"], document["failed"]
     assert document["wrong_outputs"] == 0, document["examples"]

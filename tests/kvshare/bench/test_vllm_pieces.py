@@ -6,16 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvshare.bench.vllm import parity
+from kvshare.bench.vllm import parity, steady
 from kvshare.bench.vllm.client import Answer
 from kvshare.bench.vllm.front import Counters
-from kvshare.bench.vllm.mixture import Mixture
+from kvshare.bench.vllm.load import Config, given_sequence, new_sequence
 from kvshare.bench.vllm.parity import distance
-from kvshare.bench.vllm.prompts import near_duplicate, stranger
+from kvshare.bench.vllm.prompts import Mixture, near_duplicate, stranger
 from kvshare.bench.vllm.servers import Server, VllmOptions, running
-from kvshare.bench.vllm.steady import SteadyConfig
-from kvshare.bench.vllm.traffic import Shape, given_sequence, new_sequence
-from kvshare.bench.vllm.verdict import judge
+from kvshare.bench.vllm.soak import judge
 from kvshare.bench.vllm.workload import read_prompts
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.embedded.tokenizer import PromptEncoder
@@ -74,8 +72,8 @@ def test_a_sequence_mixes_kinds_and_never_repeats() -> None:
     """Half and half, shuffled, and every prompt new."""
     rng = np.random.default_rng(0)
     donors = [stranger(rng, 200) for _ in range(3)]
-    shape = Shape(prompt_tokens=200, changed=0.1, edits=2, min_output=4, max_output=8)
-    requests = new_sequence(rng, shape, donors, num_requests=20, near_share=0.5)
+    config = Config(prompt_tokens=200, changed=0.1, edits=2, min_output=4, max_output=8)
+    requests = new_sequence(rng, config, donors, num_requests=20)
     assert sum(request.is_near is True for request in requests) == 10
     assert len({request.prompt.tobytes() for request in requests}) == 20
     assert {request.is_near for request in requests[:10]} == {True, False}
@@ -90,8 +88,8 @@ def test_a_workload_is_sent_from_its_top_in_its_order(tmp_path: Path) -> None:
     whole = [encoder.encode_chat(row.draft.messages).token_ids.tolist() for row in rows[:4]]
     assert [prompt.tolist() for prompt in given.prompts] == [tokens[:150] for tokens in whole]
     assert given.to_json()["num_cut"] == sum(len(tokens) > 150 for tokens in whole) > 0
-    shape = Shape(prompt_tokens=150, changed=0.1, edits=2, min_output=4, max_output=8)
-    requests = given_sequence(np.random.default_rng(0), shape, given.prompts)
+    config = Config(prompt_tokens=150, changed=0.1, edits=2, min_output=4, max_output=8)
+    requests = given_sequence(np.random.default_rng(0), config, given.prompts)
     assert [request.prompt.tolist() for request in requests] == [tokens[:150] for tokens in whole]
     assert {request.is_near for request in requests} == {None}
 
@@ -141,7 +139,7 @@ def test_counters_add_up_by_label() -> None:
 
 def test_a_steady_store_is_smaller_than_what_comes() -> None:
     """It holds the popular prompts, and not even three batches more."""
-    config = SteadyConfig(batches=6, prompt_tokens=1000)
+    config = steady.Config(batches=6, prompt_tokens=1000)
     popular = config.families * config.prompt_tokens
     strangers = 3 * config.strangers * config.prompt_tokens
     assert popular < config.capacity_tokens < popular + strangers + 3 * config.recipients * 200
@@ -163,7 +161,7 @@ def test_a_server_that_ends_shows_its_log(tmp_path: Path) -> None:
 def test_the_error_of_parity_is_the_larger_of_both_modes() -> None:
     """Neither mode hides behind the other, and the document shows each."""
     modes = {name: {"max_abs_logprob_error": error} for name, error in (("compiled", 3e-5), ("eager", 1e-6))}
-    document = parity.summary(parity.pair_options(100), modes, {})
+    document = parity.summary(parity.pair_options(parity.Config(tokens=100)), modes, parity.Config())
     assert document["max_abs_logprob_error"] == 3e-5
     assert document["modes"] == modes
 

