@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Protocol
 
-from kvshare.replay.readers.unreadable import Reason
+from kvshare.replay.readers.rows import Reason
 
 _CHUNK_BYTES = 1 << 20
 _OUTSIDE = re.compile(rb'["{}\[\],]')

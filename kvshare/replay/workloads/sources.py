@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshare.replay.readers import ReadReport, read_file
+from kvshare.replay.readers import ReadReport, Reason, read_file
 from kvshare.replay.readers.files import raw_rows
 from kvshare.replay.requests import Message
 
@@ -39,7 +39,7 @@ def objects(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
     """Every readable JSON object of the files, in order."""
     for path in paths:
         for row in raw_rows(path):
-            if row.value is not None:
+            if not isinstance(row.value, Reason):
                 yield row.value
 
 
