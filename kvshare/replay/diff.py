@@ -19,10 +19,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from kvshare.errors import LogError
-from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, Document, arm_label
+from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, SHARES, Document, arm_label
 
 _COLUMNS = ["index", "arm", "capacity_tokens", "conversation", "num_tokens", "num_hit", "false_hit"]
-_SHARES = (50, 70, 90)
 _DRAWS_AT_ONCE = 50
 _LOW, _HIGH = 2.5, 97.5
 
@@ -41,10 +40,10 @@ class _Figure:
 _FIGURES = (
     _Figure("token_hit_rate", "hit", "tokens"),
     _Figure("request_hit_rate", "with_hit", "requests"),
-    *(_Figure(f"request_hit_rate_{share}", f"with_{share}", "requests") for share in _SHARES),
+    *(_Figure(f"request_hit_rate_{share}", f"with_{share}", "requests") for share in SHARES),
     _Figure("false_hits_per_request", "false", "requests"),
 )
-_SUMS = ("requests", "tokens", "hit", "with_hit", *(f"with_{share}" for share in _SHARES), "false")
+_SUMS = ("requests", "tokens", "hit", "with_hit", *(f"with_{share}" for share in SHARES), "false")
 
 
 def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
@@ -122,7 +121,7 @@ def _sums_by_conversation(rows: pa.Table) -> Table:
         "with_hit": (hit > 0).astype(np.float64),
         **{
             f"with_{share}": ((hit > 0) & (100 * hit >= share * tokens)).astype(np.float64)
-            for share in _SHARES
+            for share in SHARES
         },
         "false": rows.column("false_hit").to_numpy(zero_copy_only=False).astype(np.float64),
     }

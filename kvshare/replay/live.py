@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from operator import itemgetter
 from typing import Any, Final
 
@@ -24,14 +23,19 @@ import pyarrow.parquet as pq
 
 from delta_tree import token_ids
 from kvshare.errors import ConfigError
-from kvshare.replay.documents import write_document
 from kvshare.replay.live_client import Answered, LiveClient, connected
 from kvshare.replay.live_figures import summarise
 from kvshare.replay.live_predictor import Predictor
-from kvshare.replay.options import ReplayOptions, Report, config_document, make_stream
+from kvshare.replay.options import (
+    ReplayOptions,
+    Report,
+    config_document,
+    data_document,
+    make_stream,
+    versions,
+)
 from kvshare.replay.requests import TokenizedRequest
-from kvshare.replay.results import SCHEMA_VERSION, Document, Row
-from kvshare.replay.summary import describe_files, versions
+from kvshare.replay.results import SCHEMA_VERSION, Document, Row, write_document
 from kvshare.replay.tokens import RequestTokenizer
 
 LIVE_FILE: Final = "live.json"
@@ -64,8 +68,7 @@ def replay_live(
         raise ConfigError("--capacity", "one store at a time predicts what a server does")
     with make_stream(options, report) as stream:
         tokenizer = RequestTokenizer.load(options.tokenizer)
-        total = min(len(stream), options.limit) if options.limit else len(stream)
-        requests = tokenizer.tokenize(islice(stream.requests(), total))
+        total, requests = len(stream), tokenizer.tokenize(stream)
         rows: list[Row] = []
         with Predictor(options) as predictor:
             complete = _run(_send_all(requests, live, predictor, rows, lambda n: report(n, total)), rows)
@@ -82,7 +85,7 @@ def replay_live(
                 "speedup": live.speedup,
                 "max_tokens": live.max_tokens,
             },
-            "data": {"files": describe_files(options.paths), "unreadable": stream.report.to_dict()},
+            "data": data_document(options, stream),
             **summarise(rows, [spec.text for spec in options.arms]),
             "requests_per_s": len(rows) / wall_s if wall_s else 0.0,
             "versions": versions(),

@@ -24,7 +24,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -32,14 +31,27 @@ from numpy.typing import NDArray
 
 from kvshare.errors import LogError
 from kvshare.replay.arms import ArmSpec, Meanings, make_arm
-from kvshare.replay.documents import write_document
-from kvshare.replay.options import ReplayOptions, Report, bundled_embedder, make_bench, make_stream
+from kvshare.replay.options import (
+    ReplayOptions,
+    Report,
+    bundled_embedder,
+    data_document,
+    make_bench,
+    make_stream,
+    versions,
+)
 from kvshare.replay.paper_figures import draw_figure_2, draw_figure_4
 from kvshare.replay.report.images import write_png
 from kvshare.replay.requests import TokenizedRequest
-from kvshare.replay.results import DISTANCE_THRESHOLDS, PAPER_FILE, SCHEMA_VERSION, Document
+from kvshare.replay.results import (
+    DISTANCE_THRESHOLDS,
+    PAPER_FILE,
+    SCHEMA_VERSION,
+    SHARES,
+    Document,
+    write_document,
+)
 from kvshare.replay.run import batches
-from kvshare.replay.summary import describe_files, versions
 from kvshare.replay.tokens import RequestTokenizer
 from vector_index import TextEmbedder
 
@@ -73,11 +85,11 @@ def replay_paper(
     began = time.perf_counter()
     with make_stream(options, report) as stream:
         tokenizer = RequestTokenizer.load(options.tokenizer)
-        total = min(len(stream), options.limit) if options.limit else len(stream)
+        total = len(stream)
         meanings = Meanings(embedder or bundled_embedder(options))
 
         def requests() -> Iterator[TokenizedRequest]:
-            return _first_turns(tokenizer.tokenize(islice(stream.requests(), total)))
+            return _first_turns(tokenizer.tokenize(stream))
 
         nearness = _Nearness()
         for batch in _passing(requests(), lambda done: report(done, 2 * total)):
@@ -100,7 +112,7 @@ def replay_paper(
             "seed": options.seed,
             "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.digest},
         },
-        "data": {"files": describe_files(options.paths), "unreadable": stream.report.to_dict()},
+        "data": data_document(options, stream),
         "figure_2": nearness.figure_2(),
         "figure_4": {
             "num_prompts": len(chosen),
@@ -248,7 +260,7 @@ def _distribution(spec: ArmSpec, hits: Sequence[tuple[int, int]]) -> Document:
         "token_hit_rate": float(table[:, 0].sum() / max(1.0, table[:, 1].sum())),
         "edges": list(_EDGES),
         "shares": [int(count) / num for count in counts],
-        "at_least": {str(share): int((100 * rates >= share).sum()) / num for share in (50, 70, 90)},
+        "at_least": {str(share): int((100 * rates >= share).sum()) / num for share in SHARES},
     }
 
 

@@ -16,18 +16,41 @@ import pyarrow.parquet as pq
 
 from kvshare.replay.arms.base import Arm
 from kvshare.replay.requests import Outcome, TokenizedRequest
-from kvshare.replay.results import COLUMNS, Row
+from kvshare.replay.results import Row
 
-_TYPES = {
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "float32": pa.float32(),
-    "float64": pa.float64(),
-    "bool": pa.bool_(),
-    "string": pa.string(),
-    "list<int32>": pa.list_(pa.int32()),
-}
-SCHEMA = pa.schema([(name, _TYPES[kind]) for name, kind in COLUMNS.items()])
+SCHEMA = pa.schema(
+    {
+        "index": pa.int64(),  # place in the stream, from 0
+        "arm": pa.string(),  # "kvshare:min_run=32"
+        "capacity_tokens": pa.int64(),  # null: infinite
+        "namespace": pa.int32(),  # this, users and conversations are numbered in the order they first came
+        "user": pa.int32(),  # null: the log does not name users
+        "conversation": pa.int32(),
+        "turn": pa.int32(),  # null: the log does not say
+        "language": pa.string(),
+        "time_s": pa.float64(),
+        "num_tokens": pa.int32(),
+        "num_answer_tokens": pa.int32(),
+        "num_hit": pa.int32(),
+        "num_exact": pa.int32(),
+        "num_repaired": pa.int32(),
+        "num_copies": pa.int32(),
+        "num_donors": pa.int32(),
+        "shifts": pa.list_(pa.int32()),  # of the copies, in tokens, signed
+        "cross_user": pa.bool_(),  # null: the log does not tell
+        "answered": pa.bool_(),  # by a response cache
+        "false_hit": pa.bool_(),
+        "distance": pa.float32(),  # cosine, to the nearest earlier prompt; null where the arm does not look
+        "reason": pa.string(),  # why nothing or no more was shared; null: nothing was refused
+        "num_refused": pa.int32(),  # tokens a gate refused, that the arm's candidates had
+        "num_refused_generation": pa.int32(),  # of these, taken if only the generation did not matter
+        "embedded": pa.bool_(),  # for the look-up; the time it took is no part of it
+        "num_stored_bytes": pa.int64(),  # in the arm's store, after this request
+        "lookup_s": pa.float32(),
+        "plan_s": pa.float32(),
+        "observe_s": pa.float32(),  # all the arm did: look up, plan, tell what gates cost, store
+    }
+)
 _LANGUAGE = re.compile(r"[A-Za-z][A-Za-z_()-]{0,23}( [A-Za-z()-]{1,23})?")
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import groupby
+from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -57,8 +57,8 @@ class RequestStream:
     """
     `with RequestStream(paths) as stream:` reads all files, then gives the requests as often as asked for.
 
-    Raises LogError on entering for a file that cannot be replayed. `reading` is told how many requests were
-    read so far, `report` says what could not be read.
+    `limit`: only so many. Raises LogError on entering for a file that cannot be replayed. `reading` is told
+    how many requests were read so far, `report` says what could not be read.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class RequestStream:
         format_name: str | None = None,
         interleave: int = 1,
         seed: int | None = None,
+        limit: int | None = None,
         folder: Path | None = None,
         max_records: int = 500_000,
         reading: Callable[[int], None] = lambda num_read: None,
@@ -78,6 +79,7 @@ class RequestStream:
         self._format_name = format_name
         self._interleave = max(1, interleave)
         self._seed = seed
+        self._limit = limit
         self._parent = folder
         self._max_records = max_records
         self._reading = reading
@@ -95,7 +97,7 @@ class RequestStream:
             ordered = self._interleaved(_unpack(record) for record in by_time)
             self._order = self._folder / "order"
             places = (_PLACE.pack(key.offset, key.number, key.turn) for key in ordered)
-            self.num_requests = write_records(self._order, places)
+            self.num_requests = write_records(self._order, islice(places, self._limit))
             by_time.discard()
             self._stack = stack.pop_all()
         return self

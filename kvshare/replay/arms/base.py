@@ -17,6 +17,7 @@ import numpy as np
 from delta_tree import TokenIds
 from kvshare.replay.arms.meanings import Meanings
 from kvshare.replay.requests import Outcome, TokenizedRequest
+from kvshare.replay.results import arm_label
 from kvshare.settings import Settings
 
 
@@ -46,6 +47,11 @@ class Arm(ABC):
         self.name = name
         self.bench = bench
         self.capacity_tokens = capacity_tokens
+
+    @property
+    def label(self) -> str:
+        """How results and reports call it."""
+        return arm_label(self.name, self.capacity_tokens)
 
     @abstractmethod
     def observe(self, request: TokenizedRequest) -> Outcome:

@@ -7,11 +7,12 @@ Rows that cannot be read are counted by file, line and one word. Nothing of thei
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvshare.replay.requests import LoggedRequest
+from kvshare.replay.results import Unreadable, UnreadableLine
 
 NUM_SHOWN = 20
 
@@ -104,44 +105,25 @@ class RowError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """One row that could not be read, or one request of a row that holds several."""
-
-    source: str  # file name
-    line: int  # from 1; a row number in Parquet and in a JSON array
-    reason: Reason
-
-
 class ReadReport:
     """Counts what could not be read, over all files; keeps the first few for display."""
 
     def __init__(self) -> None:
         self.formats: dict[str, str] = {}  # source -> name of its format
-        self.examples: list[Unreadable] = []  # the first `NUM_SHOWN`
+        self.examples: list[UnreadableLine] = []  # the first `NUM_SHOWN`
         self._reasons: Counter[Reason] = Counter()
 
     def count_unreadable(self, source: str, line: int, reason: Reason) -> None:
         """A row, or a request of one, could not be read."""
         self._reasons[reason] += 1
         if len(self.examples) < NUM_SHOWN:
-            self.examples.append(Unreadable(source, line, reason))
+            self.examples.append(UnreadableLine(source=source, line=line, reason=reason))
 
     @property
     def num_unreadable(self) -> int:
         return self._reasons.total()
 
-    @property
-    def reasons(self) -> Mapping[Reason, int]:
-        """How many rows, by reason."""
-        return dict(sorted(self._reasons.items()))
-
-    def to_dict(self) -> dict[str, object]:
+    def unreadable(self) -> Unreadable:
         """As it stands in `results.json`."""
-        return {
-            "num_rows": self.num_unreadable,
-            "reasons": {str(reason): count for reason, count in self.reasons.items()},
-            "lines": [
-                {"source": row.source, "line": row.line, "reason": str(row.reason)} for row in self.examples
-            ],
-        }
+        reasons = {str(reason): count for reason, count in sorted(self._reasons.items())}
+        return Unreadable(num_rows=self.num_unreadable, reasons=reasons, lines=tuple(self.examples))

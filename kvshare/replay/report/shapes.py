@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from kvshare.replay.report import svg
-from kvshare.replay.report.data import ArmReport, Histogram, Similarity, Tree, Waterfall
 from kvshare.replay.report.numbers import counted, percent, short
 from kvshare.replay.report.plots import WIDTH
 from kvshare.replay.report.svg import Plane, Point, Scale
+from kvshare.replay.results import ArmResults, Histogram, Similarity, Tree, Waterfall
 
 _STEP_NAMES = {
     "oracle": "seen before (oracle)",
@@ -22,11 +22,14 @@ _STEP_NAMES = {
 }
 
 
-def savings(arm: ArmReport) -> str | None:
+def savings(arm: ArmResults) -> str | None:
     """All tokens -> equal prefix -> copies -> repaired -> what is computed for want of anything to share."""
-    figures = arm.figures
-    total, exact, hit = figures.num_tokens, figures.num_exact_tokens, figures.num_hit_tokens
-    repaired = figures.num_repaired_tokens
+    total, exact, hit, repaired = (
+        arm.num_tokens,
+        arm.num_exact_tokens,
+        arm.num_hit_tokens,
+        arm.num_repaired_tokens,
+    )
     if total <= 0:
         return None
     bars = [
@@ -44,7 +47,8 @@ def oracle_losses(waterfall: Waterfall) -> str | None:
     if waterfall.num_tokens <= 0 or not waterfall.steps:
         return None
     bars, level = [], 0
-    for name, num_tokens in waterfall.steps:
+    for step in waterfall.steps:
+        name, num_tokens = step.name, step.num_tokens
         end = level + num_tokens
         first = name in ("oracle", "hit")
         start, end = (0, num_tokens) if first else (level, end)

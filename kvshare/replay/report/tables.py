@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from kvshare.replay.report.data import SHARES, ArmReport, Figures, Report
 from kvshare.replay.report.numbers import UNKNOWN, counted, duration, percent, size
+from kvshare.replay.report.reading import Report
+from kvshare.replay.results import SHARES, ArmResults, ArmTimes, Figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Cell]], *, caption: str =
     )
 
 
-def arms_table(arms: Sequence[ArmReport]) -> str:
+def arms_table(arms: Sequence[ArmResults]) -> str:
     """The figures of every arm given."""
     head = (
         "arm",
@@ -45,7 +46,7 @@ def arms_table(arms: Sequence[ArmReport]) -> str:
         "false hits",
     )
     return table(
-        head, ((arm.label, *_figures(arm.figures), size(arm.final_bytes), _false(arm)) for arm in arms)
+        head, ((arm.label, *_figures(arm), size(arm.storage.final_bytes), _false(arm)) for arm in arms)
     )
 
 
@@ -69,13 +70,13 @@ def origin_table(report: Report) -> str:
     """Whose prompts the tokens came from."""
     rows: list[tuple[Cell, ...]] = []
     for arm in report.endless:
-        origins, figures = arm.by.get("origin", {}), arm.figures
+        origins = arm.by.get("origin", {})
         if arm.family == "nothing" or not origins:
             continue
         requests = (_requests_in(arm, key) for key in ("same_user", "cross_user", "unknown", "none"))
         cross = origins.get("cross_user")
         hit = cross.num_hit_tokens if cross else 0
-        part = hit / figures.num_hit_tokens if figures.num_hit_tokens else None
+        part = hit / arm.num_hit_tokens if arm.num_hit_tokens else None
         rows.append((arm.arm, *map(Share, requests), Share(part)))
     head = (
         "arm",
@@ -88,9 +89,9 @@ def origin_table(report: Report) -> str:
     return table(head, rows) if rows else ""
 
 
-def _requests_in(arm: ArmReport, origin: str) -> float | None:
+def _requests_in(arm: ArmResults, origin: str) -> float | None:
     figures = arm.by.get("origin", {}).get(origin)
-    num_requests = arm.figures.num_requests
+    num_requests = arm.num_requests
     return (figures.num_requests if figures else 0) / num_requests if num_requests else None
 
 
@@ -98,14 +99,13 @@ def plans_table(report: Report) -> str:
     """Copies, donors, shifts, and the time it took here."""
     rows = []
     for arm in report.endless:
-        clock = arm.times_ms
+        clock = report.times.arms.get(arm.label, ArmTimes())
         cells = [
             _mean(arm.num_copies.mean),
             _mean(arm.num_donors.mean),
-            _mean(arm.shifts.mean),
-            *(_ms(clock["lookup"][key]) for key in ("p50", "p99")),
-            *(_ms(clock["plan"][key]) for key in ("p50", "p99")),
-            duration(arm.saved_net_mean_s),
+            _mean(arm.shift_tokens.mean),
+            *map(_ms, (clock.lookup_ms.p50, clock.lookup_ms.p99, clock.plan_ms.p50, clock.plan_ms.p99)),
+            duration(clock.ttft_saved_net_s.mean),
         ]
         rows.append((arm.arm, *cells))
     head = ("arm", "copies a request", "donors a request", "shift of a copy, tokens", "look-up p50", "p99",
@@ -123,18 +123,18 @@ def _figures(figures: Figures) -> tuple[Cell, ...]:
         Share(figures.token_hit_rate),
         Share(figures.request_hit_rate),
         *map(Share, figures.at_least),
-        percent(figures.recomputed),
-        duration(figures.saved_mean_s),
-        duration(figures.saved_total_s),
+        percent(figures.recomputed_fraction),
+        duration(figures.ttft_saved_s.mean),
+        duration(figures.ttft_saved_s.total),
     )
 
 
-def _false(arm: ArmReport) -> str:
+def _false(arm: ArmResults) -> str:
     if arm.family != "response":
         return ""
-    if not arm.figures.num_answered:
+    if not arm.num_answered:
         return "answered none"
-    return f"{counted(arm.figures.num_false_hits)} of {counted(arm.figures.num_answered)}"
+    return f"{counted(arm.num_false_hits)} of {counted(arm.num_answered)}"
 
 
 def _row(cells: Sequence[Cell]) -> str:

@@ -67,7 +67,7 @@ def test_a_broken_row_costs_itself_only(tmp_path: Path, name: str, row: Any, rea
     path = logs.write_lines(tmp_path / "log", rows)
     read, report = logs.rows_of(path, name)
     assert [(each.source, each.line, each.reason) for each in report.examples] == [("log", 1, reason)]
-    assert report.reasons == {reason: 1}
+    assert report.unreadable().reasons == {reason: 1}
     assert len(read) == (1 if good else 0)
 
 
@@ -96,9 +96,9 @@ def test_all_are_counted_and_the_first_few_shown(tmp_path: Path) -> None:
     """The report is what `results.json` has, and holds no text of the log."""
     rows = ['{"secret'] * (NUM_SHOWN + 5) + [logs.PLAIN]
     _, report = logs.rows_of(logs.write_lines(tmp_path / "log", rows))
-    document = report.to_dict()
-    assert document["num_rows"] == NUM_SHOWN + 5
-    assert document["reasons"] == {"bad_json": NUM_SHOWN + 5}
+    document = report.unreadable()
+    assert document.num_rows == NUM_SHOWN + 5
+    assert document.reasons == {"bad_json": NUM_SHOWN + 5}
     assert len(report.examples) == NUM_SHOWN
     assert "secret" not in str(document)
 
