@@ -1,21 +1,25 @@
 """
-Rows of logs in a temporary file, to be read again in another order: a conversation is written once.
+What a stream keeps on disk: the rows, each written once, and records of fixed size that are put in order.
 
-The file holds the log's text. It lies in a folder that only its owner may read, and goes with it.
+The rows are the log's text. They lie in a folder that only its owner may read, and go with it.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvshare.replay.readers import LoggedRow, Turn
 from kvshare.replay.requests import LoggedRequest
 
 _NAMES = tuple(field.name for field in fields(LoggedRequest))
+_CHUNK_RECORDS = 4096
 _TUPLES = frozenset({"messages", "token_ids", "block_hashes"})
 
 
@@ -78,3 +82,28 @@ def _decode(line: bytes) -> LoggedRow:
     for name in _TUPLES & values.keys():
         values[name] = tuple(values[name])
     return LoggedRow(LoggedRequest(**values), turns, turn_by_order)
+
+
+def write_records(path: Path, records: Iterable[bytes]) -> int:
+    """Returns how many."""
+    number = 0
+    with path.open("wb", buffering=1 << 20) as file:
+        for record in records:
+            file.write(record)
+            number += 1
+    return number
+
+
+def sort_records(path: Path, size: int) -> None:
+    """As bytes, in place: memory holds as much of the file as the system has room for."""
+    if path.stat().st_size:
+        np.memmap(path, dtype=f"V{size}", mode="r+").sort()
+
+
+def read_records(path: Path, size: int, *, start: int = 0) -> Iterator[bytes]:
+    """From record `start` on."""
+    with path.open("rb", buffering=0) as file:
+        file.seek(start * size)
+        while chunk := file.read(size * _CHUNK_RECORDS):
+            for position in range(0, len(chunk), size):
+                yield chunk[position : position + size]

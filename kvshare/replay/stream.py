@@ -1,7 +1,7 @@
 """
 Several log files -> one stream of requests in time order, no turn before the turns it builds on.
 
-    read    every row goes to a temporary file once (spill.py), every request to a record that says where
+    read    every row goes to a temporary file once, every request to a record that says where (spill.py)
     sort 1  by conversation and turn: no request is earlier than the turns before it, whatever its clock says
     sort 2  by time, then by place in the files
 
@@ -9,7 +9,7 @@ Where a log names conversations and no turns, those are counted after sort 1, in
 Where a request has no time, it has that of the request before it in its file. Where none before it has one
 either, the files' order stands and it comes before everything that has a time. Such conversations follow each
 other whole; with `interleave` that many of them are open at once and take turns, in rotation, or drawn with
-`seed`. Memory holds neither texts nor records: both are on disk, sorted in runs.
+`seed`. Memory holds neither texts nor records: both are on disk.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import groupby, islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from kvshare.errors import LogError
 from kvshare.replay.readers import FORMATS, ReadReport, read_file
 from kvshare.replay.requests import LoggedRequest
-from kvshare.replay.sorting import ExternalSort, read_records, write_records
-from kvshare.replay.spill import Spill
+from kvshare.replay.spill import Spill, read_records, sort_records, write_records
 
 _BY_ORDER = (1 << 32) - 1  # behind all turns that have a number
 _UNTIMED = float("-inf")
@@ -40,9 +39,10 @@ _BY_TIME = struct.Struct(">QQIQQI")  # time, anchor, turn, sequence, offset, num
 _PLACE = struct.Struct(">QII")  # offset, number, turn
 _TELL_EVERY = 1000  # requests
 
+_T = TypeVar("_T")
 
-@dataclass(frozen=True, slots=True)
-class _Key:
+
+class _Key(NamedTuple):
     """Where a request belongs in the stream, and where its row lies. `number` counts within the row."""
 
     time: int
@@ -70,7 +70,6 @@ class RequestStream:
         seed: int | None = None,
         limit: int | None = None,
         folder: Path | None = None,
-        max_records: int = 500_000,
         reading: Callable[[int], None] = lambda num_read: None,
     ) -> None:
         self.report = ReadReport()
@@ -81,7 +80,6 @@ class RequestStream:
         self._seed = seed
         self._limit = limit
         self._parent = folder
-        self._max_records = max_records
         self._reading = reading
         self._stack = ExitStack()
 
@@ -91,14 +89,12 @@ class RequestStream:
             self._folder = Path(name)
             self._spill = Spill(self._folder / "rows")
             stack.callback(self._spill.close)
-            by_conversation = self._read()
-            by_time = self._never_before_earlier_turns(by_conversation)
-            by_conversation.discard()
-            ordered = self._interleaved(_unpack(record) for record in by_time)
+            by_conversation = self._sorted("conversations", _BY_CONVERSATION, self._read())
+            by_time = self._sorted("times", _BY_TIME, self._never_before_earlier_turns(by_conversation))
+            ordered = self._interleaved(map(_Key._make, by_time))
             self._order = self._folder / "order"
             places = (_PLACE.pack(key.offset, key.number, key.turn) for key in ordered)
             self.num_requests = write_records(self._order, islice(places, self._limit))
-            by_time.discard()
             self._stack = stack.pop_all()
         return self
 
@@ -120,8 +116,15 @@ class RequestStream:
             row = self._spill.read(offset)
             yield replace(row.request, turn=turn) if row.turn_by_order else row.at(number)
 
-    def _read(self) -> ExternalSort:
-        records = self._sort("conversations", _BY_CONVERSATION.size)
+    def _sorted(
+        self, name: str, record: struct.Struct, records: Iterable[bytes]
+    ) -> Iterator[tuple[Any, ...]]:
+        path = self._folder / name
+        write_records(path, records)
+        sort_records(path, record.size)
+        return map(record.unpack, read_records(path, record.size))
+
+    def _read(self) -> Iterator[bytes]:
         sequence = 0
         for path, source in zip(self._paths, _sources(self._paths), strict=True):
             time_s = _UNTIMED
@@ -134,11 +137,10 @@ class RequestStream:
                     turn, own_time_s = row.turn_and_time(number)
                     time_s = time_s if own_time_s is None else own_time_s
                     turn = _BY_ORDER if row.turn_by_order else turn or 0
-                    records.add(_BY_CONVERSATION.pack(conversation, turn, sequence, time_s, offset, number))
+                    yield _BY_CONVERSATION.pack(conversation, turn, sequence, time_s, offset, number)
                     sequence += 1
                     if sequence % _TELL_EVERY == 0:
                         self._reading(sequence)
-        return records
 
     def _refuse_lengths(self, source: str) -> None:
         if not FORMATS[self.report.formats[source]].has_content:
@@ -146,15 +148,13 @@ class RequestStream:
                 f"{source} tells only lengths of requests: without content, nothing can be said of hits"
             )
 
-    def _never_before_earlier_turns(self, records: Iterable[bytes]) -> ExternalSort:
+    def _never_before_earlier_turns(self, records: Iterable[tuple[Any, ...]]) -> Iterator[bytes]:
         """
         A conversation's times never decrease; equal ones stand in the order of the files, then turns.
 
         Turns that have no number yet go on from the one before.
         """
-        result = self._sort("times", _BY_TIME.size)
-        unpacked = (_BY_CONVERSATION.unpack(record) for record in records)
-        for _, turns in groupby(unpacked, key=lambda values: values[0]):
+        for _, turns in groupby(records, key=itemgetter(0)):
             latest, last = _UNTIMED, -1
             first: int | None = None
             turn = -1
@@ -164,37 +164,32 @@ class RequestStream:
                 first = sequence if first is None else first
                 together = latest == _UNTIMED and self._interleave > 1
                 anchor = first if together else last
-                result.add(_BY_TIME.pack(_sortable(latest), anchor, turn, sequence, offset, number))
-        return result
+                yield _BY_TIME.pack(_sortable(latest), anchor, turn, sequence, offset, number)
 
     def _interleaved(self, keys: Iterator[_Key]) -> Iterator[_Key]:
         untimed = _sortable(_UNTIMED)
         for is_untimed, stretch in groupby(keys, key=lambda key: key.time == untimed):
             if is_untimed and self._interleave > 1:
-                yield from take_turns(stretch, self._interleave, self._seed)
+                waiting = (iter(list(turns)) for _, turns in groupby(stretch, key=attrgetter("anchor")))
+                draw = None if self._seed is None else random.Random(self._seed)
+                yield from take_turns(waiting, self._interleave, draw)
             else:
                 yield from stretch
 
-    def _sort(self, name: str, size: int) -> ExternalSort:
-        return ExternalSort(self._folder, name, size=size, max_records=self._max_records)
 
-
-def take_turns(keys: Iterable[_Key], num_open: int, seed: int | None) -> Iterator[_Key]:
-    """The keys of `num_open` conversations at a time: one of each in rotation, or drawn with a seed."""
-    draw = random.Random(seed)
-    waiting = (iter(list(turns)) for _, turns in groupby(keys, key=attrgetter("anchor")))
-    speaking: list[Iterator[_Key]] = []
+def take_turns(waiting: Iterator[Iterator[_T]], num_open: int, draw: random.Random | None) -> Iterator[_T]:
+    """What `num_open` of these have, one of each in rotation or drawn; one that has ended makes room."""
+    speaking: list[Iterator[_T]] = []
     place = 0
     while True:
-        while len(speaking) < num_open and (following := next(waiting, None)) is not None:
-            speaking.append(following)
+        speaking += islice(waiting, num_open - len(speaking))
         if not speaking:
             return
-        place = place % len(speaking) if seed is None else draw.randrange(len(speaking))
-        if (key := next(speaking[place], None)) is None:
+        place = place % len(speaking) if draw is None else draw.randrange(len(speaking))
+        if (item := next(speaking[place], None)) is None:
             del speaking[place]
         else:
-            yield key
+            yield item
             place += 1
 
 
@@ -213,7 +208,3 @@ def _sortable(time_s: float) -> int:
     (bits,) = struct.unpack(">Q", struct.pack(">d", time_s + 0.0))
     number: int = bits
     return number ^ 0xFFFF_FFFF_FFFF_FFFF if number >> 63 else number | 1 << 63
-
-
-def _unpack(record: bytes) -> _Key:
-    return _Key(*_BY_TIME.unpack(record))

@@ -61,8 +61,9 @@ def _saved(report: Report, kvshare: ArmResults) -> str:
     return (
         f"“{kvshare.label}” would have spared {counted(kvshare.num_hit_tokens)} of "
         f"{counted(kvshare.num_tokens)} prompt tokens: an estimated "
-        f"{duration(kvshare.ttft_saved_s.mean)} of the time to the first token of a request{at}{less}. {percent(kvshare.at_least[0])} of the requests "
-        f"need not compute half of their tokens or more, {percent(kvshare.at_least[2])} nine tenths or more."
+        f"{duration(kvshare.ttft_saved_s.mean)} of the time to the first token of a request{at}{less}. "
+        f"{percent(kvshare.at_least[0])} of the requests need not compute half of their tokens or more, "
+        f"{percent(kvshare.at_least[2])} nine tenths or more."
     )
 
 

@@ -11,9 +11,11 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from kvshare.replay.requests import Message
+from kvshare.replay.stream import take_turns
 from kvshare.replay.workloads import values
 from kvshare.replay.workloads.rows import Draft
 from kvshare.replay.workloads.sources import Passage, bare_passages, questions
@@ -49,17 +51,8 @@ def drafts(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
     if not tasks:
         return
     used = draw.sample(tasks, min(len(tasks), max(2, num_requests // (_RUNS * _STEPS))))
-    number = 0
-    running: list[Iterator[Draft]] = []
-    while True:
-        while len(running) < _NUM_OPEN:
-            running.append(_run(draw.choice(used), f"agent-c{number}", f"u{number % _NUM_USERS}", draw))
-            number += 1
-        place = draw.randrange(len(running))
-        if (draft := next(running[place], None)) is None:
-            del running[place]
-        else:
-            yield draft
+    runs = (_run(draw.choice(used), f"agent-c{n}", f"u{n % _NUM_USERS}", draw) for n in count())
+    yield from take_turns(runs, _NUM_OPEN, draw)
 
 
 def _run(task: _Task, conversation: str, user: str, draw: random.Random) -> Iterator[Draft]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 from kvshare.replay.requests import Message
+from kvshare.replay.stream import take_turns
 from kvshare.replay.workloads.resubmit import reworded
 from kvshare.replay.workloads.rows import Draft
 from kvshare.replay.workloads.sources import chats
@@ -28,23 +29,17 @@ def drafts(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
     long = [chat for chat in usable if _num_chars(chat) > _SMALLEST]
     if not long:
         return
-    opened = 0
-    waiting: deque[tuple[Message, ...]] = deque()
-    talking: list[Iterator[Draft]] = []
+    yield from take_turns(_opened(long, draw), _NUM_OPEN, draw)
+
+
+def _opened(chats: Sequence[tuple[Message, ...]], draw: random.Random) -> Iterator[Iterator[Draft]]:
+    numbers = count()
     while True:
-        while len(talking) < _NUM_OPEN:
-            if not waiting:
-                waiting.extend(draw.sample(long, len(long)))
-            chat = waiting.popleft()
-            chat = chat if opened < len(long) else _another(chat, draw)
+        for chat in draw.sample(chats, len(chats)):
+            opened = next(numbers)
+            chat = chat if opened < len(chats) else _another(chat, draw)
             size = draw.randint(_SMALLEST, min(_LARGEST, max(_SMALLEST, int(_num_chars(chat) * 0.7))))
-            talking.append(_turns(f"window-c{opened}", f"u{opened}", chat, size))
-            opened += 1
-        place = draw.randrange(len(talking))
-        if (draft := next(talking[place], None)) is None:
-            del talking[place]
-        else:
-            yield draft
+            yield _turns(f"window-c{opened}", f"u{opened}", chat, size)
 
 
 def _turns(conversation: str, user: str, chat: Sequence[Message], size: int) -> Iterator[Draft]:
