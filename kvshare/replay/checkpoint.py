@@ -73,6 +73,11 @@ class Checkpoint:
             )
         return progress
 
+    def check_same_data(self, progress: Progress, digest: str) -> None:
+        """Raises LogError if this is not the digest of the data that the interrupted run had seen."""
+        if digest != progress.digest:
+            raise LogError("the log is another than the interrupted run's; start without --resume")
+
     def save(self, progress: Progress, rows: list[Row]) -> None:
         """Add a part, then say so."""
         if rows:

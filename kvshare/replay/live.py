@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, Final
@@ -23,14 +25,16 @@ import pyarrow.parquet as pq
 
 from delta_tree import token_ids
 from kvshare.errors import ConfigError
+from kvshare.replay.arms import Arm, Meanings, opened_arms
 from kvshare.replay.live_client import Answered, LiveClient, connected
 from kvshare.replay.live_figures import summarise
-from kvshare.replay.live_predictor import Predictor
 from kvshare.replay.options import (
     ReplayOptions,
     Report,
     config_document,
     data_document,
+    make_bench,
+    make_meanings,
     make_stream,
     versions,
 )
@@ -93,6 +97,43 @@ def replay_live(
     pq.write_table(pa.Table.from_pylist(rows), options.out / LIVE_REQUESTS_FILE)
     write_document(options.out / LIVE_FILE, document)
     return document
+
+
+class Predictor:
+    """Arms in a thread of their own: they have event loops, and planning must not hold up the sending."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self._options = options
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-predict")
+        self._stack = ExitStack()
+        self.meanings: Meanings | None = None
+        self._arms: list[Arm] = []
+
+    def __enter__(self) -> Predictor:
+        self._thread.submit(self._open).result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.submit(self._stack.close).result()
+        self._thread.shutdown()
+
+    async def predict(self, request: TokenizedRequest) -> dict[str, int]:
+        """Tokens not computed, by arm."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._predict, request)
+
+    def _open(self) -> None:
+        options = self._options
+        self.meanings = make_meanings(options, None)
+        bench = make_bench(options, self.meanings, explain_losses=False)
+        capacity = next(iter(options.capacities_tokens), None)
+        stores = ((spec, capacity) for spec in options.arms)
+        self._arms = self._stack.enter_context(opened_arms(stores, bench))
+
+    def _predict(self, request: TokenizedRequest) -> dict[str, int]:
+        if self.meanings is not None:
+            self.meanings.prepare([request])
+        return {arm.name: arm.observe(request).num_hit for arm in self._arms}
 
 
 def _run(sending: Coroutine[Any, Any, None], rows: Sequence[Row]) -> bool:

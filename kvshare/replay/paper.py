@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshare.errors import LogError
-from kvshare.replay.arms import ArmSpec, Meanings, make_arm
+from kvshare.replay.arms import ArmSpec, Meanings, opened_arms
+from kvshare.replay.arms.base import with_room
 from kvshare.replay.options import (
     ReplayOptions,
     Report,
@@ -143,8 +144,7 @@ class _Shelf:
         """The distances of each of these prompts to all before it, in the order of `indexes`."""
         before = len(self.indexes)
         self.indexes += indexes
-        while len(self.indexes) > len(self._vectors):
-            self._vectors = np.concatenate([self._vectors, np.empty_like(self._vectors)])
+        self._vectors = with_room(self._vectors, len(self.indexes))
         self._vectors[before : len(self.indexes)] = vectors
         # One product for all of them: one for each reads all vectors again, and takes several times as long.
         products = vectors @ self._vectors[: len(self.indexes)].T
@@ -234,17 +234,13 @@ def _replay_subset(
     subset: Iterable[list[TokenizedRequest]], options: ReplayOptions, meanings: Meanings
 ) -> tuple[list[Document], int]:
     bench = make_bench(options, meanings, explain_losses=False)
-    arms = [make_arm(spec, bench) for spec in options.arms]
-    hits: list[list[tuple[int, int]]] = [[] for _ in arms]
-    try:
+    hits: list[list[tuple[int, int]]] = [[] for _ in options.arms]
+    with opened_arms(((spec, None) for spec in options.arms), bench) as arms:
         for batch in subset:
             meanings.prepare(batch)
             for request in batch:
                 for arm, own in zip(arms, hits, strict=True):
                     own.append((arm.observe(request).num_hit, request.num_tokens))
-    finally:
-        for arm in arms:
-            arm.close()
     documents = [_distribution(spec, own) for spec, own in zip(options.arms, hits, strict=True)]
     return documents, sum(num_tokens for _, num_tokens in hits[0]) if hits else 0
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 
-from kvshare.errors import LogError
-from kvshare.replay.arms import Arm, ArmSpec, Meanings, make_arm
+from kvshare.replay.arms import Arm, ArmSpec, Meanings, opened_arms
 from kvshare.replay.checkpoint import Checkpoint, Progress
 from kvshare.replay.counts import Buckets, DataSummary
 from kvshare.replay.measures import Measures
@@ -68,11 +66,11 @@ def replay(
     Raises:  LogError, ModelError
     """
     with make_stream(options, report) as stream:
-        run = _Run(
-            options, stream, RequestTokenizer.load(options.tokenizer), make_meanings(options, embedder)
-        )
-        with run:
-            return run.complete(resume=resume, report=report)
+        tokenizer, meanings = RequestTokenizer.load(options.tokenizer), make_meanings(options, embedder)
+        answers = any(spec.name == "response" for spec in options.arms)
+        bench = make_bench(options, meanings, light_ids=tokenizer.light_ids() if answers else frozenset())
+        with opened_arms(_stores(options), bench) as arms:
+            return _Run(options, stream, tokenizer, meanings, arms).complete(resume=resume, report=report)
 
 
 class _Run:
@@ -84,16 +82,15 @@ class _Run:
         stream: RequestStream,
         tokenizer: RequestTokenizer,
         meanings: Meanings | None,
+        arms: Sequence[Arm],
     ) -> None:
         self._options = options
         self._stream = stream
         self._tokenizer = tokenizer
         self._meanings = meanings
-        self._total = len(stream)
         self._files = describe_files(options.paths)
         self._config = config_document(options, tokenizer, meanings)
-        self._stack = ExitStack()
-        self._arms = [self._open_arm(spec, capacity) for spec, capacity in _stores(options)]
+        self._arms = arms
         families = {arm.label: arm.family for arm in self._arms}
         self._measures = Measures(families, prefill_tokens_per_s=options.prefill_tokens_per_s)
         self._checkpoint = Checkpoint(options.out)
@@ -101,12 +98,6 @@ class _Run:
         self._data = DataSummary()
         self._started_at = datetime.now(UTC)
         self._began = time.perf_counter()
-
-    def __enter__(self) -> _Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def complete(self, *, resume: bool, report: Report) -> Document:
         """Observe everything, then write the files."""
@@ -136,8 +127,8 @@ class _Run:
                     self._pending += rows
                     num_measured = request.index + 1
                 elif request.index + 1 == progress.num_requests:
-                    self._check_same_data(progress)
-                report(request.index + 1, self._total)
+                    self._checkpoint.check_same_data(progress, self._data.digest)
+                report(request.index + 1, len(self._stream))
             if num_measured - progress.num_requests >= self._options.checkpoint_every:
                 progress = self._save(progress, num_measured)
         return self._save(progress, num_measured)
@@ -152,10 +143,6 @@ class _Run:
         self._data.add(request, common)
         return rows
 
-    def _check_same_data(self, progress: Progress) -> None:
-        if self._data.digest != progress.digest:
-            raise LogError("the log is another than the interrupted run's; start without --resume")
-
     def _save(self, progress: Progress, num_measured: int) -> Progress:
         now = time.perf_counter()
         saved = replace(
@@ -168,13 +155,6 @@ class _Run:
         self._checkpoint.save(saved, self._pending)
         self._began, self._pending = now, []
         return saved
-
-    def _open_arm(self, spec: ArmSpec, capacity: int | None) -> Arm:
-        light_ids = self._tokenizer.light_ids() if spec.name == "response" else frozenset()
-        bench = make_bench(self._options, self._meanings, light_ids=light_ids)
-        arm = make_arm(spec, bench, capacity)
-        self._stack.callback(arm.close)
-        return arm
 
     def _results(self, progress: Progress) -> Results:
         return Results(

@@ -1,14 +1,28 @@
-"""The `prefix` arm: what vLLM's prefix cache reuses."""
+"""
+The `prefix` arm: what vLLM's prefix cache reuses.
+
+Follows vllm/v1/core/block_pool.py of vLLM 0.32, for requests that run one after the other: a request takes
+its hits out of the queue, then new blocks from its front (which evicts what they held), and gives all back at
+its end, last block first, so that leaves go before their parents. Blocks that were never full go to the
+front.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
-from delta_tree import Span
+import numpy as np
+import xxhash
+
+from delta_tree import Span, TokenIds
 from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
-from kvshare.replay.arms.block_pool import BlockPool, EndlessPool, block_digests
-from kvshare.replay.requests import Outcome, TokenizedRequest, any_of
+from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
+
+_TOKEN_BYTES = 4
+Digest = bytes
 
 
 class PrefixArm(Arm):
@@ -50,3 +64,91 @@ class PrefixArm(Arm):
             lookup_s=lookup_s,
             num_stored_bytes=self.num_stored_bytes,
         )
+
+
+def block_digests(namespace: str, token_ids: TokenIds, block_size: int) -> list[Digest]:
+    """One digest per full block, each of the block and all before it, in a domain of the namespace's own."""
+    tokens = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    step = block_size * _TOKEN_BYTES
+    parent = xxhash.xxh3_128_digest(namespace.encode())
+    digests = []
+    for start in range(0, len(tokens) - step + 1, step):
+        parent = xxhash.xxh3_128_digest(parent + tokens[start : start + step])
+        digests.append(parent)
+    return digests
+
+
+class EndlessPool:
+    """A cache that never evicts. Each digest knows who computed it first."""
+
+    def __init__(self) -> None:
+        self._owners: dict[Digest, Asker] = {}
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._owners)
+
+    def find(self, digests: Sequence[Digest]) -> list[Asker]:
+        """The owners of the leading blocks that are cached."""
+        owners: list[Asker] = []
+        for digest in digests:
+            owner = self._owner(digest)
+            if owner is None:
+                break
+            owners.append(owner)
+        return owners
+
+    def serve(self, digests: Sequence[Digest], *, num_hit: int, num_blocks: int, asker: Asker) -> None:
+        """Run a request of `num_blocks` blocks, the last of them perhaps not full."""
+        for digest in digests[num_hit:]:
+            self._owners.setdefault(digest, asker)
+
+    def _owner(self, digest: Digest) -> Asker | None:
+        return self._owners.get(digest)
+
+
+class BlockPool(EndlessPool):
+    """A hash chain over `num_blocks` full blocks, and the queue of free ones."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self._num_blocks = num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # front: taken first
+        self._held: dict[int, tuple[Digest, Asker]] = {}  # block -> what it holds, and who computed it
+        self._blocks: dict[Digest, dict[int, None]] = {}  # twice the same content: vLLM keeps both
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._held)
+
+    def serve(self, digests: Sequence[Digest], *, num_hit: int, num_blocks: int, asker: Asker) -> None:
+        """Run a request of `num_blocks` blocks; one that does not fit is not served from here at all."""
+        if num_blocks > self._num_blocks:
+            return
+        used = [next(iter(self._blocks[digest])) for digest in digests[:num_hit]]
+        for block in used:
+            del self._free[block]
+        for place in range(num_hit, num_blocks):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            used.append(block)
+            if place < len(digests):
+                self._held[block] = (digests[place], asker)
+                self._blocks.setdefault(digests[place], {})[block] = None
+        for block in reversed(used):
+            self._free[block] = None
+            if block not in self._held:
+                self._free.move_to_end(block, last=False)
+
+    def _owner(self, digest: Digest) -> Asker | None:
+        blocks = self._blocks.get(digest)
+        return self._held[next(iter(blocks))][1] if blocks else None
+
+    def _forget(self, block: int) -> None:
+        held = self._held.pop(block, None)
+        if held is None:
+            return
+        blocks = self._blocks[held[0]]
+        del blocks[block]
+        if not blocks:
+            del self._blocks[held[0]]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvshare.replay.arms.gram_table import GramTable
+from kvshare.replay.arms.oracle import GramTable
 from kvshare.replay.counts import Buckets, Series, Times
 from kvshare.replay.measures import ArmMeasures, FigureSums, Measures
 from kvshare.replay.results import Row, Store, arm_label, length_bucket
