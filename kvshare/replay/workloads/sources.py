@@ -19,6 +19,17 @@ _TEXT_FIELDS = ("prompt", "text", "query", "question", "instruction", "section_t
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """A request before it has its number and its time."""
+
+    conversation: str
+    turn: int
+    user: str
+    messages: tuple[Message, ...]
+    answer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Passage:
     """A document, or a piece of one."""
 
