@@ -42,8 +42,8 @@ from kvshare.replay.options import (
     versions,
 )
 from kvshare.replay.paper_figures import draw_figure_2, draw_figure_4
-from kvshare.replay.report.images import write_png
-from kvshare.replay.requests import TokenizedRequest
+from kvshare.replay.report.files import write_png
+from kvshare.replay.requests import TokenizedRequest, batches
 from kvshare.replay.results import (
     DISTANCE_THRESHOLDS,
     PAPER_FILE,
@@ -52,7 +52,6 @@ from kvshare.replay.results import (
     Document,
     write_document,
 )
-from kvshare.replay.run import batches
 from kvshare.replay.tokens import RequestTokenizer
 from vector_index import TextEmbedder
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import islice
 
 from kvshare.replay.arms import Arm, ArmSpec, Meanings, opened_arms
-from kvshare.replay.checkpoint import Checkpoint, Progress
 from kvshare.replay.counts import Buckets, DataSummary
 from kvshare.replay.measures import Measures
 from kvshare.replay.options import (
@@ -29,7 +27,7 @@ from kvshare.replay.options import (
     make_stream,
     versions,
 )
-from kvshare.replay.requests import TokenizedRequest
+from kvshare.replay.requests import TokenizedRequest, batches
 from kvshare.replay.results import (
     COUNT_EDGES,
     REQUESTS_FILE,
@@ -44,7 +42,7 @@ from kvshare.replay.results import (
     Tree,
     write_document,
 )
-from kvshare.replay.rows import RowMaker, make_row
+from kvshare.replay.rows import Checkpoint, Progress, RowMaker, make_row
 from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
 from vector_index import TextEmbedder
@@ -208,13 +206,6 @@ def _stores(options: ReplayOptions) -> Iterator[tuple[ArmSpec, int | None]]:
         yield spec, None
         if spec.name != "nothing":
             yield from ((spec, capacity) for capacity in options.capacities_tokens)
-
-
-def batches(requests: Iterable[TokenizedRequest], size: int) -> Iterator[list[TokenizedRequest]]:
-    """Up to `size` requests at a time: what is embedded together."""
-    remaining = iter(requests)
-    while batch := list(islice(remaining, size)):
-        yield batch
 
 
 def _digest_of(document: Document) -> str:

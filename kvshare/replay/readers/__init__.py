@@ -1,7 +1,7 @@
 """
 Log files -> rows of requests.
 
-    files.py     any file -> raw rows: JSON lines, gzip, zstd, Parquet; arrays.py: JSON arrays
+    files.py     any file -> raw rows: JSON lines, JSON arrays, gzip, zstd, Parquet
     chats.py     a raw row that is a conversation -> `LoggedRow`, or a `RowError`; prompts.py: one request,
                  openai.py: a request's body
     fields.py    what the formats have in common: texts, numbers, times, messages

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvshare.errors import LogError
 from kvshare.replay.readers import ReadReport, read_file
-from kvshare.replay.readers.arrays import array_elements
+from kvshare.replay.readers.files import array_elements
 from kvshare.replay.readers.rows import Reason
 from tests.kvshare.replay.readers import logs
 
