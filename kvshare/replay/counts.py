@@ -7,10 +7,11 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import Final
 
 from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.results import (
-    LENGTH_EDGES,
     Data,
     Histogram,
     LogFile,
@@ -20,9 +21,24 @@ from kvshare.replay.results import (
     Unreadable,
 )
 
+LENGTH_EDGES: Final = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+COUNT_EDGES: Final = (0, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50)
+SHIFT_EDGES: Final = (0, 1, 2, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # absolute
+DISTANCE_EDGES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+OVERLAP_EDGES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+DISTANCE_THRESHOLDS: Final = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
+
 _RESOLUTION = 1.02  # of times: a percentile is off by at most 1 %
 _MAX_STRETCHES = 200
 _MAX_KEYS = 60  # of one grouping; a log with more languages than that has made them up
+
+
+def length_bucket(num_tokens: int) -> str:
+    """The key under `by.length`: "512-1023", or "32768-" for the last."""
+    for low, high in pairwise(LENGTH_EDGES):
+        if num_tokens < high:
+            return f"{low}-{high - 1}"
+    return f"{LENGTH_EDGES[-1]}-"
 
 
 class Buckets:

@@ -6,30 +6,20 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from kvshare.replay.counts import Buckets, Series, Times, key_within
-from kvshare.replay.results import (
+from kvshare.replay import results as schema
+from kvshare.replay.counts import (
     COUNT_EDGES,
     DISTANCE_EDGES,
     DISTANCE_THRESHOLDS,
     OVERLAP_EDGES,
-    SHARES,
     SHIFT_EDGES,
-    ArmResults,
-    ArmTimes,
-    Figures,
-    NetSaved,
-    Row,
-    Saved,
-    Similarity,
-    Step,
-    Storage,
-    Store,
-    Threshold,
-    Tree,
-    Waterfall,
-    arm_label,
+    Buckets,
+    Series,
+    Times,
+    key_within,
     length_bucket,
 )
+from kvshare.replay.results import SHARES, Row, arm_label
 
 _SUMMED = ("num_tokens", "num_hit", "num_repaired", "num_refused", "num_refused_generation", "embedded")
 _ORIGINS = {True: "cross_user", False: "same_user", None: "unknown"}
@@ -55,11 +45,11 @@ class FigureSums:
         sums["answered"] += row["answered"]
         sums["false"] += row["false_hit"]
 
-    def figures(self) -> Figures:
+    def figures(self) -> schema.Figures:
         sums = self._sums
         requests, tokens = max(sums["requests"], 1), max(sums["tokens"], 1)
         rate, saved_s = sums["hit"] / tokens, sums["hit"] / self._prefill
-        return Figures(
+        return schema.Figures(
             num_requests=sums["requests"],
             num_tokens=sums["tokens"],
             num_hit_tokens=sums["hit"],
@@ -74,7 +64,7 @@ class FigureSums:
             num_answered=sums["answered"],
             num_false_hits=sums["false"],
             false_hit_share=sums["false"] / sums["answered"] if sums["answered"] else 0.0,
-            ttft_saved_s=Saved(mean=saved_s / requests, total=saved_s, share=rate),
+            ttft_saved_s=schema.Saved(mean=saved_s / requests, total=saved_s, share=rate),
         )
 
 
@@ -117,8 +107,8 @@ class ArmMeasures:
             self.sums[name] += row[name]
         self.sums["num_requests"] += 1
 
-    def results(self, store: Store, tree: Tree | None = None) -> ArmResults:
-        return ArmResults(
+    def results(self, store: schema.Store, tree: schema.Tree | None = None) -> schema.ArmResults:
+        return schema.ArmResults(
             **dict(store),
             **dict(self._all.figures()),
             coverage_histogram=tuple(self._coverage),
@@ -126,7 +116,7 @@ class ArmMeasures:
             num_donors=self._donors.histogram(),
             shift_tokens=self._shifts.histogram(),
             reasons=dict(sorted(self._reasons.items())),
-            storage=Storage(
+            storage=schema.Storage(
                 final_bytes=self._final_bytes,
                 peak_bytes=self._peak_bytes,
                 bytes_per_request=self._final_bytes / max(1, self.sums["num_requests"]),
@@ -139,18 +129,18 @@ class ArmMeasures:
             tree=tree,
         )
 
-    def times(self, *, embedding_s: float = 0.0) -> ArmTimes:
+    def times(self, *, embedding_s: float = 0.0) -> schema.ArmTimes:
         """What a clock had a part in. `embedding_s`: one text's, made ahead and so not in the look-up."""
         num_requests = self.sums["num_requests"]
         lookup, plan, observe = self._clocks.values()
         spent_s = lookup.total_s + plan.total_s + self.sums["embedded"] * embedding_s
         net_s = self.sums["num_hit"] / self._prefill - spent_s
-        return ArmTimes(
+        return schema.ArmTimes(
             lookup_ms=lookup.milliseconds(),
             plan_ms=plan.milliseconds(),
             observe_ms=observe.milliseconds(),
             requests_per_s=num_requests / observe.total_s if observe.total_s else 0.0,
-            ttft_saved_net_s=NetSaved(mean=net_s / max(1, num_requests), total=net_s),
+            ttft_saved_net_s=schema.NetSaved(mean=net_s / max(1, num_requests), total=net_s),
         )
 
 
@@ -173,15 +163,15 @@ class Likeness:
         for threshold in DISTANCE_THRESHOLDS:
             self._within[threshold] += distance <= threshold
 
-    def similarity(self) -> Similarity:
+    def similarity(self) -> schema.Similarity:
         num_requests = max(1, self._num_requests)
-        return Similarity(
+        return schema.Similarity(
             distance_edges=DISTANCE_EDGES,
             overlap_edges=OVERLAP_EDGES,
             counts=tuple(map(tuple, self._counts)),
             overlap=self._overlap,
             thresholds=tuple(
-                Threshold(distance=threshold, share=self._within[threshold] / num_requests)
+                schema.Threshold(distance=threshold, share=self._within[threshold] / num_requests)
                 for threshold in DISTANCE_THRESHOLDS
             ),
         )
@@ -216,14 +206,14 @@ class Measures:
                 by_label[self._meaning]["distance"], overlap["num_hit"] / max(1, overlap["num_tokens"])
             )
 
-    def similarity(self) -> Similarity | None:
+    def similarity(self) -> schema.Similarity | None:
         return None if self._meaning is None or self._overlap is None else self._likeness.similarity()
 
-    def waterfalls(self) -> tuple[Waterfall, ...]:
+    def waterfalls(self) -> tuple[schema.Waterfall, ...]:
         """Where what the oracle covers goes, for each kvshare arm."""
         return () if self._oracle is None else tuple(map(self._waterfall, self._kvshare))
 
-    def _waterfall(self, label: str) -> Waterfall:
+    def _waterfall(self, label: str) -> schema.Waterfall:
         sums, covered = self.arms[label].sums, self.arms[self._oracle or ""].sums["num_hit"]
         hit, repaired, refused = sums["num_hit"], sums["num_repaired"], sums["num_refused"]
         too_short, generation = self._too_short[label], sums["num_refused_generation"]
@@ -236,8 +226,8 @@ class Measures:
             "repaired": -repaired,
             "hit": hit,
         }
-        steps = tuple(Step(name=name, num_tokens=value) for name, value in losses.items())
-        return Waterfall(arm=label, num_tokens=sums["num_tokens"], steps=steps)
+        steps = tuple(schema.Step(name=name, num_tokens=value) for name, value in losses.items())
+        return schema.Waterfall(arm=label, num_tokens=sums["num_tokens"], steps=steps)
 
 
 def _keys(row: Row) -> dict[str, str]:

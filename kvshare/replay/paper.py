@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from kvshare.errors import LogError
 from kvshare.replay.arms import ArmSpec, Meanings, opened_arms
 from kvshare.replay.arms.base import with_room
+from kvshare.replay.counts import DISTANCE_THRESHOLDS
 from kvshare.replay.options import (
     ReplayOptions,
     Report,
@@ -44,17 +45,11 @@ from kvshare.replay.options import (
 from kvshare.replay.paper_figures import draw_figure_2, draw_figure_4
 from kvshare.replay.report.files import write_png
 from kvshare.replay.requests import TokenizedRequest, batches
-from kvshare.replay.results import (
-    DISTANCE_THRESHOLDS,
-    PAPER_FILE,
-    SCHEMA_VERSION,
-    SHARES,
-    Document,
-    write_document,
-)
+from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document, write_document
 from kvshare.replay.tokens import RequestTokenizer
 from vector_index import TextEmbedder
 
+PAPER_FILE: Final = "paper.json"
 MAX_DISTANCE: Final = 0.05
 PAPER_ARMS: Final = "prefix,chunks,kvshare,kvshare-open,kvshare-semantic,kvshare-semantic-open,oracle"
 _EDGES: Final = tuple(share / 10 for share in range(10))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -26,19 +25,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 SCHEMA_VERSION: Final = 1
 RESULTS_FILE: Final = "results.json"
 REQUESTS_FILE: Final = "requests.parquet"
-PAPER_FILE: Final = "paper.json"
-CHECKPOINT_FOLDER: Final = "checkpoint"
 
 Document = dict[str, Any]
 Row = dict[str, Any]
 
 SHARES: Final = (50, 70, 90)  # percent of a request's tokens: the paper's readings
-LENGTH_EDGES: Final = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-COUNT_EDGES: Final = (0, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50)
-SHIFT_EDGES: Final = (0, 1, 2, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # absolute
-DISTANCE_EDGES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
-OVERLAP_EDGES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-DISTANCE_THRESHOLDS: Final = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 
 
 def finite(value: Any) -> Any:
@@ -296,22 +287,6 @@ class Results(Part):
     waterfall: tuple[Waterfall, ...] = ()  # one per KVShare arm with an infinite store, with an oracle
     times: RunTimes = RunTimes()
 
-    @property
-    def endless(self) -> tuple[ArmResults, ...]:
-        """The arms with an infinite store."""
-        return tuple(arm for arm in self.arms if arm.capacity_tokens is None)
-
-    @property
-    def kvshare(self) -> ArmResults | None:
-        """KVShare as it would be served: not with its gates open, if there is another."""
-        found = [arm for arm in self.endless if arm.family == "kvshare"]
-        found.sort(key=lambda arm: (arm.arm != "kvshare", "-open" in arm.arm.split(":")[0]))
-        return found[0] if found else None
-
-    def find(self, family: str) -> ArmResults | None:
-        """The first arm of a family, with an infinite store."""
-        return next((arm for arm in self.endless if arm.family == family), None)
-
 
 def write_document(path: Path, document: Document) -> None:
     """JSON that appears whole or not at all."""
@@ -323,11 +298,3 @@ def write_document(path: Path, document: Document) -> None:
 def arm_label(arm: str, capacity_tokens: int | None) -> str:
     """How results and reports call an arm with its store."""
     return arm if capacity_tokens is None else f"{arm} @ {capacity_tokens:,} tokens"
-
-
-def length_bucket(num_tokens: int) -> str:
-    """The key under `by.length`: "512-1023", or "32768-" for the last."""
-    for low, high in pairwise(LENGTH_EDGES):
-        if num_tokens < high:
-            return f"{low}-{high - 1}"
-    return f"{LENGTH_EDGES[-1]}-"

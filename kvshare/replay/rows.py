@@ -29,8 +29,9 @@ import pyarrow.parquet as pq
 from kvshare.errors import LogError
 from kvshare.replay.arms.base import Arm
 from kvshare.replay.requests import Outcome, TokenizedRequest
-from kvshare.replay.results import CHECKPOINT_FOLDER, Row
+from kvshare.replay.results import Row
 
+CHECKPOINT_FOLDER = "checkpoint"
 _STATE_FILE = "state.json"
 SCHEMA = pa.schema(
     {

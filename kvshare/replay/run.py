@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from kvshare.replay import results as schema
 from kvshare.replay.arms import Arm, ArmSpec, Meanings, opened_arms
-from kvshare.replay.counts import Buckets, DataSummary
+from kvshare.replay.counts import COUNT_EDGES, Buckets, DataSummary
 from kvshare.replay.measures import Measures
 from kvshare.replay.options import (
     ReplayOptions,
@@ -28,20 +29,7 @@ from kvshare.replay.options import (
     versions,
 )
 from kvshare.replay.requests import TokenizedRequest, batches
-from kvshare.replay.results import (
-    COUNT_EDGES,
-    REQUESTS_FILE,
-    RESULTS_FILE,
-    ArmResults,
-    Document,
-    EmbeddingTimes,
-    Results,
-    Row,
-    RunTimes,
-    Store,
-    Tree,
-    write_document,
-)
+from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Document, Row, write_document
 from kvshare.replay.rows import Checkpoint, Progress, RowMaker, make_row
 from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
@@ -154,8 +142,8 @@ class _Run:
         self._began, self._pending = now, []
         return saved
 
-    def _results(self, progress: Progress) -> Results:
-        return Results(
+    def _results(self, progress: Progress) -> schema.Results:
+        return schema.Results(
             config=self._config,
             data=self._data.data(self._files, self._stream.report.unreadable()),
             versions=versions(),
@@ -165,9 +153,9 @@ class _Run:
             times=self._times(progress),
         )
 
-    def _arm_results(self, arm: Arm) -> ArmResults:
+    def _arm_results(self, arm: Arm) -> schema.ArmResults:
         capacity, tree = arm.capacity_tokens, arm.describe_tree()
-        store = Store(
+        store = schema.Store(
             arm=arm.name,
             label=arm.label,
             family=arm.family,
@@ -177,15 +165,15 @@ class _Run:
         )
         return self._measures.arms[arm.label].results(store, None if tree is None else _tree(tree))
 
-    def _times(self, progress: Progress) -> RunTimes:
+    def _times(self, progress: Progress) -> schema.RunTimes:
         meanings = self._meanings
         embedding, embedding_s = None, 0.0
         if meanings is not None:
             embedding_s = meanings.seconds_per_text
             seconds, num_texts = meanings.seconds, meanings.num_texts
             rate = num_texts / (seconds or 1)
-            embedding = EmbeddingTimes(num_texts=num_texts, seconds=seconds, texts_per_s=rate)
-        return RunTimes(
+            embedding = schema.EmbeddingTimes(num_texts=num_texts, seconds=seconds, texts_per_s=rate)
+        return schema.RunTimes(
             started_at=self._started_at.isoformat(timespec="seconds"),
             wall_s=progress.wall_s,
             requests_per_s=progress.num_requests / progress.wall_s if progress.wall_s else 0.0,
@@ -195,10 +183,10 @@ class _Run:
         )
 
 
-def _tree(figures: Document) -> Tree:
+def _tree(figures: Document) -> schema.Tree:
     """Of what an arm says of its tree: every node's depth, and its number of children."""
     depth, children = (Buckets(COUNT_EDGES, figures.pop(name)).histogram() for name in ("depths", "children"))
-    return Tree(depth=depth, children=children, **figures)
+    return schema.Tree(depth=depth, children=children, **figures)
 
 
 def _stores(options: ReplayOptions) -> Iterator[tuple[ArmSpec, int | None]]:

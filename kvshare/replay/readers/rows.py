@@ -127,3 +127,7 @@ class ReadReport:
         """As it stands in `results.json`."""
         reasons = {str(reason): count for reason, count in sorted(self._reasons.items())}
         return Unreadable(num_rows=self.num_unreadable, reasons=reasons, lines=tuple(self.examples))
+
+    def to_dict(self) -> dict[str, object]:
+        """The same as JSON."""
+        return self.unreadable().model_dump(mode="json")

@@ -11,7 +11,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvshare.errors import LogError
-from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, Document, Results, finite
+from kvshare.replay.results import (
+    REQUESTS_FILE,
+    RESULTS_FILE,
+    SCHEMA_VERSION,
+    ArmResults,
+    Document,
+    Results,
+    finite,
+)
 
 _MAX_POINTS: Final = 1500  # of a scatter plot: more only make the file large
 
@@ -22,6 +30,22 @@ class Report(Results):
     """Everything the page shows. `points`: (distance, overlap) of single requests."""
 
     points: tuple[Point, ...] = ()
+
+    @property
+    def endless(self) -> tuple[ArmResults, ...]:
+        """The arms with an infinite store."""
+        return tuple(arm for arm in self.arms if arm.capacity_tokens is None)
+
+    @property
+    def kvshare(self) -> ArmResults | None:
+        """KVShare as it would be served: not with its gates open, if there is another."""
+        found = [arm for arm in self.endless if arm.family == "kvshare"]
+        found.sort(key=lambda arm: (arm.arm != "kvshare", "-open" in arm.arm.split(":")[0]))
+        return found[0] if found else None
+
+    def find(self, family: str) -> ArmResults | None:
+        """The first arm of a family, with an infinite store."""
+        return next((arm for arm in self.endless if arm.family == family), None)
 
 
 def read_report(folder: Path) -> Report:
@@ -50,9 +74,9 @@ def parse_report(document: Document) -> Report:
     return report.model_copy(update={"similarity": None})  # nobody had an earlier prompt
 
 
-def _points(path: Path, results: Results) -> tuple[Point, ...]:
+def _points(path: Path, report: Report) -> tuple[Point, ...]:
     """Single requests, evenly picked from the stream: nearest distance, share of tokens in common."""
-    meaning, similarity = results.find("response"), results.similarity
+    meaning, similarity = report.find("response"), report.similarity
     if not path.is_file() or similarity is None or meaning is None:
         return ()
     stride = max(1, -(-meaning.num_requests // _MAX_POINTS))

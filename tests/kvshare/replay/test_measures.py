@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from kvshare.replay.arms.oracle import GramTable
-from kvshare.replay.counts import Buckets, Series, Times
+from kvshare.replay.counts import Buckets, Series, Times, length_bucket
 from kvshare.replay.measures import ArmMeasures, FigureSums, Measures
-from kvshare.replay.results import Row, Store, arm_label, length_bucket
+from kvshare.replay.results import Row, Store, arm_label
 from kvshare.replay.rows import Numbering, language_label
 
 
