@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -83,18 +83,21 @@ def replay_paper(
         total = len(stream)
         meanings = Meanings(embedder or bundled_embedder(options))
 
-        def requests() -> Iterator[TokenizedRequest]:
-            return _first_turns(tokenizer.tokenize(stream))
+        def first_turns(base: int) -> Iterator[list[TokenizedRequest]]:
+            """In batches, each reported once it is dealt with."""
+            requests = (one for one in tokenizer.tokenize(stream) if one.logged.turn == 0)
+            for batch in batches(requests, _BATCH):
+                yield batch
+                report(base + batch[-1].index + 1, 2 * total)
 
         nearness = _Nearness()
-        for batch in _passing(requests(), lambda done: report(done, 2 * total)):
+        for batch in first_turns(0):
             meanings.prepare(batch)
             nearness.add([(request, meanings.of(request)) for request in batch])
         if not nearness.num_prompts:
             raise LogError("--paper: the log has no first turns, or does not say which requests are")
         chosen = nearness.similar_subset()
-        second = _passing(requests(), lambda done: report(total + done, 2 * total))
-        subset = ([request for request in batch if request.index in chosen] for batch in second)
+        subset = ([request for request in batch if request.index in chosen] for batch in first_turns(total))
         arms, num_tokens = _replay_subset(subset, options, meanings)
         report(2 * total, 2 * total)
     document: Document = {
@@ -215,15 +218,6 @@ class _Nearness:
         }
 
 
-def _passing(
-    requests: Iterable[TokenizedRequest], report: Callable[[int], None]
-) -> Iterator[list[TokenizedRequest]]:
-    """Batch by batch, told once each is dealt with."""
-    for batch in batches(requests, _BATCH):
-        yield batch
-        report(batch[-1].index + 1)
-
-
 def _replay_subset(
     subset: Iterable[list[TokenizedRequest]], options: ReplayOptions, meanings: Meanings
 ) -> tuple[list[Document], int]:
@@ -252,7 +246,3 @@ def _distribution(spec: ArmSpec, hits: Sequence[tuple[int, int]]) -> Document:
         "shares": [int(count) / num for count in counts],
         "at_least": {str(share): int((100 * rates >= share).sum()) / num for share in SHARES},
     }
-
-
-def _first_turns(requests: Iterator[TokenizedRequest]) -> Iterator[TokenizedRequest]:
-    return (request for request in requests if request.logged.turn == 0)

@@ -100,10 +100,9 @@ def sort_records(path: Path, size: int) -> None:
         np.memmap(path, dtype=f"V{size}", mode="r+").sort()
 
 
-def read_records(path: Path, size: int, *, start: int = 0) -> Iterator[bytes]:
-    """From record `start` on."""
+def read_records(path: Path, size: int) -> Iterator[bytes]:
+    """In the file's order."""
     with path.open("rb", buffering=0) as file:
-        file.seek(start * size)
         while chunk := file.read(size * _CHUNK_RECORDS):
             for position in range(0, len(chunk), size):
                 yield chunk[position : position + size]

@@ -107,11 +107,7 @@ class RequestStream:
         return self.num_requests
 
     def __iter__(self) -> Iterator[LoggedRequest]:
-        return self.requests()
-
-    def requests(self, start: int = 0) -> Iterator[LoggedRequest]:
-        """From request `start` on, without reading those before it."""
-        for record in read_records(self._order, _PLACE.size, start=start):
+        for record in read_records(self._order, _PLACE.size):
             offset, number, turn = _PLACE.unpack(record)
             row = self._spill.read(offset)
             yield replace(row.request, turn=turn) if row.turn_by_order else row.at(number)
