@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvshare.replay.report import svg
-from kvshare.replay.report.numbers import counted, percent
 from kvshare.replay.report.style import LIGHT, plot_css
+from kvshare.replay.report.tables import counted, percent
 from kvshare.replay.results import Document
 
 _WIDTH, _TOP, _STEP, _BAR = 880, 44, 30, 22

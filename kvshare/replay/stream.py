@@ -1,7 +1,7 @@
 """
 Several log files -> one stream of requests in time order, no turn before the turns it builds on.
 
-    read    every row goes to a temporary file once, every request to a record that says where (spill.py)
+    read    every row goes to a temporary file once, every request to a record that says where
     sort 1  by conversation and turn: no request is earlier than the turns before it, whatever its clock says
     sort 2  by time, then by place in the files
 
@@ -9,17 +9,20 @@ Where a log names conversations and no turns, those are counted after sort 1, in
 Where a request has no time, it has that of the request before it in its file. Where none before it has one
 either, the files' order stands and it comes before everything that has a time. Such conversations follow each
 other whole; with `interleave` that many of them are open at once and take turns, in rotation, or drawn with
-`seed`. Memory holds neither texts nor records: both are on disk.
+`seed`. Memory holds neither texts nor records: both are on disk,
+in a folder that only its owner may read, and go with it.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from hashlib import blake2b
 from itertools import groupby, islice
 from operator import attrgetter, itemgetter
@@ -27,10 +30,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
+import numpy as np
+
 from kvshare.errors import LogError
-from kvshare.replay.readers import FORMATS, ReadReport, read_file
+from kvshare.replay.readers import FORMATS, LoggedRow, ReadReport, Turn, read_file
 from kvshare.replay.requests import LoggedRequest
-from kvshare.replay.spill import Spill, read_records, sort_records, write_records
 
 _BY_ORDER = (1 << 32) - 1  # behind all turns that have a number
 _UNTIMED = float("-inf")
@@ -38,6 +42,9 @@ _BY_CONVERSATION = struct.Struct(">16sIQdQI")  # conversation, turn, sequence, t
 _BY_TIME = struct.Struct(">QQIQQI")  # time, anchor, turn, sequence, offset, number
 _PLACE = struct.Struct(">QII")  # offset, number, turn
 _TELL_EVERY = 1000  # requests
+_CHUNK_RECORDS = 4096
+_NAMES = tuple(field.name for field in fields(LoggedRequest))
+_TUPLES = frozenset({"messages", "token_ids", "block_hashes"})
 
 _T = TypeVar("_T")
 
@@ -73,7 +80,7 @@ class RequestStream:
         reading: Callable[[int], None] = lambda num_read: None,
     ) -> None:
         self.report = ReadReport()
-        self.num_requests = 0
+        self._num_requests = 0
         self._paths = paths
         self._format_name = format_name
         self._interleave = max(1, interleave)
@@ -94,7 +101,7 @@ class RequestStream:
             ordered = self._interleaved(map(_Key._make, by_time))
             self._order = self._folder / "order"
             places = (_PLACE.pack(key.offset, key.number, key.turn) for key in ordered)
-            self.num_requests = write_records(self._order, islice(places, self._limit))
+            self._num_requests = write_records(self._order, islice(places, self._limit))
             self._stack = stack.pop_all()
         return self
 
@@ -104,7 +111,7 @@ class RequestStream:
         self._stack.close()
 
     def __len__(self) -> int:
-        return self.num_requests
+        return self._num_requests
 
     def __iter__(self) -> Iterator[LoggedRequest]:
         for record in read_records(self._order, _PLACE.size):
@@ -204,3 +211,88 @@ def _sortable(time_s: float) -> int:
     (bits,) = struct.unpack(">Q", struct.pack(">d", time_s + 0.0))
     number: int = bits
     return number ^ 0xFFFF_FFFF_FFFF_FFFF if number >> 63 else number | 1 << 63
+
+
+class Spill:
+    """
+    Rows in a temporary file, to be read again in another order: a conversation is written once.
+
+    Rows by the offset that `write` returned; the last few are kept parsed, up to a number of bytes.
+    """
+
+    def __init__(self, path: Path, *, max_cached_bytes: int = 64 << 20) -> None:
+        self._file = path.open("wb", buffering=1 << 20)
+        self._reader = path.open("rb", buffering=1 << 14)  # jumps about: a large buffer would be read in vain
+        self._end = 0
+        self._max_cached_bytes = max_cached_bytes
+        self._cached_bytes = 0
+        self._cache: OrderedDict[int, tuple[int, LoggedRow]] = OrderedDict()
+
+    def write(self, row: LoggedRow) -> int:
+        """Append; returns where."""
+        line = _encode(row)
+        self._file.write(line)
+        offset, self._end = self._end, self._end + len(line)
+        return offset
+
+    def read(self, offset: int) -> LoggedRow:
+        """The row that was written there."""
+        if (cached := self._cache.get(offset)) is not None:
+            self._cache.move_to_end(offset)
+            return cached[1]
+        self._file.flush()
+        self._reader.seek(offset)
+        line = self._reader.readline()
+        row = _decode(line)
+        self._cache[offset] = (len(line), row)
+        self._cached_bytes += len(line)
+        while self._cached_bytes > self._max_cached_bytes and len(self._cache) > 1:
+            _, (num_bytes, _) = self._cache.popitem(last=False)
+            self._cached_bytes -= num_bytes
+        return row
+
+    def close(self) -> None:
+        self._reader.close()
+        self._file.close()
+
+
+def _encode(row: LoggedRow) -> bytes:
+    request = row.request
+    values = {name: getattr(request, name) for name in _NAMES}
+    values["turns"] = [(turn.num_messages, turn.time_s) for turn in row.turns]
+    values["turn_by_order"] = row.turn_by_order or None
+    given = {name: value for name, value in values.items() if value is not None and value != []}
+    return json.dumps(given, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _decode(line: bytes) -> LoggedRow:
+    values: dict[str, Any] = json.loads(line)
+    turns = tuple(Turn(num_messages, time_s) for num_messages, time_s in values.pop("turns", ()))
+    turn_by_order = values.pop("turn_by_order", False)
+    for name in _TUPLES & values.keys():
+        values[name] = tuple(values[name])
+    return LoggedRow(LoggedRequest(**values), turns, turn_by_order)
+
+
+def write_records(path: Path, records: Iterable[bytes]) -> int:
+    """Returns how many."""
+    number = 0
+    with path.open("wb", buffering=1 << 20) as file:
+        for record in records:
+            file.write(record)
+            number += 1
+    return number
+
+
+def sort_records(path: Path, size: int) -> None:
+    """As bytes, in place: memory holds as much of the file as the system has room for."""
+    if path.stat().st_size:
+        np.memmap(path, dtype=f"V{size}", mode="r+").sort()
+
+
+def read_records(path: Path, size: int) -> Iterator[bytes]:
+    """In the file's order."""
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(size * _CHUNK_RECORDS):
+            for position in range(0, len(chunk), size):
+                yield chunk[position : position + size]

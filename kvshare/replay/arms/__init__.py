@@ -21,10 +21,9 @@ from typing import Final
 
 from kvshare.errors import ConfigError
 from kvshare.replay.arms.base import Arm, NothingArm, Workbench
-from kvshare.replay.arms.chunks import ChunksArm
+from kvshare.replay.arms.exact import ChunksArm, PrefixArm
 from kvshare.replay.arms.meanings import Meanings
 from kvshare.replay.arms.oracle import OracleArm
-from kvshare.replay.arms.prefix import PrefixArm
 from kvshare.replay.arms.response import ResponseArm
 from kvshare.replay.arms.sharing import SharingArm
 from kvshare.replay.arms.sharing_options import SharingOptions

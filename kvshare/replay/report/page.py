@@ -9,9 +9,9 @@ from html import escape
 
 from kvshare.replay.report import tables
 from kvshare.replay.report.figures import Drawn
-from kvshare.replay.report.numbers import counted, duration, percent, size
 from kvshare.replay.report.reading import Report
 from kvshare.replay.report.style import page_css
+from kvshare.replay.report.tables import counted, duration, percent, size
 from kvshare.replay.report.words import headline, sentences
 
 _GROUPS = {

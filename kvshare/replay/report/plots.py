@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvshare.replay.report import svg
-from kvshare.replay.report.numbers import counted, percent, short, size
 from kvshare.replay.report.svg import Plane, Point, Scale
+from kvshare.replay.report.tables import counted, percent, short, size
 from kvshare.replay.results import ArmResults, Stretch
 
 WIDTH: Final = 880

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from kvshare.replay.report import svg
-from kvshare.replay.report.numbers import counted, percent, short
 from kvshare.replay.report.plots import WIDTH
 from kvshare.replay.report.svg import Plane, Point, Scale
+from kvshare.replay.report.tables import counted, percent, short
 from kvshare.replay.results import ArmResults, Histogram, Similarity, Tree, Waterfall
 
 _STEP_NAMES = {

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvshare.replay.report.numbers import counted, duration, percent, points, size
 from kvshare.replay.report.reading import Report
+from kvshare.replay.report.tables import counted, duration, percent, points, size
 from kvshare.replay.results import ArmResults, ArmTimes, Figures, finite
 
 _LITTLE, _MUCH = 0.02, 0.10  # of all prompt tokens: gains below are hardly worth it, above are worth a lot

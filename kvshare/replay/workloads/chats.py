@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvshare.replay.requests import Message
 from kvshare.replay.stream import take_turns
-from kvshare.replay.workloads import values
+from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.sources import Draft
 from kvshare.replay.workloads.sources import chats as logged_chats
 
@@ -119,9 +119,9 @@ def reworded(text: str, draw: random.Random) -> str:
     words = text.split(" ")
     if len(words) < 4:
         place = draw.randint(0, len(text))
-        return f"{text[:place]} {draw.choice(values.TOPICS)} {text[place:]}"
+        return f"{text[:place]} {draw.choice(sources.TOPICS)} {text[place:]}"
     place = draw.randrange(len(words))
-    words[place] = str(draw.randint(2, 999)) if words[place].isdigit() else draw.choice(values.TOPICS)
+    words[place] = str(draw.randint(2, 999)) if words[place].isdigit() else draw.choice(sources.TOPICS)
     return " ".join(words)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvshare.replay.requests import Message
 from kvshare.replay.stream import take_turns
-from kvshare.replay.workloads import values
+from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.sources import Draft, Passage, Question, bare_passages, questions
 
 _RAG_SYSTEM = {
@@ -127,7 +127,7 @@ def _result(document: Passage, draw: random.Random) -> str:
     text = document.text[:_LONGEST]
     if draw.random() < _CHANGES:
         text = _NUMBER.sub(lambda match: _near(match.group(), draw), text, count=2)
-    fetched = f"{values.date(draw)} {values.clock(draw)}"
+    fetched = f"{sources.date(draw)} {sources.clock(draw)}"
     return f"Result of open({_name(document)!r}), fetched {fetched} in {draw.randint(3, 900)} ms:\n\n{text}"
 
 

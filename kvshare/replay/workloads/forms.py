@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvshare.replay.workloads import values
+from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.sources import Draft, objects, texts
 
 _SLOT = re.compile(
@@ -56,7 +56,7 @@ class Form:
         for slot, default, piece in zip(self.slots, self.defaults, self.pieces[1:], strict=True):
             if slot not in chosen:
                 keep = default and draw.random() < 0.2
-                chosen[slot] = default if keep else values.value_for(slot, draw)
+                chosen[slot] = default if keep else sources.value_for(slot, draw)
             parts += [draw.choice(_CHOICES) if slot == "choice" else chosen[slot], piece]
         return "".join(parts)
 
@@ -132,7 +132,7 @@ def header(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
         return
     questions = sorted({text for text in found if len(text) <= _SHORT}) or list(_QUESTIONS)
     bodies = long[:_NUM_SYSTEM_PROMPTS]
-    users = [(f"u{number}", values.person(draw)) for number in range(max(2, num_requests // 4))]
+    users = [(f"u{number}", sources.person(draw)) for number in range(max(2, num_requests // 4))]
     number = 0
     while True:
         user, name = draw.choice(users)
@@ -152,6 +152,6 @@ def _header(name: str, draw: random.Random) -> str:
         for tool in draw.sample(sorted(_TOOLS), draw.randint(2, 6))
     ]
     return (
-        f"Current date: {values.date(draw)}, {values.clock(draw)}\n"
-        f"User: {name}, {draw.choice(values.PLACES)}\nTools:\n" + "\n".join(tools) + "\n\n"
+        f"Current date: {sources.date(draw)}, {sources.clock(draw)}\n"
+        f"User: {name}, {draw.choice(sources.PLACES)}\nTools:\n" + "\n".join(tools) + "\n\n"
     )

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from kvshare.errors import LogError
 from kvshare.replay.requests import LoggedRequest
-from kvshare.replay.spill import read_records, sort_records, write_records
-from kvshare.replay.stream import RequestStream
+from kvshare.replay.stream import RequestStream, read_records, sort_records, write_records
 from tests.kvshare.replay.readers import logs
 
 
