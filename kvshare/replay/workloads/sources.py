@@ -1,7 +1,8 @@
 """
 What workloads are made of: source files -> texts, passages, chats; and made-up values.
 
-Takes the published forms of the data sets that fit. Rows that a workload has no use for are passed over; what is left is the caller's to judge.
+Takes the published forms of the data sets that fit. Rows that a workload has no use for are passed over; what
+is left is the caller's to judge.
 """
 
 from __future__ import annotations
