@@ -42,8 +42,8 @@ from kvshare.replay.options import (
     make_stream,
     versions,
 )
-from kvshare.replay.paper_figures import draw_figure_2, draw_figure_4
 from kvshare.replay.report.files import write_png
+from kvshare.replay.report.shapes import draw_figure_2, draw_figure_4
 from kvshare.replay.requests import TokenizedRequest, batches
 from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document, write_document
 from kvshare.replay.tokens import RequestTokenizer
