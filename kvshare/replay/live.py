@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from delta_tree import token_ids
 from kvshare.errors import ConfigError
 from kvshare.replay.arms import Arm, Meanings, opened_arms
-from kvshare.replay.live_client import Answered, LiveClient, connected
+from kvshare.replay.live_client import Answered, connected
 from kvshare.replay.live_figures import summarise
 from kvshare.replay.options import (
     ReplayOptions,
@@ -147,44 +147,6 @@ def _run(sending: Coroutine[Any, Any, None], rows: Sequence[Row]) -> bool:
     return True
 
 
-@dataclass(slots=True)
-class _Sender:
-    """Requests on their way, and their rows."""
-
-    client: LiveClient
-    model: str
-    live: LiveOptions
-    began: float
-    slots: asyncio.Semaphore
-    rows: list[Row]
-    done: Callable[[int], None]
-    latest: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # of each conversation
-
-    def send(self, tasks: asyncio.TaskGroup, request: TokenizedRequest, predicted: dict[str, int]) -> None:
-        """Takes over a slot that the caller has acquired."""
-        before = self.latest.get(request.logged.conversation)
-        task = tasks.create_task(self._send(request, predicted, before))
-        self.latest[request.logged.conversation] = task
-        task.add_done_callback(lambda ended: self._forget(request.logged.conversation, ended))
-
-    async def _send(
-        self, request: TokenizedRequest, predicted: dict[str, int], before: asyncio.Task[None] | None
-    ) -> None:
-        try:
-            if before is not None:
-                await asyncio.wait([before])
-            sent_s = time.perf_counter() - self.began
-            answered = await self.client.ask(*request_body(request, self.model, self.live.max_tokens))
-            self.rows.append(_row(request, answered, predicted, sent_s=sent_s))
-            self.done(len(self.rows))
-        finally:
-            self.slots.release()
-
-    def _forget(self, conversation: str, ended: asyncio.Task[None]) -> None:
-        if self.latest.get(conversation) is ended:
-            del self.latest[conversation]
-
-
 class Pace:
     """When requests are due: as far apart as in the log, counted from the first that has a time."""
 
@@ -212,16 +174,34 @@ async def _send_all(
     """Adds a row for each answer, in the order they come: who interrupts this finds them there."""
     async with connected(live.url, key=live.key) as client:
         model = await client.model()
-        slots = asyncio.Semaphore(live.concurrency)
-        sender = _Sender(client, model, live, time.perf_counter(), slots, rows, done)
+        slots, began = asyncio.Semaphore(live.concurrency), time.perf_counter()
+        latest: dict[str, asyncio.Task[None]] = {}  # of each conversation
         pace = None if live.speedup is None else Pace(live.speedup)
+
+        async def send(
+            request: TokenizedRequest, predicted: dict[str, int], before: asyncio.Task[None] | None
+        ) -> None:
+            try:
+                if before is not None:
+                    await asyncio.wait([before])
+                sent_s = time.perf_counter() - began
+                answered = await client.ask(*request_body(request, model, live.max_tokens))
+                rows.append(_row(request, answered, predicted, sent_s=sent_s))
+                done(len(rows))
+            finally:
+                slots.release()
+                if latest.get(request.logged.conversation) is asyncio.current_task():
+                    del latest[request.logged.conversation]
+
         async with asyncio.TaskGroup() as tasks:
             for request in requests:
                 predicted = await predictor.predict(replace(request, answer_ids=_NO_ANSWER))
                 if pace is not None:
                     await asyncio.sleep(pace.wait_s(request, time.perf_counter()))
                 await slots.acquire()
-                sender.send(tasks, request, predicted)
+                before = latest.get(request.logged.conversation)
+                task = tasks.create_task(send(request, predicted, before))
+                latest[request.logged.conversation] = task
 
 
 def request_body(request: TokenizedRequest, model: str, max_tokens: int) -> tuple[str, dict[str, Any]]:

@@ -78,9 +78,6 @@ class Numbering:
     def __call__(self, name: str) -> int:
         return self._numbers.setdefault(name, len(self._numbers))
 
-    def __len__(self) -> int:
-        return len(self._numbers)
-
 
 class RowMaker:
     """Makes rows; numbers users, conversations and namespaces over the whole stream."""
