@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -98,7 +99,7 @@ def replay_paper(
             raise LogError("--paper: the log has no first turns, or does not say which requests are")
         chosen = nearness.similar_subset()
         subset = ([request for request in batch if request.index in chosen] for batch in first_turns(total))
-        arms, num_tokens = _replay_subset(subset, options, meanings)
+        figure_4 = _figure_4(subset, options, meanings)
         report(2 * total, 2 * total)
     document: Document = {
         "schema_version": SCHEMA_VERSION,
@@ -112,22 +113,21 @@ def replay_paper(
         },
         "data": data_document(options, stream),
         "figure_2": nearness.figure_2(),
-        "figure_4": {
-            "num_prompts": len(chosen),
-            "num_duplicates": nearness.num_identical,
-            "num_tokens": num_tokens,
-            "arms": arms,
-        },
+        "figure_4": {"num_prompts": len(chosen), "num_duplicates": nearness.num_identical, **figure_4},
         "paper": _REPORTED,
         "versions": versions(),
         "times": {"wall_s": time.perf_counter() - began},
     }
-    write_document(options.out / PAPER_FILE, document)
+    _write(options.out, document)
+    return document
+
+
+def _write(out: Path, document: Document) -> None:
+    write_document(out / PAPER_FILE, document)
     for name, draw in (("figure_2", draw_figure_2), ("figure_4", draw_figure_4)):
-        path = options.out / f"{name.replace('_', '-')}.svg"
+        path = out / f"{name.replace('_', '-')}.svg"
         path.write_text(picture := draw(document[name], _REPORTED[name]), encoding="utf-8")
         write_png(path.with_suffix(".png"), picture)
-    return document
 
 
 class _Shelf:
@@ -218,9 +218,9 @@ class _Nearness:
         }
 
 
-def _replay_subset(
+def _figure_4(
     subset: Iterable[list[TokenizedRequest]], options: ReplayOptions, meanings: Meanings
-) -> tuple[list[Document], int]:
+) -> Document:
     bench = make_bench(options, meanings, explain_losses=False)
     hits: list[list[tuple[int, int]]] = [[] for _ in options.arms]
     with opened_arms(((spec, None) for spec in options.arms), bench) as arms:
@@ -229,8 +229,10 @@ def _replay_subset(
             for request in batch:
                 for arm, own in zip(arms, hits, strict=True):
                     own.append((arm.observe(request).num_hit, request.num_tokens))
-    documents = [_distribution(spec, own) for spec, own in zip(options.arms, hits, strict=True)]
-    return documents, sum(num_tokens for _, num_tokens in hits[0]) if hits else 0
+    return {
+        "num_tokens": sum(num_tokens for _, num_tokens in hits[0]) if hits else 0,
+        "arms": [_distribution(spec, own) for spec, own in zip(options.arms, hits, strict=True)],
+    }
 
 
 def _distribution(spec: ArmSpec, hits: Sequence[tuple[int, int]]) -> Document:

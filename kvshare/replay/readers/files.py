@@ -199,7 +199,7 @@ def _single_row(batch: pyarrow.RecordBatch) -> Row | Reason:
     return cast(Row, row)
 
 
-def array_elements(stream: IO[bytes], *, max_bytes: int) -> Iterator[tuple[int, bytes | Reason]]:
+def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tuple[int, bytes | Reason]]:
     """
     The elements of one large JSON array: (number from 1, its bytes), or a reason in place of the bytes.
 
