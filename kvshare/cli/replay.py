@@ -111,11 +111,11 @@ def run(
     """What each way of caching would have reused of a log's requests. No GPU, no model."""
     _refuse_together(paper=paper, engine=engine, resume=resume, capacity=capacity)
     from kvshare.replay.arms import parse_arms
-    from kvshare.replay.checkpoint import Checkpoint
     from kvshare.replay.live import LIVE_ARMS, LiveOptions, replay_live
     from kvshare.replay.options import LLAMA3_8B_BYTES_PER_TOKEN, ReplayOptions
     from kvshare.replay.paper import PAPER_ARMS, replay_paper
     from kvshare.replay.report import write_report
+    from kvshare.replay.rows import Checkpoint
     from kvshare.replay.run import replay
     from kvshare.settings import load_settings
 

@@ -8,8 +8,6 @@ again is whole conversations, because the turns of one share their history and a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,32 +17,23 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from kvshare.errors import LogError
-from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, Document, arm_label
+from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, SHARES, Document, arm_label
 
 _COLUMNS = ["index", "arm", "capacity_tokens", "conversation", "num_tokens", "num_hit", "false_hit"]
-_SHARES = (50, 70, 90)
 _DRAWS_AT_ONCE = 50
 _LOW, _HIGH = 2.5, 97.5
 
 Table = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class _Figure:
-    """A ratio of two sums over requests."""
-
-    name: str
-    above: str
-    below: str
-
-
-_FIGURES = (
-    _Figure("token_hit_rate", "hit", "tokens"),
-    _Figure("request_hit_rate", "with_hit", "requests"),
-    *(_Figure(f"request_hit_rate_{share}", f"with_{share}", "requests") for share in _SHARES),
-    _Figure("false_hits_per_request", "false", "requests"),
-)
-_SUMS = ("requests", "tokens", "hit", "with_hit", *(f"with_{share}" for share in _SHARES), "false")
+# Ratios of two sums over requests.
+_FIGURES = {
+    "token_hit_rate": ("hit", "tokens"),
+    "request_hit_rate": ("with_hit", "requests"),
+    **{f"request_hit_rate_{share}": (f"with_{share}", "requests") for share in SHARES},
+    "false_hits_per_request": ("false", "requests"),
+}
+_SUMS = ("requests", "tokens", "hit", "with_hit", *(f"with_{share}" for share in SHARES), "false")
 
 
 def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
@@ -76,13 +65,13 @@ def _compare(a: pa.Table, b: pa.Table, rng: np.random.Generator, resamples: int)
     drawn_a, drawn_b = _resampled(sums_a, sums_b, rng, resamples)
     whole_a, whole_b = sums_a.sum(axis=0), sums_b.sum(axis=0)
     documents = []
-    for figure in _FIGURES:
-        of_a, of_b = float(_ratio(whole_a, figure)), float(_ratio(whole_b, figure))
-        differences = _ratio(drawn_b, figure) - _ratio(drawn_a, figure)
+    for name in _FIGURES:
+        of_a, of_b = float(_ratio(whole_a, name)), float(_ratio(whole_b, name))
+        differences = _ratio(drawn_b, name) - _ratio(drawn_a, name)
         low, high = np.percentile(differences, [_LOW, _HIGH])
         documents.append(
             {
-                "name": figure.name,
+                "name": name,
                 "a": of_a,
                 "b": of_b,
                 "difference": of_b - of_a,
@@ -106,8 +95,8 @@ def _resampled(a: Table, b: Table, rng: np.random.Generator, resamples: int) -> 
     return np.concatenate(drawn_a), np.concatenate(drawn_b)
 
 
-def _ratio(sums: Table, figure: _Figure) -> Table:
-    above, below = sums[..., _SUMS.index(figure.above)], sums[..., _SUMS.index(figure.below)]
+def _ratio(sums: Table, name: str) -> Table:
+    above, below = (sums[..., _SUMS.index(one)] for one in _FIGURES[name])
     return np.asarray(above / np.maximum(below, 1.0))
 
 
@@ -122,7 +111,7 @@ def _sums_by_conversation(rows: pa.Table) -> Table:
         "with_hit": (hit > 0).astype(np.float64),
         **{
             f"with_{share}": ((hit > 0) & (100 * hit >= share * tokens)).astype(np.float64)
-            for share in _SHARES
+            for share in SHARES
         },
         "false": rows.column("false_hit").to_numpy(zero_copy_only=False).astype(np.float64),
     }
@@ -136,20 +125,16 @@ def _rows(folder: Path) -> dict[str, pa.Table]:
         table = pq.read_table(folder / REQUESTS_FILE, columns=_COLUMNS)
     except (OSError, pa.ArrowInvalid) as exc:
         raise _not_results(folder, REQUESTS_FILE, exc) from exc
-    return {label: table.filter(chosen).sort_by("index") for label, chosen in _arms(table)}
-
-
-def _arms(table: pa.Table) -> Iterator[tuple[str, pa.Array]]:
     pairs = table.group_by(["arm", "capacity_tokens"], use_threads=False).aggregate([])
+    rows = {}
     for pair in pairs.to_pylist():
         arm, capacity = pair["arm"], pair["capacity_tokens"]
-        of_capacity = (
-            pc.is_null(table.column("capacity_tokens"))
-            if capacity is None
-            else pc.equal(table.column("capacity_tokens"), capacity)
+        held = pc.field("capacity_tokens")
+        chosen = table.filter(
+            (pc.field("arm") == arm) & (held.is_null() if capacity is None else held == capacity)
         )
-        chosen = pc.and_(pc.equal(table.column("arm"), arm), pc.fill_null(of_capacity, False))
-        yield arm_label(arm, capacity), chosen
+        rows[arm_label(arm, capacity)] = chosen.sort_by("index")
+    return rows
 
 
 def _results(folder: Path) -> Document:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Final
 
@@ -24,14 +25,21 @@ import pyarrow.parquet as pq
 
 from delta_tree import token_ids
 from kvshare.errors import ConfigError
-from kvshare.replay.documents import write_document
-from kvshare.replay.live_client import Answered, LiveClient, connected
+from kvshare.replay.arms import Arm, Meanings, opened_arms
+from kvshare.replay.live_client import Answered, connected
 from kvshare.replay.live_figures import summarise
-from kvshare.replay.live_predictor import Predictor
-from kvshare.replay.options import ReplayOptions, Report, config_document, make_stream
+from kvshare.replay.options import (
+    ReplayOptions,
+    Report,
+    config_document,
+    data_document,
+    make_bench,
+    make_meanings,
+    make_stream,
+    versions,
+)
 from kvshare.replay.requests import TokenizedRequest
-from kvshare.replay.results import SCHEMA_VERSION, Document, Row
-from kvshare.replay.summary import describe_files, versions
+from kvshare.replay.results import SCHEMA_VERSION, Document, Row, write_document
 from kvshare.replay.tokens import RequestTokenizer
 
 LIVE_FILE: Final = "live.json"
@@ -64,8 +72,7 @@ def replay_live(
         raise ConfigError("--capacity", "one store at a time predicts what a server does")
     with make_stream(options, report) as stream:
         tokenizer = RequestTokenizer.load(options.tokenizer)
-        total = min(len(stream), options.limit) if options.limit else len(stream)
-        requests = tokenizer.tokenize(islice(stream.requests(), total))
+        total, requests = len(stream), tokenizer.tokenize(stream)
         rows: list[Row] = []
         with Predictor(options) as predictor:
             complete = _run(_send_all(requests, live, predictor, rows, lambda n: report(n, total)), rows)
@@ -82,7 +89,7 @@ def replay_live(
                 "speedup": live.speedup,
                 "max_tokens": live.max_tokens,
             },
-            "data": {"files": describe_files(options.paths), "unreadable": stream.report.to_dict()},
+            "data": data_document(options, stream),
             **summarise(rows, [spec.text for spec in options.arms]),
             "requests_per_s": len(rows) / wall_s if wall_s else 0.0,
             "versions": versions(),
@@ -90,6 +97,43 @@ def replay_live(
     pq.write_table(pa.Table.from_pylist(rows), options.out / LIVE_REQUESTS_FILE)
     write_document(options.out / LIVE_FILE, document)
     return document
+
+
+class Predictor:
+    """Arms in a thread of their own: they have event loops, and planning must not hold up the sending."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self._options = options
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-predict")
+        self._stack = ExitStack()
+        self.meanings: Meanings | None = None
+        self._arms: list[Arm] = []
+
+    def __enter__(self) -> Predictor:
+        self._thread.submit(self._open).result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.submit(self._stack.close).result()
+        self._thread.shutdown()
+
+    async def predict(self, request: TokenizedRequest) -> dict[str, int]:
+        """Tokens not computed, by arm."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._predict, request)
+
+    def _open(self) -> None:
+        options = self._options
+        self.meanings = make_meanings(options, None)
+        bench = make_bench(options, self.meanings, explain_losses=False)
+        capacity = next(iter(options.capacities_tokens), None)
+        stores = ((spec, capacity) for spec in options.arms)
+        self._arms = self._stack.enter_context(opened_arms(stores, bench))
+
+    def _predict(self, request: TokenizedRequest) -> dict[str, int]:
+        if self.meanings is not None:
+            self.meanings.prepare([request])
+        return {arm.name: arm.observe(request).num_hit for arm in self._arms}
 
 
 def _run(sending: Coroutine[Any, Any, None], rows: Sequence[Row]) -> bool:
@@ -101,44 +145,6 @@ def _run(sending: Coroutine[Any, Any, None], rows: Sequence[Row]) -> bool:
             raise
         return False
     return True
-
-
-@dataclass(slots=True)
-class _Sender:
-    """Requests on their way, and their rows."""
-
-    client: LiveClient
-    model: str
-    live: LiveOptions
-    began: float
-    slots: asyncio.Semaphore
-    rows: list[Row]
-    done: Callable[[int], None]
-    latest: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # of each conversation
-
-    def send(self, tasks: asyncio.TaskGroup, request: TokenizedRequest, predicted: dict[str, int]) -> None:
-        """Takes over a slot that the caller has acquired."""
-        before = self.latest.get(request.logged.conversation)
-        task = tasks.create_task(self._send(request, predicted, before))
-        self.latest[request.logged.conversation] = task
-        task.add_done_callback(lambda ended: self._forget(request.logged.conversation, ended))
-
-    async def _send(
-        self, request: TokenizedRequest, predicted: dict[str, int], before: asyncio.Task[None] | None
-    ) -> None:
-        try:
-            if before is not None:
-                await asyncio.wait([before])
-            sent_s = time.perf_counter() - self.began
-            answered = await self.client.ask(*request_body(request, self.model, self.live.max_tokens))
-            self.rows.append(_row(request, answered, predicted, sent_s=sent_s))
-            self.done(len(self.rows))
-        finally:
-            self.slots.release()
-
-    def _forget(self, conversation: str, ended: asyncio.Task[None]) -> None:
-        if self.latest.get(conversation) is ended:
-            del self.latest[conversation]
 
 
 class Pace:
@@ -168,16 +174,34 @@ async def _send_all(
     """Adds a row for each answer, in the order they come: who interrupts this finds them there."""
     async with connected(live.url, key=live.key) as client:
         model = await client.model()
-        slots = asyncio.Semaphore(live.concurrency)
-        sender = _Sender(client, model, live, time.perf_counter(), slots, rows, done)
+        slots, began = asyncio.Semaphore(live.concurrency), time.perf_counter()
+        latest: dict[str, asyncio.Task[None]] = {}  # of each conversation
         pace = None if live.speedup is None else Pace(live.speedup)
+
+        async def send(
+            request: TokenizedRequest, predicted: dict[str, int], before: asyncio.Task[None] | None
+        ) -> None:
+            try:
+                if before is not None:
+                    await asyncio.wait([before])
+                sent_s = time.perf_counter() - began
+                answered = await client.ask(*request_body(request, model, live.max_tokens))
+                rows.append(_row(request, answered, predicted, sent_s=sent_s))
+                done(len(rows))
+            finally:
+                slots.release()
+                if latest.get(request.logged.conversation) is asyncio.current_task():
+                    del latest[request.logged.conversation]
+
         async with asyncio.TaskGroup() as tasks:
             for request in requests:
                 predicted = await predictor.predict(replace(request, answer_ids=_NO_ANSWER))
                 if pace is not None:
                     await asyncio.sleep(pace.wait_s(request, time.perf_counter()))
                 await slots.acquire()
-                sender.send(tasks, request, predicted)
+                before = latest.get(request.logged.conversation)
+                task = tasks.create_task(send(request, predicted, before))
+                latest[request.logged.conversation] = task
 
 
 def request_body(request: TokenizedRequest, model: str, max_tokens: int) -> tuple[str, dict[str, Any]]:

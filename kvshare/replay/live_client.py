@@ -1,7 +1,8 @@
 """
 A streaming client of an OpenAI-shaped server, for the live replay: times and usage come back, never text.
 
-The only file of the replay that talks HTTP. Neither proxies nor redirects are followed.
+The only file of the replay that talks HTTP. Neither proxies nor redirects are followed. `session` and
+`events` know nothing of replays: they serve any client that measures a server.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import aiohttp
 from kvshare.errors import UnreachableError, UpstreamError
 
 _SILENCE_S = 600.0  # a stream that says nothing for so long is broken
-_READ_BUFFER = 2**20
+_READ_BUFFER = 2**20  # bytes; the first line of an answer may repeat the prompt
 
 
 @dataclass(slots=True)
@@ -83,23 +84,37 @@ class LiveClient:
 async def connected(url: str, *, key: str | None) -> AsyncIterator[LiveClient]:
     """A client of its own connections; `url` with or without /v1."""
     base = url.rstrip("/").removesuffix("/v1") + "/"
-    session = aiohttp.ClientSession(
-        base,
+    async with session(base, key=key) as own:
+        yield LiveClient(own, base)
+
+
+def session(url: str, *, key: str | None) -> aiohttp.ClientSession:
+    """As many connections as there are requests at a time, which wait for a stream as long as it speaks."""
+    return aiohttp.ClientSession(
+        url,
         headers={} if key is None else {"Authorization": f"Bearer {key}"},
         timeout=aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_S),
         connector=aiohttp.TCPConnector(limit=0),
         read_bufsize=_READ_BUFFER,
     )
-    async with session:
-        yield LiveClient(session, base)
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | None]:
+    """
+    The documents of an event stream, errors among them; None for its [DONE].
+
+    To the very end: a connection closed before it counts as hung up. Raises ValueError for what is no JSON.
+    """
+    async for line in response.content:
+        payload = line[5:].strip() if line.startswith(b"data:") else b""
+        if payload:
+            yield None if payload == b"[DONE]" else json.loads(payload)
 
 
 async def _read(response: aiohttp.ClientResponse, answered: Answered, began: float) -> None:
-    async for line in response.content:
-        payload = line[5:].strip() if line.startswith(b"data:") else b""
-        if not payload or payload == b"[DONE]":
+    async for document in events(response):
+        if document is None:
             continue
-        document = json.loads(payload)
         if "error" in document:
             answered.error = _code(document)
             return

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvshare.replay.histograms import Times
+from kvshare.replay.counts import Times
 from kvshare.replay.results import Document, Row
 
 _SHARE_EDGES: Final = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
@@ -91,4 +91,4 @@ def _milliseconds(rows: Sequence[Row]) -> Document:
     times = Times()
     for row in rows:
         times.add(row["ttft_s"])
-    return times.milliseconds()
+    return times.milliseconds().model_dump()

@@ -1,19 +1,31 @@
-"""What a replay is asked to do, and how `results.json` tells it."""
+"""What a replay is asked to do, and how `results.json` says what was replayed and with what."""
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
+import kvshare
 from kvshare.replay.arms import ArmSpec, Meanings, Workbench
-from kvshare.replay.results import Document
+from kvshare.replay.results import Data, Document, LogFile
 from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
 from kvshare.settings import Settings
 from vector_index import TextEmbedder
 
 LLAMA3_8B_BYTES_PER_TOKEN = 131_072  # 32 layers, 8 KV heads of 128, K and V, bfloat16
+_LIBRARIES = {
+    "numpy": "numpy",
+    "pyarrow": "pyarrow",
+    "qdrant_edge": "qdrant-edge-py",
+    "rapidfuzz": "RapidFuzz",
+    "tokenizers": "tokenizers",
+    "sentence_transformers": "sentence-transformers",
+}
 
 Report = Callable[[int, int | None], None]  # requests done, in all; or requests read so far, None
 
@@ -51,6 +63,7 @@ def make_stream(options: ReplayOptions, report: Report) -> RequestStream:
         format_name=options.format_name,
         interleave=options.interleave,
         seed=options.seed,
+        limit=options.limit,
         reading=lambda num_read: report(num_read, None),
     )
 
@@ -104,3 +117,34 @@ def config_document(
             "index": settings.index.model_dump(exclude={"url", "embedder", "collection", "backend"}),
         },
     }
+
+
+def describe_files(paths: Sequence[Path]) -> tuple[LogFile, ...]:
+    """Names without folders, sizes and hashes."""
+    return tuple(
+        LogFile(name=path.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
+        for path in paths
+        if path.is_file()
+    )
+
+
+def data_document(options: ReplayOptions, stream: RequestStream) -> Document:
+    """The files, and what of them could not be read."""
+    data = Data(files=describe_files(options.paths), unreadable=stream.report.unreadable())
+    return data.model_dump(include={"files", "unreadable"}, mode="json")
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything a figure may depend on."""
+    found: dict[str, str | None] = {"kvshare": kvshare.__version__, "python": platform.python_version()}
+    for name, distribution in _LIBRARIES.items():
+        try:
+            found[name] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -23,26 +23,34 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvshare.errors import LogError
-from kvshare.replay.arms import ArmSpec, Meanings, make_arm
-from kvshare.replay.documents import write_document
-from kvshare.replay.options import ReplayOptions, Report, bundled_embedder, make_bench, make_stream
-from kvshare.replay.paper_figures import draw_figure_2, draw_figure_4
-from kvshare.replay.report.images import write_png
-from kvshare.replay.requests import TokenizedRequest
-from kvshare.replay.results import DISTANCE_THRESHOLDS, PAPER_FILE, SCHEMA_VERSION, Document
-from kvshare.replay.run import batches
-from kvshare.replay.summary import describe_files, versions
+from kvshare.replay.arms import ArmSpec, Meanings, opened_arms
+from kvshare.replay.arms.base import with_room
+from kvshare.replay.counts import DISTANCE_THRESHOLDS
+from kvshare.replay.options import (
+    ReplayOptions,
+    Report,
+    bundled_embedder,
+    data_document,
+    make_bench,
+    make_stream,
+    versions,
+)
+from kvshare.replay.report.files import write_png
+from kvshare.replay.report.shapes import draw_figure_2, draw_figure_4
+from kvshare.replay.requests import TokenizedRequest, batches
+from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document, write_document
 from kvshare.replay.tokens import RequestTokenizer
 from vector_index import TextEmbedder
 
+PAPER_FILE: Final = "paper.json"
 MAX_DISTANCE: Final = 0.05
 PAPER_ARMS: Final = "prefix,chunks,kvshare,kvshare-open,kvshare-semantic,kvshare-semantic-open,oracle"
 _EDGES: Final = tuple(share / 10 for share in range(10))
@@ -73,22 +81,25 @@ def replay_paper(
     began = time.perf_counter()
     with make_stream(options, report) as stream:
         tokenizer = RequestTokenizer.load(options.tokenizer)
-        total = min(len(stream), options.limit) if options.limit else len(stream)
+        total = len(stream)
         meanings = Meanings(embedder or bundled_embedder(options))
 
-        def requests() -> Iterator[TokenizedRequest]:
-            return _first_turns(tokenizer.tokenize(islice(stream.requests(), total)))
+        def first_turns(base: int) -> Iterator[list[TokenizedRequest]]:
+            """In batches, each reported once it is dealt with."""
+            requests = (one for one in tokenizer.tokenize(stream) if one.logged.turn == 0)
+            for batch in batches(requests, _BATCH):
+                yield batch
+                report(base + batch[-1].index + 1, 2 * total)
 
         nearness = _Nearness()
-        for batch in _passing(requests(), lambda done: report(done, 2 * total)):
+        for batch in first_turns(0):
             meanings.prepare(batch)
             nearness.add([(request, meanings.of(request)) for request in batch])
         if not nearness.num_prompts:
             raise LogError("--paper: the log has no first turns, or does not say which requests are")
         chosen = nearness.similar_subset()
-        second = _passing(requests(), lambda done: report(total + done, 2 * total))
-        subset = ([request for request in batch if request.index in chosen] for batch in second)
-        arms, num_tokens = _replay_subset(subset, options, meanings)
+        subset = ([request for request in batch if request.index in chosen] for batch in first_turns(total))
+        figure_4 = _figure_4(subset, options, meanings)
         report(2 * total, 2 * total)
     document: Document = {
         "schema_version": SCHEMA_VERSION,
@@ -100,24 +111,23 @@ def replay_paper(
             "seed": options.seed,
             "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.digest},
         },
-        "data": {"files": describe_files(options.paths), "unreadable": stream.report.to_dict()},
+        "data": data_document(options, stream),
         "figure_2": nearness.figure_2(),
-        "figure_4": {
-            "num_prompts": len(chosen),
-            "num_duplicates": nearness.num_identical,
-            "num_tokens": num_tokens,
-            "arms": arms,
-        },
+        "figure_4": {"num_prompts": len(chosen), "num_duplicates": nearness.num_identical, **figure_4},
         "paper": _REPORTED,
         "versions": versions(),
         "times": {"wall_s": time.perf_counter() - began},
     }
-    write_document(options.out / PAPER_FILE, document)
+    _write(options.out, document)
+    return document
+
+
+def _write(out: Path, document: Document) -> None:
+    write_document(out / PAPER_FILE, document)
     for name, draw in (("figure_2", draw_figure_2), ("figure_4", draw_figure_4)):
-        path = options.out / f"{name.replace('_', '-')}.svg"
+        path = out / f"{name.replace('_', '-')}.svg"
         path.write_text(picture := draw(document[name], _REPORTED[name]), encoding="utf-8")
         write_png(path.with_suffix(".png"), picture)
-    return document
 
 
 class _Shelf:
@@ -131,8 +141,7 @@ class _Shelf:
         """The distances of each of these prompts to all before it, in the order of `indexes`."""
         before = len(self.indexes)
         self.indexes += indexes
-        while len(self.indexes) > len(self._vectors):
-            self._vectors = np.concatenate([self._vectors, np.empty_like(self._vectors)])
+        self._vectors = with_room(self._vectors, len(self.indexes))
         self._vectors[before : len(self.indexes)] = vectors
         # One product for all of them: one for each reads all vectors again, and takes several times as long.
         products = vectors @ self._vectors[: len(self.indexes)].T
@@ -209,32 +218,21 @@ class _Nearness:
         }
 
 
-def _passing(
-    requests: Iterable[TokenizedRequest], report: Callable[[int], None]
-) -> Iterator[list[TokenizedRequest]]:
-    """Batch by batch, told once each is dealt with."""
-    for batch in batches(requests, _BATCH):
-        yield batch
-        report(batch[-1].index + 1)
-
-
-def _replay_subset(
+def _figure_4(
     subset: Iterable[list[TokenizedRequest]], options: ReplayOptions, meanings: Meanings
-) -> tuple[list[Document], int]:
+) -> Document:
     bench = make_bench(options, meanings, explain_losses=False)
-    arms = [make_arm(spec, bench) for spec in options.arms]
-    hits: list[list[tuple[int, int]]] = [[] for _ in arms]
-    try:
+    hits: list[list[tuple[int, int]]] = [[] for _ in options.arms]
+    with opened_arms(((spec, None) for spec in options.arms), bench) as arms:
         for batch in subset:
             meanings.prepare(batch)
             for request in batch:
                 for arm, own in zip(arms, hits, strict=True):
                     own.append((arm.observe(request).num_hit, request.num_tokens))
-    finally:
-        for arm in arms:
-            arm.close()
-    documents = [_distribution(spec, own) for spec, own in zip(options.arms, hits, strict=True)]
-    return documents, sum(num_tokens for _, num_tokens in hits[0]) if hits else 0
+    return {
+        "num_tokens": sum(num_tokens for _, num_tokens in hits[0]) if hits else 0,
+        "arms": [_distribution(spec, own) for spec, own in zip(options.arms, hits, strict=True)],
+    }
 
 
 def _distribution(spec: ArmSpec, hits: Sequence[tuple[int, int]]) -> Document:
@@ -248,9 +246,5 @@ def _distribution(spec: ArmSpec, hits: Sequence[tuple[int, int]]) -> Document:
         "token_hit_rate": float(table[:, 0].sum() / max(1.0, table[:, 1].sum())),
         "edges": list(_EDGES),
         "shares": [int(count) / num for count in counts],
-        "at_least": {str(share): int((100 * rates >= share).sum()) / num for share in (50, 70, 90)},
+        "at_least": {str(share): int((100 * rates >= share).sum()) / num for share in SHARES},
     }
-
-
-def _first_turns(requests: Iterator[TokenizedRequest]) -> Iterator[TokenizedRequest]:
-    return (request for request in requests if request.logged.turn == 0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
 
 from delta_tree import Span, TokenIds
 
 Message = Mapping[str, str]  # role, content
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +119,10 @@ def spans_of(flags: Sequence[bool]) -> tuple[Span, ...]:
             spans.append(Span(start, position))
             start = None
     return tuple(spans)
+
+
+def batches(requests: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Up to `size` requests at a time: what is tokenized or embedded together."""
+    remaining = iter(requests)
+    while batch := list(islice(remaining, size)):
+        yield batch

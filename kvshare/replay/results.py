@@ -1,151 +1,300 @@
 """
 The files a replay writes: their names, their schema, their version. report/ draws only what stands here.
 
-    OUT/results.json       one document, see below; equal for equal input, config and seed, but for "times"
-    OUT/requests.parquet   one row a request and arm, `COLUMNS`
+    OUT/results.json       `Results`; equal for equal input, config and seed, but for "times"
+    OUT/requests.parquet   one row a request and arm, see rows.py
     OUT/paper.json         only with --paper; see paper.py
     OUT/checkpoint/        while a run is not finished
 
 No prompt text, no token ids, no user names, no folders: numbers, and labels of ours. Languages and file names
 are the only words that come from the log.
 
-    results.json
-    {
-      "schema_version": 1, "kind": "replay", "complete": true,
-      "config": {"arms": [spec, ...], "capacities_tokens": [...], "bytes_per_token", "prefill_tokens_per_s",
-                 "limit", "seed", "interleave", "format", "tokenizer": {"name", "sha256"}, "embedder",
-                 "settings": {"sharing", "repair", "cost", "index"}},
-      "data": {"files": [{"name", "num_bytes", "sha256"}], "sha256": of the tokens in order, "num_requests",
-               "num_tokens", "num_answer_tokens", "num_conversations", "num_users", "num_namespaces",
-               "languages": {language: requests}, "length_histogram": Histogram of prompt tokens,
-               "unreadable": {"num_rows", "reasons": {reason: rows},
-                              "lines": [{"source", "line", "reason"}]}},
-      "versions": {"kvshare", "python", "numpy", "pyarrow", "qdrant_edge", "rapidfuzz"},
-      "arms": [Arm, ...],                 in the order asked for; per arm the infinite store first
-      "similarity": Similarity | null,    null: no arm looked at meaning
-      "waterfall": [Waterfall, ...],      one per KVShare arm with an infinite store, where the oracle ran too
-      "times": {...}                      everything that a clock had a part in
-    }
-
-    Arm
-    {
-      "arm": "kvshare:min_run=32", "label": arm, or "arm @ 1,000,000 tokens", "family": "kvshare",
-      "capacity_tokens": 1000000 | null (infinite), "capacity_bytes": ... | null, "options": {...},
-      ...Figures of all requests,
-      "coverage_histogram": [101 counts]  requests by percent of tokens not computed: bucket i is [i, i+1),
-      "num_copies", "num_donors", "shift_tokens": Histogram
-      "reasons": {reason why nothing or no more was shared: requests},
-      "storage": {"final_bytes", "peak_bytes", "bytes_per_request"},
-      "series": [[first request, requests, tokens, hit tokens, stored bytes at the end], ...]  100 to 200
-                 stretches of the stream,
-      "by": {"language" | "length" | "turn" | "origin": {key: Figures}},
-                 turn: first, later, unknown; origin: same_user, cross_user, none, or unknown, which is from
-                 another conversation where the log names no users
-      "tree": {"depth": Histogram, "children": Histogram, "num_nodes", "num_roots", "num_segments",
-               "num_prompt_tokens", "num_stored_tokens"} | null      KVShare arms only
-    }
-
-    Figures
-    {
-      "num_requests", "num_tokens", "num_hit_tokens", "num_exact_tokens", "num_repaired_tokens",
-      "token_hit_rate",                hit tokens / tokens
-      "request_hit_rate",              requests with any hit
-      "request_hit_rate_50" | "_70" | "_90"    requests with at least that share of their tokens not computed
-      "recomputed_fraction",           1 - token_hit_rate
-      "num_answered", "num_false_hits", "false_hit_share"    response caches; the share is of those answered
-      "ttft_saved_s": {"mean", "total", "share"}    estimated: hit tokens at the given prefill speed, the
-                                                    lookup not taken off (see times); share of all prefill
-    }
-
-    Histogram   {"edges": [e0, e1, ...], "counts": [n0, n1, ...], "mean", "max", "count"}
-                bucket i holds [edges[i], edges[i + 1]); the last one is open
-
-    Similarity  {"distance_edges": [...], "overlap_edges": [...], "counts": [[...]] a row per distance,
-                 "overlap": "oracle" | name of the arm whose hits are meant,
-                 "thresholds": [{"distance", "share"}] of requests with an earlier prompt so near}
-
-    Waterfall   {"arm": label, "num_tokens", "steps": [{"name", "num_tokens"}, ...]}
-                from what the oracle covers down to what was not computed, the steps' tokens adding up:
-                oracle, then losses (negative): not_found; too_short, all that the oracle has of
-                prompts that are not looked up; generation, refused if only the generation did not
-                matter; refused, by the other gates and the number of donors; repaired; then hit. An
-                equal prefix of less than 16 tokens, copied along with more, can make not_found
-                positive
-
-    times
-    {
-      "started_at", "wall_s", "requests_per_s", "resumed": times,
-      "embedding": {"num_texts", "seconds", "texts_per_s"} | null,
-      "arms": {label: {"lookup_ms", "plan_ms", "observe_ms": {"mean", "p50", "p90", "p99", "max"},
-                       "requests_per_s",   its second look at what the gates cost included
-                       "ttft_saved_net_s": {"mean", "total"}}}   less lookup, plan and, for each text
-                                           embedded for the lookup, the mean time of a text
-    }
+The fields of these classes are the keys of the document, in its order. What is missing in a document is
+empty, and a number that is not finite is None: whoever reads draws what there is.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any, Final
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 SCHEMA_VERSION: Final = 1
 RESULTS_FILE: Final = "results.json"
 REQUESTS_FILE: Final = "requests.parquet"
-PAPER_FILE: Final = "paper.json"
-CHECKPOINT_FOLDER: Final = "checkpoint"
 
 Document = dict[str, Any]
 Row = dict[str, Any]
 
-# Column -> pyarrow type name. Users, conversations and namespaces are numbered in the order they first came.
-COLUMNS: Final[dict[str, str]] = {
-    "index": "int64",  # place in the stream, from 0
-    "arm": "string",  # "kvshare:min_run=32"
-    "capacity_tokens": "int64",  # null: infinite
-    "namespace": "int32",
-    "user": "int32",  # null: the log does not name users
-    "conversation": "int32",
-    "turn": "int32",  # null: the log does not say
-    "language": "string",
-    "time_s": "float64",
-    "num_tokens": "int32",
-    "num_answer_tokens": "int32",
-    "num_hit": "int32",
-    "num_exact": "int32",
-    "num_repaired": "int32",
-    "num_copies": "int32",
-    "num_donors": "int32",
-    "shifts": "list<int32>",  # of the copies, in tokens, signed
-    "cross_user": "bool",  # null: the log does not tell
-    "answered": "bool",  # by a response cache
-    "false_hit": "bool",
-    "distance": "float32",  # cosine, to the nearest earlier prompt; null where the arm does not look
-    "reason": "string",  # why nothing or no more was shared; null: nothing was refused
-    "num_refused": "int32",  # tokens a gate refused, that the arm's candidates had
-    "num_refused_generation": "int32",  # of these, taken if only the generation did not matter
-    "embedded": "bool",  # for the look-up; the time it took is no part of it
-    "num_stored_bytes": "int64",  # in the arm's store, after this request
-    "lookup_s": "float32",
-    "plan_s": "float32",
-    "observe_s": "float32",  # all the arm did for this request: look up, plan, tell what gates cost, store
-}
+SHARES: Final = (50, 70, 90)  # percent of a request's tokens: the paper's readings
 
-LENGTH_EDGES: Final = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-COUNT_EDGES: Final = (0, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50)
-SHIFT_EDGES: Final = (0, 1, 2, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # absolute
-DISTANCE_EDGES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
-OVERLAP_EDGES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-DISTANCE_THRESHOLDS: Final = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
+
+def finite(value: Any) -> Any:
+    """The number, or None if it is none or not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+Number = Annotated[int | float | None, BeforeValidator(finite)]
+
+
+class Part(BaseModel):
+    """A part of a document."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class Saved(Part):
+    """Seconds to the first token. `share` is of all prefill."""
+
+    mean: Number = None
+    total: Number = None
+    share: Number = None
+
+
+class Figures(Part):
+    """Of one arm over some requests. Rates are shares of 1."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_exact_tokens: int = 0
+    num_repaired_tokens: int = 0
+    token_hit_rate: Number = None  # hit tokens / tokens
+    request_hit_rate: Number = None  # requests with any hit
+    request_hit_rate_50: Number = None  # requests with at least that share of their tokens not computed
+    request_hit_rate_70: Number = None
+    request_hit_rate_90: Number = None
+    recomputed_fraction: Number = None  # 1 - token_hit_rate
+    num_answered: int = 0  # these three: response caches
+    num_false_hits: int = 0
+    false_hit_share: Number = None  # of those answered
+    ttft_saved_s: Saved = Saved()  # estimated: at the given prefill speed, the look-up not taken off
+
+    @property
+    def at_least(self) -> tuple[float | None, ...]:
+        """The request hit rates of `SHARES`."""
+        return self.request_hit_rate_50, self.request_hit_rate_70, self.request_hit_rate_90
+
+
+class Histogram(Part):
+    """Bucket i holds [edges[i], edges[i + 1]); the last one is open."""
+
+    edges: tuple[int | float, ...] = ()
+    counts: tuple[int, ...] = ()
+    mean: Number = None
+    max: Number = None
+    count: int = 0
+
+
+class Stretch(NamedTuple):
+    """A part of the stream, from request `first` on."""
+
+    first: int
+    num_requests: int
+    num_tokens: int
+    num_hit: int
+    num_bytes: int  # stored at its end
+
+
+class Storage(Part):
+    """What the arm's store holds."""
+
+    final_bytes: int | None = None
+    peak_bytes: int | None = None
+    bytes_per_request: Number = None
+
+
+class Tree(Part):
+    """How prompts are made of earlier ones."""
+
+    depth: Histogram = Histogram()
+    children: Histogram = Histogram()
+    num_nodes: int = 0
+    num_roots: int = 0
+    num_segments: int = 0
+    num_prompt_tokens: int = 0
+    num_stored_tokens: int = 0
+
+
+class Store(Part):
+    """Which way of caching, with which store; no capacity: infinite."""
+
+    arm: str = "?"  # "kvshare:min_run=32"
+    label: str = "?"  # arm, or "arm @ 1,000,000 tokens"
+    family: str = "?"
+    capacity_tokens: int | None = None
+    capacity_bytes: int | None = None
+    options: Document = {}
+
+
+class ArmResults(Figures, Store):  # in this order the keys of a store come first
+    """Everything of one arm with one store that no clock had a part in."""
+
+    coverage_histogram: tuple[int, ...] = ()  # 101: requests by percent of tokens not computed
+    num_copies: Histogram = Histogram()
+    num_donors: Histogram = Histogram()
+    shift_tokens: Histogram = Histogram()
+    reasons: dict[str, int] = {}  # why nothing or no more was shared -> requests
+    storage: Storage = Storage()
+    series: tuple[Stretch, ...] = ()  # 100 to 200
+    # "language" | "length" | "turn" (first, later, unknown) | "origin" (same_user, cross_user, none, or
+    # unknown: from another conversation where the log names no users) -> key -> figures
+    by: dict[str, dict[str, Figures]] = {}
+    tree: Tree | None = None  # KVShare's arms only
+
+
+class Threshold(Part):
+    """The share of requests with an earlier prompt so near."""
+
+    distance: Number = None
+    share: Number = None
+
+
+class Similarity(Part):
+    """Requests by distance to the nearest earlier prompt (rows) and share of tokens in common (columns)."""
+
+    distance_edges: tuple[int | float, ...] = ()
+    overlap_edges: tuple[int | float, ...] = ()
+    counts: tuple[tuple[int, ...], ...] = ()
+    overlap: str = ""  # "oracle", or the arm whose hits are meant
+    thresholds: tuple[Threshold, ...] = ()
+
+
+class Step(Part):
+    """A loss is negative."""
+
+    name: str
+    num_tokens: int
+
+
+class Waterfall(Part):
+    """
+    From what the oracle covers down to what was not computed, the steps' tokens adding up.
+
+    oracle, then losses: not_found; too_short, all that the oracle has of prompts that are not looked up;
+    generation, refused if only the generation did not matter; refused, by the other gates and the number of
+    donors; repaired; then hit. An equal prefix of less than 16 tokens, copied along with more, can make
+    not_found positive.
+    """
+
+    arm: str = "?"
+    num_tokens: int = 0
+    steps: tuple[Step, ...] = ()
+
+
+class LogFile(Part):
+    """Its name without folders."""
+
+    name: str = "?"
+    num_bytes: int = 0
+    sha256: str = ""
+
+
+class UnreadableLine(Part):
+    """Where a row stands that could not be read."""
+
+    source: str
+    line: int
+    reason: str
+
+
+class Unreadable(Part):
+    """Rows that could not be read, by reason, and the first of them."""
+
+    num_rows: int = 0
+    reasons: dict[str, int] = {}
+    lines: tuple[UnreadableLine, ...] = ()
+
+
+class Data(Part):
+    """What of the log was replayed."""
+
+    files: tuple[LogFile, ...] = ()
+    sha256: str = "–"  # of the tokens in order
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_answer_tokens: int = 0
+    num_conversations: int = 0
+    num_users: int = 0
+    num_namespaces: int = 0
+    languages: dict[str, int] = {}  # -> requests
+    length_histogram: Histogram = Histogram()  # of prompts, in tokens
+    unreadable: Unreadable = Unreadable()
+
+
+class Milliseconds(Part):
+    """How long something took."""
+
+    mean: Number = None
+    p50: Number = None
+    p90: Number = None
+    p99: Number = None
+    max: Number = None
+
+
+class NetSaved(Part):
+    """Seconds; less look-up, plan and, for each text embedded for the look-up, the mean time of a text."""
+
+    mean: Number = None
+    total: Number = None
+
+
+class ArmTimes(Part):
+    """Of one arm with one store."""
+
+    lookup_ms: Milliseconds = Milliseconds()
+    plan_ms: Milliseconds = Milliseconds()
+    observe_ms: Milliseconds = Milliseconds()
+    requests_per_s: Number = None  # its second look at what the gates cost included
+    ttft_saved_net_s: NetSaved = NetSaved()
+
+
+class EmbeddingTimes(Part):
+    """What the embedder had to do."""
+
+    num_texts: int = 0
+    seconds: Number = None
+    texts_per_s: Number = None
+
+
+class RunTimes(Part):
+    """Everything that a clock had a part in."""
+
+    started_at: str = ""
+    wall_s: Number = None
+    requests_per_s: Number = None
+    resumed: int = 0  # times
+    embedding: EmbeddingTimes | None = None
+    arms: dict[str, ArmTimes] = {}  # by label
+
+
+class Results(Part):
+    """`results.json`."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "replay"
+    complete: bool = True
+    config: Document = {}  # see options.py
+    data: Data = Data()
+    versions: dict[str, str | None] = {}
+    arms: tuple[ArmResults, ...] = ()  # in the order asked for; per arm the infinite store first
+    similarity: Similarity | None = None  # None: no arm looked at meaning
+    waterfall: tuple[Waterfall, ...] = ()  # one per KVShare arm with an infinite store, with an oracle
+    times: RunTimes = RunTimes()
+
+
+def write_document(path: Path, document: Document) -> None:
+    """JSON that appears whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def arm_label(arm: str, capacity_tokens: int | None) -> str:
     """How results and reports call an arm with its store."""
     return arm if capacity_tokens is None else f"{arm} @ {capacity_tokens:,} tokens"
-
-
-def length_bucket(num_tokens: int) -> str:
-    """The key under `by.length`: "512-1023", or "32768-" for the last."""
-    for low, high in pairwise(LENGTH_EDGES):
-        if num_tokens < high:
-            return f"{low}-{high - 1}"
-    return f"{LENGTH_EDGES[-1]}-"

@@ -2,32 +2,70 @@
 One row a request and arm: what is kept of a replay, as numbers, and how it goes into Parquet and comes back.
 
 All measures are functions of these rows, so that a resumed run, or a later one, finds the same from the file.
+How far a replay came lies in parts, and a small state that names them:
+
+    OUT/checkpoint/rows-00000.parquet ...   whole requests only
+    OUT/checkpoint/state.json               written last, replaced whole
+
+What the arms hold is not kept (it would be prompts); on resuming they observe the log's beginning once more,
+unmeasured.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from kvshare.errors import LogError
 from kvshare.replay.arms.base import Arm
 from kvshare.replay.requests import Outcome, TokenizedRequest
-from kvshare.replay.results import COLUMNS, Row
+from kvshare.replay.results import Row
 
-_TYPES = {
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "float32": pa.float32(),
-    "float64": pa.float64(),
-    "bool": pa.bool_(),
-    "string": pa.string(),
-    "list<int32>": pa.list_(pa.int32()),
-}
-SCHEMA = pa.schema([(name, _TYPES[kind]) for name, kind in COLUMNS.items()])
+CHECKPOINT_FOLDER = "checkpoint"
+_STATE_FILE = "state.json"
+SCHEMA = pa.schema(
+    {
+        "index": pa.int64(),  # place in the stream, from 0
+        "arm": pa.string(),  # "kvshare:min_run=32"
+        "capacity_tokens": pa.int64(),  # null: infinite
+        "namespace": pa.int32(),  # this, users and conversations are numbered in the order they first came
+        "user": pa.int32(),  # null: the log does not name users
+        "conversation": pa.int32(),
+        "turn": pa.int32(),  # null: the log does not say
+        "language": pa.string(),
+        "time_s": pa.float64(),
+        "num_tokens": pa.int32(),
+        "num_answer_tokens": pa.int32(),
+        "num_hit": pa.int32(),
+        "num_exact": pa.int32(),
+        "num_repaired": pa.int32(),
+        "num_copies": pa.int32(),
+        "num_donors": pa.int32(),
+        "shifts": pa.list_(pa.int32()),  # of the copies, in tokens, signed
+        "cross_user": pa.bool_(),  # null: the log does not tell
+        "answered": pa.bool_(),  # by a response cache
+        "false_hit": pa.bool_(),
+        "distance": pa.float32(),  # cosine, to the nearest earlier prompt; null where the arm does not look
+        "reason": pa.string(),  # why nothing or no more was shared; null: nothing was refused
+        "num_refused": pa.int32(),  # tokens a gate refused, that the arm's candidates had
+        "num_refused_generation": pa.int32(),  # of these, taken if only the generation did not matter
+        "embedded": pa.bool_(),  # for the look-up; the time it took is no part of it
+        "num_stored_bytes": pa.int64(),  # in the arm's store, after this request
+        "lookup_s": pa.float32(),
+        "plan_s": pa.float32(),
+        "observe_s": pa.float32(),  # all the arm did: look up, plan, tell what gates cost, store
+    }
+)
 _LANGUAGE = re.compile(r"[A-Za-z][A-Za-z_()-]{0,23}( [A-Za-z()-]{1,23})?")
 
 
@@ -39,9 +77,6 @@ class Numbering:
 
     def __call__(self, name: str) -> int:
         return self._numbers.setdefault(name, len(self._numbers))
-
-    def __len__(self) -> int:
-        return len(self._numbers)
 
 
 class RowMaker:
@@ -124,3 +159,82 @@ def join_files(parts: Sequence[Path], path: Path) -> None:
                 for batch in file.iter_batches(batch_size=65_536):
                     writer.write_batch(batch)
     partial.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """`digest` is that of the data up to `num_requests`; `run` names the config and the files."""
+
+    run: str
+    num_requests: int = 0
+    num_parts: int = 0
+    digest: str = ""
+    num_resumed: int = 0
+    wall_s: float = 0.0
+
+
+class Checkpoint:
+    """The checkpoint folder of one run."""
+
+    def __init__(self, out: Path) -> None:
+        self._folder = out / CHECKPOINT_FOLDER
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether there is anything to resume."""
+        return (self._folder / _STATE_FILE).is_file()
+
+    def begin(self, run: str) -> Progress:
+        """Forget whatever was there and start anew."""
+        self.clear()
+        self._folder.mkdir(parents=True)
+        return Progress(run)
+
+    def resume(self, run: str) -> Progress:
+        """
+        How far the interrupted run came; nowhere, if there is none.
+
+        Raises:  LogError if it was a run with other options or of other files
+        """
+        if not self.has_progress:
+            return self.begin(run)
+        try:
+            state = self._folder / _STATE_FILE
+            progress = Progress(**json.loads(state.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as exc:
+            raise LogError("the checkpoint cannot be read; start without --resume") from exc
+        if progress.run != run:
+            raise LogError(
+                "the interrupted run had other options, settings, versions or files; start without --resume"
+            )
+        return progress
+
+    def check_same_data(self, progress: Progress, digest: str) -> None:
+        """Raises LogError if this is not the digest of the data that the interrupted run had seen."""
+        if digest != progress.digest:
+            raise LogError("the log is another than the interrupted run's; start without --resume")
+
+    def save(self, progress: Progress, rows: list[Row]) -> None:
+        """Add a part, then say so."""
+        if rows:
+            write_rows(self._part(progress.num_parts - 1), rows)
+        partial = self._folder / "state.partial"
+        partial.write_text(json.dumps(asdict(progress)), encoding="utf-8")
+        partial.replace(self._folder / _STATE_FILE)
+
+    def rows(self, progress: Progress) -> Iterator[list[Row]]:
+        """The rows so far, request by request."""
+        for number in range(progress.num_parts):
+            for _, rows in groupby(read_rows(self._part(number)), key=itemgetter("index")):
+                yield list(rows)
+
+    def join(self, progress: Progress, path: Path) -> None:
+        """All rows as one file."""
+        join_files([self._part(number) for number in range(progress.num_parts)], path)
+
+    def clear(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"rows-{number:05}.parquet"

@@ -10,37 +10,28 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import islice
 
-from kvshare.errors import LogError
-from kvshare.replay.arms import Arm, ArmSpec, Meanings, make_arm
-from kvshare.replay.checkpoint import Checkpoint, Progress
-from kvshare.replay.documents import arm_document, write_document
-from kvshare.replay.measures import ArmMeasures, Measures
+from kvshare.replay import results as schema
+from kvshare.replay.arms import Arm, ArmSpec, Meanings, opened_arms
+from kvshare.replay.counts import COUNT_EDGES, Buckets, DataSummary
+from kvshare.replay.measures import Measures
 from kvshare.replay.options import (
     ReplayOptions,
     Report,
     config_document,
+    describe_files,
     make_bench,
     make_meanings,
     make_stream,
+    versions,
 )
-from kvshare.replay.requests import LoggedRequest, TokenizedRequest
-from kvshare.replay.results import (
-    REQUESTS_FILE,
-    RESULTS_FILE,
-    SCHEMA_VERSION,
-    Document,
-    Row,
-    arm_label,
-)
-from kvshare.replay.rows import RowMaker, make_row
+from kvshare.replay.requests import TokenizedRequest, batches
+from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Document, Row, write_document
+from kvshare.replay.rows import Checkpoint, Progress, RowMaker, make_row
 from kvshare.replay.stream import RequestStream
-from kvshare.replay.summary import DataSummary, describe_files, versions
 from kvshare.replay.tokens import RequestTokenizer
 from vector_index import TextEmbedder
 
@@ -61,11 +52,11 @@ def replay(
     Raises:  LogError, ModelError
     """
     with make_stream(options, report) as stream:
-        run = _Run(
-            options, stream, RequestTokenizer.load(options.tokenizer), make_meanings(options, embedder)
-        )
-        with run:
-            return run.complete(resume=resume, report=report)
+        tokenizer, meanings = RequestTokenizer.load(options.tokenizer), make_meanings(options, embedder)
+        answers = any(spec.name == "response" for spec in options.arms)
+        bench = make_bench(options, meanings, light_ids=tokenizer.light_ids() if answers else frozenset())
+        with opened_arms(_stores(options), bench) as arms:
+            return _Run(options, stream, tokenizer, meanings, arms).complete(resume=resume, report=report)
 
 
 class _Run:
@@ -77,17 +68,16 @@ class _Run:
         stream: RequestStream,
         tokenizer: RequestTokenizer,
         meanings: Meanings | None,
+        arms: Sequence[Arm],
     ) -> None:
         self._options = options
         self._stream = stream
         self._tokenizer = tokenizer
         self._meanings = meanings
-        self._total = min(len(stream), options.limit) if options.limit else len(stream)
         self._files = describe_files(options.paths)
         self._config = config_document(options, tokenizer, meanings)
-        self._stack = ExitStack()
-        self._arms = [self._open_arm(spec, capacity) for spec, capacity in _stores(options)]
-        families = {arm_label(arm.name, arm.capacity_tokens): arm.family for arm in self._arms}
+        self._arms = arms
+        families = {arm.label: arm.family for arm in self._arms}
         self._measures = Measures(families, prefill_tokens_per_s=options.prefill_tokens_per_s)
         self._checkpoint = Checkpoint(options.out)
         self._pending: list[Row] = []
@@ -95,22 +85,17 @@ class _Run:
         self._started_at = datetime.now(UTC)
         self._began = time.perf_counter()
 
-    def __enter__(self) -> _Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
     def complete(self, *, resume: bool, report: Report) -> Document:
         """Observe everything, then write the files."""
-        name = _digest_of({"config": self._config, "files": self._files, "versions": versions()})
+        files = [file.model_dump() for file in self._files]
+        name = _digest_of({"config": self._config, "files": files, "versions": versions()})
         progress = self._checkpoint.resume(name) if resume else self._checkpoint.begin(name)
         if progress.num_requests:
             progress = replace(progress, num_resumed=progress.num_resumed + 1)
             for rows in self._checkpoint.rows(progress):
                 self._measures.add(rows)
         progress = self._observe_all(progress, report)
-        document = self._document(progress)
+        document = self._results(progress).model_dump(mode="json")
         self._checkpoint.join(progress, self._options.out / REQUESTS_FILE)
         write_document(self._options.out / RESULTS_FILE, document)
         self._checkpoint.clear()
@@ -118,7 +103,7 @@ class _Run:
 
     def _observe_all(self, progress: Progress, report: Report) -> Progress:
         maker, num_measured = RowMaker(), progress.num_requests
-        for batch in batches(self._requests(), _BATCH):
+        for batch in batches(self._tokenizer.tokenize(self._stream), _BATCH):
             if self._meanings is not None:
                 self._meanings.prepare(batch)
             for request in batch:
@@ -128,8 +113,8 @@ class _Run:
                     self._pending += rows
                     num_measured = request.index + 1
                 elif request.index + 1 == progress.num_requests:
-                    self._check_same_data(progress)
-                report(request.index + 1, self._total)
+                    self._checkpoint.check_same_data(progress, self._data.digest)
+                report(request.index + 1, len(self._stream))
             if num_measured - progress.num_requests >= self._options.checkpoint_every:
                 progress = self._save(progress, num_measured)
         return self._save(progress, num_measured)
@@ -144,14 +129,6 @@ class _Run:
         self._data.add(request, common)
         return rows
 
-    def _requests(self) -> Iterator[TokenizedRequest]:
-        logged: Iterable[LoggedRequest] = islice(self._stream.requests(), self._total)
-        return self._tokenizer.tokenize(logged)
-
-    def _check_same_data(self, progress: Progress) -> None:
-        if self._data.digest != progress.digest:
-            raise LogError("the log is another than the interrupted run's; start without --resume")
-
     def _save(self, progress: Progress, num_measured: int) -> Progress:
         now = time.perf_counter()
         saved = replace(
@@ -165,53 +142,51 @@ class _Run:
         self._began, self._pending = now, []
         return saved
 
-    def _open_arm(self, spec: ArmSpec, capacity: int | None) -> Arm:
-        light_ids = self._tokenizer.light_ids() if spec.name == "response" else frozenset()
-        bench = make_bench(self._options, self._meanings, light_ids=light_ids)
-        arm = make_arm(spec, bench, capacity)
-        self._stack.callback(arm.close)
-        return arm
+    def _results(self, progress: Progress) -> schema.Results:
+        return schema.Results(
+            config=self._config,
+            data=self._data.data(self._files, self._stream.report.unreadable()),
+            versions=versions(),
+            arms=tuple(map(self._arm_results, self._arms)),
+            similarity=self._measures.similarity(),
+            waterfall=self._measures.waterfalls(),
+            times=self._times(progress),
+        )
 
-    def _document(self, progress: Progress) -> Document:
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "kind": "replay",
-            "complete": True,
-            "config": self._config,
-            "data": {
-                "files": self._files,
-                **self._data.document(),
-                "unreadable": self._stream.report.to_dict(),
-            },
-            "versions": versions(),
-            "arms": [arm_document(arm, self._of(arm)) for arm in self._arms],
-            "similarity": self._measures.similarity(),
-            "waterfall": self._measures.waterfalls(),
-            "times": self._times(progress),
-        }
+    def _arm_results(self, arm: Arm) -> schema.ArmResults:
+        capacity, tree = arm.capacity_tokens, arm.describe_tree()
+        store = schema.Store(
+            arm=arm.name,
+            label=arm.label,
+            family=arm.family,
+            capacity_tokens=capacity,
+            capacity_bytes=None if capacity is None else capacity * arm.bench.bytes_per_token,
+            options=arm.options,
+        )
+        return self._measures.arms[arm.label].results(store, None if tree is None else _tree(tree))
 
-    def _of(self, arm: Arm) -> ArmMeasures:
-        return self._measures.arms[arm_label(arm.name, arm.capacity_tokens)]
-
-    def _times(self, progress: Progress) -> Document:
+    def _times(self, progress: Progress) -> schema.RunTimes:
         meanings = self._meanings
         embedding, embedding_s = None, 0.0
         if meanings is not None:
             embedding_s = meanings.seconds_per_text
             seconds, num_texts = meanings.seconds, meanings.num_texts
-            embedding = {
-                "num_texts": num_texts,
-                "seconds": seconds,
-                "texts_per_s": num_texts / (seconds or 1),
-            }
-        return {
-            "started_at": self._started_at.isoformat(timespec="seconds"),
-            "wall_s": progress.wall_s,
-            "requests_per_s": progress.num_requests / progress.wall_s if progress.wall_s else 0.0,
-            "resumed": progress.num_resumed,
-            "embedding": embedding,
-            "arms": {label: arm.times(embedding_s=embedding_s) for label, arm in self._measures.arms.items()},
-        }
+            rate = num_texts / (seconds or 1)
+            embedding = schema.EmbeddingTimes(num_texts=num_texts, seconds=seconds, texts_per_s=rate)
+        return schema.RunTimes(
+            started_at=self._started_at.isoformat(timespec="seconds"),
+            wall_s=progress.wall_s,
+            requests_per_s=progress.num_requests / progress.wall_s if progress.wall_s else 0.0,
+            resumed=progress.num_resumed,
+            embedding=embedding,
+            arms={label: arm.times(embedding_s=embedding_s) for label, arm in self._measures.arms.items()},
+        )
+
+
+def _tree(figures: Document) -> schema.Tree:
+    """Of what an arm says of its tree: every node's depth, and its number of children."""
+    depth, children = (Buckets(COUNT_EDGES, figures.pop(name)).histogram() for name in ("depths", "children"))
+    return schema.Tree(depth=depth, children=children, **figures)
 
 
 def _stores(options: ReplayOptions) -> Iterator[tuple[ArmSpec, int | None]]:
@@ -219,13 +194,6 @@ def _stores(options: ReplayOptions) -> Iterator[tuple[ArmSpec, int | None]]:
         yield spec, None
         if spec.name != "nothing":
             yield from ((spec, capacity) for capacity in options.capacities_tokens)
-
-
-def batches(requests: Iterable[TokenizedRequest], size: int) -> Iterator[list[TokenizedRequest]]:
-    """Up to `size` requests at a time: what is embedded together."""
-    remaining = iter(requests)
-    while batch := list(islice(remaining, size)):
-        yield batch
 
 
 def _digest_of(document: Document) -> str:

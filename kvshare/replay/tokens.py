@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from delta_tree import TokenIds, token_ids
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import LogError, ModelError, RequestError
-from kvshare.replay.requests import LoggedRequest, Message, TokenizedRequest
+from kvshare.replay.requests import LoggedRequest, Message, TokenizedRequest, batches
 from kvshare.served_model import DEFAULT, DEMO, find_model
 from vector_index.prompt_text import WINDOW_CHARS
 
@@ -87,7 +87,7 @@ class RequestTokenizer:
         Raises LogError for a request of which the log tells only the length.
         """
         index, time_s = first_index, 0.0
-        for batch in _batched(requests):
+        for batch in batches(requests, _BATCH):
             prompts = self._prompts(batch)
             answers = self._encode([request.answer or "" for request in batch], special=False)
             for request, prompt, answer in zip(batch, prompts, answers, strict=True):
@@ -185,14 +185,3 @@ def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return mixed ^ (mixed >> np.uint64(31))
-
-
-def _batched(requests: Iterable[LoggedRequest]) -> Iterator[list[LoggedRequest]]:
-    batch: list[LoggedRequest] = []
-    for request in requests:
-        batch.append(request)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

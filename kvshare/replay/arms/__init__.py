@@ -14,16 +14,16 @@ The arms by name, and how a name with options becomes one: `kvshare-open:min_run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from kvshare.errors import ConfigError
 from kvshare.replay.arms.base import Arm, NothingArm, Workbench
-from kvshare.replay.arms.chunks import ChunksArm
+from kvshare.replay.arms.exact import ChunksArm, PrefixArm
 from kvshare.replay.arms.meanings import Meanings
 from kvshare.replay.arms.oracle import OracleArm
-from kvshare.replay.arms.prefix import PrefixArm
 from kvshare.replay.arms.response import ResponseArm
 from kvshare.replay.arms.sharing import SharingArm
 from kvshare.replay.arms.sharing_options import SharingOptions
@@ -40,16 +40,17 @@ _KVSHARE: Final = {
     "kvshare-semantic": SharingOptions("meaning"),
     "kvshare-semantic-open": SharingOptions("meaning", open_gates=True),
 }
-_SHARING_NUMBERS: Final = {
-    "max_distance": float,
-    "min_run": int,
-    "max_donors": int,
-    "max_generation": int,
-    "max_relocated_fraction": float,
-    "min_saved_fraction": float,
-    "max_candidates": int,
-    "kgram": int,
-    "window": int,
+_SHARING_NUMBERS: Final[dict[str, type[Number]]] = {
+    option.name: float if option.type == "float | None" else int
+    for option in fields(SharingOptions)
+    if option.default is None
+}
+_ARMS: Final[dict[str, Callable[..., Arm]]] = {
+    "nothing": NothingArm,
+    "prefix": PrefixArm,
+    "chunks": ChunksArm,
+    "response": ResponseArm,
+    "oracle": OracleArm,
 }
 _OPTIONS: Final[dict[str, dict[str, type[Number]]]] = {
     "nothing": {},
@@ -60,13 +61,8 @@ _OPTIONS: Final[dict[str, dict[str, type[Number]]]] = {
     **dict.fromkeys(_KVSHARE, _SHARING_NUMBERS),
 }
 _FAST: Final = (
-    "nothing",
-    "prefix",
-    "chunks",
-    "kvshare-fingerprints",
-    "kvshare-fingerprints-open",
-    "oracle",
-)
+    "nothing", "prefix", "chunks", "kvshare-fingerprints", "kvshare-fingerprints-open", "oracle",
+)  # fmt: skip
 _ALIASES: Final = {
     "fast": _FAST,  # nothing that embeds
     "all": (
@@ -116,16 +112,21 @@ def parse_arms(text: str) -> tuple[ArmSpec, ...]:
 
 def make_arm(spec: ArmSpec, bench: Workbench, capacity_tokens: int | None = None) -> Arm:
     """The arm with a store of its own; None: an infinite one. The caller closes it."""
-    numbers = dict(spec.options)
     if spec.name in _KVSHARE:
-        sharing = replace(_KVSHARE[spec.name], **numbers)  # type: ignore[arg-type]  # checked by _parse
+        sharing = replace(_KVSHARE[spec.name], **spec.options)  # type: ignore[arg-type]  # checked by _parse
         return SharingArm(spec.text, bench, capacity_tokens, sharing=sharing)
-    if spec.name == "nothing":
-        return NothingArm(spec.text, bench, capacity_tokens)
-    if spec.name == "response":
-        return ResponseArm(spec.text, bench, capacity_tokens, **{k: float(v) for k, v in numbers.items()})
-    simple: dict[str, Callable[..., Arm]] = {"prefix": PrefixArm, "chunks": ChunksArm, "oracle": OracleArm}
-    return simple[spec.name](spec.text, bench, capacity_tokens, **numbers)
+    return _ARMS[spec.name](spec.text, bench, capacity_tokens, **spec.options)
+
+
+@contextmanager
+def opened_arms(stores: Iterable[tuple[ArmSpec, int | None]], bench: Workbench) -> Iterator[list[Arm]]:
+    """The arms, each with a store of its own, closed at the end."""
+    with ExitStack() as stack:
+        arms = []
+        for spec, capacity_tokens in stores:
+            arms.append(make_arm(spec, bench, capacity_tokens))
+            stack.callback(arms[-1].close)
+        yield arms
 
 
 def _parse(text: str) -> ArmSpec:
@@ -148,11 +149,4 @@ def _parse(text: str) -> ArmSpec:
     return ArmSpec(text, name, options)
 
 
-__all__: Sequence[str] = (
-    "Arm",
-    "ArmSpec",
-    "Meanings",
-    "Workbench",
-    "make_arm",
-    "parse_arms",
-)
+__all__ = ["Arm", "ArmSpec", "Meanings", "Workbench", "make_arm", "opened_arms", "parse_arms"]

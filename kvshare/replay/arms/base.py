@@ -8,16 +8,19 @@ text.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from delta_tree import TokenIds
+from delta_tree import TokenIds, token_ids
 from kvshare.replay.arms.meanings import Meanings
 from kvshare.replay.requests import Outcome, TokenizedRequest
+from kvshare.replay.results import arm_label
 from kvshare.settings import Settings
+
+T = TypeVar("T", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,11 @@ class Arm(ABC):
         self.bench = bench
         self.capacity_tokens = capacity_tokens
 
+    @property
+    def label(self) -> str:
+        """How results and reports call it."""
+        return arm_label(self.name, self.capacity_tokens)
+
     @abstractmethod
     def observe(self, request: TokenizedRequest) -> Outcome:
         """What of a request would be reused, given all that was observed before; then store it."""
@@ -75,12 +83,12 @@ class NothingArm(Arm):
 
 def stored_tokens(request: TokenizedRequest) -> TokenIds:
     """The tokens whose KV there is once a request was answered: the prompt and what was generated."""
-    return sequence(request.token_ids, request.answer_ids)
+    return token_ids(np.concatenate([request.token_ids, request.answer_ids]))
 
 
-def sequence(*parts: TokenIds) -> TokenIds:
-    """Token lists one after the other, read-only as the delta tree wants them."""
-    kept: Sequence[TokenIds] = [part for part in parts if len(part)]
-    joined: TokenIds = np.concatenate([*kept, np.empty(0, np.int32)]).astype(np.int32)
-    joined.flags.writeable = False
-    return joined
+def with_room(rows: NDArray[T], num_rows: int) -> NDArray[T]:
+    """The same array, or one at least twice as long that begins with it and goes on with zeros."""
+    if num_rows <= len(rows):
+        return rows
+    more = max(len(rows), num_rows - len(rows))
+    return np.concatenate([rows, np.zeros((more, *rows.shape[1:]), rows.dtype)])

@@ -13,15 +13,20 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree.kgrams import kgram_hashes
-from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
-from kvshare.replay.arms.gram_table import GramTable, Positions
+from kvshare.replay.arms.base import Arm, Workbench, stored_tokens, with_room
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of, spans_of
+
+Hashes = NDArray[np.uint64]
+Positions = NDArray[np.int64]
+
+_FIRST_LEVEL = 4096
 
 
 class OracleArm(Arm):
@@ -41,7 +46,7 @@ class OracleArm(Arm):
         super().__init__(name, bench, capacity_tokens)
         self.min_run = min_run
         self.tail = tail
-        self._tokens = np.empty(1 << 16, dtype=np.int32)
+        self._tokens = np.zeros(1 << 16, dtype=np.int32)
         self._num_tokens = 0
         self._starts: list[int] = []  # of the requests in `_tokens`
         self._askers: list[Asker] = []
@@ -69,13 +74,7 @@ class OracleArm(Arm):
         )
         self._store(request, table, tokens, hashes, stored)
         num_kept = self._num_grams if self._recency is None else self._recency.num_kept
-        bytes_per_token = self.bench.bytes_per_token
-        return Outcome(
-            hits=outcome.hits,
-            cross_user=outcome.cross_user,
-            lookup_s=outcome.lookup_s,
-            num_stored_bytes=num_kept * bytes_per_token,
-        )
+        return replace(outcome, num_stored_bytes=num_kept * self.bench.bytes_per_token)
 
     def _alive(self, stored: Positions) -> Positions:
         return stored if self._recency is None else self._recency.without_evicted(stored)
@@ -98,7 +97,7 @@ class OracleArm(Arm):
         request: TokenizedRequest,
         table: GramTable,
         tokens: NDArray[np.int32],
-        hashes: NDArray[np.uint64],
+        hashes: Hashes,
         stored: Positions,
     ) -> None:
         start = self._append(tokens)
@@ -115,10 +114,7 @@ class OracleArm(Arm):
 
     def _append(self, tokens: NDArray[np.int32]) -> int:
         start, self._num_tokens = self._num_tokens, self._num_tokens + len(tokens)
-        if self._num_tokens > len(self._tokens):
-            grown = np.empty(max(2 * len(self._tokens), self._num_tokens), dtype=np.int32)
-            grown[:start] = self._tokens[:start]
-            self._tokens = grown
+        self._tokens = with_room(self._tokens, self._num_tokens)
         self._tokens[start : self._num_tokens] = tokens
         return start
 
@@ -135,19 +131,16 @@ class _Recency:
     def without_evicted(self, positions: Positions) -> Positions:
         return np.where(positions >= self._cutoff, positions, -1)
 
-    def use(self, hashes: NDArray[np.uint64], old: Positions, new: Positions) -> None:
+    def use(self, hashes: Hashes, old: Positions, new: Positions) -> None:
         """Move k-grams from their old positions (-1: none) to new ones; of equal ones the last counts."""
         if not len(new):
             return
-        _, last = np.unique(hashes[::-1], return_index=True)
+        last = _last_of_each(hashes)
         end = int(new[-1]) + 1
-        if end > len(self._is_kept):
-            grown = np.zeros(max(2 * len(self._is_kept), end), dtype=np.bool_)
-            grown[: len(self._is_kept)] = self._is_kept
-            self._is_kept = grown
+        self._is_kept = with_room(self._is_kept, end)
         left = np.unique(old[old >= 0])
         self._is_kept[left] = False
-        self._is_kept[new[len(new) - 1 - last]] = True
+        self._is_kept[new[last]] = True
         self.num_kept += len(last) - len(left)
         if self.num_kept > self._capacity:
             kept = np.flatnonzero(self._is_kept[self._cutoff : end])
@@ -161,3 +154,73 @@ def _covered(starts: Positions, length: int, num_tokens: int) -> NDArray[np.bool
     steps[starts] += 1
     np.subtract.at(steps, starts + length, 1)
     return np.asarray(np.cumsum(steps[:-1]) > 0)
+
+
+@dataclass(slots=True)
+class _Level:
+    hashes: Hashes  # ascending
+    positions: NDArray[np.uint32]
+
+
+class GramTable:
+    """
+    Hash -> position; each hash once: millions of k-grams, in sorted arrays. Positions are below 2**32.
+
+    Levels of doubling size, as in a log-structured store: adding is cheap, looking up many at once is a
+    binary search per level. 12 bytes a k-gram, where a dictionary takes 150.
+    """
+
+    def __init__(self) -> None:
+        self._levels: list[_Level] = []  # largest first
+
+    def find(self, hashes: Hashes) -> Positions:
+        """Where each hash was last put, -1 for unknown ones. Shapes: (N,) -> (N,)."""
+        found = np.full(len(hashes), -1, dtype=np.int64)
+        for level in self._levels:
+            places, is_known = _locate(level, hashes)
+            found[is_known] = level.positions[places[is_known]]
+        return found
+
+    def put(self, hashes: Hashes, positions: Positions) -> None:
+        """Set the positions of hashes, known or not; of equal hashes the last one counts."""
+        keep = _last_of_each(hashes)
+        hashes, positions = hashes[keep], positions[keep]
+        is_new = np.ones(len(hashes), dtype=np.bool_)
+        for level in self._levels:
+            places, is_known = _locate(level, hashes)
+            level.positions[places[is_known]] = positions[is_known]
+            is_new &= ~is_known
+        if is_new.any():
+            self._levels.append(_sorted_level(hashes[is_new], positions[is_new].astype(np.uint32)))
+            self._compact()
+
+    def _compact(self) -> None:
+        """Merge the last levels while the smaller is not much smaller than the one before it."""
+        levels = self._levels
+        while len(levels) > 1 and (
+            len(levels[-1].hashes) * 2 > len(levels[-2].hashes) or len(levels[-2].hashes) < _FIRST_LEVEL
+        ):
+            small, large = levels.pop(), levels.pop()
+            levels.append(
+                _sorted_level(
+                    np.concatenate((large.hashes, small.hashes)),
+                    np.concatenate((large.positions, small.positions)),
+                )
+            )
+
+
+def _locate(level: _Level, hashes: Hashes) -> tuple[Positions, NDArray[np.bool_]]:
+    places = np.minimum(np.searchsorted(level.hashes, hashes), len(level.hashes) - 1)
+    return places, level.hashes[places] == hashes
+
+
+def _last_of_each(hashes: Hashes) -> Positions:
+    """Indices of the last occurrence of each value, ascending by value."""
+    _, from_end = np.unique(hashes[::-1], return_index=True)
+    indices: Positions = len(hashes) - 1 - from_end
+    return indices
+
+
+def _sorted_level(hashes: Hashes, positions: NDArray[np.uint32]) -> _Level:
+    order = np.argsort(hashes, kind="stable")  # radix or timsort: quick on runs that are sorted already
+    return _Level(hashes[order], positions[order])

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import Span, TokenIds
-from kvshare.replay.arms.base import Arm, Workbench
+from kvshare.replay.arms.base import Arm, Workbench, with_room
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest
 
 _TOKEN_BYTES = 4
@@ -57,9 +57,8 @@ class _Shelf:
         row = self.free.pop() if self.free else self.num_rows
         if row == self.num_rows:
             self.num_rows += 1
-            if row == len(self.vectors):
-                self.vectors = np.concatenate([self.vectors, np.zeros_like(self.vectors)])
-                self.is_cached = np.concatenate([self.is_cached, np.zeros_like(self.is_cached)])
+            self.vectors = with_room(self.vectors, self.num_rows)
+            self.is_cached = with_room(self.is_cached, self.num_rows)
         self.vectors[row] = vector
         return row
 

@@ -1,29 +1,122 @@
-"""Whole conversations as plain `messages`, most with the assistant's last word; also fine-tuning files."""
+"""
+Whole conversations, one a row: WildChat, LMSYS-Chat-1M, ShareGPT, and plain `messages`.
+
+A row becomes one request per turn that asks for an answer. Each row is a conversation of its own: data sets
+repeat their ids, for copies and for slices of one conversation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvshare.replay.readers import fields
-from kvshare.replay.readers.conversation import conversation_row
-from kvshare.replay.readers.row import LoggedRow, Place
+from kvshare.replay.readers.rows import LoggedRow, Place, Reason, RowError, Turn
+from kvshare.replay.requests import LoggedRequest, Message
 
 
-def matches(row: Mapping[str, Any]) -> bool:
+def is_wildchat(row: Mapping[str, Any]) -> bool:
+    if "conversation_hash" in row:
+        return "conversation" in row or "messages" in row
+    return is_lmsys(row) and ("timestamp" in row or "detoxify_moderation" in row)  # LMSYS has neither
+
+
+def read_wildchat(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+    """
+    As allenai publishes it: `conversation` with one dictionary per message; samples have `messages`.
+
+    The user is `hashed_ip`; the older edition (WildChat, WildChat-nontoxic), which has a `conversation_id`
+    like LMSYS, names none. Published times are those of the finished answer (of a message, and of the last
+    one for the row): the request was made a little before, which changes no order within a conversation.
+    """
+    said = fields.first(row, "conversation", "messages")
+    messages = fields.messages(said)
+    user = fields.optional_id(row, "hashed_ip") or fields.optional_id(said[0], "hashed_ip")
+    times = _times(said, fields.time_s(row.get("timestamp")))
+    yield _conversation(place, messages, fields.optional_text(row, "language"), user=user, times=times)
+
+
+def is_lmsys(row: Mapping[str, Any]) -> bool:
+    return "conversation_id" in row and isinstance(row.get("conversation"), list)
+
+
+def read_lmsys(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+    """`conversation` (role, content), `language`; no users, no times."""
+    yield _conversation(
+        place, fields.messages(row.get("conversation")), fields.optional_text(row, "language")
+    )
+
+
+def is_sharegpt(row: Mapping[str, Any]) -> bool:
+    return "conversations" in row
+
+
+def read_sharegpt(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+    """`conversations` with `from` and `value`, one JSON array or JSON lines. No users, no times."""
+    messages = fields.messages(row.get("conversations"), role="from", content="value")
+    yield _conversation(place, messages, fields.optional_text(row, "language", "lang"))
+
+
+def is_conversation(row: Mapping[str, Any]) -> bool:
     said = row.get("messages")
     if not isinstance(said, list) or not said or "turn" in row or "answer" in row:
         return False
     return isinstance(said[-1], Mapping) and said[-1].get("role") == "assistant"
 
 
-def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+def read_conversation(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+    """Plain `messages`, most with the assistant's last word; also fine-tuning files."""
     messages = fields.messages(row.get("messages"))
     time_s = fields.time_s(fields.first(row, "timestamp", "created", "created_at"))
-    yield conversation_row(
+    yield _conversation(
         place,
         messages,
+        fields.optional_text(row, "language", "lang"),
         user=fields.optional_id(row, "user", "hashed_ip"),
         times=[time_s] * len(messages),
-        language=fields.optional_text(row, "language", "lang"),
     )
+
+
+def _conversation(
+    place: Place,
+    messages: tuple[Message, ...],
+    language: str | None,
+    *,
+    user: str | None = None,
+    times: Sequence[float | None] = (),
+) -> LoggedRow:
+    """
+    A request after every user message, and after every tool result that the assistant goes on from.
+
+    `times[i]` is when the request that ends with message i was made.
+    """
+    ends = [number for number in range(1, len(messages) + 1) if _asks(messages, number)]
+    if not ends:
+        raise RowError(Reason.NO_USER_TURN)
+    request = LoggedRequest(
+        source=place.source,
+        line=place.line,
+        conversation=place.name,
+        user=user,
+        messages=messages,
+        language=language or "unknown",
+    )
+    return LoggedRow(request, tuple(Turn(end, times[end - 1] if times else None) for end in ends))
+
+
+def _asks(messages: Sequence[Message], num_messages: int) -> bool:
+    role = messages[num_messages - 1]["role"]
+    if role == "tool":
+        return num_messages < len(messages) and messages[num_messages]["role"] == "assistant"
+    return role == "user"
+
+
+def _times(said: Sequence[Mapping[str, Any]], row_time_s: float | None) -> list[float | None]:
+    """Of every message: its own time, else that of the message after it, else the row's."""
+    times: list[float | None] = []
+    following = row_time_s
+    for message in reversed(said):
+        own = fields.time_s(message.get("timestamp"))
+        following = following if own is None else own
+        times.append(following)
+    return times[::-1]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kvshare.replay.readers.unreadable import Reason, RowError
+from kvshare.replay.readers.rows import Reason, RowError
 from kvshare.replay.requests import Message
 
 _ROLES = {

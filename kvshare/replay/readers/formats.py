@@ -1,14 +1,24 @@
-"""The formats by name, and which of them the first rows of a file are in."""
+"""
+The formats by name, which of them the first rows of a file are in, and one file read in its format.
+
+Rows come in the file's order and are read as they are asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
-from kvshare.replay.readers import chats, lmsys, openai, plain, prompts, sharegpt, traces, wildchat
-from kvshare.replay.readers.row import LoggedRow, Place
-from kvshare.replay.readers.unreadable import Reason
+from kvshare.errors import LogError
+from kvshare.replay.readers import chats, openai, prompts
+from kvshare.replay.readers.files import RawRow, raw_rows
+from kvshare.replay.readers.rows import LoggedRow, Place, ReadReport, Reason, RowError
+from kvshare.replay.requests import LoggedRequest
+
+_NUM_DETECT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +30,6 @@ class Format:
     """
 
     name: str
-    what: str
     matches: Callable[[Mapping[str, Any]], bool]
     convert: Callable[[Mapping[str, Any], Place], Iterator[LoggedRow | Reason]]  # raises RowError
     has_content: bool = True  # False: lengths only, recognised in order to be refused
@@ -30,52 +39,80 @@ class Format:
 FORMATS: Mapping[str, Format] = {
     each.name: each
     for each in (
-        Format(
-            "mooncake",
-            "Mooncake traces: timestamp, input_length, output_length, hash_ids",
-            traces.matches_mooncake,
-            traces.convert_mooncake,
-        ),
-        Format(
-            "azure",
-            "Azure LLM traces: lengths only, so that nothing can be shared",
-            traces.matches_lengths,
-            traces.convert_lengths,
-            has_content=False,
-        ),
-        Format(
-            "wildchat",
-            "WildChat: conversation_hash, or conversation_id and timestamp; conversation",
-            wildchat.matches,
-            wildchat.convert,
-        ),
-        Format("lmsys", "LMSYS-Chat-1M: conversation_id, conversation", lmsys.matches, lmsys.convert),
-        Format("sharegpt", "ShareGPT: conversations with from and value", sharegpt.matches, sharegpt.convert),
-        Format("openai", "OpenAI request bodies, bare or as Batch API lines", openai.matches, openai.convert),
-        Format("prompts", "vLLM, guidellm, AIBrix: prompt with lengths", prompts.matches, prompts.convert),
-        Format("conversations", "whole conversations as messages", chats.matches, chats.convert),
-        Format("plain", "one request per row: messages or prompt", plain.matches, plain.convert),
+        Format("mooncake", prompts.is_mooncake, prompts.read_mooncake),
+        Format("azure", prompts.is_azure, prompts.read_azure, has_content=False),
+        Format("wildchat", chats.is_wildchat, chats.read_wildchat),
+        Format("lmsys", chats.is_lmsys, chats.read_lmsys),
+        Format("sharegpt", chats.is_sharegpt, chats.read_sharegpt),
+        Format("openai", openai.is_body, openai.read_body),
+        Format("prompts", prompts.is_prompt, prompts.read_prompts),
+        Format("conversations", chats.is_conversation, chats.read_conversation),
+        Format("plain", prompts.is_plain, prompts.read_plain),
     )
 }
+_OFFERED = ", ".join(each.name for each in FORMATS.values() if each.has_content)
 
 
-def offered() -> str:
-    """The names to choose from, for messages."""
-    return ", ".join(each.name for each in FORMATS.values() if each.has_content)
+def read_file(
+    path: Path, report: ReadReport, *, format_name: str | None = None, source: str | None = None
+) -> Iterator[LoggedRow]:
+    """
+    Rows of a log; what cannot be read goes into `report`. `source` names the file there, its name by default.
+
+    Raises LogError where there is no such file, no such format, or no row of any known format.
+    """
+    source = source or path.name
+    rows = raw_rows(path)
+    head = list(islice(rows, _NUM_DETECT))
+    chosen = _named(format_name) if format_name is not None else _detected(source, head)
+    report.formats[source] = chosen.name
+    for raw in chain(head, rows):
+        for row in _converted(chosen, raw, Place(source, raw.line)):
+            if isinstance(row, Reason):
+                report.count_unreadable(source, raw.line, row)
+            else:
+                yield row
 
 
-def named(name: str) -> Format | None:
-    """The format of this name, if there is one. "plain:FIELD" finds the prompts in that field."""
+def read_requests(
+    path: Path, report: ReadReport, *, format_name: str | None = None
+) -> Iterator[LoggedRequest]:
+    """The same, request by request."""
+    for row in read_file(path, report, format_name=format_name):
+        yield from row
+
+
+def _converted(chosen: Format, raw: RawRow, place: Place) -> Iterator[LoggedRow | Reason]:
+    if isinstance(raw.value, Reason):
+        yield raw.value
+        return
+    try:
+        yield from chosen.convert(raw.value, place)
+    except RowError as exc:
+        yield exc.reason
+
+
+def _named(name: str) -> Format:
+    """The format of this name. "plain:FIELD" finds the prompts in that field."""
     base, _, field = name.partition(":")
-    if base != "plain" or not field:
-        return FORMATS.get(name)
-
-    def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow | Reason]:
-        return plain.convert({**row, "prompt": row.get(field), "messages": None, "token_ids": None}, place)
-
-    return replace(FORMATS[base], convert=convert)
+    if base == "plain" and field:
+        return replace(FORMATS[base], convert=lambda row, place: prompts.read_field(row, place, field))
+    if name not in FORMATS:
+        raise LogError(f"no log format {name!r}; there are {_OFFERED} and plain:FIELD")
+    return FORMATS[name]
 
 
-def detect(rows: Sequence[Mapping[str, Any]]) -> Format | None:
+def _detected(source: str, head: list[RawRow]) -> Format:
     """The first format that fits any of these rows: `conversations` end with a question here and there."""
-    return next((each for each in FORMATS.values() if any(each.matches(row) for row in rows)), None)
+    if not head:
+        raise LogError(f"{source} is empty: it has no rows")
+    rows = [raw.value for raw in head if not isinstance(raw.value, Reason)]
+    found = next((each for each in FORMATS.values() if any(map(each.matches, rows))), None)
+    if found is None:
+        reasons = sorted({str(raw.value) for raw in head if isinstance(raw.value, Reason)})
+        seen = f" ({', '.join(reasons)})" if reasons else ""
+        raise LogError(
+            f"{source}: none of the first {len(head)} rows{seen} is in a known format; "
+            f"name it with --format, one of {_OFFERED}, or plain:FIELD with the prompt's field"
+        )
+    return found

@@ -14,20 +14,19 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvshare.replay.readers import fields, plain
-from kvshare.replay.readers.row import LoggedRow, Place
-from kvshare.replay.readers.unreadable import Reason, RowError
+from kvshare.replay.readers import fields, prompts
+from kvshare.replay.readers.rows import LoggedRow, Place, Reason, RowError
 from kvshare.replay.requests import LoggedRequest, Message
 
 
-def matches(row: Mapping[str, Any]) -> bool:
+def is_body(row: Mapping[str, Any]) -> bool:
     for name in ("body", "request"):
         if isinstance(row.get(name), Mapping):
             return True
     return "model" in row and any(name in row for name in ("messages", "prompt", "input"))
 
 
-def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow | Reason]:
+def read_body(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow | Reason]:
     body = fields.first(row, "body", "request")
     body = row if body is None else body
     if not isinstance(body, Mapping):
@@ -35,9 +34,9 @@ def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow | Reason
     metadata = body.get("metadata")
     known = {**(metadata if isinstance(metadata, Mapping) else {}), **body, **row}
     if body.get("messages") is None and body.get("prompt") is not None:
-        prompts = _prompts(body["prompt"])
-        for number, prompt in enumerate(prompts):
-            own = place.name if len(prompts) == 1 else f"{place.name}.{number}"
+        several = _prompts(body["prompt"])
+        for number, prompt in enumerate(several):
+            own = place.name if len(several) == 1 else f"{place.name}.{number}"
             try:
                 yield _row(known, place, own, **_prompt(prompt))
             except RowError as exc:
@@ -45,7 +44,7 @@ def convert(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow | Reason
         return
     messages = body.get("messages")
     messages = _messages_of_input(body) if messages is None else fields.messages(messages)
-    yield _row(known, place, place.name, messages=plain.asking((*_tools(body), *messages)))
+    yield _row(known, place, place.name, messages=prompts.asking((*_tools(body), *messages)))
 
 
 def _row(
@@ -65,7 +64,7 @@ def _row(
             source=place.source,
             line=place.line,
             conversation=conversation or own_name,
-            turn=plain.num_earlier_turns(messages),
+            turn=prompts.num_earlier_turns(messages),
             user=fields.optional_id(known, "user", "safety_identifier", "user_id"),
             time_s=fields.time_s(fields.first(known, "timestamp", "created", "created_at")),
             messages=messages,
@@ -85,8 +84,8 @@ def _prompts(value: object) -> list[Any]:
 
 def _prompt(value: object) -> dict[str, Any]:
     if isinstance(value, list):
-        return {"token_ids": plain.tokens(value)}
-    return {"prompt": plain.full(fields.text(value))}
+        return {"token_ids": prompts.tokens(value)}
+    return {"prompt": prompts.full(fields.text(value))}
 
 
 def _messages_of_input(body: Mapping[str, Any]) -> tuple[Message, ...]:

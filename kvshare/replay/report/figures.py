@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvshare.replay.report import plots, shapes
-from kvshare.replay.report.data import Report
+from kvshare.replay.report.reading import Report
 
 _NO_KVSHARE = "no arm of KVShare was replayed"
 _NO_LIKENESS = "no arm looked at meaning, or no request had an earlier prompt"
@@ -24,7 +24,7 @@ class Drawn:
 def draw(report: Report) -> dict[str, Drawn]:
     """All plots by file name, in the order of the page."""
     endless, kvshare, similarity = report.endless, report.kvshare, report.similarity
-    losses = next((one for one in report.waterfalls if kvshare and one.arm == kvshare.label), None)
+    losses = next((one for one in report.waterfall if kvshare and one.arm == kvshare.label), None)
     return {
         "savings": Drawn(
             f"Where the tokens go{f': {kvshare.label}' if kvshare else ''}",
@@ -95,8 +95,8 @@ def _tree_caption(report: Report) -> str:
     kvshare = report.kvshare
     if kvshare is None or kvshare.tree is None:
         return ""
-    numbers = kvshare.tree.numbers
+    known = sorted(name for name in kvshare.tree.model_fields_set if name.startswith("num_"))
     told = ", ".join(
-        f"{value:,} {key.removeprefix('num_').replace('_', ' ')}" for key, value in numbers.items()
+        f"{getattr(kvshare.tree, name):,} {name.removeprefix('num_').replace('_', ' ')}" for name in known
     )
     return f"How prompts are made of earlier ones in “{kvshare.label}”: {told}."

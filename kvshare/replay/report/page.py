@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from html import escape
 
 from kvshare.replay.report import tables
-from kvshare.replay.report.data import Report
 from kvshare.replay.report.figures import Drawn
-from kvshare.replay.report.numbers import counted, duration, percent, size
-from kvshare.replay.report.reading import count, number
+from kvshare.replay.report.reading import Report
 from kvshare.replay.report.style import page_css
+from kvshare.replay.report.tables import counted, duration, percent, size
 from kvshare.replay.report.words import headline, sentences
 
 _GROUPS = {
@@ -56,7 +55,7 @@ def command(report: Report) -> str:
     """The command line that gives the same results."""
     config = report.config
     tokenizer = config.get("tokenizer") or {}
-    words = ["kvshare", "replay", *(str(file.get("name")) for file in report.data.get("files") or ())]
+    words = ["kvshare", "replay", *(file.name for file in report.data.files)]
     words += ["--arms", ",".join(map(str, config.get("arms") or ()))]
     if config.get("capacities_tokens"):
         words += ["--capacity", ",".join(map(str, config["capacities_tokens"]))]
@@ -74,22 +73,21 @@ def _section(name: str, title: str, content: str) -> str:
 
 
 def _title(report: Report) -> str:
-    names = [str(file.get("name")) for file in report.data.get("files") or ()]
+    names = [file.name for file in report.data.files]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"KVShare replay of {shown}" if shown else "KVShare replay"
 
 
 def _summary(report: Report) -> str:
     data, times = report.data, report.times
-    unreadable = count(data.get("unreadable") or {}, "num_rows")
-    num_users = count(data, "num_users")
-    users = f"{counted(num_users)} users" if num_users else "users not named"
+    unreadable = data.unreadable.num_rows
+    users = f"{counted(data.num_users)} users" if data.num_users else "users not named"
     about = (
-        f"{counted(count(data, 'num_requests'))} requests of {counted(count(data, 'num_conversations'))} "
+        f"{counted(data.num_requests)} requests of {counted(data.num_conversations)} "
         f"conversations, {users}, "
-        f"{counted(count(data, 'num_tokens'))} prompt tokens"
+        f"{counted(data.num_tokens)} prompt tokens"
         + (f"; {counted(unreadable)} rows could not be read" if unreadable else "")
-        + (f". Replayed {_time(str(times['started_at']))}" if times.get("started_at") else "")
+        + (f". Replayed {_time(times.started_at)}" if times.started_at else "")
     )
     links = {
         "arms": "Ways of caching", "plots": "Plots", "groups": "Who gains", "plans": "Plans and time",
@@ -114,13 +112,13 @@ def _cards(report: Report) -> str:
     cards = []
     for name, family in (("prefix caching", "prefix"), ("exact chunks", "chunks")):
         if (arm := report.find(family)) is not None:
-            cards.append((percent(arm.figures.token_hit_rate), f"not computed with {name}"))
+            cards.append((percent(arm.token_hit_rate), f"not computed with {name}"))
     if kvshare is not None:
-        cards.append((percent(kvshare.figures.token_hit_rate), f"not computed with {kvshare.arm}"))
+        cards.append((percent(kvshare.token_hit_rate), f"not computed with {kvshare.arm}"))
     if (oracle := report.find("oracle")) is not None:
-        cards.append((percent(oracle.figures.token_hit_rate), "seen before at all (oracle)"))
+        cards.append((percent(oracle.token_hit_rate), "seen before at all (oracle)"))
     if kvshare is not None:
-        cards.append((duration(kvshare.figures.saved_mean_s), "TTFT saved per request, estimated"))
+        cards.append((duration(kvshare.ttft_saved_s.mean), "TTFT saved per request, estimated"))
     inside = "".join(f'<div class="card"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in cards)
     return f'<div class="cards">{inside}</div>' if cards else ""
 
@@ -156,14 +154,15 @@ def _plans(report: Report) -> str:
         rows = [(reason, counted(number)) for reason, number in kvshare.reasons.items()]
         parts.append(f"<h3>Why “{escape(kvshare.label)}” shared nothing, or no more</h3>")
         parts.append(tables.pairs(rows, ("reason", "requests")))
-    if kvshare is not None and any(kvshare.shifts.counts):
-        shifts = kvshare.shifts
+    if kvshare is not None and any(kvshare.shift_tokens.counts):
+        shifts = kvshare.shift_tokens
         ends = [f"{edge:g}" for edge in shifts.edges]
         rows = [(f"{ends[i]} or more", counted(n)) for i, n in enumerate(shifts.counts) if n]
         parts.append("<h3>How far copies are moved</h3>")
         parts.append(tables.pairs(rows, ("tokens, up to the next row", "copies")))
     if report.similarity is not None:
-        rows = [(f"{distance:g}", percent(share)) for distance, share in report.similarity.thresholds]
+        known = [one for one in report.similarity.thresholds if one.share is not None]
+        rows = [(f"{one.distance:g}", percent(one.share)) for one in known]
         parts.append("<h3>Requests with an earlier prompt that near in meaning</h3>")
         parts.append(tables.pairs(rows, ("cosine distance at most", "requests")))
     return "".join(parts)
@@ -171,31 +170,28 @@ def _plans(report: Report) -> str:
 
 def _data(report: Report) -> str:
     data = report.data
-    rows = [
-        (str(file.get("name")), f"{size(count(file, 'num_bytes'))}, sha256 {str(file.get('sha256'))[:16]}…")
-        for file in data.get("files") or ()
-    ]
+    rows = [(file.name, f"{size(file.num_bytes)}, sha256 {file.sha256[:16]}…") for file in data.files]
     parts = [tables.pairs(rows, ("file", ""))] if rows else []
-    lengths = data.get("length_histogram") or {}
-    if lengths.get("count"):
-        buckets = zip(lengths.get("edges") or (), lengths.get("counts") or (), strict=False)
+    lengths = data.length_histogram
+    if lengths.count:
+        buckets = zip(lengths.edges, lengths.counts, strict=False)
         spread = [(f"{counted(low)} or more", counted(prompts)) for low, prompts in buckets if prompts]
-        mean, longest = (counted(number(lengths, key)) for key in ("mean", "max"))
+        mean, longest = counted(lengths.mean), counted(lengths.max)
         parts.append(f"<h3>Prompts by length; mean {mean}, longest {longest} tokens</h3>")
         parts.append(tables.pairs(spread, ("tokens, up to the next row", "prompts")))
     return "".join(parts) + "<h3>Rows that could not be read</h3>" + "".join(_unreadable(report))
 
 
 def _unreadable(report: Report) -> Iterator[str]:
-    unreadable = report.data.get("unreadable") or {}
-    number = count(unreadable, "num_rows")
+    unreadable = report.data.unreadable
+    number = unreadable.num_rows
     if not number:
         yield "<p>There are none.</p>"
         return
-    reasons = [(str(reason), counted(rows)) for reason, rows in (unreadable.get("reasons") or {}).items()]
+    reasons = [(reason, counted(rows)) for reason, rows in unreadable.reasons.items()]
     yield tables.pairs(reasons, ("reason", "rows"))
-    lines = (unreadable.get("lines") or [])[:_MAX_LINES]
-    rows = [(f"{line.get('source')}:{line.get('line')}", str(line.get("reason"))) for line in lines]
+    lines = unreadable.lines[:_MAX_LINES]
+    rows = [(f"{line.source}:{line.line}", line.reason) for line in lines]
     more = f"; the first {len(lines)} of {counted(number)}" if number > len(lines) else ""
     yield f"<details><summary>Which{more}</summary>{tables.pairs(rows, ('file:line', 'reason'))}</details>"
 
@@ -206,7 +202,7 @@ def _run(report: Report) -> str:
     return (
         "<p>The same files in the same order give the same results, times aside:</p>"
         f'<pre class="wrap">{escape(command(report))}</pre>'
-        f"<p class='soft'>sha256 of the tokens, in order: {escape(str(report.data.get('sha256', '–')))}; "
+        f"<p class='soft'>sha256 of the tokens, in order: {escape(report.data.sha256)}; "
         f"of the tokenizer: {escape(str(tokenizer.get('sha256', '–')))}.</p>"
         f"{tables.pairs(versions, ('software', 'version'))}"
         "<details><summary>The whole configuration</summary>"

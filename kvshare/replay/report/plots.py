@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvshare.replay.report import svg
-from kvshare.replay.report.data import ArmReport, Stretch
-from kvshare.replay.report.numbers import counted, percent, short, size
 from kvshare.replay.report.svg import Plane, Point, Scale
+from kvshare.replay.report.tables import counted, percent, short, size
+from kvshare.replay.results import ArmResults, Stretch
 
 WIDTH: Final = 880
 _LEFT, _RIGHT, _TOP, _HEIGHT = 72, 580, 34, 300  # of the area where data are drawn
@@ -19,7 +19,7 @@ _NUM_SHADES, _NUM_DASHES = 6, 4
 Values = Callable[[Stretch], float]
 
 
-def styles(arms: Sequence[ArmReport]) -> dict[str, str]:
+def styles(arms: Sequence[ArmResults]) -> dict[str, str]:
     """
     Arm -> the class of its colour and dash: a colour a family, KVShare's variants one each.
 
@@ -40,7 +40,7 @@ def styles(arms: Sequence[ArmReport]) -> dict[str, str]:
     return found
 
 
-def hit_rate_over_time(arms: Sequence[ArmReport]) -> str | None:
+def hit_rate_over_time(arms: Sequence[ArmResults]) -> str | None:
     """Tokens not computed along the stream, averaged over a twentieth of it."""
     return _along_the_stream(
         [arm for arm in arms if arm.family != "nothing"],
@@ -48,12 +48,12 @@ def hit_rate_over_time(arms: Sequence[ArmReport]) -> str | None:
         title="Hit rate over time",
         y_name="prompt tokens not computed, %",
         y_high=100,
-        value=lambda arm: percent(arm.figures.token_hit_rate),
+        value=lambda arm: percent(arm.token_hit_rate),
         y_label=short,
     )
 
 
-def store_over_time(arms: Sequence[ArmReport]) -> str | None:
+def store_over_time(arms: Sequence[ArmResults]) -> str | None:
     """What each arm's store holds along the stream."""
     holding = [arm for arm in arms if any(stretch.num_bytes for stretch in arm.series)]
     return _along_the_stream(
@@ -62,14 +62,14 @@ def store_over_time(arms: Sequence[ArmReport]) -> str | None:
         title="Store size over time",
         y_name="KV in the store",
         y_high=max((s.num_bytes for arm in holding for s in arm.series), default=0),
-        value=lambda arm: size(arm.final_bytes),
+        value=lambda arm: size(arm.storage.final_bytes),
         y_label=size,
     )
 
 
-def coverage(arms: Sequence[ArmReport]) -> str | None:
+def coverage(arms: Sequence[ArmResults]) -> str | None:
     """The share of requests of whose tokens at least x percent need no computing."""
-    drawn = [arm for arm in arms if sum(arm.coverage) and arm.family != "nothing"]
+    drawn = [arm for arm in arms if sum(arm.coverage_histogram) and arm.family != "nothing"]
     if not drawn:
         return None
     plane = _plane(Scale(0, 100, _LEFT, _RIGHT), 100)
@@ -78,22 +78,22 @@ def coverage(arms: Sequence[ArmReport]) -> str | None:
         parts.append(svg.rule((plane.x(share), _TOP), (plane.x(share), _HEIGHT), "guide"))
     classes = styles(arms)
     for arm in reversed(drawn):  # the first asked for on top, where curves are the same
-        total, left = sum(arm.coverage), sum(arm.coverage)
+        total, left = sum(arm.coverage_histogram), sum(arm.coverage_histogram)
         points: list[Point] = [(0.0, 100.0)]
-        for bucket, num_requests in enumerate(arm.coverage):
+        for bucket, num_requests in enumerate(arm.coverage_histogram):
             points.append((float(bucket), 100 * left / total))
             left -= num_requests
         parts.append(svg.line(plane, points, classes[arm.arm], arm.label))
-    entries = [(classes[arm.arm], arm.label, percent(arm.figures.at_least[0])) for arm in drawn]
+    entries = [(classes[arm.arm], arm.label, percent(arm.at_least[0])) for arm in drawn]
     parts.append(_legend(entries, "with at least 50 %"))
     return _document("Coverage of requests", "One curve an arm; higher is better.", len(drawn), parts)
 
 
-def hit_rate_against_capacity(arms: Sequence[ArmReport]) -> str | None:
+def hit_rate_against_capacity(arms: Sequence[ArmResults]) -> str | None:
     """Tokens not computed by what the store may hold; the infinite store at the right."""
-    by_arm: dict[str, list[ArmReport]] = {}
+    by_arm: dict[str, list[ArmResults]] = {}
     for arm in arms:
-        if arm.family != "nothing" and arm.figures.token_hit_rate is not None:
+        if arm.family != "nothing" and arm.token_hit_rate is not None:
             by_arm.setdefault(arm.arm, []).append(arm)
     capacities = sorted({arm.capacity_tokens for arm in arms if arm.capacity_tokens})
     if not capacities or not by_arm:
@@ -115,19 +115,19 @@ def hit_rate_against_capacity(arms: Sequence[ArmReport]) -> str | None:
         final = [s for s in stores if s.capacity_tokens is None]
         parts += [svg.line(plane, finite, css, name), svg.dots(plane, finite, dot, tip=name)]
         parts.append(svg.dots(edge, [(0, _percent_of(s)) for s in final], dot, radius=4, tip=name))
-        entries.insert(0, (css, name, percent(final[0].figures.token_hit_rate if final else None)))
+        entries.insert(0, (css, name, percent(final[0].token_hit_rate if final else None)))
     parts.append(_legend(entries, "with an infinite store"))
     return _document("Hit rate against capacity", "One line an arm.", len(entries), parts)
 
 
 def _along_the_stream(
-    arms: Sequence[ArmReport],
-    points: Callable[[ArmReport], list[Point]],
+    arms: Sequence[ArmResults],
+    points: Callable[[ArmResults], list[Point]],
     *,
     title: str,
     y_name: str,
     y_high: float,
-    value: Callable[[ArmReport], str],
+    value: Callable[[ArmResults], str],
     y_label: Callable[[float], str],
 ) -> str | None:
     drawn = [arm for arm in arms if arm.series]
@@ -148,8 +148,8 @@ def _along_the_stream(
     return _document(title, f"One line an arm over {counted(last)} requests.", len(drawn), parts)
 
 
-def _percent_of(arm: ArmReport) -> float:
-    return 100 * (arm.figures.token_hit_rate or 0.0)
+def _percent_of(arm: ArmResults) -> float:
+    return 100 * (arm.token_hit_rate or 0.0)
 
 
 def _moving_rate(series: Sequence[Stretch]) -> list[Point]:

@@ -5,62 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-# Each at least 3:1 on its background, and told apart by dashes too: see plots.styles.
-LIGHT: Final[Mapping[str, str]] = {
-    "paper": "#ffffff",
-    "ink": "#1d242b",
-    "soft": "#55606b",
-    "grid": "#e3e7eb",
-    "axis": "#8a949e",
-    "panel": "#f5f7f9",
-    "bar": "#cfe3f3",
-    "strong": "#ffffff",
-    "nothing": "#767676",
-    "prefix": "#0067b1",
-    "chunks": "#b85000",
-    "response": "#a3237f",
-    "oracle": "#1d242b",
-    "kv0": "#00755e",
-    "kv1": "#3d7d00",
-    "kv2": "#8a6d00",
-    "kv3": "#5b4fd0",
-    "kv4": "#007a87",
-    "kv5": "#7a4a2b",
-    "total": "#7a8794",
-    "repaired": "#c58a00",
-    "computed": "#a9444f",
-    "heat": "#0067b1",
-    "empty": "#f0f3f5",
+# Light and dark. Each at least 3:1 on its background, and told apart by dashes too: see plots.styles.
+_COLOURS: Final = {
+    "paper": ("#ffffff", "#14181d"),
+    "ink": ("#1d242b", "#e8ecf0"),
+    "soft": ("#55606b", "#a9b3bd"),
+    "grid": ("#e3e7eb", "#2c343c"),
+    "axis": ("#8a949e", "#7b8691"),
+    "panel": ("#f5f7f9", "#1c2228"),
+    "bar": ("#cfe3f3", "#1f4562"),
+    "strong": ("#ffffff", "#0c1014"),
+    "nothing": ("#767676", "#9aa0a6"),
+    "prefix": ("#0067b1", "#5ab4f5"),
+    "chunks": ("#b85000", "#ff9a56"),
+    "response": ("#a3237f", "#ee85c8"),
+    "oracle": ("#1d242b", "#f2f2f2"),
+    "kv0": ("#00755e", "#3ddbb0"),
+    "kv1": ("#3d7d00", "#9bd84f"),
+    "kv2": ("#8a6d00", "#e0c04c"),
+    "kv3": ("#5b4fd0", "#a5a5ff"),
+    "kv4": ("#007a87", "#5fd7e2"),
+    "kv5": ("#7a4a2b", "#d8a27d"),
+    "total": ("#7a8794", "#8d99a5"),
+    "repaired": ("#c58a00", "#e0b040"),
+    "computed": ("#a9444f", "#e0808a"),
+    "heat": ("#0067b1", "#5ab4f5"),
+    "empty": ("#f0f3f5", "#1c2228"),
 }
-DARK: Final[Mapping[str, str]] = {
-    "paper": "#14181d",
-    "ink": "#e8ecf0",
-    "soft": "#a9b3bd",
-    "grid": "#2c343c",
-    "axis": "#7b8691",
-    "panel": "#1c2228",
-    "bar": "#1f4562",
-    "strong": "#0c1014",
-    "nothing": "#9aa0a6",
-    "prefix": "#5ab4f5",
-    "chunks": "#ff9a56",
-    "response": "#ee85c8",
-    "oracle": "#f2f2f2",
-    "kv0": "#3ddbb0",
-    "kv1": "#9bd84f",
-    "kv2": "#e0c04c",
-    "kv3": "#a5a5ff",
-    "kv4": "#5fd7e2",
-    "kv5": "#d8a27d",
-    "total": "#8d99a5",
-    "repaired": "#e0b040",
-    "computed": "#e0808a",
-    "heat": "#5ab4f5",
-    "empty": "#1c2228",
-}
+LIGHT: Final = {name: pair[0] for name, pair in _COLOURS.items()}
+_DARK: Final = {name: pair[1] for name, pair in _COLOURS.items()}
 
-_COLOURED: Final = ("nothing", "prefix", "chunks", "response", "oracle", *(f"kv{i}" for i in range(6)))
-_SERIES: Final = (*_COLOURED, "total", "repaired", "computed", "heat", "empty")
+_SERIES: Final = tuple(_COLOURS)[tuple(_COLOURS).index("nothing") :]  # what is drawn with data
 _FONTS: Final = 'system-ui,"Segoe UI",Roboto,sans-serif'
 _DASHES: Final = {"d1": "7 4", "d2": "2 3", "d3": "10 3 2 3"}
 
@@ -97,7 +72,7 @@ def page_css() -> str:
     """Of the whole page; paper is white whatever the screen is."""
     return f"""
 :root{{color-scheme:light dark;{_variables(LIGHT)}}}
-@media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}
+@media (prefers-color-scheme:dark){{:root{{{_variables(_DARK)}}}}}
 *{{box-sizing:border-box}}
 body{{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 {_FONTS}}}
 main{{max-width:1120px;margin:0 auto;padding:28px 20px 80px}}

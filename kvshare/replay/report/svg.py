@@ -1,7 +1,7 @@
 """
 SVG primitives: scales, axes, lines, dots, bars. Strings out, no state; knows nothing of replays.
 
-Colours are classes, never values: a page's style gives them, for light, dark and print; images.py for PNG.
+Colours are classes, never values: a page's style gives them, for light, dark and print; files.py for PNG.
 Every coordinate is finite and inside its scale, whatever the data are.
 """
 

@@ -1,13 +1,18 @@
-"""Tables as HTML, every cell escaped; a share has a bar behind it."""
+"""
+Tables as HTML, every cell escaped; a share has a bar behind it. Numbers as a reader wants them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from kvshare.replay.report.data import SHARES, ArmReport, Figures, Report
-from kvshare.replay.report.numbers import UNKNOWN, counted, duration, percent, size
+from kvshare.replay.report.reading import Report
+from kvshare.replay.results import SHARES, ArmResults, ArmTimes, Figures
+
+UNKNOWN = "–"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Cell]], *, caption: str =
     )
 
 
-def arms_table(arms: Sequence[ArmReport]) -> str:
+def arms_table(arms: Sequence[ArmResults]) -> str:
     """The figures of every arm given."""
     head = (
         "arm",
@@ -45,7 +50,7 @@ def arms_table(arms: Sequence[ArmReport]) -> str:
         "false hits",
     )
     return table(
-        head, ((arm.label, *_figures(arm.figures), size(arm.final_bytes), _false(arm)) for arm in arms)
+        head, ((arm.label, *_figures(arm), size(arm.storage.final_bytes), _false(arm)) for arm in arms)
     )
 
 
@@ -69,13 +74,13 @@ def origin_table(report: Report) -> str:
     """Whose prompts the tokens came from."""
     rows: list[tuple[Cell, ...]] = []
     for arm in report.endless:
-        origins, figures = arm.by.get("origin", {}), arm.figures
+        origins = arm.by.get("origin", {})
         if arm.family == "nothing" or not origins:
             continue
         requests = (_requests_in(arm, key) for key in ("same_user", "cross_user", "unknown", "none"))
         cross = origins.get("cross_user")
         hit = cross.num_hit_tokens if cross else 0
-        part = hit / figures.num_hit_tokens if figures.num_hit_tokens else None
+        part = hit / arm.num_hit_tokens if arm.num_hit_tokens else None
         rows.append((arm.arm, *map(Share, requests), Share(part)))
     head = (
         "arm",
@@ -88,9 +93,9 @@ def origin_table(report: Report) -> str:
     return table(head, rows) if rows else ""
 
 
-def _requests_in(arm: ArmReport, origin: str) -> float | None:
+def _requests_in(arm: ArmResults, origin: str) -> float | None:
     figures = arm.by.get("origin", {}).get(origin)
-    num_requests = arm.figures.num_requests
+    num_requests = arm.num_requests
     return (figures.num_requests if figures else 0) / num_requests if num_requests else None
 
 
@@ -98,14 +103,13 @@ def plans_table(report: Report) -> str:
     """Copies, donors, shifts, and the time it took here."""
     rows = []
     for arm in report.endless:
-        clock = arm.times_ms
+        clock = report.times.arms.get(arm.label, ArmTimes())
         cells = [
             _mean(arm.num_copies.mean),
             _mean(arm.num_donors.mean),
-            _mean(arm.shifts.mean),
-            *(_ms(clock["lookup"][key]) for key in ("p50", "p99")),
-            *(_ms(clock["plan"][key]) for key in ("p50", "p99")),
-            duration(arm.saved_net_mean_s),
+            _mean(arm.shift_tokens.mean),
+            *map(_ms, (clock.lookup_ms.p50, clock.lookup_ms.p99, clock.plan_ms.p50, clock.plan_ms.p99)),
+            duration(clock.ttft_saved_net_s.mean),
         ]
         rows.append((arm.arm, *cells))
     head = ("arm", "copies a request", "donors a request", "shift of a copy, tokens", "look-up p50", "p99",
@@ -123,18 +127,18 @@ def _figures(figures: Figures) -> tuple[Cell, ...]:
         Share(figures.token_hit_rate),
         Share(figures.request_hit_rate),
         *map(Share, figures.at_least),
-        percent(figures.recomputed),
-        duration(figures.saved_mean_s),
-        duration(figures.saved_total_s),
+        percent(figures.recomputed_fraction),
+        duration(figures.ttft_saved_s.mean),
+        duration(figures.ttft_saved_s.total),
     )
 
 
-def _false(arm: ArmReport) -> str:
+def _false(arm: ArmResults) -> str:
     if arm.family != "response":
         return ""
-    if not arm.figures.num_answered:
+    if not arm.num_answered:
         return "answered none"
-    return f"{counted(arm.figures.num_false_hits)} of {counted(arm.figures.num_answered)}"
+    return f"{counted(arm.num_false_hits)} of {counted(arm.num_answered)}"
 
 
 def _row(cells: Sequence[Cell]) -> str:
@@ -167,3 +171,52 @@ def _natural(key: str) -> tuple[int, str]:
     """Length buckets by length, words by the alphabet."""
     number = key.split("-")[0]
     return (int(number) if number.isdecimal() else -1, key)
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """0.1234 -> "12.3 %"."""
+    return UNKNOWN if share is None else f"{100 * share:.{digits}f} %"
+
+
+def counted(number: float | None) -> str:
+    """1234567 -> "1,234,567"."""
+    return UNKNOWN if number is None else f"{number:,.0f}"
+
+
+def short(number: float) -> str:
+    """For axes: 1500 -> "1.5k"."""
+    for power, letter in ((9, "G"), (6, "M"), (3, "k")):
+        if abs(number) >= 10**power:
+            return f"{number / 10**power:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def size(num_bytes: float | None) -> str:
+    """123456789 -> "123 MB"."""
+    if num_bytes is None:
+        return UNKNOWN
+    for power, unit in ((15, "PB"), (12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if abs(num_bytes) >= 10**power:
+            return f"{num_bytes / 10**power:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    """Of some digits, in the unit that fits; the sign is kept."""
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds == 0:
+        return "0 s"
+    for least, unit, factor in ((86400 * 2, "days", 86400), (7200, "h", 3600), (120, "min", 60), (1, "s", 1)):
+        if abs(seconds) >= least:
+            return (
+                f"{seconds / factor:,.3g} {unit}"
+                if abs(seconds / factor) < 1000
+                else (f"{seconds / factor:,.0f} {unit}")
+            )
+    return f"{seconds * 1000:.3g} ms"
+
+
+def points(share: float) -> str:
+    """A difference of shares."""
+    return f"{100 * share:+.1f} points"

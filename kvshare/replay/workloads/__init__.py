@@ -12,7 +12,6 @@ Each takes files of the user's, or a small sample that ships in samples/ and was
 Equal files, number of requests and seed give equal rows.
 """
 
-from kvshare.replay.workloads.generate import WORKLOADS, Workload, generate
-from kvshare.replay.workloads.rows import WorkloadRow, write_rows
+from kvshare.replay.workloads.generate import WORKLOADS, WorkloadRow, generate, write_rows
 
-__all__ = ["WORKLOADS", "Workload", "WorkloadRow", "generate", "write_rows"]
+__all__ = ["WORKLOADS", "WorkloadRow", "generate", "write_rows"]

@@ -1,21 +1,60 @@
 """
-Source files of workloads -> texts, passages, chats. Takes the published forms of the data sets that fit.
+What workloads are made of: source files -> texts, passages, chats; and made-up values.
 
-Rows that a workload has no use for are passed over; what is left is the caller's to judge.
+Takes the published forms of the data sets that fit. Rows that a workload has no use for are passed over; what
+is left is the caller's to judge.
 """
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshare.replay.readers import ReadReport, read_file
+from kvshare.replay.readers import ReadReport, Reason, read_file
 from kvshare.replay.readers.files import raw_rows
 from kvshare.replay.requests import Message
 
 _TEXT_FIELDS = ("prompt", "text", "query", "question", "instruction", "section_text", "dialogue")
+FIRST_NAMES = (
+    "Aisha", "Bruno", "Chen", "Dalia", "Emil", "Farah", "Goran", "Hana", "Ivo", "Jun", "Katya", "Liam",
+    "Mina", "Noor", "Otto", "Priya", "Rosa", "Sven",
+)  # fmt: skip
+LAST_NAMES = (
+    "Adler", "Baker", "Costa", "Diaz", "Evans", "Fischer", "Garcia", "Haas", "Ito", "Jensen", "Kaya",
+    "Lopez", "Meyer", "Novak", "Okafor", "Peters",
+)  # fmt: skip
+PLACES = (
+    "Lisbon", "Warsaw", "Nairobi", "Osaka", "Toronto", "Zagreb", "Lima", "Hanoi", "Utrecht", "Malaga",
+    "Graz", "Tampere", "Cork", "Basel", "Porto",
+)  # fmt: skip
+PRODUCTS = (
+    "travel kettle", "desk lamp", "rain jacket", "trail shoes", "office chair", "bike helmet", "water filter",
+    "phone case", "baking tin", "wool blanket", "garden hose", "reading light", "tool box", "camping stove",
+)  # fmt: skip
+TOPICS = (
+    "rising energy prices", "a community garden", "the history of tea", "remote teams", "night trains",
+    "a small bakery", "urban cycling", "early music", "solar roofs", "school lunches", "used books",
+    "wooden bridges", "sleep and shift work", "local news", "repairing phones",
+)  # fmt: skip
+MONTHS = (
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
+    "November", "December",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A request before it has its number and its time."""
+
+    conversation: str
+    turn: int
+    user: str
+    messages: tuple[Message, ...]
+    answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +78,7 @@ def objects(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
     """Every readable JSON object of the files, in order."""
     for path in paths:
         for row in raw_rows(path):
-            if row.value is not None:
+            if not isinstance(row.value, Reason):
                 yield row.value
 
 
@@ -111,3 +150,35 @@ def _answer(row: Mapping[str, Any]) -> str | None:
     while isinstance(answer, list) and answer:  # some files have lists of lists
         answer = answer[0]
     return answer if isinstance(answer, str) and answer else None
+
+
+def person(draw: random.Random) -> str:
+    return f"{draw.choice(FIRST_NAMES)} {draw.choice(LAST_NAMES)}"
+
+
+def date(draw: random.Random) -> str:
+    return f"{draw.randint(1, 28)} {draw.choice(MONTHS)} {draw.randint(2023, 2026)}"
+
+
+def clock(draw: random.Random) -> str:
+    return f"{draw.randint(0, 23):02}:{draw.randint(0, 59):02}:{draw.randint(0, 59):02}"
+
+
+def value_for(slot: str, draw: random.Random) -> str:
+    """Something that fits what the slot seems to ask for, by its name."""
+    name = set(re.split(r"[^a-z]+", slot.lower()))
+    if _any(name, ("date", "time", "day", "deadline", "datum")):
+        return date(draw)
+    if _any(name, ("number", "id", "amount", "price", "count", "age", "year", "size", "length", "nummer")):
+        return str(draw.randint(10, 99_999))
+    if _any(name, ("city", "country", "location", "place", "address", "ort")):
+        return draw.choice(PLACES)
+    if _any(name, ("product", "item", "order", "brand", "model")):
+        return draw.choice(PRODUCTS)
+    if _any(name, ("name", "author", "person", "customer", "client", "patient", "user")):
+        return person(draw)
+    return f"{draw.choice(TOPICS)} in {draw.choice(PLACES)}"
+
+
+def _any(name: set[str], words: Sequence[str]) -> bool:
+    return any(word in name for word in words)

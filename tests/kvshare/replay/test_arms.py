@@ -259,7 +259,7 @@ def losses_of(requests: Sequence[TokenizedRequest], arm_name: str = "kvshare-fin
     for arm in arms:
         arm.close()
     (waterfall,) = measures.waterfalls()
-    return {step["name"]: step["num_tokens"] for step in waterfall["steps"]}
+    return {step.name: step.num_tokens for step in waterfall.steps}
 
 
 def _variants_of_variants() -> list[list[int]]:

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from kvshare.replay.arms.gram_table import GramTable
-from kvshare.replay.histograms import Histogram, Series, Times
-from kvshare.replay.measures import ArmMeasures, Figures, Measures
-from kvshare.replay.results import Row, arm_label, length_bucket
+from kvshare.replay.arms.oracle import GramTable
+from kvshare.replay.counts import Buckets, Series, Times, length_bucket
+from kvshare.replay.measures import ArmMeasures, FigureSums, Measures
+from kvshare.replay.results import Row, Store, arm_label
 from kvshare.replay.rows import Numbering, language_label
 
 
@@ -42,10 +42,10 @@ def _row(index: int, num_tokens: int, num_hit: int, **changes: object) -> Row:
 
 def test_figures_by_hand() -> None:
     """Three requests, counted by hand; an empty prompt is a request without a hit."""
-    figures = Figures(prefill_tokens_per_s=100.0)
+    sums = FigureSums(prefill_tokens_per_s=100.0)
     for row in (_row(0, 100, 90), _row(1, 100, 50), _row(2, 0, 0)):
-        figures.add(row)
-    document = figures.document()
+        sums.add(row)
+    document = sums.figures().model_dump()
     assert document["token_hit_rate"] == pytest.approx(0.7)
     assert document["recomputed_fraction"] == pytest.approx(0.3)
     assert document["request_hit_rate"] == pytest.approx(2 / 3)
@@ -61,14 +61,14 @@ def test_groups_and_waterfall() -> None:
     refused = {"num_refused": 5, "num_refused_generation": 2}
     measures.add([_row(0, 100, 80), _row(0, 100, 60, **kvshare, **refused)])
     measures.add([_row(1, 700, 0, turn=2), _row(1, 700, 0, arm="kvshare", turn=2, reason="no_candidates")])
-    arm = measures.arms["kvshare"].document()
+    arm = measures.arms["kvshare"].results(Store()).model_dump()
     assert set(arm["by"]["length"]) == {"64-127", "512-1023"}
     assert arm["by"]["turn"]["later"]["num_tokens"] == 700
     assert arm["by"]["origin"]["cross_user"]["num_hit_tokens"] == 60
     assert arm["reasons"] == {"no_candidates": 1}
     measures.add([_row(2, 20, 18), _row(2, 20, 0, arm="kvshare", reason="short_prompt")])
     (waterfall,) = measures.waterfalls()
-    steps = {step["name"]: step["num_tokens"] for step in waterfall["steps"]}
+    steps = {step.name: step.num_tokens for step in waterfall.steps}
     losses = {"not_found": -5, "too_short": -18, "generation": -2, "refused": -3, "repaired": -10}
     assert steps == {"oracle": 98, **losses, "hit": 60}
 
@@ -78,10 +78,10 @@ def test_embedding_is_taken_off_what_is_saved_net() -> None:
     measures = ArmMeasures(prefill_tokens_per_s=100.0)
     for index in range(3):
         measures.add(_row(index, 100, 50, embedded=index > 0))
-    before = measures.document()
-    assert measures.times()["ttft_saved_net_s"]["total"] == pytest.approx(1.5 - 0.003)
-    assert measures.times(embedding_s=0.1)["ttft_saved_net_s"]["total"] == pytest.approx(1.5 - 0.003 - 0.2)
-    assert measures.document() == before
+    before = measures.results(Store())
+    assert measures.times().ttft_saved_net_s.total == pytest.approx(1.5 - 0.003)
+    assert measures.times(embedding_s=0.1).ttft_saved_net_s.total == pytest.approx(1.5 - 0.003 - 0.2)
+    assert measures.results(Store()) == before
 
 
 def test_who_and_which_turn_may_be_unknown() -> None:
@@ -89,7 +89,7 @@ def test_who_and_which_turn_may_be_unknown() -> None:
     measures = Measures({"oracle": "oracle"}, prefill_tokens_per_s=100.0)
     measures.add([_row(0, 100, 80, turn=None, cross_user=None)])
     measures.add([_row(1, 100, 0, turn=None, cross_user=False)])
-    by = measures.arms["oracle"].document()["by"]
+    by = measures.arms["oracle"].results(Store()).by
     assert (set(by["turn"]), set(by["origin"])) == ({"unknown"}, {"unknown", "none"})
 
 
@@ -101,8 +101,8 @@ def test_times_are_within_two_percent() -> None:
         times.add(float(value))
     for percent in (50, 90, 99):
         assert times.percentile(percent) == pytest.approx(np.percentile(values, percent), rel=0.03)
-    assert times.milliseconds()["max"] == pytest.approx(1000 * values.max())
-    assert Times().milliseconds()["p99"] == 0.0
+    assert times.milliseconds().max == pytest.approx(1000 * values.max())
+    assert Times().milliseconds().p99 == 0.0
 
 
 def test_series_keeps_sums_in_few_stretches() -> None:
@@ -110,7 +110,7 @@ def test_series_keeps_sums_in_few_stretches() -> None:
     series = Series()
     for index in range(10_000):
         series.add(index, num_tokens=2, num_hit=1, num_bytes=index)
-    stretches = series.document()
+    stretches = series.stretches
     assert 100 <= len(stretches) <= 200
     assert [stretch[0] for stretch in stretches] == sorted(stretch[0] for stretch in stretches)
     assert sum(stretch[1] for stretch in stretches) == sum(stretch[3] for stretch in stretches) == 10_000
@@ -119,12 +119,10 @@ def test_series_keeps_sums_in_few_stretches() -> None:
 
 def test_histogram_buckets_are_half_open() -> None:
     """An edge belongs to the bucket that it opens; the last bucket is open."""
-    histogram = Histogram([0, 10, 20])
-    for value in (0, 9.9, 10, 500):
-        histogram.add(value)
-    assert histogram.document() == {
-        "edges": [0, 10, 20],
-        "counts": [2, 1, 1],
+    buckets = Buckets([0, 10, 20], (0, 9.9, 10, 500))
+    assert buckets.histogram().model_dump() == {
+        "edges": (0, 10, 20),
+        "counts": (2, 1, 1),
         "mean": pytest.approx(129.975),
         "max": 500,
         "count": 4,

@@ -14,7 +14,7 @@ from kvshare.errors import LogError
 from kvshare.replay.arms import parse_arms
 from kvshare.replay.diff import diff
 from kvshare.replay.options import ReplayOptions
-from kvshare.replay.results import COLUMNS
+from kvshare.replay.rows import SCHEMA
 from kvshare.replay.run import replay
 from kvshare.settings import load_settings
 from tests.kvshare.replay.synthetic import FakeEmbedder
@@ -137,7 +137,7 @@ def test_results_hold_what_the_schema_says(log: Path, tmp_path: Path) -> None:
     """One row a request and store; the broken row is told by its line; arms agree with their rows."""
     document = replay(options(log, tmp_path / "out"), embedder=FakeEmbedder())
     table = pq.read_table(tmp_path / "out" / "requests.parquet")
-    assert table.column_names == list(COLUMNS)
+    assert table.column_names == SCHEMA.names
     num_stores = 1 + 2 * 6
     assert table.num_rows == 40 * num_stores
     assert len(document["arms"]) == num_stores

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from kvshare.errors import LogError
 from kvshare.replay.requests import LoggedRequest
-from kvshare.replay.sorting import ExternalSort
-from kvshare.replay.stream import RequestStream
+from kvshare.replay.stream import RequestStream, read_records, sort_records, write_records
 from tests.kvshare.replay.readers import logs
 
 
@@ -46,20 +45,20 @@ def _numbered(
 
 
 @settings(max_examples=60, deadline=None)
-@given(FILES, st.integers(1, 4), st.none() | st.integers(0, 5), st.integers(1, 7))
+@given(FILES, st.integers(1, 4), st.none() | st.integers(0, 5))
 def test_the_stream_is_a_causal_permutation_in_time_order(
-    keys: list[list[tuple[str, int, float | None]]], interleave: int, seed: int | None, max_records: int
+    keys: list[list[tuple[str, int, float | None]]], interleave: int, seed: int | None
 ) -> None:
-    """Whatever times and turns the files have, in however many runs they are sorted."""
+    """Whatever times and turns the files have."""
     files = _numbered(keys)
     with tempfile.TemporaryDirectory() as folder:
         paths = _write(Path(folder), files)
-        with RequestStream(paths, interleave=interleave, seed=seed, max_records=max_records) as stream:
+        with RequestStream(paths, interleave=interleave, seed=seed) as stream:
             requests = list(stream)
-            again = list(stream.requests(start=len(requests) // 2))
+            again = list(stream)
     given_prompts = [row["prompt"] for rows in files for row in rows]
     assert sorted(given_prompts) == sorted(p for p in _prompts(requests) if p is not None)
-    assert _prompts(again) == _prompts(requests[len(requests) // 2 :])
+    assert _prompts(again) == _prompts(requests)
     latest: dict[str, int] = {}
     for request in requests:
         assert latest.get(request.conversation, 0) <= request.turn
@@ -123,12 +122,11 @@ def test_turns_without_a_number_are_counted(tmp_path: Path, name: str) -> None:
         {"prompt": f"p{number}", "session_id": session, "timestamp": number, **more}
         for number, session in enumerate(sessions)
     ]
-    with RequestStream(_write(tmp_path, [rows[:3], rows[3:]]), max_records=2) as stream:
+    with RequestStream(_write(tmp_path, [rows[:3], rows[3:]])) as stream:
         assert set(stream.report.formats.values()) == {name}
         assert [(r.prompt, r.turn) for r in stream] == [
             (f"p{number}", turn) for number, turn in enumerate([0, 0, 1, 0, 2, 1])
         ]
-        assert [r.turn for r in stream.requests(start=4)] == [2, 1]
 
 
 def test_turns_that_have_a_number_keep_it(tmp_path: Path) -> None:
@@ -154,7 +152,7 @@ def test_every_kind_of_request_survives_the_disk(tmp_path: Path) -> None:
     """What comes out is what the reader gave."""
     for name, row in {"w": logs.WILDCHAT, "o": logs.OPENAI, "m": logs.MOONCAKE, "g": logs.GUIDELLM}.items():
         path = logs.write_lines(tmp_path / name, [row, row])
-        with RequestStream([path], max_records=1) as stream:
+        with RequestStream([path]) as stream:
             assert sorted(map(repr, stream)) == sorted(map(repr, logs.requests_of(path)))
 
 
@@ -187,14 +185,11 @@ def test_unreadable_rows_are_reported(tmp_path: Path) -> None:
         assert stream.report.num_unreadable == 1
 
 
-@given(st.lists(st.binary(min_size=4, max_size=4)), st.integers(1, 5))
-def test_external_sort_is_sort(records: list[bytes], max_records: int) -> None:
-    """However many runs it takes."""
+@given(st.lists(st.binary(min_size=4, max_size=4)))
+def test_records_are_sorted_as_bytes(records: list[bytes]) -> None:
+    """Zeros at their ends included."""
     with tempfile.TemporaryDirectory() as folder:
-        sort = ExternalSort(Path(folder), "r", size=4, max_records=max_records)
-        for record in records:
-            sort.add(record)
-        assert list(sort) == sorted(records)
-        assert list(sort) == sorted(records)
-        sort.discard()
-        assert not list(Path(folder).iterdir())
+        path = Path(folder) / "records"
+        assert write_records(path, records) == len(records)
+        sort_records(path, 4)
+        assert list(read_records(path, 4)) == sorted(records)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from kvshare.errors import LogError
 from kvshare.replay.readers import ReadReport, read_file
-from kvshare.replay.readers.arrays import array_elements
-from kvshare.replay.readers.unreadable import Reason
+from kvshare.replay.readers.files import array_elements
+from kvshare.replay.readers.rows import Reason
 from tests.kvshare.replay.readers import logs
 
 LINES = "".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(500)).encode()
@@ -51,7 +51,7 @@ def test_a_file_that_breaks_off_says_where(tmp_path: Path, compress: object) -> 
     data = compress(LINES + bytes(range(256)) * 400)
     path.write_bytes(data[: len(data) * 9 // 10])
     read, report = logs.rows_of(path, "plain")
-    assert report.reasons[Reason.TRUNCATED] == 1
+    assert report.unreadable().reasons[Reason.TRUNCATED] == 1
     assert len(read) <= 500
 
 
@@ -152,7 +152,7 @@ def test_a_damaged_row_group_costs_itself(tmp_path: Path) -> None:
     lines = [row.request.line for row in rows]
     assert lines == [*range(1, 101), *range(201, 301)]
     assert [row.request.prompt for row in rows] == [f"prompt {line}" for line in lines]
-    assert report.unreadable_of("log") == {Reason.DAMAGED: 100}
+    assert report.unreadable().reasons == {Reason.DAMAGED: 100}
     assert report.examples[0].line == 101
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvshare.replay.readers import ReadReport, Reason, files, read_file
-from kvshare.replay.readers.unreadable import NUM_SHOWN
+from kvshare.replay.readers import Reason, files
+from kvshare.replay.readers.rows import NUM_SHOWN
 from tests.kvshare.replay.readers import logs
 
 ASKED = {"role": "user", "content": "Hello"}
@@ -67,7 +67,7 @@ def test_a_broken_row_costs_itself_only(tmp_path: Path, name: str, row: Any, rea
     path = logs.write_lines(tmp_path / "log", rows)
     read, report = logs.rows_of(path, name)
     assert [(each.source, each.line, each.reason) for each in report.examples] == [("log", 1, reason)]
-    assert report.unreadable_of("log") == {reason: 1}
+    assert report.unreadable().reasons == {reason: 1}
     assert len(read) == (1 if good else 0)
 
 
@@ -83,7 +83,6 @@ def test_a_broken_request_costs_none_of_its_row(tmp_path: Path, row: Any, reason
     read, report = logs.rows_of(logs.write_lines(tmp_path / "log", [row]))
     assert [each.request.prompt for each in read] == ["a", "b"]
     assert [(each.line, each.reason) for each in report.examples] == [(1, reason)]
-    assert (report.num_rows["log"], report.num_requests["log"]) == (1, 2)
 
 
 def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
@@ -97,21 +96,11 @@ def test_all_are_counted_and_the_first_few_shown(tmp_path: Path) -> None:
     """The report is what `results.json` has, and holds no text of the log."""
     rows = ['{"secret'] * (NUM_SHOWN + 5) + [logs.PLAIN]
     _, report = logs.rows_of(logs.write_lines(tmp_path / "log", rows))
-    document = report.to_dict()
-    assert document["num_rows"] == NUM_SHOWN + 5
-    assert document["reasons"] == {"bad_json": NUM_SHOWN + 5}
+    document = report.unreadable()
+    assert document.num_rows == NUM_SHOWN + 5
+    assert document.reasons == {"bad_json": NUM_SHOWN + 5}
     assert len(report.examples) == NUM_SHOWN
     assert "secret" not in str(document)
-
-
-def test_rows_and_requests_are_counted_by_file(tmp_path: Path) -> None:
-    """One row may be several requests."""
-    report = ReadReport()
-    for name in ("a", "b"):
-        path = logs.write_lines(tmp_path / name, [logs.WILDCHAT])
-        assert len(list(read_file(path, report))) == 1
-    assert report.num_rows == {"a": 1, "b": 1}
-    assert report.num_requests == {"a": 2, "b": 2}
 
 
 def test_a_row_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

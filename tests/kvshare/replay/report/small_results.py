@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvshare.replay.measures import ArmMeasures, Measures
-from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, arm_label
+from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Store, Tree, arm_label
 from kvshare.replay.rows import write_rows
 
 STORES = (
@@ -76,6 +76,7 @@ def results(
     measures = Measures(families, prefill_tokens_per_s=1000.0)
     for start in range(0, len(rows), max(1, len(stores))):
         measures.add(rows[start : start + len(stores)])
+    similarity = measures.similarity()
     document = {
         "schema_version": 1,
         "kind": "replay",
@@ -98,11 +99,11 @@ def results(
         },
         "versions": {"kvshare": "0", "python": "3.11"},
         "arms": [_arm(*store, measures.arms[arm_label(store[0], store[2])]) for store in stores],
-        "similarity": measures.similarity(),
-        "waterfall": measures.waterfalls(),
+        "similarity": None if similarity is None else similarity.model_dump(mode="json"),
+        "waterfall": [one.model_dump(mode="json") for one in measures.waterfalls()],
         "times": {
             "started_at": "2026-01-02T03:04:05+00:00",
-            "arms": {label: arm.times() for label, arm in measures.arms.items()},
+            "arms": {label: arm.times().model_dump() for label, arm in measures.arms.items()},
         },
     }
     return {**document, **changes}
@@ -127,11 +128,6 @@ def write_results(folder: Path, document: dict[str, Any], num_requests: int = 0)
 
 
 def _arm(arm: str, family: str, capacity: int | None, measures: ArmMeasures) -> dict[str, Any]:
-    return {
-        "arm": arm,
-        "label": arm_label(arm, capacity),
-        "family": family,
-        "capacity_tokens": capacity,
-        **measures.document(),
-        "tree": TREE if family == "kvshare" else None,
-    }
+    store = Store(arm=arm, label=arm_label(arm, capacity), family=family, capacity_tokens=capacity)
+    tree = Tree.model_validate(TREE) if family == "kvshare" else None
+    return measures.results(store, tree).model_dump(mode="json")

@@ -142,7 +142,7 @@ def test_a_report_has_a_picture_for_each_plot(tmp_path: Path) -> None:
 
 def test_a_picture_has_letters_in_it(tmp_path: Path) -> None:
     """The font comes along: the same plot without labels is another picture."""
-    from kvshare.replay.report.images import write_png
+    from kvshare.replay.report.files import write_png
 
     svg = draw(parse_report(results(4)))["savings"].svg
     assert svg is not None

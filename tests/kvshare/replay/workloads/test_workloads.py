@@ -11,7 +11,7 @@ import pytest
 
 from kvshare.errors import LogError
 from kvshare.replay.workloads import WORKLOADS, WorkloadRow, generate, write_rows
-from kvshare.replay.workloads.window import kept
+from kvshare.replay.workloads.chats import kept
 from tests.kvshare.replay.readers import logs
 
 NUM = 120

@@ -1,16 +1,16 @@
-"""`template`: the same forms filled in by many users; everything but the slots is equal."""
+"""`template` and `header`: one text for everybody, with other values in its slots or on top of it."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvshare.replay.workloads import values
-from kvshare.replay.workloads.rows import Draft
-from kvshare.replay.workloads.sources import objects, texts
+from kvshare.replay.workloads import sources
+from kvshare.replay.workloads.sources import Draft, objects, texts
 
 _SLOT = re.compile(
     r"\$\{([^{}:]{1,60})(?::([^{}]{0,200}))?\}"  # ${name:default}
@@ -22,6 +22,23 @@ _SHORTEST = 600  # characters, where there are enough that long
 _LONGEST = 8000
 _USES = 12  # of a form, on average
 _CHOICES = ("ja", "nein", "unauffällig", "nicht beurteilbar", "siehe Text", "1", "2", "3")
+_LONG = 1500  # characters: a system prompt
+_LONGEST_SYSTEM = 8000
+_SHORT = 600  # a question
+_NUM_SYSTEM_PROMPTS = 3
+_TOOLS = {
+    "search_web": "Search the web and return the ten best results with their snippets.",
+    "read_page": "Fetch a page by its address and return its text.",
+    "calculator": "Evaluate an arithmetic expression.",
+    "calendar_list": "List the user's appointments between two dates.",
+    "calendar_add": "Add an appointment to the user's calendar.",
+    "send_mail": "Send an e-mail on behalf of the user, after the user has agreed to the text.",
+    "weather": "Return the forecast of a place for the next seven days.",
+    "run_python": "Run a short Python program without network and return what it prints.",
+    "read_file": "Return the text of a file that the user has uploaded.",
+    "translate": "Translate a text into another language.",
+}
+_QUESTIONS = ("What can you help me with today?", "Summarise what we agreed on last week in three sentences.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +56,13 @@ class Form:
         for slot, default, piece in zip(self.slots, self.defaults, self.pieces[1:], strict=True):
             if slot not in chosen:
                 keep = default and draw.random() < 0.2
-                chosen[slot] = default if keep else values.value_for(slot, draw)
+                chosen[slot] = default if keep else sources.value_for(slot, draw)
             parts += [draw.choice(_CHOICES) if slot == "choice" else chosen[slot], piece]
         return "".join(parts)
 
 
-def drafts(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
-    """Popular forms come often, rare ones seldom."""
+def template(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+    """The same forms filled in by many users; popular ones come often, rare ones seldom."""
     forms = [form for text in _form_texts(paths) if (form := cut(text)) is not None]
     long = [form for form in forms if sum(map(len, form.pieces)) >= _SHORTEST]
     forms = long if len(long) >= min(4, len(forms)) else forms
@@ -99,3 +116,42 @@ This is the reply that we send in such cases:
 Write the reply to this customer. Keep the steps and their order, keep the tone, and do not promise anything \
 that is not in the text above. The order was placed on {{{{Order Date}}}} from {{{{City}}}} for the \
 {{{{Product}}}}. Address the customer by name, mention the product once, and close with the agent's name."""
+
+
+def header(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+    """
+    One long system prompt for everybody, with today's date, the user and the tools on top.
+
+    The system prompts are the longest texts of the sources, the questions the short ones.
+    """
+    found = texts(paths)
+    long = sorted(
+        {text for text in found if _LONG <= len(text) <= _LONGEST_SYSTEM}, key=lambda text: (-len(text), text)
+    )
+    if not long:
+        return
+    questions = sorted({text for text in found if len(text) <= _SHORT}) or list(_QUESTIONS)
+    bodies = long[:_NUM_SYSTEM_PROMPTS]
+    users = [(f"u{number}", sources.person(draw)) for number in range(max(2, num_requests // 4))]
+    number = 0
+    while True:
+        user, name = draw.choice(users)
+        system = _header(name, draw) + draw.choice(bodies)
+        messages = (
+            {"role": "system", "content": system},
+            {"role": "user", "content": draw.choice(questions)},
+        )
+        yield Draft(f"header-c{number}", 0, user, messages)
+        number += 1
+
+
+def _header(name: str, draw: random.Random) -> str:
+    """What stands above the shared part, and differs each time."""
+    tools = [
+        json.dumps({"name": tool, "description": _TOOLS[tool]})
+        for tool in draw.sample(sorted(_TOOLS), draw.randint(2, 6))
+    ]
+    return (
+        f"Current date: {sources.date(draw)}, {sources.clock(draw)}\n"
+        f"User: {name}, {draw.choice(sources.PLACES)}\nTools:\n" + "\n".join(tools) + "\n\n"
+    )

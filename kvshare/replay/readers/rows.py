@@ -1,0 +1,133 @@
+"""
+What one row of a log came to: a request, a conversation of which every user turn is a request, or a reason.
+
+Rows that cannot be read are counted by file, line and one word. Nothing of their text is kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from kvshare.replay.requests import LoggedRequest
+from kvshare.replay.results import Unreadable, UnreadableLine
+
+NUM_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a row stands."""
+
+    source: str
+    line: int
+
+    @property
+    def name(self) -> str:
+        """Names the row within the stream; the conversation's id where the log has none across rows."""
+        return f"{self.source}#{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request of a conversation: what had been said by then, and when it was asked."""
+
+    num_messages: int
+    time_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRow:
+    """
+    `request` with `turns` empty is the request itself. Otherwise its messages are the whole conversation, and
+    there is one request per turn, made when it is asked for: a long conversation is kept once.
+
+    `turn_by_order`: the log names the conversation and no turn, so that the stream, which knows the order,
+    counts them.
+    """
+
+    request: LoggedRequest
+    turns: tuple[Turn, ...] = ()
+    turn_by_order: bool = False
+
+    @property
+    def num_requests(self) -> int:
+        return max(1, len(self.turns))
+
+    def __iter__(self) -> Iterator[LoggedRequest]:
+        return (self.at(number) for number in range(self.num_requests))
+
+    def turn_and_time(self, number: int) -> tuple[int | None, float | None]:
+        """Of request `number`, without making it."""
+        return (number, self.turns[number].time_s) if self.turns else (self.request.turn, self.request.time_s)
+
+    def at(self, number: int) -> LoggedRequest:
+        """Request `number` of the row, from 0."""
+        if not self.turns:
+            return self.request
+        turn = self.turns[number]
+        messages = self.request.messages or ()
+        following = messages[turn.num_messages] if turn.num_messages < len(messages) else None
+        answered = following is not None and following["role"] == "assistant"
+        return replace(
+            self.request,
+            turn=number,
+            time_s=turn.time_s,
+            messages=messages[: turn.num_messages],
+            answer=following["content"] if answered and following is not None else None,
+        )
+
+
+class Reason(StrEnum):
+    """Why a row is no request. The words are part of `results.json`."""
+
+    BAD_UTF8 = "bad_utf8"  # bytes that are no UTF-8, or text that cannot be written as UTF-8
+    BAD_JSON = "bad_json"
+    NOT_AN_OBJECT = "not_an_object"  # JSON, but a number or a list
+    MISSING_FIELD = "missing_field"
+    WRONG_TYPE = "wrong_type"
+    UNKNOWN_ROLE = "unknown_role"  # of a message
+    NOT_TEXT = "not_text"  # a message with an image or a sound
+    NO_USER_TURN = "no_user_turn"  # a conversation in which nobody asks
+    EMPTY = "empty"  # no messages, or no text in any of them
+    TOO_LONG = "too_long"  # a row longer than `MAX_ROW_BYTES`
+    TRUNCATED = "truncated"  # a compressed file or a JSON array that breaks off: what follows is lost
+    DAMAGED = "damaged"  # stands in a part of a Parquet file that cannot be decoded
+
+
+class RowError(Exception):
+    """Raised by the formats: this row is no request."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+class ReadReport:
+    """Counts what could not be read, over all files; keeps the first few for display."""
+
+    def __init__(self) -> None:
+        self.formats: dict[str, str] = {}  # source -> name of its format
+        self.examples: list[UnreadableLine] = []  # the first `NUM_SHOWN`
+        self._reasons: Counter[Reason] = Counter()
+
+    def count_unreadable(self, source: str, line: int, reason: Reason) -> None:
+        """A row, or a request of one, could not be read."""
+        self._reasons[reason] += 1
+        if len(self.examples) < NUM_SHOWN:
+            self.examples.append(UnreadableLine(source=source, line=line, reason=reason))
+
+    @property
+    def num_unreadable(self) -> int:
+        return self._reasons.total()
+
+    def unreadable(self) -> Unreadable:
+        """As it stands in `results.json`."""
+        reasons = {str(reason): count for reason, count in sorted(self._reasons.items())}
+        return Unreadable(num_rows=self.num_unreadable, reasons=reasons, lines=tuple(self.examples))
+
+    def to_dict(self) -> dict[str, object]:
+        """The same as JSON."""
+        return self.unreadable().model_dump(mode="json")

@@ -1,0 +1,135 @@
+"""`window` and `resubmit`: real conversations that lose their beginning, or have an earlier turn changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+from kvshare.replay.requests import Message
+from kvshare.replay.stream import take_turns
+from kvshare.replay.workloads import sources
+from kvshare.replay.workloads.sources import Draft
+from kvshare.replay.workloads.sources import chats as logged_chats
+
+SYSTEM = {"role": "system", "content": "You are a helpful assistant. Answer in the language of the user."}
+_NUM_OPEN = 8
+_REWORDED = 0.5  # of the questions
+_MIN_TURNS = 4
+_SMALLEST, _LARGEST = 3000, 9000  # characters that a client sends, at most
+_LONGEST = 16_000  # characters of a prompt
+_SHORTEST = 800
+_MOST_EDITS = 3
+
+
+def window(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+    """
+    Chats that have outgrown what is sent; whole turns fall off the front, so everything shifts.
+
+    Several chats at a time, from the turn on that fills the window. Once all are through, they come again
+    with other window sizes and with some questions reworded, as chats of other users.
+    """
+    usable = [chat for chat in logged_chats(paths) if _num_turns(chat) >= _MIN_TURNS]
+    long = [chat for chat in usable if _num_chars(chat) > _SMALLEST]
+    if not long:
+        return
+    yield from take_turns(_opened(long, draw), _NUM_OPEN, draw)
+
+
+def _opened(chats: Sequence[tuple[Message, ...]], draw: random.Random) -> Iterator[Iterator[Draft]]:
+    numbers = count()
+    while True:
+        for chat in draw.sample(chats, len(chats)):
+            opened = next(numbers)
+            chat = chat if opened < len(chats) else _another(chat, draw)
+            size = draw.randint(_SMALLEST, min(_LARGEST, max(_SMALLEST, int(_num_chars(chat) * 0.7))))
+            yield _turns(f"window-c{opened}", f"u{opened}", chat, size)
+
+
+def _turns(conversation: str, user: str, chat: Sequence[Message], size: int) -> Iterator[Draft]:
+    turn = 0
+    for number, message in enumerate(chat):
+        if message["role"] == "user":
+            answer = chat[number + 1]["content"] if number + 1 < len(chat) else None
+            if _num_chars(chat[: number + 2]) > size:
+                yield Draft(conversation, turn, user, (SYSTEM, *kept(chat[: number + 1], size)), answer)
+                turn += 1
+
+
+def _another(chat: Sequence[Message], draw: random.Random) -> tuple[Message, ...]:
+    return tuple(
+        {"role": "user", "content": reworded(message["content"], draw)}
+        if message["role"] == "user" and draw.random() < _REWORDED
+        else message
+        for message in chat
+    )
+
+
+def kept(history: Sequence[Message], size: int) -> tuple[Message, ...]:
+    """The newest messages that fit, from a user's on; at least the last question."""
+    messages = [message for message in history if message["role"] != "system"]
+    while len(messages) > 1 and (_num_chars(messages) > size or messages[0]["role"] != "user"):
+        messages = messages[1:]
+    return tuple(messages)
+
+
+def _num_turns(chat: Sequence[Message]) -> int:
+    return sum(message["role"] == "user" for message in chat)
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"]) for message in messages)
+
+
+def resubmit(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+    """
+    Somebody goes back to an earlier turn, changes a few words of it and sends again, one to three times.
+
+    As chat clients do it: half of the time what came after the edited turn is dropped and the talk goes on
+    from there; half of the time the rest stays and only its beginning has changed, as in a playground or a
+    notebook.
+    """
+    talks = [chat for chat in logged_chats(paths) if _ends(chat)]
+    if not talks:
+        return
+    number = 0
+    while True:
+        for chat in draw.sample(talks, len(talks)):
+            prompt = tuple(chat[: draw.choice(_ends(chat))])
+            conversation, user = f"resubmit-c{number}", f"u{number}"
+            number += 1
+            yield Draft(conversation, 0, user, prompt)
+            for turn in range(1, 1 + draw.randint(1, _MOST_EDITS)):
+                prompt = edited(prompt, draw)
+                yield Draft(conversation, turn, user, prompt)
+
+
+def edited(prompt: Sequence[Message], draw: random.Random) -> tuple[Message, ...]:
+    """One user turn changed in its middle, and what came after it dropped or kept."""
+    asked = [place for place, message in enumerate(prompt) if message["role"] == "user"]
+    place = draw.choice(asked)
+    changed = {"role": "user", "content": reworded(prompt[place]["content"], draw)}
+    rest = prompt[place + 1 :] if draw.random() < 0.5 else ()
+    return (*prompt[:place], changed, *rest)
+
+
+def reworded(text: str, draw: random.Random) -> str:
+    """Another word in the place of one; in a text without spaces, a few characters put in."""
+    words = text.split(" ")
+    if len(words) < 4:
+        place = draw.randint(0, len(text))
+        return f"{text[:place]} {draw.choice(sources.TOPICS)} {text[place:]}"
+    place = draw.randrange(len(words))
+    words[place] = str(draw.randint(2, 999)) if words[place].isdigit() else draw.choice(sources.TOPICS)
+    return " ".join(words)
+
+
+def _ends(chat: Sequence[Message]) -> list[int]:
+    """Behind which questions a prompt may end that is neither too short nor too long."""
+    ends, length = [], 0
+    for number, message in enumerate(chat):
+        length += len(message["content"])
+        if message["role"] == "user" and _SHORTEST <= length <= _LONGEST:
+            ends.append(number + 1)
+    return ends

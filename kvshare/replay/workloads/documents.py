@@ -1,0 +1,153 @@
+"""`rag` and `agent`: the same documents again, in other company or a little changed."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from kvshare.replay.requests import Message
+from kvshare.replay.stream import take_turns
+from kvshare.replay.workloads import sources
+from kvshare.replay.workloads.sources import Draft, Passage, Question, bare_passages, questions
+
+_RAG_SYSTEM = {
+    "role": "system",
+    "content": "You answer questions from the passages that the user gives. Answer with a few words only. "
+    "If the passages do not say it, answer that you do not know.",
+}
+_USES = 8  # of a question's passages, on average
+_NUM_OWN, _NUM_OTHERS = 6, 3
+_MOST_RETRIEVED = 12_000  # characters of all passages
+_NEIGHBOURS = 4  # questions whose passages are retrieved by mistake
+_AGENT_SYSTEM = """You are an agent that works for the user until the task is done. You have three tools.
+
+search(query): look in the collection; returns titles and how well they fit.
+open(title): return the text of one document, with the time at which it was fetched.
+note(text): write something down; notes are kept until the end of the task.
+
+In every step, think about what is known and what is missing, then call exactly one tool. Write the call \
+alone on the last line. A result may be out of date or wrong: where two results contradict each other, the \
+one that was fetched later counts. Never make up a result. When nothing is missing, write "Done:" and the \
+answer in one sentence. Do not ask the user anything before that. Do not open a document twice in a row."""
+_STEPS = 5
+_RUNS = 6  # of a task, on average
+_NUM_OPEN = 4
+_NUM_USERS = 7
+_LONGEST = 2500  # characters of a result
+_NUMBER = re.compile(r"(?<![\w.,])\d{2,6}(?![\w.,])")
+_CHANGES = 0.3  # of the results, from one run to the next
+
+
+def rag(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+    """
+    Questions over one collection; the same passages come back in another order and company.
+
+    Every request retrieves anew: some of the question's own passages, some of its neighbours'.
+    """
+    asked = questions(paths)
+    if not asked:
+        return
+    used = draw.sample(asked, min(len(asked), max(4, num_requests // _USES)))
+    strangers = bare_passages(paths)
+    number = 0
+    while True:
+        place = draw.randrange(len(used))
+        question = used[place]
+        around = [used[(place + step) % len(used)] for step in range(1, 1 + _NEIGHBOURS)]
+        others = [passage for each in around for passage in each.passages] + _some(strangers, 1, draw)
+        retrieved = _retrieved(question, others, draw)
+        messages = (_RAG_SYSTEM, {"role": "user", "content": rag_prompt(question.text, retrieved)})
+        user = f"u{draw.randrange(max(2, num_requests // 3))}"
+        yield Draft(f"rag-c{number}", 0, user, messages, question.answer)
+        number += 1
+
+
+def _retrieved(question: Question, others: Sequence[Passage], draw: random.Random) -> list[Passage]:
+    own = _some(question.passages, _NUM_OWN, draw)
+    others = _some(others, _NUM_OTHERS, draw)
+    chosen = list(dict.fromkeys([*own, *others]))
+    draw.shuffle(chosen)
+    while len(chosen) > 2 and sum(len(each.text) for each in chosen) > _MOST_RETRIEVED:  # the ones that fit
+        chosen.pop()
+    return chosen
+
+
+def rag_prompt(question: str, passages: Sequence[Passage]) -> str:
+    """The passages, then the question."""
+    written = (f"Title: {each.title}\n{each.text}" if each.title else each.text for each in passages)
+    return "Passages:\n\n" + "\n\n".join(written) + f"\n\nQuestion: {question}"
+
+
+def _some(passages: Sequence[Passage], number: int, draw: random.Random) -> list[Passage]:
+    return draw.sample(passages, min(len(passages), number))
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    goal: str
+    documents: tuple[Passage, ...]
+
+
+def agent(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+    """
+    The same tasks run again and again; each step appends a tool's result, and results change a little.
+
+    A request is the whole transcript so far. Runs of one task have the same steps in the same order, but
+    every result says when it was fetched and how long that took, and now and then a figure in it has changed.
+    A few runs at a time, each from its first step to its last.
+    """
+    tasks = _tasks(paths, draw)
+    if not tasks:
+        return
+    used = draw.sample(tasks, min(len(tasks), max(2, num_requests // (_RUNS * _STEPS))))
+    runs = (_run(draw.choice(used), f"agent-c{n}", f"u{n % _NUM_USERS}", draw) for n in count())
+    yield from take_turns(runs, _NUM_OPEN, draw)
+
+
+def _run(task: _Task, conversation: str, user: str, draw: random.Random) -> Iterator[Draft]:
+    messages: list[Message] = [
+        {"role": "system", "content": _AGENT_SYSTEM},
+        {"role": "user", "content": f"Task: {task.goal}"},
+    ]
+    for turn, document in enumerate(task.documents):
+        call = f"I do not know enough yet, so I look at the next source.\nopen({_name(document)!r})"
+        yield Draft(conversation, turn, user, tuple(messages), call)
+        messages += [
+            {"role": "assistant", "content": call},
+            {"role": "user", "content": _result(document, draw)},
+        ]
+    yield Draft(conversation, len(task.documents), user, tuple(messages))
+
+
+def _result(document: Passage, draw: random.Random) -> str:
+    text = document.text[:_LONGEST]
+    if draw.random() < _CHANGES:
+        text = _NUMBER.sub(lambda match: _near(match.group(), draw), text, count=2)
+    fetched = f"{sources.date(draw)} {sources.clock(draw)}"
+    return f"Result of open({_name(document)!r}), fetched {fetched} in {draw.randint(3, 900)} ms:\n\n{text}"
+
+
+def _name(document: Passage) -> str:
+    return document.title or " ".join(document.text.split()[:6])
+
+
+def _near(number: str, draw: random.Random) -> str:
+    return str(int(number) + draw.randint(1, 9))
+
+
+def _tasks(paths: Sequence[Path], draw: random.Random) -> list[_Task]:
+    """A question with passages is a task; bare passages are dealt out, five to a task."""
+    tasks = [_Task(f"Find out: {question.text}", question.passages[:_STEPS]) for question in questions(paths)]
+    passages = bare_passages(paths)
+    draw.shuffle(passages)
+    for start in range(0, len(passages) - _STEPS + 1, _STEPS):
+        dealt = tuple(passages[start : start + _STEPS])
+        titles = ", ".join(_name(passage) for passage in dealt[:2])
+        tasks.append(
+            _Task(f"Write one paragraph on what these have in common, beginning with {titles}.", dealt)
+        )
+    return tasks
