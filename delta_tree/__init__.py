@@ -7,10 +7,9 @@ no tensors, no HTTP, no vector index.
 """
 
 from delta_tree.align import align, common_prefix_length, common_runs, common_suffix_length
-from delta_tree.answers import Eviction, Insertion, Sharing
 from delta_tree.compose import compose
 from delta_tree.composition import Composition, Copy, DonorReason, DonorReport
-from delta_tree.edits import Edit, Match, Op
+from delta_tree.edits import Edit, EditScript, Match, Op
 from delta_tree.errors import (
     DeltaTreeError,
     EditRangeError,
@@ -36,12 +35,12 @@ from delta_tree.node import (
     SegmentId,
     new_segment_id,
 )
-from delta_tree.pieces import Piece, PieceTable, merge_pieces
-from delta_tree.script import EditScript
+from delta_tree.pieces import Piece, PieceTable
+from delta_tree.reading import SharedKV
 from delta_tree.spans import Span, TokenIds, gaps, merge, token_ids
-from delta_tree.storage import check_unlocked, discard_store, set_aside
+from delta_tree.storage import check_unlocked, set_aside
 from delta_tree.totals import TreeStats
-from delta_tree.tree import DeltaTree
+from delta_tree.tree import DeltaTree, Eviction, Insertion
 
 __all__ = [
     "Composition",
@@ -67,7 +66,7 @@ __all__ = [
     "PinnedNodeError",
     "Segment",
     "SegmentId",
-    "Sharing",
+    "SharedKV",
     "Span",
     "StoreCorruptError",
     "StoreError",
@@ -87,10 +86,8 @@ __all__ = [
     "common_runs",
     "common_suffix_length",
     "compose",
-    "discard_store",
     "gaps",
     "merge",
-    "merge_pieces",
     "new_segment_id",
     "set_aside",
     "token_ids",

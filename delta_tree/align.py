@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from rapidfuzz.distance import Indel
 
 from delta_tree.anchors import common_runs
-from delta_tree.edits import Match
+from delta_tree.edits import EditScript, Match
 from delta_tree.runs import first_difference
-from delta_tree.script import EditScript
 from delta_tree.spans import TokenIds
 
 __all__ = [

@@ -89,21 +89,6 @@ class Composition:
         return sum(copy.length for copy in self.copies)
 
     @property
-    def num_gap_tokens(self) -> int:
-        """Positions whose KV must be computed, before any repair."""
-        return self.num_tokens - self.num_copied
-
-    @property
-    def exact_copies(self) -> tuple[Copy, ...]:
-        """The copies that make up the exact prefix."""
-        return tuple(copy for copy in self.copies if copy.target_start < self.exact_length)
-
-    @property
-    def approximate_copies(self) -> tuple[Copy, ...]:
-        """The copies after the exact prefix."""
-        return tuple(copy for copy in self.copies if copy.target_start >= self.exact_length)
-
-    @property
     def donors(self) -> tuple[NodeId, ...]:
         """The donors in use, in order of their first copy."""
         return tuple(dict.fromkeys(copy.donor for copy in self.copies))

@@ -59,8 +59,20 @@ class PieceTable:
     _rows: bytes  # (P, 3) int64: segment id, offset, length; a tenth of the objects' memory
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        rows = [(piece.segment_id, piece.offset, piece.length) for piece in merge_pieces(pieces)]
+        rows = [(piece.segment_id, piece.offset, piece.length) for piece in _merged(pieces)]
         self._rows = np.asarray(rows, dtype="<i8").tobytes()
+
+    @classmethod
+    def from_bytes(cls, rows: bytes) -> "PieceTable":
+        """
+        A table from its `to_bytes`.
+
+        Raises:  EditRangeError if the bytes are not whole rows of possible pieces
+        """
+        if len(rows) % 24:
+            raise EditRangeError(f"{len(rows)} bytes are no whole number of 24-byte pieces")
+        table = np.frombuffer(rows, dtype="<i8").reshape(-1, 3).tolist()
+        return cls(Piece(SegmentId(segment_id), offset, length) for segment_id, offset, length in table)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -140,7 +152,7 @@ class PieceTable:
         return np.frombuffer(self._rows, dtype="<i8").reshape(-1, 3)
 
 
-def merge_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+def _merged(pieces: Iterable[Piece]) -> list[Piece]:
     """The same pieces, neighbours that continue each other joined into one."""
     merged: list[Piece] = []
     for piece in pieces:

@@ -2,15 +2,15 @@
 The tree on disk: one SQLite file, one writer, every change one transaction.
 
 A process killed at any moment leaves the state before or after a change, never between. Use
-counters are written along with the next change and may be lost. The only file that imports
-sqlite3; its errors are translated here.
+counters and lazy evictions are written along with the next change and may be lost. The only file
+that imports sqlite3; its errors are translated here.
 """
 
 import os
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from itertools import groupby
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,12 +28,13 @@ from delta_tree.errors import (
     StoreUnavailableError,
 )
 from delta_tree.forest import Change
-from delta_tree.node import Node, Segment, SegmentId
+from delta_tree.node import Node, NodeId, SegmentId
 from delta_tree.pieces import Piece, PieceTable
 from delta_tree.rows import RowError
 
 APPLICATION_ID = 0x4B565354  # "KVST"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_OLD_VERSION = 1  # is read, and written anew when it is opened to be changed
 _LOCK_WAIT_S = 1.0  # a server that is just stopping may still hold the file
 
 
@@ -53,6 +54,7 @@ class Storage:
         self.identity = identity
         self._connection: sqlite3.Connection | None = connection
         self.read_only = read_only
+        self._is_old = False
 
     @classmethod
     def open(cls, path: Path, *, identity: str | None, read_only: bool) -> "Storage":
@@ -81,67 +83,64 @@ class Storage:
         return cls(path, connection, identity=found, read_only=read_only)
 
     @property
-    def closed(self) -> bool:
-        """Whether `close` has been called."""
-        return self._connection is None
+    def is_writable(self) -> bool:
+        """Opened for changes, and not closed."""
+        return self._connection is not None and not self.read_only
 
-    def load(self) -> tuple[list[Segment], list[Node]]:
+    def load(self) -> Change:
         """
-        Everything that is stored, each row checked.
+        What made an empty forest what is stored, each row checked.
 
         Raises:  StoreCorruptError if a row does not decode or its checksum is wrong
         """
         connection = self._open_connection()
         with _translated(self._path), _transaction(connection, "DEFERRED"):
+            self._is_old = _pragma(connection, "user_version") == _OLD_VERSION
             try:
                 segments = [rows.segment_of(row) for row in connection.execute(rows.SELECT_SEGMENTS)]
-                tables = {
-                    node_id: PieceTable(Piece(SegmentId(s), start, n) for _, s, start, n in group)
-                    for node_id, group in groupby(
-                        connection.execute(rows.SELECT_PIECES), key=lambda row: row[0]
-                    )
-                }
-                nodes = [
-                    rows.node_of(row, tables.get(row[0], PieceTable(())))
-                    for row in connection.execute(rows.SELECT_NODES)
-                ]
+                nodes, parents = _load_nodes_1(connection) if self._is_old else _load_nodes(connection)
             except (EditRangeError, InvalidTokensError, RowError) as exc:
                 raise StoreCorruptError(self._path, str(exc)) from exc
-        return segments, nodes
+        return Change(put_segments=tuple(segments), put_nodes=tuple(nodes), parents=parents)
 
-    def write(self, change: Change, used: Iterable[Node]) -> None:
+    def upgrade(self, stored: Change) -> None:
+        """Write what was loaded in the way of this version, unless it is so already or may not be written."""
+        if not self._is_old or self.read_only:
+            return
+        connection = self._open_connection()
+        with _translated(self._path), _transaction(connection):
+            for table in ("pieces", "nodes", "segments"):
+                connection.execute(f"DROP TABLE {table}")
+            _create_tables(connection)
+            self._put(connection, stored)
+        self._is_old = False
+
+    def write(self, changes: Iterable[Change], used: Iterable[Node]) -> None:
         """
-        Store a change, and the use counters of nodes that were touched, in one transaction.
+        Store changes in order, and the use counters of nodes that were touched, in one transaction.
 
         Raises:  StoreReadOnlyError, StoreUnavailableError, StoreCorruptError; nothing is written
         """
         if self.read_only:
             raise StoreReadOnlyError(self._path)
         connection = self._open_connection()
-        put_ids = [(node.node_id,) for node in change.put_nodes]
-        dropped_ids = [(node_id,) for node_id in change.dropped_nodes]
+        run = connection.executemany
         with _translated(self._path), _transaction(connection):
-            run = connection.executemany
-            run("DELETE FROM nodes WHERE node_id = ?", dropped_ids)
-            run("DELETE FROM pieces WHERE node_id = ?", put_ids)
-            run(rows.PUT_SEGMENT, [rows.segment_row(segment) for segment in change.put_segments])
-            run(rows.PUT_NODE, [rows.node_row(node) for node in change.put_nodes])
-            run(
-                "INSERT INTO pieces VALUES (?, ?, ?, ?, ?)",
-                [
-                    (node.node_id, place, piece.segment_id, piece.offset, piece.length)
-                    for node in change.put_nodes
-                    for place, piece in enumerate(node.pieces)
-                ],
-            )
-            run(
-                "DELETE FROM segments WHERE segment_id = ?",
-                [(segment_id,) for segment_id in change.dropped_segments],
-            )
+            for change in changes:
+                run(rows.MOVE_CHILDREN, [{"gone": gone, "heir": heir} for gone, heir in change.heirs.items()])
+                run("DELETE FROM nodes WHERE node_id = ?", [(entry,) for entry in change.dropped_nodes])
+                run("DELETE FROM segments WHERE segment_id = ?", [(s,) for s in change.dropped_segments])
+                self._put(connection, change)
             run(
                 "UPDATE nodes SET last_used_at = ?, num_hits = ? WHERE node_id = ?",
                 [(node.last_used_at, node.num_hits, node.node_id) for node in used],
             )
+
+    def _put(self, connection: sqlite3.Connection, change: Change) -> None:
+        run = connection.executemany
+        run(rows.PUT_SEGMENT, [rows.segment_row(segment) for segment in change.put_segments])
+        run(rows.PUT_NODE, [rows.node_row(node) for node in change.put_nodes])
+        run(rows.PUT_PARENT, [{"node_id": n, "parent": parent} for n, parent in change.parents.items()])
 
     def close(self) -> None:
         """Release the file. Idempotent."""
@@ -153,18 +152,6 @@ class Storage:
         if self._connection is None:
             raise StoreUnavailableError(self._path, "the tree has been closed")
         return self._connection
-
-
-def discard_store(path: Path) -> None:
-    """
-    Delete a store, whatever state it is in, with its journal. Missing is fine.
-
-    Raises:  StoreLockedError if a process has it open; StoreUnavailableError
-    """
-    _lock_once(path)
-    with _os_errors(path):
-        for suffix in ("-journal", "-wal", "-shm", ""):
-            _beside(path, suffix).unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> Path:
@@ -267,13 +254,36 @@ def _configure(connection: sqlite3.Connection, path: Path, identity: str | None,
     return _check_content(connection, path, identity)
 
 
+def _load_nodes(connection: sqlite3.Connection) -> tuple[list[Node], dict[NodeId, NodeId]]:
+    nodes = [rows.node_of(row) for row in connection.execute(rows.SELECT_NODES)]
+    found = connection.execute(rows.SELECT_PARENTS).fetchall()
+    if not all(is_whole for _, _, is_whole in found):
+        raise RowError("a parent's row does not match its sum")
+    return nodes, {node_id: parent for node_id, parent, _ in found}
+
+
+def _load_nodes_1(connection: sqlite3.Connection) -> tuple[list[Node], dict[NodeId, NodeId]]:
+    pieces: defaultdict[int, list[Piece]] = defaultdict(list)
+    for node_id, segment_id, start, length in connection.execute(rows.SELECT_PIECES_1):
+        pieces[node_id].append(Piece(SegmentId(segment_id), start, length))
+    found = connection.execute(rows.SELECT_NODES).fetchall()
+    nodes = [rows.node_of_1(row, PieceTable(pieces[row[0]])) for row in found]
+    parents = {node.node_id: parent for node, parent in nodes if parent is not None}
+    return [node for node, _ in nodes], parents
+
+
 def _create(connection: sqlite3.Connection, identity: str) -> None:
     with _transaction(connection):
-        for statement in rows.SCHEMA:
-            connection.execute(statement)
+        connection.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT")
         connection.execute("INSERT INTO meta VALUES ('identity', ?)", (identity,))
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        _create_tables(connection)
+
+
+def _create_tables(connection: sqlite3.Connection) -> None:
+    for statement in rows.SCHEMA:
+        connection.execute(statement)
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
@@ -283,7 +293,7 @@ def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
             path, f"another program (application id {application_id:#x})", "a KVShare store"
         )
     version = _pragma(connection, "user_version")
-    if version != SCHEMA_VERSION:
+    if version not in (SCHEMA_VERSION, _OLD_VERSION):
         raise StoreMismatchError(path, f"schema version {version}", f"schema version {SCHEMA_VERSION}")
 
 

@@ -9,7 +9,7 @@ token ids. Segment ids go out as 16 hex digits: they do not fit a JSON number.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ _SIBLING_ORDER: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "age": lambda entry: -entry["age_s"],
     "tokens": lambda entry: -entry["num_tokens"],
 }
+_MIN_RUN = 16  # of the edits from a parent: one-token matches would tell nothing
 _DEFAULT_DEPTH = 4
 _MAX_DEPTH = 64  # of the document; the tree may be deeper, and `root` starts further down
 _SHORTEST_DIGEST = 4
@@ -100,12 +101,12 @@ def node(tree: DeltaTree, arguments: Arguments, *, clock: Clock = time.time) -> 
     _check_names(arguments, "id")
     found = _node(tree, arguments, "id")
     try:
-        shared_with = tree.shared_with(found.node_id)
+        parents, shared_with = tree.ancestors(found.node_id), tree.shared_with(found.node_id)
         document = {
             **_summary(tree, found, clock()),
-            "parents": list(_parents(tree, found)),
+            "parents": list(parents),
             "children": list(tree.children(found.node_id)),
-            "edits": None if found.script is None else _edits(found.script),
+            "edits": _edits_from(tree.node(parents[0]), found) if parents else None,
             "pieces": _pieces(tree, found),
             "shared_with": [{"id": other.node_id, "num_tokens": other.num_tokens} for other in shared_with],
         }
@@ -223,6 +224,10 @@ def _summary(tree: DeltaTree, node: Node, now: float) -> dict[str, Any]:
     }
 
 
+def _edits_from(parent: Node, node: Node) -> dict[str, Any]:
+    return _edits(align(parent.token_ids, node.token_ids, min_run=_MIN_RUN))
+
+
 def _edits(script: EditScript) -> dict[str, Any]:
     """Spans [start, end) in both prompts; counts in tokens of the target, for deletes of the source."""
     counts = dict.fromkeys((op.value for op in Op), 0)
@@ -260,21 +265,12 @@ def _pieces(tree: DeltaTree, node: Node) -> list[dict[str, Any]]:
     return rows
 
 
-def _parents(tree: DeltaTree, node: Node) -> Iterator[NodeId]:
-    """The nearest first."""
-    parent = node.parent
-    while parent is not None:
-        yield parent
-        above = tree.get(parent)
-        parent = None if above is None else above.parent
-
-
 def _roots(tree: DeltaTree, arguments: Arguments) -> list[Node]:
     namespace = _namespace(tree, arguments)
     if _is_given(arguments, "root"):
         root = _node(tree, arguments, "root")
         return [root] if namespace in (None, root.namespace) else []
-    return [node for node in tree.nodes(namespace) if node.parent is None]
+    return [node for node in tree.nodes(namespace) if not tree.ancestors(node.node_id)]
 
 
 def _check_names(arguments: Arguments, *known: str) -> None:

@@ -213,7 +213,6 @@ def segment(first_position: int, num_tokens: int, *, generation: int) -> Segment
         namespace=NAMESPACE,
         first_position=first_position,
         num_tokens=num_tokens,
-        prefix_hash=bytes(16),
         generation=generation,
         num_bytes=num_tokens * RATES.bytes_per_token,
         checksum=0,

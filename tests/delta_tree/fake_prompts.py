@@ -35,7 +35,6 @@ def segment(
         namespace=namespace,
         first_position=first_position,
         num_tokens=num_tokens,
-        prefix_hash=b"prefix",
         generation=generation,
         num_bytes=num_tokens * BYTES_PER_TOKEN,
         checksum=2**64 - 1,

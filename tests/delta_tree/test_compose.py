@@ -56,8 +56,6 @@ class Shelf:
             node_id=NodeId(len(self.nodes) + 1),
             namespace=NAMESPACE,
             token_ids=token_ids(ids),
-            parent=None,
-            script=None,
             pieces=PieceTable(rows),
             exact_length=exact_length,
             created_at=0.0,
@@ -100,7 +98,7 @@ class Shelf:
         """Copies and gaps cover each position once; what is copied is equal and usable."""
         spans = sorted((*(copy.target for copy in made.copies), *made.gaps))
         assert [p for span in spans for p in range(span.start, span.end)] == [*range(len(target))]
-        assert made.num_copied + made.num_gap_tokens == made.num_tokens == len(target)
+        assert made.num_copied + sum(map(len, made.gaps)) == made.num_tokens == len(target)
         for copy in made.copies:
             own = self.segments[copy.segment_id]
             for i in range(copy.length):
@@ -249,7 +247,7 @@ def test_without_approximate_copies_only_the_exact_prefix_is_used() -> None:
     shelf.add(DOCUMENTS[0])
     made = shelf.compose([*SYSTEM, 2, *DOCUMENTS[0]], allow_approximate=False)
     assert made.gaps == (Span(30, 81),)
-    assert made.approximate_copies == ()
+    assert [copy.target for copy in made.copies] == [Span(0, 30)]
     assert [report.reason for report in made.reports] == ["used", "exact_only"]
 
 
@@ -259,8 +257,7 @@ def test_exactness_ends_where_the_donors_does() -> None:
     shelf.add([*DOCUMENTS[0], *DOCUMENTS[1]], generations=[0, 1])
     made = shelf.compose([*DOCUMENTS[0], *DOCUMENTS[1]])
     assert made.exact_length == 50
-    assert [copy.target for copy in made.exact_copies] == [Span(0, 50)]
-    assert [copy.target for copy in made.approximate_copies] == [Span(50, 100)]
+    assert [copy.target for copy in made.copies] == [Span(0, 50), Span(50, 100)]
 
 
 def test_the_exact_prefix_may_come_from_one_more_donor() -> None:
@@ -323,8 +320,6 @@ def test_the_shift_is_measured_from_where_the_kv_was_computed() -> None:
         node_id=NodeId(2),
         namespace=NAMESPACE,
         token_ids=token_ids(DOCUMENTS[0]),
-        parent=None,
-        script=None,
         pieces=PieceTable([Piece(piece.segment_id, 30, 50)]),
         exact_length=0,
         created_at=0.0,

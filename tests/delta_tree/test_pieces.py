@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta_tree import EditRangeError, Piece, PieceTable, SegmentId, Span, merge_pieces
+from delta_tree import EditRangeError, Piece, PieceTable, SegmentId, Span
 
 pieces = st.lists(
     st.builds(
@@ -55,7 +55,14 @@ def test_tables_are_values(rows: list[Piece]) -> None:
     assert PieceTable(singles) == PieceTable(rows)
     assert hash(PieceTable(singles)) == hash(PieceTable(rows))
     assert PieceTable(PieceTable(rows).pieces) == PieceTable(rows)
-    assert merge_pieces(singles) == list(PieceTable(rows))
+    assert PieceTable.from_bytes(PieceTable(rows).to_bytes()) == PieceTable(rows)
+
+
+@pytest.mark.parametrize("blob", [bytes(23), bytes(24)])
+def test_bytes_that_are_no_table_are_refused(blob: bytes) -> None:
+    """Neither a part of a row is a table, nor a piece of no tokens."""
+    with pytest.raises(EditRangeError):
+        PieceTable.from_bytes(blob)
 
 
 @pytest.mark.parametrize(("segment_id", "offset", "length"), [(0, 0, 1), (1, -1, 1), (1, 0, 0)])
