@@ -229,6 +229,20 @@ def plan(
 
 
 @app.command()
+def commit(
+    stored: Annotated[int | None, typer.Option("--stored", min=8, help="Prompts in the full store.")] = None,
+    prompt_tokens: PromptTokens = None,
+    commits: Annotated[int | None, typer.Option("--commits", min=1, help="Into each store.")] = None,
+    seed: Seed = None,
+    as_json: Json = False,
+    output_format: Format = OutputFormat.TERMINAL,
+) -> None:
+    """What storing a prompt costs where another must be evicted for it."""
+    options = {"stored": stored, "prompt_tokens": prompt_tokens, "commits": commits, "seed": seed}
+    _run("commit", options, as_json, output_format)
+
+
+@app.command()
 def index(
     stored: Annotated[int | None, typer.Option("--stored", min=1, help="Prompts in the index.")] = None,
     prompt_tokens: PromptTokens = None,
