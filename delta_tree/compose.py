@@ -7,16 +7,11 @@ A token that differs is never copied. Pure and deterministic: nothing is loaded,
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
-from delta_tree.composition import (
-    Composition,
-    Copy,
-    DonorReason,
-    DonorReport,
-    merge_copies,
-)
+from delta_tree.composition import Composition, Copy, DonorReason, merge_copies
 from delta_tree.crowd import Crowd
 from delta_tree.donors import Donor, KGrams, Offer
 from delta_tree.edits import Match
@@ -80,16 +75,20 @@ class _Layout:
         self._copies: list[Copy] = []
         self._is_open = np.ones(len(target), dtype=np.bool_)
         self._mixed: set[int] = set()  # places of the donors of approximate copies
-        self._hashes: Hashes | None = None
         self._crowd = Crowd((), min_run)
         self._number: dict[int, int] = {}  # in the crowd, by the donor's place
         self._kgrams: dict[int, KGrams] = {}  # that may stand in what is open, by the donor's place
+
+    @cached_property
+    def _hashes(self) -> Hashes:
+        """Of all k-grams of the prompt; not needed where only its exact prefix counts."""
+        return quick_hashes(self._target, self._min_run)
 
     def sharing(self, donors: Sequence[Donor]) -> list[Donor]:
         """
         The donors with a usable run of what follows the exact prefix.
 
-        Those that share a run of the prefix alone have nothing to add; their reports say so.
+        Those that share a run of the prefix alone have nothing to add; their reasons say so.
         """
         usable = [donor for donor in donors if donor.usable]
         if not usable:
@@ -99,7 +98,7 @@ class _Layout:
         rest = Span(self.exact_length, len(self._target))
         if len(rest) >= self._min_run:
             self._narrow([rest])
-        known = np.sort(self._all_hashes())
+        known = np.sort(self._hashes)
         found = [donor for donor in usable if self._shares(donor, self._kgrams.get(donor.place), known)]
         others = [donor for donor in usable if donor not in found]
         anywhere = Sieve(known) if others else None
@@ -121,7 +120,7 @@ class _Layout:
         rest = Span(self.exact_length, len(self._target))
         if len(rest) < self._min_run or max_donors < 1 or not donors:
             return None
-        kgrams, hashes = self._kgrams, self._all_hashes()
+        kgrams = self._kgrams
         bounds = {donor.place: donor.most_in_order(kgrams[donor.place]) for donor in donors}
         in_place = {donor.place: donor.num_in_place(self._target, rest.start) for donor in donors}
         hopeful = sorted(
@@ -132,7 +131,7 @@ class _Layout:
         for donor in hopeful[:_MAX_ALIGNED]:
             if best is not None and best[0] >= bounds[donor.place] * _GOOD_ENOUGH:
                 break
-            runs = donor.in_order(self._target, rest, kgrams[donor.place], hashes)
+            runs = donor.in_order(self._target, rest, kgrams[donor.place], self._hashes)
             num_covered = sum(run.length for run in runs)
             if num_covered > (best[0] if best else 0):
                 best = (num_covered, donor, runs)
@@ -158,11 +157,10 @@ class _Layout:
             if not open_spans or not asked:
                 return
             self._narrow(open_spans)
-            hashes = self._all_hashes()
             offers: list[Offer] = []
             giving: list[Donor] = []
             for donor in asked:
-                given = donor.offers(self._target, open_spans, self._kgrams[donor.place], hashes)
+                given = donor.offers(self._target, open_spans, self._kgrams[donor.place], self._hashes)
                 offers += given
                 # Open stretches only shrink: who has nothing now will have nothing later.
                 if given:
@@ -180,13 +178,13 @@ class _Layout:
             exact_length=self.exact_length,
             copies=copies,
             gaps=gaps((copy.target for copy in copies), len(self._target)),
-            reports=tuple(DonorReport(donor.node.node_id, donor.num_used, donor.reason) for donor in donors),
+            reasons=tuple(donor.reason for donor in donors),
         )
 
     def _admits(self, donor: Donor, max_donors: int) -> bool:
         if donor.place in self._mixed or len(self._mixed) < max_donors:
             return True
-        if not donor.num_used:
+        if donor.reason is not DonorReason.USED:
             donor.reason = DonorReason.MAX_DONORS
         return False
 
@@ -201,7 +199,6 @@ class _Layout:
     def _lay(self, donor: Donor, run: Match) -> None:
         self._copies.extend(donor.copies(run, self._target))
         self._is_open[run.target : run.target + run.length] = False
-        donor.num_used += run.length
         donor.reason = DonorReason.USED
 
     def _open_spans(self) -> list[Span]:
@@ -221,19 +218,13 @@ class _Layout:
         ]
 
     def _shares(self, donor: Donor, kgrams: KGrams | None, known: Hashes) -> bool:
-        return kgrams is not None and donor.shares(self._target, kgrams, self._all_hashes(), known)
+        return kgrams is not None and donor.shares(self._target, kgrams, self._hashes, known)
 
     def _narrow(self, spans: Sequence[Span]) -> None:
         """Keep of each usable donor the k-grams that may lie within one of the spans."""
-        hashes = self._all_hashes()
-        inside = [hashes[span.start : span.end - self._min_run + 1] for span in spans]
+        inside = [self._hashes[span.start : span.end - self._min_run + 1] for span in spans]
         passing = self._crowd.narrow(Sieve(np.concatenate(inside)))
         self._kgrams = {
             place: KGrams(self._crowd.hashes(number), passing[number])
             for place, number in self._number.items()
         }
-
-    def _all_hashes(self) -> Hashes:
-        if self._hashes is None:
-            self._hashes = quick_hashes(self._target, self._min_run)
-        return self._hashes

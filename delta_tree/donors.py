@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from delta_tree.align import common_prefix_length, common_suffix_length, heaviest_chain
+from delta_tree.align import common_suffix_length, heaviest_chain
 from delta_tree.anchors import tile
 from delta_tree.composition import Copy, DonorReason
 from delta_tree.edits import Match
 from delta_tree.errors import UnknownSegmentError
 from delta_tree.kgrams import Hashes, Ids, Places, quick_hashes
 from delta_tree.node import Node, Segment, SegmentId
+from delta_tree.runs import Pair, common_prefix_length
 from delta_tree.spans import Span, TokenIds
 
 _HIDDEN = -1  # no token id; what carries it matches nothing
@@ -44,18 +45,6 @@ class KGrams:
 class Donor:
     """A candidate with its pieces resolved. Lives as long as one call of `compose`."""
 
-    __slots__ = (
-        "_min_run",
-        "_rows",
-        "_segments",
-        "_starts",
-        "node",
-        "num_used",
-        "place",
-        "reason",
-        "visible",
-    )
-
     def __init__(
         self,
         node: Node,
@@ -67,24 +56,23 @@ class Donor:
     ) -> None:
         self.node = node
         self.place = place  # in the list of candidates, the last tie-break
-        self.num_used = 0
-        self.reason = DonorReason.BELOW_MIN_RUN
+        self.reason = DonorReason.MISSING_SEGMENT
         self.visible: Ids = node.token_ids
         self._min_run = min_run
-        self._rows = node.pieces.rows()
-        self._starts = [start for start, _, _, _ in self._rows]
-        self._segments: list[Segment] = []
+        rows = node.pieces.rows()
+        self._starts = [start for start, _, _, _ in rows]
         try:
-            self._segments = [segment_of(segment_id) for _, segment_id, _, _ in self._rows]
+            # (position in the prompt, offset, length, segment)
+            self._pieces = [
+                (start, offset, length, segment_of(entry)) for start, entry, offset, length in rows
+            ]
         except UnknownSegmentError:
-            self.reason = DonorReason.MISSING_SEGMENT  # evicted since the candidate was nominated
-            return
-        if any(segment.namespace != node.namespace for segment in self._segments):
-            self.reason = DonorReason.MISSING_SEGMENT
+            return  # evicted since the candidate was nominated
+        if any(segment.namespace != node.namespace for _, _, _, segment in self._pieces):
             return
         hidden = [
             Span(start, start + length)
-            for (start, _, _, length), segment in zip(self._rows, self._segments, strict=True)
+            for start, _, length, segment in self._pieces
             if segment.generation > max_generation
         ]
         if hidden:
@@ -92,8 +80,8 @@ class Donor:
             for span in hidden:
                 masked[span.start : span.end] = _HIDDEN
             self.visible = masked
-            if sum(map(len, hidden)) == node.num_tokens:
-                self.reason = DonorReason.GENERATION
+        is_hidden = sum(map(len, hidden)) == node.num_tokens
+        self.reason = DonorReason.GENERATION if is_hidden else DonorReason.BELOW_MIN_RUN
 
     @property
     def usable(self) -> bool:
@@ -171,15 +159,7 @@ class Donor:
             )
 
     def _runs(self, target: TokenIds, spans: list[Span], kgrams: KGrams, hashes: Hashes) -> list[Match]:
-        return tile(
-            self.visible,
-            target,
-            spans,
-            source_hashes=kgrams.hashes,
-            places=kgrams.places,
-            hashes=hashes,
-            k=self._min_run,
-        )
+        return tile(Pair(self.visible, target, kgrams.hashes, hashes, self._min_run), spans, kgrams.places)
 
     def _stands_in(self, target: TokenIds, place: int, hashes: Hashes) -> bool:
         """Whether the k-gram at `place`, known by its hash, is the target's token for token."""
@@ -187,13 +167,10 @@ class Donor:
         places = np.flatnonzero(hashes == hashes.dtype.type(quick_hashes(kgram, self._min_run)[0]))
         return any(np.array_equal(kgram, target[at : at + self._min_run]) for at in places[:4].tolist())
 
-    def _pieces_of(self, run: Match) -> Iterator[tuple[int, int, int, Segment]]:
-        """(position in the prompt, offset, length, segment) of the pieces that the run touches."""
+    def _pieces_of(self, run: Match) -> list[tuple[int, int, int, Segment]]:
+        """The pieces that the run touches."""
         first = bisect_right(self._starts, run.source) - 1
-        last = bisect_left(self._starts, run.source + run.length)
-        for index in range(first, last):
-            start, _, offset, length = self._rows[index]
-            yield start, offset, length, self._segments[index]
+        return self._pieces[first : bisect_left(self._starts, run.source + run.length)]
 
     def _rank(self, run: Match, target: TokenIds) -> tuple[int, ...]:
         shift, generation = 0, 0

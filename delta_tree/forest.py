@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from delta_tree.errors import InvalidNodeError, UnknownNodeError, UnknownSegmentError
+from delta_tree.errors import InvalidNodeError
 from delta_tree.lineage import Lineage
 from delta_tree.node import Node, NodeId, Segment, SegmentId
 from delta_tree.spans import TokenIds
@@ -57,28 +57,6 @@ class Forest:
         self._totals: defaultdict[str | None, Totals] = defaultdict(Totals)  # of all: under None
         self.lineage = Lineage()
         self.use_order = UseOrder()
-
-    def node(self, node_id: NodeId) -> Node:
-        """
-        The node with this id.
-
-        Raises:  UnknownNodeError
-        """
-        try:
-            return self.nodes[node_id]
-        except KeyError:
-            raise UnknownNodeError(node_id) from None
-
-    def segment(self, segment_id: SegmentId) -> Segment:
-        """
-        The segment with this id.
-
-        Raises:  UnknownSegmentError
-        """
-        try:
-            return self.segments[segment_id]
-        except KeyError:
-            raise UnknownSegmentError(segment_id) from None
 
     def num_references(self, segment_id: SegmentId) -> int:
         """How many nodes refer to a segment; 0 if there is no such segment."""
@@ -161,8 +139,7 @@ class Forest:
             self._refer(node, unclaimed)
             if old is not None:
                 self._release(old)
-        if old is None or _use_of(old) != _use_of(node):
-            self.use_order.put(node)
+        self.use_order.put(node)  # all changes of a node come with a use, or are pins
         for totals in self._totals_with(node.namespace):
             totals.note_pin(node)
 
@@ -190,7 +167,3 @@ class Forest:
             count = self._references.pop(segment_id, 1) - 1
             if count > 1:
                 self._references[segment_id] = count
-
-
-def _use_of(node: Node) -> tuple[float, int, bool]:
-    return node.last_used_at, node.num_hits, node.pinned

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+from delta_tree.errors import UnknownNodeError, UnknownSegmentError
 from delta_tree.forest import Forest
 from delta_tree.node import Node, NodeId, Segment, SegmentId
 from delta_tree.spans import Span, TokenIds, merge, token_ids
@@ -25,7 +26,11 @@ class SharedKV:
 
 
 class TreeReader:
-    """The half of a DeltaTree that only looks."""
+    """
+    The half of a DeltaTree that only looks.
+
+    Raises:  UnknownNodeError, UnknownSegmentError wherever an id is of nothing that is there
+    """
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
@@ -36,20 +41,18 @@ class TreeReader:
         return self._forest.nodes.get(node_id)
 
     def node(self, node_id: NodeId) -> Node:
-        """
-        The node with this id.
-
-        Raises:  UnknownNodeError
-        """
-        return self._forest.node(node_id)
+        """The node with this id."""
+        try:
+            return self._forest.nodes[node_id]
+        except KeyError:
+            raise UnknownNodeError(node_id) from None
 
     def segment(self, segment_id: SegmentId) -> Segment:
-        """
-        The segment with this id.
-
-        Raises:  UnknownSegmentError
-        """
-        return self._forest.segment(segment_id)
+        """The segment with this id."""
+        try:
+            return self._forest.segments[segment_id]
+        except KeyError:
+            raise UnknownSegmentError(segment_id) from None
 
     def find(self, namespace: str, tokens: Sequence[int] | TokenIds) -> Node | None:
         """The node of exactly this prompt in this namespace, or None."""
@@ -68,32 +71,22 @@ class TreeReader:
                 if namespace is None or node.namespace == namespace
             )
 
-    def segments(self, namespace: str | None = None) -> tuple[Segment, ...]:
-        """All segments that nodes refer to, or those of one namespace."""
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments that nodes refer to."""
         with self._lock:
-            return tuple(
-                segment
-                for segment in self._forest.segments.values()
-                if namespace is None or segment.namespace == namespace
-            )
+            return tuple(self._forest.segments.values())
 
     def ancestors(self, node_id: NodeId) -> tuple[NodeId, ...]:
         """
-        The node that this one was edited from, that one's, and so on; empty for a root.
+        The node that this one was edited from, that one's, and so on; empty for a root and what is gone.
 
-        Where a node has been evicted, its own parent stands in for it.
-        Raises:  UnknownNodeError
+        Where one of them has been evicted, its own parent stands in for it.
         """
         with self._lock:
-            self.node(node_id)
             return self._forest.lineage.ancestors(node_id)
 
     def children(self, node_id: NodeId) -> tuple[NodeId, ...]:
-        """
-        The nodes whose nearest ancestor is this one.
-
-        Raises:  UnknownNodeError
-        """
+        """The nodes whose nearest ancestor is this one."""
         with self._lock:
             self.node(node_id)
             return self._forest.lineage.children(node_id)
@@ -117,30 +110,18 @@ class TreeReader:
         return self._forest.totals(namespace).stats()
 
     def owned_bytes(self, node_id: NodeId) -> int:
-        """
-        KV bytes that only this node refers to: what its eviction would free.
-
-        Raises:  UnknownNodeError
-        """
+        """KV bytes that only this node refers to: what its eviction would free."""
         with self._lock:
             return self._owned_by([self.node(node_id)])
 
     def subtree_bytes(self, node_id: NodeId) -> int:
-        """
-        KV bytes that only this node and its descendants refer to.
-
-        Raises:  UnknownNodeError
-        """
+        """KV bytes that only this node and its descendants refer to."""
         with self._lock:
             self.node(node_id)
             return self._owned_by([self.node(member) for member in self._forest.lineage.subtree(node_id)])
 
     def shared_with(self, node_id: NodeId) -> tuple[SharedKV, ...]:
-        """
-        The nodes that refer to the same KV as this one, and to how many of its tokens; most first.
-
-        Raises:  UnknownNodeError
-        """
+        """The nodes that refer to the same KV as this one, and to how many of its tokens; most first."""
         with self._lock:
             mine = _stored_spans(self.node(node_id))
             found: list[SharedKV] = []

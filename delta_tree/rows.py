@@ -47,9 +47,6 @@ PUT_NODE = """INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 PUT_PARENT = "INSERT INTO parents VALUES (:node_id, :parent, :node_id + :parent)"
 MOVE_CHILDREN = "UPDATE parents SET parent = :heir, row_sum = node_id + :heir WHERE parent = :gone"
 
-# In version 1 a node's row held its parent, and pieces were rows; scripts and prefix hashes are not read.
-SELECT_PIECES_1 = "SELECT node_id, segment_id, start, length FROM pieces ORDER BY node_id, place"
-
 
 class RowError(Exception):
     """A row does not match its checksum. Stays inside the package."""
@@ -66,7 +63,7 @@ def segment_row(segment: Segment) -> Row:
         segment.num_bytes,
         segment.checksum.to_bytes(8, "little"),  # unsigned 64 bits: SQLite has no such type
     )
-    return (*row, _crc(row))
+    return (*row, crc_of(row))
 
 
 def segment_of(row: Row) -> Segment:
@@ -76,18 +73,11 @@ def segment_of(row: Row) -> Segment:
     Raises:  RowError
     """
     *values, crc = row
-    if _crc(tuple(values)) != crc:
+    if crc_of(tuple(values)) != crc:
         raise RowError("a segment's row does not match its checksum")
     segment_id, namespace, first, num_tokens, *_, generation, num_bytes, checksum = values
-    return Segment(
-        segment_id=SegmentId(segment_id),
-        namespace=sys.intern(namespace),
-        first_position=first,
-        num_tokens=num_tokens,
-        generation=generation,
-        num_bytes=num_bytes,
-        checksum=int.from_bytes(checksum, "little"),
-    )
+    figures = (generation, num_bytes, int.from_bytes(checksum, "little"))
+    return Segment(SegmentId(segment_id), sys.intern(namespace), first, num_tokens, *figures)
 
 
 def node_row(node: Node) -> Row:
@@ -102,7 +92,7 @@ def node_row(node: Node) -> Row:
         node.created_at,
         int(node.pinned),
     )
-    return (*row, _crc(row), node.last_used_at, node.num_hits)
+    return (*row, crc_of(row), node.last_used_at, node.num_hits)
 
 
 def node_of(row: Row) -> Node:
@@ -112,7 +102,7 @@ def node_of(row: Row) -> Node:
     Raises:  RowError, and what decoding tokens and pieces raises
     """
     *values, crc, last_used_at, num_hits = row
-    if _crc(tuple(values)) != crc:
+    if crc_of(tuple(values)) != crc:
         raise RowError("a node's row does not match its checksum")
     node_id, namespace, _, tokens, pieces, exact_length, created_at, pinned = values
     return Node(
@@ -128,21 +118,7 @@ def node_of(row: Row) -> Node:
     )
 
 
-def node_of_1(row: Row, pieces: PieceTable) -> tuple[Node, NodeId | None]:
-    """
-    A node and its parent from a row of `SELECT_NODES` in version 1.
-
-    Raises:  as `node_of`
-    """
-    *values, crc, last_used_at, num_hits = row
-    if _crc((*values, pieces.to_bytes())) != crc:
-        raise RowError("a node's row does not match its checksum")
-    *head, parent, _, exact_length, created_at, pinned = values
-    now = (*head, pieces.to_bytes(), exact_length, created_at, pinned)
-    return node_of((*now, _crc(now), last_used_at, num_hits)), parent
-
-
-def _crc(values: Row) -> int:
+def crc_of(values: Row) -> int:
     crc = 0
     for value in values:
         blob = value if isinstance(value, bytes) else repr(value).encode()

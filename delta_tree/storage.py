@@ -8,18 +8,16 @@ that imports sqlite3; its errors are translated here.
 
 import os
 import sqlite3
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from delta_tree import rows
+from delta_tree import rows, version_1
 from delta_tree.errors import (
     EditRangeError,
     InvalidTokensError,
     StoreCorruptError,
-    StoreError,
     StoreForeignError,
     StoreLockedError,
     StoreMismatchError,
@@ -28,14 +26,12 @@ from delta_tree.errors import (
     StoreUnavailableError,
 )
 from delta_tree.forest import Change
-from delta_tree.node import Node, NodeId, SegmentId
-from delta_tree.pieces import Piece, PieceTable
+from delta_tree.node import Node, NodeId
 from delta_tree.rows import RowError
 
 APPLICATION_ID = 0x4B565354  # "KVST"
 SCHEMA_VERSION = 2
-_OLD_VERSION = 1  # is read, and written anew when it is opened to be changed
-_LOCK_WAIT_S = 1.0  # a server that is just stopping may still hold the file
+LOCK_WAIT_S = 1.0  # a server that is just stopping may still hold the file
 
 
 def journal_mode_for(version: tuple[int, int, int]) -> str:
@@ -66,16 +62,16 @@ class Storage:
         Raises:  StoreError, see errors.py
         """
         _prepare_file(path, must_exist=read_only or identity is None)
-        with _translated(path):
+        with translated(path):
             connection = sqlite3.connect(
                 f"file:{quote(str(path.absolute()))}?mode=rw",
                 uri=True,
-                timeout=_LOCK_WAIT_S,
+                timeout=LOCK_WAIT_S,
                 isolation_level=None,  # transactions are begun and ended here, by name
                 check_same_thread=False,  # the tree's lock sees to it
             )
         try:
-            with _translated(path):
+            with translated(path):
                 found = _configure(connection, path, identity, read_only=read_only)
         except BaseException:
             connection.close()
@@ -94,11 +90,13 @@ class Storage:
         Raises:  StoreCorruptError if a row does not decode or its checksum is wrong
         """
         connection = self._open_connection()
-        with _translated(self._path), _transaction(connection, "DEFERRED"):
-            self._is_old = _pragma(connection, "user_version") == _OLD_VERSION
+        with translated(self._path), _transaction(connection, "DEFERRED"):
+            self._is_old = _pragma(connection, "user_version") == version_1.SCHEMA_VERSION
             try:
                 segments = [rows.segment_of(row) for row in connection.execute(rows.SELECT_SEGMENTS)]
-                nodes, parents = _load_nodes_1(connection) if self._is_old else _load_nodes(connection)
+                nodes, parents = (
+                    version_1.load_nodes(connection.execute) if self._is_old else _load_nodes(connection)
+                )
             except (EditRangeError, InvalidTokensError, RowError) as exc:
                 raise StoreCorruptError(self._path, str(exc)) from exc
         return Change(put_segments=tuple(segments), put_nodes=tuple(nodes), parents=parents)
@@ -108,7 +106,7 @@ class Storage:
         if not self._is_old or self.read_only:
             return
         connection = self._open_connection()
-        with _translated(self._path), _transaction(connection):
+        with translated(self._path), _transaction(connection):
             for table in ("pieces", "nodes", "segments"):
                 connection.execute(f"DROP TABLE {table}")
             _create_tables(connection)
@@ -125,7 +123,7 @@ class Storage:
             raise StoreReadOnlyError(self._path)
         connection = self._open_connection()
         run = connection.executemany
-        with _translated(self._path), _transaction(connection):
+        with translated(self._path), _transaction(connection):
             for change in changes:
                 run(rows.MOVE_CHILDREN, [{"gone": gone, "heir": heir} for gone, heir in change.heirs.items()])
                 run("DELETE FROM nodes WHERE node_id = ?", [(entry,) for entry in change.dropped_nodes])
@@ -154,64 +152,14 @@ class Storage:
         return self._connection
 
 
-def set_aside(path: Path) -> Path:
-    """
-    Move a store away, whatever state it is in, with its journal; returns where to: `path` with `.old`.
-
-    One is kept: an earlier one is replaced. Modes stay as they are.
-    Raises:  StoreLockedError if a process has it open; StoreUnavailableError
-    """
-    _lock_once(path)
-    aside = _beside(path, ".old")
-    with _os_errors(path):
-        # The earlier one's journal must not be taken for this one's.
-        for suffix in ("-journal", "-wal", "-shm"):
-            _beside(aside, suffix).unlink(missing_ok=True)
-        for suffix in ("-journal", "-wal"):
-            if _beside(path, suffix).exists():
-                _beside(path, suffix).replace(_beside(aside, suffix))
-        path.replace(aside)
-        _beside(path, "-shm").unlink(missing_ok=True)
-    return aside
-
-
-def check_unlocked(path: Path) -> None:
-    """
-    Refuse a store that another process has open; any other state, and none at all, is fine here.
-
-    Raises:  StoreLockedError
-    """
-    try:
-        _lock_once(path, wait_s=_LOCK_WAIT_S)
-    except StoreLockedError:
-        raise
-    except StoreError:
-        pass
-
-
-def _lock_once(path: Path, *, wait_s: float = 0.0) -> None:
+def lock_once(path: Path, *, wait_s: float = 0.0) -> None:
     """Raises StoreLockedError if a process has the file open, StoreUnavailableError if nobody can tell."""
-    try:
+    # Damage is none of our business: the lock comes before the look, so nobody holds the file.
+    with suppress(StoreCorruptError), translated(path):
         if path.exists():
-            with _translated(path), closing(sqlite3.connect(path, timeout=wait_s)) as connection:
+            with closing(sqlite3.connect(path, timeout=wait_s)) as connection:
                 connection.execute("BEGIN EXCLUSIVE")
                 connection.execute("ROLLBACK")
-    except StoreCorruptError:
-        pass  # the lock comes before the look: nobody holds the file
-    except OSError as exc:
-        raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
-
-
-@contextmanager
-def _os_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as exc:
-        raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
 
 
 def _prepare_file(path: Path, *, must_exist: bool) -> None:
@@ -219,12 +167,10 @@ def _prepare_file(path: Path, *, must_exist: bool) -> None:
         if not path.exists():
             raise StoreMissingError(path)
         return
-    try:
+    with translated(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # SQLite gives its journal the mode of the file, so both are the owner's only.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    except OSError as exc:
-        raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
 
 
 def _configure(connection: sqlite3.Connection, path: Path, identity: str | None, *, read_only: bool) -> str:
@@ -262,16 +208,6 @@ def _load_nodes(connection: sqlite3.Connection) -> tuple[list[Node], dict[NodeId
     return nodes, {node_id: parent for node_id, parent, _ in found}
 
 
-def _load_nodes_1(connection: sqlite3.Connection) -> tuple[list[Node], dict[NodeId, NodeId]]:
-    pieces: defaultdict[int, list[Piece]] = defaultdict(list)
-    for node_id, segment_id, start, length in connection.execute(rows.SELECT_PIECES_1):
-        pieces[node_id].append(Piece(SegmentId(segment_id), start, length))
-    found = connection.execute(rows.SELECT_NODES).fetchall()
-    nodes = [rows.node_of_1(row, PieceTable(pieces[row[0]])) for row in found]
-    parents = {node.node_id: parent for node, parent in nodes if parent is not None}
-    return [node for node, _ in nodes], parents
-
-
 def _create(connection: sqlite3.Connection, identity: str) -> None:
     with _transaction(connection):
         connection.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT")
@@ -293,7 +229,7 @@ def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
             path, f"another program (application id {application_id:#x})", "a KVShare store"
         )
     version = _pragma(connection, "user_version")
-    if version not in (SCHEMA_VERSION, _OLD_VERSION):
+    if version not in (SCHEMA_VERSION, version_1.SCHEMA_VERSION):
         raise StoreMismatchError(path, f"schema version {version}", f"schema version {SCHEMA_VERSION}")
 
 
@@ -341,10 +277,12 @@ _UNAVAILABLE = {
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into ours; what is neither busy nor out of reach is damage."""
+def translated(path: Path) -> Iterator[None]:
+    """Turns errors of SQLite and the system into ours; what is neither busy nor out of reach is damage."""
     try:
         yield
+    except OSError as exc:
+        raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
     except sqlite3.Error as exc:
         code = getattr(exc, "sqlite_errorcode", None)
         primary = None if code is None else code & 0xFF

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from delta_tree.checks import SegmentLookup, check_draft, check_forest, check_node, quality
@@ -39,7 +38,6 @@ class Insertion:
     node: Node
     created: bool  # False: the prompt was known, its node was touched and perhaps improved
     freed_segments: tuple[SegmentId, ...]  # the draft's own ones included, if not needed
-    freed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +93,10 @@ class DeltaTree(TreeReader):
             forest.restore(stored)
             check_forest(forest)
             storage.upgrade(stored)
-        except InvalidNodeError as exc:
+        except BaseException as exc:
             storage.close()
-            raise StoreCorruptError(path, str(exc)) from exc
-        except BaseException:
-            storage.close()
+            if isinstance(exc, InvalidNodeError):
+                raise StoreCorruptError(path, str(exc)) from exc
             raise
         return cls(storage, forest, clock=clock, new_id=new_id)
 
@@ -118,12 +115,7 @@ class DeltaTree(TreeReader):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def insert(self, draft: NodeDraft) -> Insertion:
@@ -159,22 +151,12 @@ class DeltaTree(TreeReader):
                 self._write_uses()
 
     def pin(self, node_id: NodeId) -> None:
-        """
-        Keep a node from eviction.
-
-        Raises:  UnknownNodeError
-        """
-        with self._lock:
-            self._make(Change(put_nodes=(replace(self.node(node_id), pinned=True),)))
+        """Keep a node from eviction."""
+        self._set_pinned(node_id, True)
 
     def unpin(self, node_id: NodeId) -> None:
-        """
-        Let a node be evicted again.
-
-        Raises:  UnknownNodeError
-        """
-        with self._lock:
-            self._make(Change(put_nodes=(replace(self.node(node_id), pinned=False),)))
+        """Let a node be evicted again."""
+        self._set_pinned(node_id, False)
 
     def evict(self, node_id: NodeId, *, lazily: bool = False) -> Eviction:
         """
@@ -208,13 +190,15 @@ class DeltaTree(TreeReader):
         """
         with self._lock:
             gone = {segment_id for segment_id in self._forest.segments if segment_id not in alive}
-            return self._drop(
-                [
-                    node.node_id
-                    for node in self._forest.nodes.values()
-                    if not gone.isdisjoint(node.pieces.segment_ids)
-                ]
-            ).num_nodes
+            nodes = self._forest.nodes.values()
+            lost = [node.node_id for node in nodes if not gone.isdisjoint(node.pieces.segment_ids)]
+            return self._drop(lost).num_nodes
+
+    def _set_pinned(self, node_id: NodeId, pinned: bool) -> None:
+        with self._lock:
+            node = self.node(node_id)
+            if node.pinned != pinned:
+                self._make(Change(put_nodes=(replace(node, pinned=pinned),)))
 
     def _make(self, change: Change) -> None:
         """Store, then make in memory; what was not written yet goes along."""
@@ -274,14 +258,13 @@ class DeltaTree(TreeReader):
             return self._insert_as(self._touched(offered), draft, created=False)
         self.touch(known.node_id)
         unneeded = tuple(segment.segment_id for segment in draft.new_segments)
-        num_bytes = sum(segment.num_bytes for segment in draft.new_segments)
-        return Insertion(self.node(known.node_id), False, unneeded, num_bytes)
+        return Insertion(self.node(known.node_id), False, unneeded)
 
     def _insert_as(self, node: Node, draft: NodeDraft, *, created: bool) -> Insertion:
         """With those of the draft's segments that its pieces refer to."""
         used = draft.pieces.segment_ids
-        unneeded = [segment for segment in draft.new_segments if segment.segment_id not in used]
-        freed, num_bytes = self._forest.freed_by([node], ())
+        unneeded = (s.segment_id for s in draft.new_segments if s.segment_id not in used)
+        freed, _ = self._forest.freed_by([node], ())
         self._make(
             Change(
                 put_segments=tuple(s for s in draft.new_segments if s.segment_id in used),
@@ -290,12 +273,7 @@ class DeltaTree(TreeReader):
                 dropped_segments=freed,
             )
         )
-        return Insertion(
-            node=node,
-            created=created,
-            freed_segments=(*(segment.segment_id for segment in unneeded), *freed),
-            freed_bytes=sum(segment.num_bytes for segment in unneeded) + num_bytes,
-        )
+        return Insertion(node, created, (*unneeded, *freed))
 
     def _segment_lookup(self, draft: NodeDraft) -> SegmentLookup:
         """Segments of the draft and of the tree, by id."""

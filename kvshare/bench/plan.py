@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_tree import DeltaTree, Node, NodeDraft, Piece, PieceTable, Segment, Span, TokenIds, new_segment_id
+from delta_tree import DeltaTree, Node, NodeDraft, Piece, PieceTable, Segment, TokenIds, new_segment_id
 from kvshare.bench.figures import grown, memory_bytes
 from kvshare.bench.harness import edited, milliseconds, random_prompt
 from kvshare.index_factory import nominator_settings
@@ -192,7 +192,8 @@ def _insert(tree: DeltaTree, tokens: TokenIds, base: Node | None) -> Node:
     segments: list[Segment] = []
     for start, end in pairwise(edges):
         if base is not None and base.token_ids[start] == tokens[start]:
-            pieces += base.pieces.slice(Span(start, end))
+            (whole,) = base.pieces
+            pieces.append(Piece(whole.segment_id, start, end - start))
             continue
         segments.append(segment(start, end - start, generation=0 if base is None else 1))
         pieces.append(Piece(segments[-1].segment_id, 0, end - start))

@@ -63,7 +63,6 @@ def test_identical_prompts_are_one_node(tree: DeltaTree) -> None:
     second = tree.insert(again)
     assert (second.created, second.node.node_id) == (False, first.node.node_id)
     assert second.freed_segments == tuple(again.pieces.segment_ids)
-    assert second.freed_bytes == 3 * BYTES_PER_TOKEN
     assert (second.node.num_hits, tree.stats().num_segments) == (1, 1)
     assert second.node.last_used_at > first.node.last_used_at
 
@@ -196,7 +195,8 @@ def test_a_purge_leaves_nothing_of_its_namespace(tree: DeltaTree) -> None:
     gone = tree.purge(NAMESPACE)
     assert (gone.num_nodes, len(gone.freed_segments), gone.freed_bytes) == (2, 2, 40)
     assert tree.nodes() == (other,)
-    assert tree.nodes(NAMESPACE) == tree.segments(NAMESPACE) == ()
+    assert tree.nodes(NAMESPACE) == ()
+    assert {segment.namespace for segment in tree.segments()} == {"tenant-b"}
     assert tree.purge_all().num_nodes == 1
     assert tree.stats().num_segments == tree.purge_all().num_nodes == 0
 

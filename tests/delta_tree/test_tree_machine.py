@@ -147,7 +147,8 @@ class TreeMachine(RuleBasedStateMachine):
         before = self.referred()
         self.model = {key: known for key, known in self.model.items() if key[0] != namespace}
         assert set(self.tree.purge(namespace).freed_segments) == self.freed(before)
-        assert self.tree.nodes(namespace) == self.tree.segments(namespace) == ()
+        assert self.tree.nodes(namespace) == ()
+        assert namespace not in {segment.namespace for segment in self.tree.segments()}
 
     @rule(data=st.data())
     def lose_a_segment(self, data: st.DataObject) -> None:
