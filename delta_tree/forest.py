@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -125,7 +126,8 @@ class Forest:
             raise InvalidNodeError(f"{len(stored.put_nodes) - len(rooted)} nodes descend from no root")
         self.apply(replace(stored, put_nodes=tuple(rooted)))
         self.nodes = {node.node_id: node for node in stored.put_nodes}  # in order of insertion again
-        self.use_order.restore(stored.put_nodes)
+        for node in sorted(stored.put_nodes, key=attrgetter("last_used_at")):
+            self.use_order.put(node)
 
     def _put(self, node: Node, parent: NodeId | None, unclaimed: set[SegmentId]) -> None:
         old = self.nodes.get(node.node_id)

@@ -17,6 +17,7 @@ from delta_tree.edits import Match
 from delta_tree.kgrams import Hashes, Ids, Places
 from delta_tree.spans import Span
 
+_ASKED_AT_ONCE = 256  # k-grams; most donors share one of the first
 _FIRST_STEP = 64  # tokens compared at once before the stretch is doubled
 
 
@@ -29,6 +30,22 @@ class Pair:
     source_hashes: Hashes
     target_hashes: Hashes
     k: int
+
+    def has_common_run(self, places: Places, known: Hashes) -> bool:
+        """Whether one of the source's k-grams at `places` is in the target; `known`: its hashes, sorted."""
+        for start in range(0, len(places), _ASKED_AT_ONCE):
+            some = places[start : start + _ASKED_AT_ONCE]
+            asked = self.source_hashes[some]
+            at = np.minimum(known.searchsorted(asked), len(known) - 1)
+            if any(map(self._stands_in, some[known[at] == asked].tolist())):
+                return True
+        return False
+
+    def _stands_in(self, place: int) -> bool:
+        """Whether the source's k-gram, known by its hash, is the target's token for token."""
+        kgram = self.source[place : place + self.k]
+        places = np.flatnonzero(self.target_hashes == self.source_hashes[place])[:4]
+        return any(np.array_equal(kgram, self.target[at : at + self.k]) for at in places.tolist())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
