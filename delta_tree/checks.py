@@ -50,21 +50,20 @@ def check_node(node: Node, segment_of: SegmentLookup) -> None:
         )
     if not 0 <= node.exact_length <= node.num_tokens:
         raise InvalidNodeError(f"exact_length {node.exact_length} does not fit {node.num_tokens} tokens")
-    for span, piece in node.pieces.spans():
-        segment = segment_of(piece.segment_id)
+    for start, segment_id, offset, length in node.pieces.rows():
+        segment, end = segment_of(segment_id), offset + length
         if segment is None:
-            raise InvalidNodeError(f"segment {piece.segment_id} is in neither tree nor draft")
+            raise InvalidNodeError(f"segment {segment_id} is in neither tree nor draft")
         if segment.namespace != node.namespace:
-            raise InvalidNodeError(f"segment {piece.segment_id} belongs to another namespace")
-        if piece.end > segment.num_tokens:
+            raise InvalidNodeError(f"segment {segment_id} belongs to another namespace")
+        if end > segment.num_tokens:
             raise InvalidNodeError(
-                f"a piece ends at token {piece.end} of segment {piece.segment_id}, "
-                f"which has {segment.num_tokens}"
+                f"a piece ends at token {end} of segment {segment_id}, which has {segment.num_tokens}"
             )
-        stored_at = segment.first_position + piece.offset
-        if span.start < node.exact_length and (segment.generation or stored_at != span.start):
+        stored_at = segment.first_position + offset
+        if start < node.exact_length and (segment.generation or stored_at != start):
             raise InvalidNodeError(
-                f"exact_length {node.exact_length} covers position {span.start}, whose KV is of "
+                f"exact_length {node.exact_length} covers position {start}, whose KV is of "
                 f"generation {segment.generation} and was computed for position {stored_at}"
             )
 

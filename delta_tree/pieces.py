@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from delta_tree.errors import EditRangeError
-from delta_tree.spans import Span
 
 SegmentId = NewType("SegmentId", int)
 """A positive 63-bit integer, drawn at random so that it is never used twice."""
@@ -96,18 +95,11 @@ class PieceTable:
         return len(self._rows) // 24
 
     def rows(self) -> list[tuple[int, SegmentId, int, int]]:
-        """Each piece as (position in the prompt, segment id, offset, length): cheaper than `spans`."""
+        """Each piece as (position in the prompt, segment id, offset, length): cheaper than the pieces."""
         table = self._table()
         segment_ids, offsets, lengths = table.T.tolist()
         starts = (np.cumsum(table[:, 2]) - table[:, 2]).tolist()
         return list(zip(starts, segment_ids, offsets, lengths, strict=True))
-
-    def spans(self) -> Iterator[tuple[Span, Piece]]:
-        """Each piece with the prompt positions it covers."""
-        position = 0
-        for piece in self:
-            yield Span(position, position + piece.length), piece
-            position += piece.length
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PieceTable) and self._rows == other._rows

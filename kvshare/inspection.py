@@ -238,18 +238,18 @@ def _edits(script: EditScript) -> dict[str, Any]:
 def _pieces(tree: DeltaTree, node: Node) -> list[dict[str, Any]]:
     """Where the KV of each stretch lies; a shift is how far it is from where it was computed."""
     rows = []
-    for span, piece in node.pieces.spans():
-        segment = tree.segment(piece.segment_id)
+    for start, segment_id, offset, length in node.pieces.rows():
+        segment = tree.segment(segment_id)
         rows.append(
             {
-                "start": span.start,
-                "end": span.end,
-                "segment": f"{piece.segment_id:016x}",
-                "offset": piece.offset,
-                "shift": span.start - (segment.first_position + piece.offset),
+                "start": start,
+                "end": start + length,
+                "segment": f"{segment_id:016x}",
+                "offset": offset,
+                "shift": start - (segment.first_position + offset),
                 "generation": segment.generation,
-                "num_references": tree.reference_count(piece.segment_id),
-                "num_bytes": round(segment.bytes_per_token * piece.length),
+                "num_references": tree.reference_count(segment_id),
+                "num_bytes": round(segment.bytes_per_token * length),
             }
         )
     return rows

@@ -26,13 +26,12 @@ def stored(table: list[Piece]) -> list[tuple[int, int]]:
 
 @given(pieces)
 def test_every_position_is_covered_exactly_once(rows: list[Piece]) -> None:
-    """The spans of a table follow each other from 0 to its end; merging changes no position."""
+    """The rows of a table follow each other from 0 to its end; merging changes no position."""
     table = PieceTable(rows)
     at = 0
-    for span, piece in table.spans():
-        assert (span.start, len(span)) == (at, piece.length)
-        at = span.end
-    assert table.rows() == [(span.start, p.segment_id, p.offset, p.length) for span, p in table.spans()]
+    for row, piece in zip(table.rows(), table, strict=True):
+        assert row == (at, piece.segment_id, piece.offset, piece.length)
+        at += piece.length
     assert at == table.num_tokens == sum(piece.length for piece in rows)
     assert stored(list(table)) == stored(rows)
     assert not any(b.continues(a) for a, b in pairwise(table))
