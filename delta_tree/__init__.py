@@ -6,11 +6,11 @@ prompt from stored ones, and all of it on disk. Knows token ids and KV segments 
 no tensors, no HTTP, no vector index.
 """
 
-from delta_tree.align import align, common_prefix_length, common_runs, common_suffix_length
-from delta_tree.answers import Eviction, Insertion, Sharing
+from delta_tree.align import align, common_suffix_length
+from delta_tree.anchors import common_runs
 from delta_tree.compose import compose
-from delta_tree.composition import Composition, Copy, DonorReason, DonorReport
-from delta_tree.edits import Edit, Match, Op
+from delta_tree.composition import Composition, Copy, DonorReason
+from delta_tree.edits import Edit, EditScript, Match, Op
 from delta_tree.errors import (
     DeltaTreeError,
     EditRangeError,
@@ -36,12 +36,13 @@ from delta_tree.node import (
     SegmentId,
     new_segment_id,
 )
-from delta_tree.pieces import Piece, PieceTable, merge_pieces
-from delta_tree.script import EditScript
+from delta_tree.pieces import Piece, PieceTable
+from delta_tree.reading import SharedKV
+from delta_tree.runs import common_prefix_length
 from delta_tree.spans import Span, TokenIds, gaps, merge, token_ids
-from delta_tree.storage import check_unlocked, discard_store, set_aside
+from delta_tree.store_files import check_unlocked, set_aside
 from delta_tree.totals import TreeStats
-from delta_tree.tree import DeltaTree
+from delta_tree.tree import DeltaTree, Eviction, Insertion
 
 __all__ = [
     "Composition",
@@ -49,7 +50,6 @@ __all__ = [
     "DeltaTree",
     "DeltaTreeError",
     "DonorReason",
-    "DonorReport",
     "Edit",
     "EditRangeError",
     "EditScript",
@@ -67,7 +67,7 @@ __all__ = [
     "PinnedNodeError",
     "Segment",
     "SegmentId",
-    "Sharing",
+    "SharedKV",
     "Span",
     "StoreCorruptError",
     "StoreError",
@@ -87,10 +87,8 @@ __all__ = [
     "common_runs",
     "common_suffix_length",
     "compose",
-    "discard_store",
     "gaps",
     "merge",
-    "merge_pieces",
     "new_segment_id",
     "set_aside",
     "token_ids",

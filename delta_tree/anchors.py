@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from delta_tree.edits import Match
-from delta_tree.kgrams import Hashes, Ids, Places, Sieve, low_slots, quick_hashes
-from delta_tree.runs import Occurrences, extended_left, first_difference, runs_in, settle
+from delta_tree.kgrams import Ids, Places, Sieve, low_slots, quick_hashes
+from delta_tree.runs import Occurrences, Pair, common_prefix_length, extended_left, runs_in, settle
 from delta_tree.spans import Span
 
 Positions = npt.NDArray[np.int64]
@@ -35,60 +35,38 @@ def common_runs(source: Ids, target: Ids, *, min_run: int) -> list[Match]:
     """
     if min_run < 1:
         raise ValueError(f"min_run must be at least 1, got {min_run}")
-    hashes, source_hashes = quick_hashes(target, min_run), quick_hashes(source, min_run)
-    places = Sieve(hashes).passing(source_hashes)
-    whole = [Span(0, len(target))]
-    return tile(source, target, whole, source_hashes=source_hashes, places=places, hashes=hashes, k=min_run)
+    pair = Pair(source, target, quick_hashes(source, min_run), quick_hashes(target, min_run), min_run)
+    places = Sieve(pair.target_hashes).passing(pair.source_hashes)
+    return tile(pair, [Span(0, len(target))], places)
 
 
-def tile(
-    source: Ids,
-    target: Ids,
-    spans: Sequence[Span],
-    *,
-    source_hashes: Hashes,
-    places: Places,
-    hashes: Hashes,
-    k: int,
-) -> list[Match]:
+def tile(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
     """
     Runs of the source that fill the target positions `spans`, sorted by the target, not overlapping.
 
-    `hashes` and `source_hashes` are those of all k-grams of the two; `places` are the source's k-grams that
-    may stand in the spans. What is left of the spans holds no common stretch of `k` tokens.
+    `places` are the source's k-grams that may stand in the spans. What is left of the spans holds no common
+    stretch of `k` tokens.
     """
+    k = pair.k
     spans = [span for span in spans if len(span) >= k]
     if not len(places) or not spans:
         return []
-    anchored: list[Match] = []
-    if sum(map(len, spans)) >= _MIN_ANCHORED:
-        anchored = _anchored_runs(
-            source, target, spans, source_hashes=source_hashes, places=places, hashes=hashes, k=k
-        )
+    anchored = _anchored_runs(pair, spans, places) if sum(map(len, spans)) >= _MIN_ANCHORED else []
     if anchored:
         spans = _left_between(spans, anchored, k)
         if not spans:
             return anchored
-        inside = [hashes[span.start : span.end - k + 1] for span in spans]
-        places = Sieve(np.concatenate(inside)).passing(source_hashes, places)
-    found = Occurrences.of(source_hashes, places)
-    others = runs_in(source, target, spans, found=found, hashes=hashes, k=k)
+        inside = [pair.target_hashes[span.start : span.end - k + 1] for span in spans]
+        places = Sieve(np.concatenate(inside)).passing(pair.source_hashes, places)
+    others = runs_in(pair, spans, Occurrences.of(pair.source_hashes, places))
     return sorted([*anchored, *others], key=lambda run: run.target)
 
 
-def _anchored_runs(
-    source: Ids,
-    target: Ids,
-    spans: Sequence[Span],
-    *,
-    source_hashes: Hashes,
-    places: Places,
-    hashes: Hashes,
-    k: int,
-) -> list[Match]:
+def _anchored_runs(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
     """The runs of the spans that hold an anchor, each from end to end."""
+    source, target, k = pair.source, pair.target, pair.k
     asked = np.concatenate([np.arange(span.start, span.end - k + 1) for span in spans])
-    targets, sources = _anchors(source_hashes, places, asked, hashes)
+    targets, sources = _anchors(pair, places, asked)
     if not len(targets):
         return []
     shifts = sources - targets
@@ -114,9 +92,7 @@ def _anchored_runs(
     return runs
 
 
-def _anchors(
-    source_hashes: Hashes, places: Places, asked: Positions, hashes: Hashes
-) -> tuple[Positions, Positions]:
+def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, Positions]:
     """
     Those of the target's k-grams `asked`, ascending, that are anchors, and each one's place in the source.
 
@@ -124,15 +100,15 @@ def _anchors(
     several times, or shares its slot with another one, and is no anchor.
     """
     bits = min((_SLOTS_PER_PLACE * len(places)).bit_length(), _MAX_TABLE_BITS)
-    slots = low_slots(source_hashes[places], bits)
+    slots = low_slots(pair.source_hashes[places], bits)
     first, last = np.full((2, 1 << bits), -1, dtype=np.int32)
     last[slots] = places
     first[slots[::-1]] = places[::-1]
-    wanted = hashes[asked]
+    wanted = pair.target_hashes[asked]
     slots = low_slots(wanted, bits)
     sources = last[slots].astype(np.int64)
     is_anchor = (sources >= 0) & (first[slots] == sources)
-    is_anchor &= source_hashes[sources] == wanted  # of -1 too, which is no anchor by the line before
+    is_anchor &= pair.source_hashes[sources] == wanted  # of -1 too, which is no anchor by the line before
     return asked[is_anchor], sources[is_anchor]
 
 
@@ -160,7 +136,7 @@ def _grown(run: Match, source: Ids, target: Ids, within: Span, *, left: bool, ri
     """The run with all equal tokens beside it. Its outermost k-grams may have been no anchors."""
     if right:
         ahead = target[run.target + run.length : within.end]
-        more = first_difference(source[run.source + run.length :], ahead)
+        more = common_prefix_length(source[run.source + run.length :], ahead)
         run = Match(run.source, run.target, run.length + more)
     return extended_left(run, source, target, floor=within.start) if left else run
 

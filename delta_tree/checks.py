@@ -1,20 +1,42 @@
 """
-What makes a node a whole prompt over segments of its own namespace.
+What makes a draft a node, and a node a whole prompt over segments of its own namespace.
 
-The same checks stand before every insertion and after every load from disk.
+The same checks stand before every insertion and after every load from disk. They change nothing.
 """
 
 from collections.abc import Callable
 
 from delta_tree.errors import InvalidNodeError
 from delta_tree.forest import Forest
-from delta_tree.node import Node, Segment, SegmentId
+from delta_tree.node import Node, NodeDraft, Segment, SegmentId
 from delta_tree.pieces import MAX_INT64
 
 SegmentLookup = Callable[[SegmentId], Segment | None]
 
 
-def check_node(node: Node, parent: Node | None, segment_of: SegmentLookup) -> None:
+def check_draft(forest: Forest, draft: NodeDraft) -> None:
+    """
+    Refuse a parent that is not there, and new segments that are impossible or not new.
+
+    Raises:  InvalidNodeError
+    """
+    if draft.parent is not None:
+        parent = forest.nodes.get(draft.parent)
+        if parent is None:
+            raise InvalidNodeError(f"the parent, node {draft.parent}, is not in the tree")
+        if parent.namespace != draft.namespace:
+            raise InvalidNodeError(f"the parent, node {draft.parent}, is in another namespace")
+    seen: set[SegmentId] = set()
+    for segment in draft.new_segments:
+        check_segment(segment)
+        if segment.namespace != draft.namespace:
+            raise InvalidNodeError(f"segment {segment.segment_id} belongs to another namespace")
+        if segment.segment_id in seen or segment.segment_id in forest.segments:
+            raise InvalidNodeError(f"segment {segment.segment_id} is there twice")
+        seen.add(segment.segment_id)
+
+
+def check_node(node: Node, segment_of: SegmentLookup) -> None:
     """
     Refuse a node that does not describe a whole prompt over segments of its own namespace.
 
@@ -28,10 +50,22 @@ def check_node(node: Node, parent: Node | None, segment_of: SegmentLookup) -> No
         )
     if not 0 <= node.exact_length <= node.num_tokens:
         raise InvalidNodeError(f"exact_length {node.exact_length} does not fit {node.num_tokens} tokens")
-    if parent is not None and parent.namespace != node.namespace:
-        raise InvalidNodeError("the parent is in another namespace")
-    _check_script(node, parent)
-    _check_pieces(node, segment_of)
+    for start, segment_id, offset, length in node.pieces.rows():
+        segment, end = segment_of(segment_id), offset + length
+        if segment is None:
+            raise InvalidNodeError(f"segment {segment_id} is in neither tree nor draft")
+        if segment.namespace != node.namespace:
+            raise InvalidNodeError(f"segment {segment_id} belongs to another namespace")
+        if end > segment.num_tokens:
+            raise InvalidNodeError(
+                f"a piece ends at token {end} of segment {segment_id}, which has {segment.num_tokens}"
+            )
+        stored_at = segment.first_position + offset
+        if start < node.exact_length and (segment.generation or stored_at != start):
+            raise InvalidNodeError(
+                f"exact_length {node.exact_length} covers position {start}, whose KV is of "
+                f"generation {segment.generation} and was computed for position {stored_at}"
+            )
 
 
 def check_segment(segment: Segment) -> None:
@@ -51,39 +85,6 @@ def check_segment(segment: Segment) -> None:
         raise InvalidNodeError("a segment id needs 63 bits above 0, its checksum 64 unsigned bits")
 
 
-def _check_script(node: Node, parent: Node | None) -> None:
-    script = node.script
-    if (script is None) != (parent is None):
-        raise InvalidNodeError("a node has a script exactly when it has a parent")
-    if script is not None and parent is not None:
-        ends = (script.source_length, script.target_length)
-        if ends != (parent.num_tokens, node.num_tokens):
-            raise InvalidNodeError(
-                f"the script goes from {ends[0]} to {ends[1]} tokens, "
-                f"expected {parent.num_tokens} to {node.num_tokens}"
-            )
-
-
-def _check_pieces(node: Node, segment_of: SegmentLookup) -> None:
-    for span, piece in node.pieces.spans():
-        segment = segment_of(piece.segment_id)
-        if segment is None:
-            raise InvalidNodeError(f"segment {piece.segment_id} is in neither tree nor draft")
-        if segment.namespace != node.namespace:
-            raise InvalidNodeError(f"segment {piece.segment_id} belongs to another namespace")
-        if piece.end > segment.num_tokens:
-            raise InvalidNodeError(
-                f"a piece ends at token {piece.end} of segment {piece.segment_id}, "
-                f"which has {segment.num_tokens}"
-            )
-        stored_at = segment.first_position + piece.offset
-        if span.start < node.exact_length and (segment.generation or stored_at != span.start):
-            raise InvalidNodeError(
-                f"exact_length {node.exact_length} covers position {span.start}, whose KV is of "
-                f"generation {segment.generation} and was computed for position {stored_at}"
-            )
-
-
 def check_forest(forest: Forest) -> None:
     """
     Refuse a forest that no sequence of changes could have made.
@@ -93,12 +94,20 @@ def check_forest(forest: Forest) -> None:
     for segment in forest.segments.values():
         check_segment(segment)
     for node in forest.nodes.values():
-        parent = None if node.parent is None else forest.nodes.get(node.parent)
-        check_node(node, parent, forest.segments.get)
-    roots = [node.node_id for node in forest.nodes.values() if node.parent is None]
-    num_rooted = sum(len(forest.subtree(node_id)) for node_id in roots)
-    if num_rooted != len(forest.nodes):
-        raise InvalidNodeError(f"{len(forest.nodes) - num_rooted} nodes descend from no root")
+        check_node(node, forest.segments.get)
+        for child in forest.lineage.children(node.node_id):
+            if forest.nodes[child].namespace != node.namespace:
+                raise InvalidNodeError("the parent is in another namespace")
     used = {s for node in forest.nodes.values() for s in node.pieces.segment_ids}
     if used != forest.segments.keys():
         raise InvalidNodeError("a segment belongs to no node")
+
+
+def quality(node: Node, segment_of: SegmentLookup) -> tuple[int, int]:
+    """What makes one way to hold a prompt's KV better than another; larger is better."""
+    staleness = 0
+    for piece in node.pieces:
+        segment = segment_of(piece.segment_id)
+        assert segment is not None  # the node has been checked
+        staleness += segment.generation * piece.length
+    return node.exact_length, -staleness

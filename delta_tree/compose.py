@@ -7,21 +7,17 @@ A token that differs is never copied. Pure and deterministic: nothing is loaded,
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
-from delta_tree.composition import (
-    Composition,
-    Copy,
-    DonorReason,
-    DonorReport,
-    merge_copies,
-)
+from delta_tree.composition import Composition, Copy, DonorReason, merge_copies
 from delta_tree.crowd import Crowd
-from delta_tree.donors import Donor, KGrams, Offer
+from delta_tree.donors import Donor, Offer
 from delta_tree.edits import Match
 from delta_tree.kgrams import Hashes, Sieve, quick_hashes
 from delta_tree.node import Node, Segment, SegmentId
+from delta_tree.runs import Pair
 from delta_tree.spans import Span, TokenIds, gaps, token_ids
 
 # Alignment is the dearest step. A donor that can cover hardly more than the best so far is not
@@ -54,13 +50,13 @@ def compose(
         raise ValueError(f"min_run must be at least 1, got {min_run}")
     target = token_ids(target)
     donors = [
-        Donor(node, place, segment_of, min_run=min_run, max_generation=max_generation)
+        Donor(node, place, target, segment_of, max_generation=max_generation)
         for place, node in enumerate(candidates)
     ]
     if not allow_approximate:
         for donor in donors:
             donor.forbid_approximate()
-    exact_lengths = [donor.exact_prefix(target) for donor in donors]
+    exact_lengths = [donor.exact_prefix() for donor in donors]
     layout = _Layout(target, exact_length=max(exact_lengths, default=0), min_run=min_run)
     sharing = layout.sharing(donors) if allow_approximate else []
     best = layout.lay_best_donor(sharing, max_donors=max_donors)
@@ -80,36 +76,43 @@ class _Layout:
         self._copies: list[Copy] = []
         self._is_open = np.ones(len(target), dtype=np.bool_)
         self._mixed: set[int] = set()  # places of the donors of approximate copies
-        self._hashes: Hashes | None = None
-        self._crowd = Crowd((), min_run)
-        self._number: dict[int, int] = {}  # in the crowd, by the donor's place
-        self._kgrams: dict[int, KGrams] = {}  # that may stand in what is open, by the donor's place
+        self._usable: list[Donor] = []
+        self._crowd = Crowd((), min_run)  # of the usable ones
+
+    @cached_property
+    def _hashes(self) -> Hashes:
+        """Of all k-grams of the prompt; not needed where only its exact prefix counts."""
+        return quick_hashes(self._target, self._min_run)
 
     def sharing(self, donors: Sequence[Donor]) -> list[Donor]:
         """
         The donors with a usable run of what follows the exact prefix.
 
-        Those that share a run of the prefix alone have nothing to add; their reports say so.
+        Those that share a run of the prefix alone have nothing to add; their reasons say so.
         """
-        usable = [donor for donor in donors if donor.usable]
-        if not usable:
+        self._usable = [donor for donor in donors if donor.usable]
+        if not self._usable:
             return []
-        self._crowd = Crowd([donor.visible for donor in usable], self._min_run)
-        self._number = {donor.place: number for number, donor in enumerate(usable)}
+        self._crowd = Crowd([donor.visible for donor in self._usable], self._min_run)
         rest = Span(self.exact_length, len(self._target))
         if len(rest) >= self._min_run:
             self._narrow([rest])
-        known = np.sort(self._all_hashes())
-        found = [donor for donor in usable if self._shares(donor, self._kgrams.get(donor.place), known)]
-        others = [donor for donor in usable if donor not in found]
-        anywhere = Sieve(known) if others else None
-        for donor in others:
-            assert anywhere is not None
-            own = self._crowd.hashes(self._number[donor.place])
-            if self._shares(donor, KGrams(own, anywhere.passing(own)), known):
+        known = np.sort(self._hashes)
+        found: list[Donor] = []
+        others: list[tuple[Donor, Pair]] = []
+        for number, donor in enumerate(self._usable):
+            own = self._crowd.hashes(number)
+            donor.pair = pair = Pair(donor.visible, self._target, own, self._hashes, self._min_run)
+            if pair.has_common_run(donor.places, known):
+                found.append(donor)
                 donor.reason = DonorReason.NOTHING_LEFT
-        for donor in found:
-            donor.reason = DonorReason.NOTHING_LEFT
+            else:
+                others.append((donor, pair))
+        anywhere = Sieve(self._hashes) if others else None
+        for donor, pair in others:
+            assert anywhere is not None
+            if pair.has_common_run(anywhere.passing(pair.source_hashes), known):
+                donor.reason = DonorReason.NOTHING_LEFT
         return found
 
     def lay_best_donor(self, donors: Sequence[Donor], *, max_donors: int) -> Donor | None:
@@ -121,9 +124,8 @@ class _Layout:
         rest = Span(self.exact_length, len(self._target))
         if len(rest) < self._min_run or max_donors < 1 or not donors:
             return None
-        kgrams, hashes = self._kgrams, self._all_hashes()
-        bounds = {donor.place: donor.most_in_order(kgrams[donor.place]) for donor in donors}
-        in_place = {donor.place: donor.num_in_place(self._target, rest.start) for donor in donors}
+        bounds = {donor.place: donor.most_in_order(self._min_run) for donor in donors}
+        in_place = {donor.place: donor.num_in_place(rest.start) for donor in donors}
         hopeful = sorted(
             (donor for donor in donors if bounds[donor.place]),
             key=lambda donor: (-bounds[donor.place], -in_place[donor.place], donor.place),
@@ -132,7 +134,7 @@ class _Layout:
         for donor in hopeful[:_MAX_ALIGNED]:
             if best is not None and best[0] >= bounds[donor.place] * _GOOD_ENOUGH:
                 break
-            runs = donor.in_order(self._target, rest, kgrams[donor.place], hashes)
+            runs = donor.in_order(rest)
             num_covered = sum(run.length for run in runs)
             if num_covered > (best[0] if best else 0):
                 best = (num_covered, donor, runs)
@@ -158,11 +160,10 @@ class _Layout:
             if not open_spans or not asked:
                 return
             self._narrow(open_spans)
-            hashes = self._all_hashes()
             offers: list[Offer] = []
             giving: list[Donor] = []
             for donor in asked:
-                given = donor.offers(self._target, open_spans, self._kgrams[donor.place], hashes)
+                given = donor.offers(open_spans)
                 offers += given
                 # Open stretches only shrink: who has nothing now will have nothing later.
                 if given:
@@ -180,13 +181,13 @@ class _Layout:
             exact_length=self.exact_length,
             copies=copies,
             gaps=gaps((copy.target for copy in copies), len(self._target)),
-            reports=tuple(DonorReport(donor.node.node_id, donor.num_used, donor.reason) for donor in donors),
+            reasons=tuple(donor.reason for donor in donors),
         )
 
     def _admits(self, donor: Donor, max_donors: int) -> bool:
         if donor.place in self._mixed or len(self._mixed) < max_donors:
             return True
-        if not donor.num_used:
+        if donor.reason is not DonorReason.USED:
             donor.reason = DonorReason.MAX_DONORS
         return False
 
@@ -199,9 +200,8 @@ class _Layout:
             self._mixed.add(offer.donor.place)
 
     def _lay(self, donor: Donor, run: Match) -> None:
-        self._copies.extend(donor.copies(run, self._target))
+        self._copies.extend(donor.copies(run))
         self._is_open[run.target : run.target + run.length] = False
-        donor.num_used += run.length
         donor.reason = DonorReason.USED
 
     def _open_spans(self) -> list[Span]:
@@ -220,20 +220,9 @@ class _Layout:
             if end - start >= self._min_run
         ]
 
-    def _shares(self, donor: Donor, kgrams: KGrams | None, known: Hashes) -> bool:
-        return kgrams is not None and donor.shares(self._target, kgrams, self._all_hashes(), known)
-
     def _narrow(self, spans: Sequence[Span]) -> None:
         """Keep of each usable donor the k-grams that may lie within one of the spans."""
-        hashes = self._all_hashes()
-        inside = [hashes[span.start : span.end - self._min_run + 1] for span in spans]
-        passing = self._crowd.narrow(Sieve(np.concatenate(inside)))
-        self._kgrams = {
-            place: KGrams(self._crowd.hashes(number), passing[number])
-            for place, number in self._number.items()
-        }
-
-    def _all_hashes(self) -> Hashes:
-        if self._hashes is None:
-            self._hashes = quick_hashes(self._target, self._min_run)
-        return self._hashes
+        inside = [self._hashes[span.start : span.end - self._min_run + 1] for span in spans]
+        narrowed = self._crowd.narrow(Sieve(np.concatenate(inside)))
+        for donor, places in zip(self._usable, narrowed, strict=True):
+            donor.places = places

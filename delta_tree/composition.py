@@ -5,7 +5,7 @@ Values only; how a good one is found is compose.py's business.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from delta_tree.node import NodeId, SegmentId
@@ -58,15 +58,6 @@ class DonorReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class DonorReport:
-    """A candidate's part in a composition, for `kvshare explain`."""
-
-    node_id: NodeId
-    num_tokens_used: int
-    reason: DonorReason
-
-
-@dataclass(frozen=True, slots=True)
 class Composition:
     """
     Copies and gaps that together cover `[0, num_tokens)` exactly once.
@@ -81,27 +72,12 @@ class Composition:
     exact_length: int
     copies: tuple[Copy, ...]
     gaps: tuple[Span, ...]
-    reports: tuple[DonorReport, ...] = ()
+    reasons: tuple[DonorReason, ...] = ()  # by candidate, for `kvshare explain`
 
     @property
     def num_copied(self) -> int:
         """Positions whose KV is copied, exact and approximate."""
         return sum(copy.length for copy in self.copies)
-
-    @property
-    def num_gap_tokens(self) -> int:
-        """Positions whose KV must be computed, before any repair."""
-        return self.num_tokens - self.num_copied
-
-    @property
-    def exact_copies(self) -> tuple[Copy, ...]:
-        """The copies that make up the exact prefix."""
-        return tuple(copy for copy in self.copies if copy.target_start < self.exact_length)
-
-    @property
-    def approximate_copies(self) -> tuple[Copy, ...]:
-        """The copies after the exact prefix."""
-        return tuple(copy for copy in self.copies if copy.target_start >= self.exact_length)
 
     @property
     def donors(self) -> tuple[NodeId, ...]:
@@ -114,16 +90,7 @@ def merge_copies(copies: Iterable[Copy], *, exact_length: int) -> tuple[Copy, ..
     merged: list[Copy] = []
     for copy in sorted(copies, key=lambda copy: copy.target_start):
         if merged and copy.continues(merged[-1]) and copy.target_start != exact_length:
-            last = merged[-1]
-            merged[-1] = Copy(
-                donor=last.donor,
-                segment_id=last.segment_id,
-                offset=last.offset,
-                length=last.length + copy.length,
-                target_start=last.target_start,
-                source_position=last.source_position,
-                donor_start=last.donor_start,
-            )
+            merged[-1] = replace(merged[-1], length=merged[-1].length + copy.length)
         else:
             merged.append(copy)
     return tuple(merged)

@@ -45,7 +45,6 @@ class UnknownNodeError(DeltaTreeError, LookupError):
 
     def __init__(self, node_id: int) -> None:
         super().__init__(f"no node {node_id} in the tree; it may have been evicted or purged")
-        self.node_id = node_id
 
 
 class UnknownSegmentError(DeltaTreeError, LookupError):
@@ -53,7 +52,6 @@ class UnknownSegmentError(DeltaTreeError, LookupError):
 
     def __init__(self, segment_id: int) -> None:
         super().__init__(f"no segment {segment_id} in the tree; its last node may be gone")
-        self.segment_id = segment_id
 
 
 class PinnedNodeError(DeltaTreeError):
@@ -61,7 +59,6 @@ class PinnedNodeError(DeltaTreeError):
 
     def __init__(self, node_id: int) -> None:
         super().__init__(f"node {node_id} is pinned; unpin it first, or purge its namespace")
-        self.node_id = node_id
 
 
 class StoreError(DeltaTreeError):
@@ -104,7 +101,6 @@ class StoreMismatchError(StoreError):
             f"`kvshare evict --all --yes --store {path.parent}` to drop what is stored",
         )
         self.found = found
-        self.expected = expected
 
 
 class StoreForeignError(StoreMismatchError):

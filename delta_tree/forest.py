@@ -6,13 +6,15 @@ memory and what is on disk never differ. The forest neither locks nor stores; tr
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import numpy as np
 
-from delta_tree.errors import UnknownNodeError, UnknownSegmentError
+from delta_tree.errors import InvalidNodeError
+from delta_tree.lineage import Lineage
 from delta_tree.node import Node, NodeId, Segment, SegmentId
 from delta_tree.spans import TokenIds
 from delta_tree.totals import Totals
@@ -25,7 +27,9 @@ class Change:
 
     put_segments: tuple[Segment, ...] = ()
     put_nodes: tuple[Node, ...] = ()
+    parents: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of those new nodes that are no roots
     dropped_nodes: tuple[NodeId, ...] = ()
+    heirs: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of dropped nodes: get their children
     dropped_segments: tuple[SegmentId, ...] = ()
 
 
@@ -50,33 +54,10 @@ class Forest:
         # Nodes that refer to a segment, where it is more than one: most have one, and thousands
         # of dictionary entries saying so would cost more than the segments' own fields.
         self._references: dict[SegmentId, int] = {}
-        # Dictionaries as ordered sets: a template may have a hundred thousand children.
-        self._children: dict[NodeId, dict[NodeId, None]] = {}
         self._by_prompt: dict[bytes, NodeId] = {}
-        self.totals = Totals(lambda node_id: self._children.get(node_id, ()))
+        self._totals: defaultdict[str | None, Totals] = defaultdict(Totals)  # of all: under None
+        self.lineage = Lineage()
         self.use_order = UseOrder()
-
-    def node(self, node_id: NodeId) -> Node:
-        """
-        The node with this id.
-
-        Raises:  UnknownNodeError
-        """
-        try:
-            return self.nodes[node_id]
-        except KeyError:
-            raise UnknownNodeError(node_id) from None
-
-    def segment(self, segment_id: SegmentId) -> Segment:
-        """
-        The segment with this id.
-
-        Raises:  UnknownSegmentError
-        """
-        try:
-            return self.segments[segment_id]
-        except KeyError:
-            raise UnknownSegmentError(segment_id) from None
 
     def num_references(self, segment_id: SegmentId) -> int:
         """How many nodes refer to a segment; 0 if there is no such segment."""
@@ -90,16 +71,9 @@ class Forest:
             return None
         return node if np.array_equal(node.token_ids, tokens) else None
 
-    def children(self, node_id: NodeId) -> tuple[NodeId, ...]:
-        """The nodes whose script starts from this one."""
-        return tuple(self._children.get(node_id, ()))
-
-    def subtree(self, node_id: NodeId) -> list[NodeId]:
-        """A node and all its descendants."""
-        found = [node_id]
-        for seen in found:
-            found.extend(self.children(seen))
-        return found
+    def totals(self, namespace: str | None = None) -> Totals:
+        """Of all nodes, or those of one namespace."""
+        return self._totals.get(namespace) or Totals()
 
     def freed_by(self, put: Iterable[Node], dropped: Iterable[NodeId]) -> tuple[tuple[SegmentId, ...], int]:
         """Segments nobody refers to once the change is made, and their bytes together."""
@@ -122,36 +96,66 @@ class Forest:
         unclaimed = {segment.segment_id for segment in change.put_segments}
         for segment in change.put_segments:
             self.segments[segment.segment_id] = segment
-            self.totals.put_segment(segment)
+            for totals in self._totals_with(segment.namespace):
+                totals.add_segment(segment)
         for node in change.put_nodes:
-            old = self.nodes.get(node.node_id)
-            self.nodes[node.node_id] = node
-            if old is None:
-                self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
-            if old is None or old.pieces != node.pieces:
-                self._refer(node, unclaimed)
-                if old is not None:
-                    self._release(old)
-            if old is None or old.parent != node.parent:
-                self._detach(old)
-                self._attach(node)
-            self.totals.put_node(node, old)
-            if old is None or _use_of(old) != _use_of(node):
-                self.use_order.put(node)
-        for node_id in change.dropped_nodes:
-            node = self.nodes.pop(node_id)
-            del self._by_prompt[prompt_key(node.namespace, node.token_ids)]
-            self._release(node)
-            self._detach(node)
-            self.totals.drop_node(node)
-            self.use_order.remove(node)
+            self._put(node, change.parents.get(node.node_id), unclaimed)
+        # The latest first: in a purge, children leave before they would move to their grandparents.
+        for node_id in reversed(change.dropped_nodes):
+            self._drop(node_id)
         for segment_id in change.dropped_segments:
-            self.totals.drop_segment(self.segments.pop(segment_id))
+            segment = self.segments.pop(segment_id)
+            for totals in self._totals_with(segment.namespace):
+                totals.add_segment(segment, -1)
+            if not self._totals[segment.namespace]:
+                del self._totals[segment.namespace]
 
-    def restore(self, segments: Sequence[Segment], nodes: Sequence[Node]) -> None:
-        """Take what was stored into an empty forest."""
-        self.apply(Change(put_segments=tuple(segments), put_nodes=tuple(nodes)))
-        self.use_order.restore(nodes)
+    def restore(self, stored: Change) -> None:
+        """
+        Take what was stored into an empty forest.
+
+        Raises:  InvalidNodeError if some nodes descend from no root
+        """
+        waiting: defaultdict[NodeId | None, list[Node]] = defaultdict(list)
+        for node in stored.put_nodes:
+            waiting[stored.parents.get(node.node_id)].append(node)
+        rooted = waiting.pop(None, [])
+        for node in rooted:
+            rooted += waiting.pop(node.node_id, ())
+        if waiting:
+            raise InvalidNodeError(f"{len(stored.put_nodes) - len(rooted)} nodes descend from no root")
+        self.apply(replace(stored, put_nodes=tuple(rooted)))
+        self.nodes = {node.node_id: node for node in stored.put_nodes}  # in order of insertion again
+        for node in sorted(stored.put_nodes, key=attrgetter("last_used_at")):
+            self.use_order.put(node)
+
+    def _put(self, node: Node, parent: NodeId | None, unclaimed: set[SegmentId]) -> None:
+        old = self.nodes.get(node.node_id)
+        self.nodes[node.node_id] = node
+        if old is None:
+            self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
+            grown = self.lineage.add(node.node_id, parent)
+            for totals in self._totals_with(node.namespace):
+                totals.add_node(node, grown)
+        if old is None or old.pieces != node.pieces:
+            self._refer(node, unclaimed)
+            if old is not None:
+                self._release(old)
+        self.use_order.put(node)  # all changes of a node come with a use, or are pins
+        for totals in self._totals_with(node.namespace):
+            totals.note_pin(node)
+
+    def _drop(self, node_id: NodeId) -> None:
+        node = self.nodes.pop(node_id)
+        del self._by_prompt[prompt_key(node.namespace, node.token_ids)]
+        self._release(node)
+        grown = self.lineage.remove(node_id)
+        for totals in self._totals_with(node.namespace):
+            totals.add_node(node, grown, -1)
+        self.use_order.remove(node)
+
+    def _totals_with(self, namespace: str) -> tuple[Totals, Totals]:
+        return self._totals[None], self._totals[namespace]
 
     def _refer(self, node: Node, unclaimed: set[SegmentId]) -> None:
         for segment_id in node.pieces.segment_ids:
@@ -165,45 +169,3 @@ class Forest:
             count = self._references.pop(segment_id, 1) - 1
             if count > 1:
                 self._references[segment_id] = count
-
-    def _attach(self, node: Node) -> None:
-        if node.parent is not None:
-            self._children.setdefault(node.parent, {})[node.node_id] = None
-
-    def _detach(self, node: Node | None) -> None:
-        if node is None or node.parent is None:
-            return
-        siblings = self._children.get(node.parent)
-        if siblings is None:
-            return
-        siblings.pop(node.node_id, None)
-        if not siblings:
-            del self._children[node.parent]
-
-
-def _use_of(node: Node) -> tuple[float, int, bool]:
-    return node.last_used_at, node.num_hits, node.pinned
-
-
-def recompose(forest: Forest, dropped: Collection[NodeId]) -> tuple[Node, ...]:
-    """
-    The children that lose their parent to `dropped`, moved to the nearest ancestor that stays.
-
-    Their scripts are recomposed along the way; under no ancestor they become roots.
-    """
-    moved: list[Node] = []
-    for gone in dropped:
-        for child_id in forest.children(gone):
-            if child_id in dropped:
-                continue
-            child = forest.nodes[child_id]
-            script, parent_id = child.script, child.parent
-            while parent_id is not None and parent_id in dropped:
-                parent = forest.nodes[parent_id]
-                if script is not None and parent.script is not None:
-                    script = parent.script.compose(script)
-                parent_id = parent.parent
-            if parent_id is None:
-                script = None
-            moved.append(replace(child, parent=parent_id, script=script))
-    return tuple(moved)

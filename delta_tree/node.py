@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NewType
 
 from delta_tree.pieces import PieceTable, SegmentId
-from delta_tree.script import EditScript
 from delta_tree.spans import TokenIds
 
 __all__ = ["Node", "NodeDraft", "NodeId", "NodeIds", "Segment", "SegmentId", "new_segment_id"]
@@ -32,7 +31,6 @@ class Segment:
     namespace: str
     first_position: int  # of its first token, in the prompt it was computed for
     num_tokens: int
-    prefix_hash: bytes  # of the tokens it was computed after
     generation: int  # 0: everything it attended to was exact
     num_bytes: int
     checksum: int  # of the KV bytes, 0 <= checksum < 2**64
@@ -50,8 +48,6 @@ class Node:
     node_id: NodeId
     namespace: str
     token_ids: TokenIds  # (T,) int32
-    parent: NodeId | None
-    script: EditScript | None  # from the parent's tokens; None for a root
     pieces: PieceTable
     exact_length: int  # leading tokens whose KV is exact
     created_at: float  # Unix time, seconds

@@ -5,16 +5,14 @@ A table is flat, so reading a prompt's KV never walks its ancestors. Whether the
 the tree's business.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NewType
 
 import numpy as np
 import numpy.typing as npt
 
 from delta_tree.errors import EditRangeError
-from delta_tree.spans import Span
 
 SegmentId = NewType("SegmentId", int)
 """A positive 63-bit integer, drawn at random so that it is never used twice."""
@@ -59,16 +57,21 @@ class PieceTable:
     _rows: bytes  # (P, 3) int64: segment id, offset, length; a tenth of the objects' memory
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        rows = [(piece.segment_id, piece.offset, piece.length) for piece in merge_pieces(pieces)]
+        rows = [(piece.segment_id, piece.offset, piece.length) for piece in _merged(pieces)]
         self._rows = np.asarray(rows, dtype="<i8").tobytes()
 
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The pieces in prompt order, decoded on each call."""
-        return tuple(
-            Piece(SegmentId(segment_id), offset, length)
-            for segment_id, offset, length in self._table().tolist()
-        )
+    @classmethod
+    def from_bytes(cls, rows: bytes) -> "PieceTable":
+        """
+        A table from its `to_bytes`.
+
+        Raises:  EditRangeError if the bytes are not whole rows of possible pieces
+        """
+        if len(rows) % 24:
+            raise EditRangeError(f"{len(rows)} bytes are no whole number of 24-byte pieces")
+        table = cls(())
+        table._rows = rows
+        return cls(table)  # each piece checks itself
 
     @property
     def num_tokens(self) -> int:
@@ -85,47 +88,18 @@ class PieceTable:
         return self._rows
 
     def __iter__(self) -> Iterator[Piece]:
-        return iter(self.pieces)
+        for segment_id, offset, length in self._table().tolist():
+            yield Piece(SegmentId(segment_id), offset, length)
 
     def __len__(self) -> int:
         return len(self._rows) // 24
 
     def rows(self) -> list[tuple[int, SegmentId, int, int]]:
-        """Each piece as (position in the prompt, segment id, offset, length): cheaper than `spans`."""
+        """Each piece as (position in the prompt, segment id, offset, length): cheaper than the pieces."""
         table = self._table()
         segment_ids, offsets, lengths = table.T.tolist()
         starts = (np.cumsum(table[:, 2]) - table[:, 2]).tolist()
         return list(zip(starts, segment_ids, offsets, lengths, strict=True))
-
-    def spans(self) -> Iterator[tuple[Span, Piece]]:
-        """Each piece with the prompt positions it covers."""
-        position = 0
-        for piece in self.pieces:
-            yield Span(position, position + piece.length), piece
-            position += piece.length
-
-    def slice(self, span: Span) -> tuple[Piece, ...]:
-        """
-        The pieces that hold positions `span`, cut to it.
-
-        Raises:  EditRangeError if the span reaches past the prompt
-        """
-        table = self._table().tolist()
-        starts = [0]
-        for _, _, length in table:
-            starts.append(starts[-1] + length)
-        if span.end > starts[-1]:
-            raise EditRangeError(f"span ends at {span.end}, the table covers {starts[-1]} tokens")
-        cut: list[Piece] = []
-        index = bisect_right(starts, span.start) - 1
-        while index < len(table) and starts[index] < span.end:
-            segment_id, offset, length = table[index]
-            skip = max(span.start - starts[index], 0)
-            stop = min(span.end - starts[index], length)
-            if stop > skip:
-                cut.append(Piece(SegmentId(segment_id), offset + skip, stop - skip))
-            index += 1
-        return tuple(cut)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PieceTable) and self._rows == other._rows
@@ -140,13 +114,12 @@ class PieceTable:
         return np.frombuffer(self._rows, dtype="<i8").reshape(-1, 3)
 
 
-def merge_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+def _merged(pieces: Iterable[Piece]) -> list[Piece]:
     """The same pieces, neighbours that continue each other joined into one."""
     merged: list[Piece] = []
     for piece in pieces:
         if merged and piece.continues(merged[-1]):
-            last = merged[-1]
-            merged[-1] = Piece(last.segment_id, last.offset, last.length + piece.length)
+            merged[-1] = replace(merged[-1], length=merged[-1].length + piece.length)
         else:
             merged.append(piece)
     return merged

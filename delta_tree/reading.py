@@ -6,24 +6,31 @@ nodes takes the tree's lock for as long as it counts.
 """
 
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
-from delta_tree import spans
-from delta_tree.answers import (
-    Sharing,
-    measure,
-    owned_bytes,
-    shared_with,
-    subtree_bytes,
-)
+from delta_tree.errors import UnknownNodeError, UnknownSegmentError
 from delta_tree.forest import Forest
 from delta_tree.node import Node, NodeId, Segment, SegmentId
-from delta_tree.spans import TokenIds
+from delta_tree.spans import Span, TokenIds, merge, token_ids
 from delta_tree.totals import TreeStats
 
 
+@dataclass(frozen=True, slots=True)
+class SharedKV:
+    """How much of one node's KV another node refers to as well."""
+
+    node_id: NodeId
+    num_tokens: int
+
+
 class TreeReader:
-    """The half of a DeltaTree that only looks."""
+    """
+    The half of a DeltaTree that only looks.
+
+    Raises:  UnknownNodeError, UnknownSegmentError wherever an id is of nothing that is there
+    """
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
@@ -34,24 +41,22 @@ class TreeReader:
         return self._forest.nodes.get(node_id)
 
     def node(self, node_id: NodeId) -> Node:
-        """
-        The node with this id.
-
-        Raises:  UnknownNodeError
-        """
-        return self._forest.node(node_id)
+        """The node with this id."""
+        try:
+            return self._forest.nodes[node_id]
+        except KeyError:
+            raise UnknownNodeError(node_id) from None
 
     def segment(self, segment_id: SegmentId) -> Segment:
-        """
-        The segment with this id.
+        """The segment with this id."""
+        try:
+            return self._forest.segments[segment_id]
+        except KeyError:
+            raise UnknownSegmentError(segment_id) from None
 
-        Raises:  UnknownSegmentError
-        """
-        return self._forest.segment(segment_id)
-
-    def find(self, namespace: str, token_ids: Sequence[int] | TokenIds) -> Node | None:
+    def find(self, namespace: str, tokens: Sequence[int] | TokenIds) -> Node | None:
         """The node of exactly this prompt in this namespace, or None."""
-        return self._forest.find(namespace, spans.token_ids(token_ids))
+        return self._forest.find(namespace, token_ids(tokens))
 
     def reference_count(self, segment_id: SegmentId) -> int:
         """How many nodes refer to a segment; 0 if there is no such segment."""
@@ -66,29 +71,25 @@ class TreeReader:
                 if namespace is None or node.namespace == namespace
             )
 
-    def segments(self, namespace: str | None = None) -> tuple[Segment, ...]:
-        """All segments that nodes refer to, or those of one namespace."""
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments that nodes refer to."""
         with self._lock:
-            return tuple(
-                segment
-                for segment in self._forest.segments.values()
-                if namespace is None or segment.namespace == namespace
-            )
+            return tuple(self._forest.segments.values())
+
+    def ancestors(self, node_id: NodeId) -> tuple[NodeId, ...]:
+        """
+        The node that this one was edited from, that one's, and so on; empty for a root and what is gone.
+
+        Where one of them has been evicted, its own parent stands in for it.
+        """
+        with self._lock:
+            return self._forest.lineage.ancestors(node_id)
 
     def children(self, node_id: NodeId) -> tuple[NodeId, ...]:
-        """
-        The nodes whose script starts from this one.
-
-        Raises:  UnknownNodeError
-        """
+        """The nodes whose nearest ancestor is this one."""
         with self._lock:
             self.node(node_id)
-            return self._forest.children(node_id)
-
-    def eviction_candidates(self, namespace: str | None = None) -> tuple[Node, ...]:
-        """The nodes that are not pinned, least recently used first."""
-        with self._lock:
-            return tuple(self._forest.nodes[node_id] for node_id in self._forest.use_order.ids(namespace))
+            return self._forest.lineage.children(node_id)
 
     def least_recently_used(
         self, namespace: str | None = None, *, without: Container[NodeId] = ()
@@ -102,39 +103,55 @@ class TreeReader:
     def pinned(self) -> frozenset[NodeId]:
         """The nodes that eviction passes over."""
         with self._lock:
-            return self._forest.totals.pinned
+            return frozenset(self._forest.totals().pinned)
 
     def stats(self, namespace: str | None = None) -> TreeStats:
-        """Figures over all nodes, at hand without a lock, or over those of one namespace, counted now."""
-        if namespace is None:
-            return self._forest.totals.stats()
-        with self._lock:
-            return measure(self._forest, self.nodes(namespace))
+        """Figures over all nodes, or those of one namespace: at hand, without a lock."""
+        return self._forest.totals(namespace).stats()
 
     def owned_bytes(self, node_id: NodeId) -> int:
-        """
-        KV bytes that only this node refers to: what its eviction would free.
-
-        Raises:  UnknownNodeError
-        """
+        """KV bytes that only this node refers to: what its eviction would free."""
         with self._lock:
-            return owned_bytes(self._forest, self.node(node_id))
+            return self._owned_by([self.node(node_id)])
 
     def subtree_bytes(self, node_id: NodeId) -> int:
-        """
-        KV bytes that only this node and its descendants refer to.
-
-        Raises:  UnknownNodeError
-        """
+        """KV bytes that only this node and its descendants refer to."""
         with self._lock:
             self.node(node_id)
-            return subtree_bytes(self._forest, node_id)
+            return self._owned_by([self.node(member) for member in self._forest.lineage.subtree(node_id)])
 
-    def shared_with(self, node_id: NodeId) -> tuple[Sharing, ...]:
-        """
-        The nodes that refer to the same KV as this one, and for how many of its tokens.
-
-        Raises:  UnknownNodeError
-        """
+    def shared_with(self, node_id: NodeId) -> tuple[SharedKV, ...]:
+        """The nodes that refer to the same KV as this one, and to how many of its tokens; most first."""
         with self._lock:
-            return shared_with(self._forest, self.node(node_id))
+            mine = _stored_spans(self.node(node_id))
+            found: list[SharedKV] = []
+            for other in self._forest.nodes.values():
+                if other.node_id == node_id or mine.keys().isdisjoint(other.pieces.segment_ids):
+                    continue
+                theirs = _stored_spans(other)
+                num_tokens = sum(
+                    len(span.intersection(merged))
+                    for segment_id, spans in mine.items()
+                    for merged in merge(theirs.get(segment_id, ()))
+                    for span in spans
+                )
+                if num_tokens:
+                    found.append(SharedKV(other.node_id, num_tokens))
+        return tuple(sorted(found, key=lambda shared: (-shared.num_tokens, shared.node_id)))
+
+    def _owned_by(self, nodes: Sequence[Node]) -> int:
+        """KV bytes that nobody else refers to."""
+        inside = Counter(segment_id for node in nodes for segment_id in node.pieces.segment_ids)
+        return sum(
+            self._forest.segments[segment_id].num_bytes
+            for segment_id, count in inside.items()
+            if self._forest.num_references(segment_id) == count
+        )
+
+
+def _stored_spans(node: Node) -> dict[SegmentId, list[Span]]:
+    """Per segment, which of its tokens the node refers to."""
+    spans: defaultdict[SegmentId, list[Span]] = defaultdict(list)
+    for piece in node.pieces:
+        spans[piece.segment_id].append(Span(piece.offset, piece.end))
+    return spans

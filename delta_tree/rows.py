@@ -2,7 +2,7 @@
 The tables of the metadata store, and how nodes and segments become rows and come back.
 
 Rows carry a CRC: SQLite's own check sees damaged pages, not a flipped bit within a value, and a
-wrong offset would be wrong KV. Token ids, scripts and counts are plain bytes and integers.
+wrong offset would be wrong KV. Token ids, pieces and counts are plain bytes and integers.
 """
 
 import sys
@@ -12,47 +12,40 @@ from typing import Any
 from delta_tree.forest import prompt_key
 from delta_tree.node import Node, NodeId, Segment, SegmentId
 from delta_tree.pieces import PieceTable
-from delta_tree.script import EditScript
 from delta_tree.spans import tokens_from_bytes
 
 Row = tuple[Any, ...]
 
-# Foreign keys are checked at commit, so that a change may be written in any order.
+# Where a node hangs is a row of its own: when a template is evicted, its children are not written again.
 SCHEMA = (
-    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT",
     """CREATE TABLE segments (
         segment_id INTEGER PRIMARY KEY, namespace TEXT NOT NULL,
         first_position INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
-        prefix_hash BLOB NOT NULL, generation INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
+        generation INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
         checksum BLOB NOT NULL, row_crc INTEGER NOT NULL) STRICT""",
     """CREATE TABLE nodes (
         node_id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, prompt_key BLOB NOT NULL UNIQUE,
-        token_ids BLOB NOT NULL,
-        parent INTEGER REFERENCES nodes DEFERRABLE INITIALLY DEFERRED, script BLOB,
-        exact_length INTEGER NOT NULL, created_at REAL NOT NULL, pinned INTEGER NOT NULL,
-        row_crc INTEGER NOT NULL, last_used_at REAL NOT NULL, num_hits INTEGER NOT NULL) STRICT""",
-    "CREATE INDEX nodes_by_parent ON nodes (parent)",
-    """CREATE TABLE pieces (
-        node_id INTEGER NOT NULL REFERENCES nodes ON DELETE CASCADE
-            DEFERRABLE INITIALLY DEFERRED,
-        place INTEGER NOT NULL,
-        segment_id INTEGER NOT NULL REFERENCES segments DEFERRABLE INITIALLY DEFERRED,
-        start INTEGER NOT NULL, length INTEGER NOT NULL,
-        PRIMARY KEY (node_id, place)) STRICT, WITHOUT ROWID""",
-    "CREATE INDEX pieces_by_segment ON pieces (segment_id)",
+        token_ids BLOB NOT NULL, pieces BLOB NOT NULL, exact_length INTEGER NOT NULL,
+        created_at REAL NOT NULL, pinned INTEGER NOT NULL, row_crc INTEGER NOT NULL,
+        last_used_at REAL NOT NULL, num_hits INTEGER NOT NULL) STRICT""",
+    """CREATE TABLE parents (
+        node_id INTEGER PRIMARY KEY REFERENCES nodes ON DELETE CASCADE,
+        parent INTEGER NOT NULL REFERENCES nodes ON DELETE CASCADE,
+        row_sum INTEGER NOT NULL) STRICT""",
+    "CREATE INDEX parents_by_parent ON parents (parent)",
 )
 
-SELECT_SEGMENTS = """SELECT segment_id, namespace, first_position, num_tokens, prefix_hash,
-    generation, num_bytes, checksum, row_crc FROM segments ORDER BY segment_id"""
-SELECT_PIECES = "SELECT node_id, segment_id, start, length FROM pieces ORDER BY node_id, place"
-SELECT_NODES = """SELECT node_id, namespace, prompt_key, token_ids, parent, script, exact_length,
-    created_at, pinned, row_crc, last_used_at, num_hits FROM nodes ORDER BY created_at, node_id"""
-PUT_SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-# An upsert, not REPLACE: replacing a row deletes it first, and its children would dangle.
-PUT_NODE = """INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-    ON CONFLICT (node_id) DO UPDATE SET parent = excluded.parent, script = excluded.script,
+SELECT_SEGMENTS = "SELECT * FROM segments ORDER BY segment_id"
+SELECT_NODES = "SELECT * FROM nodes ORDER BY created_at, node_id"
+SELECT_PARENTS = "SELECT node_id, parent, row_sum = node_id + parent FROM parents"
+PUT_SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+# An upsert, not REPLACE: replacing a row deletes it first, and its children would become roots.
+PUT_NODE = """INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT (node_id) DO UPDATE SET pieces = excluded.pieces,
     exact_length = excluded.exact_length, pinned = excluded.pinned, row_crc = excluded.row_crc,
     last_used_at = excluded.last_used_at, num_hits = excluded.num_hits"""
+PUT_PARENT = "INSERT INTO parents VALUES (:node_id, :parent, :node_id + :parent)"
+MOVE_CHILDREN = "UPDATE parents SET parent = :heir, row_sum = node_id + :heir WHERE parent = :gone"
 
 
 class RowError(Exception):
@@ -66,69 +59,57 @@ def segment_row(segment: Segment) -> Row:
         segment.namespace,
         segment.first_position,
         segment.num_tokens,
-        segment.prefix_hash,
         segment.generation,
         segment.num_bytes,
         segment.checksum.to_bytes(8, "little"),  # unsigned 64 bits: SQLite has no such type
     )
-    return (*row, _crc(row))
+    return (*row, crc_of(row))
 
 
 def segment_of(row: Row) -> Segment:
     """
-    A segment from a row of `SELECT_SEGMENTS`.
+    A segment from a row of `SELECT_SEGMENTS`, of either version.
 
     Raises:  RowError
     """
     *values, crc = row
-    if _crc(tuple(values)) != crc:
+    if crc_of(tuple(values)) != crc:
         raise RowError("a segment's row does not match its checksum")
-    segment_id, namespace, first, num_tokens, prefix_hash, generation, num_bytes, checksum = values
-    return Segment(
-        segment_id=SegmentId(segment_id),
-        namespace=sys.intern(namespace),
-        first_position=first,
-        num_tokens=num_tokens,
-        prefix_hash=prefix_hash,
-        generation=generation,
-        num_bytes=num_bytes,
-        checksum=int.from_bytes(checksum, "little"),
-    )
+    segment_id, namespace, first, num_tokens, *_, generation, num_bytes, checksum = values
+    figures = (generation, num_bytes, int.from_bytes(checksum, "little"))
+    return Segment(SegmentId(segment_id), sys.intern(namespace), first, num_tokens, *figures)
 
 
 def node_row(node: Node) -> Row:
-    """A node as `PUT_NODE` takes it; its pieces are rows of their own, but under its CRC."""
+    """A node as `PUT_NODE` takes it."""
     row = (
         node.node_id,
         node.namespace,
         prompt_key(node.namespace, node.token_ids),
         node.token_ids.astype("<i4", copy=False).tobytes(),
-        node.parent,
-        None if node.script is None else node.script.to_bytes(),
+        node.pieces.to_bytes(),
         node.exact_length,
         node.created_at,
         int(node.pinned),
     )
-    return (*row, _crc((*row, node.pieces.to_bytes())), node.last_used_at, node.num_hits)
+    return (*row, crc_of(row), node.last_used_at, node.num_hits)
 
 
-def node_of(row: Row, pieces: PieceTable) -> Node:
+def node_of(row: Row) -> Node:
     """
     A node from a row of `SELECT_NODES`.
 
-    Raises:  RowError, and what decoding tokens and scripts raises
+    Raises:  RowError, and what decoding tokens and pieces raises
     """
     *values, crc, last_used_at, num_hits = row
-    if _crc((*values, pieces.to_bytes())) != crc:
+    if crc_of(tuple(values)) != crc:
         raise RowError("a node's row does not match its checksum")
-    node_id, namespace, _, tokens, parent, script, exact_length, created_at, pinned = values
+    node_id, namespace, _, tokens, pieces, exact_length, created_at, pinned = values
     return Node(
         node_id=NodeId(node_id),
         namespace=sys.intern(namespace),
         token_ids=tokens_from_bytes(tokens),
-        parent=None if parent is None else NodeId(parent),
-        script=None if script is None else EditScript.from_bytes(script),
-        pieces=pieces,
+        pieces=PieceTable.from_bytes(pieces),
         exact_length=exact_length,
         created_at=created_at,
         last_used_at=last_used_at,
@@ -137,7 +118,7 @@ def node_of(row: Row, pieces: PieceTable) -> Node:
     )
 
 
-def _crc(values: Row) -> int:
+def crc_of(values: Row) -> int:
     crc = 0
     for value in values:
         blob = value if isinstance(value, bytes) else repr(value).encode()

@@ -17,7 +17,35 @@ from delta_tree.edits import Match
 from delta_tree.kgrams import Hashes, Ids, Places
 from delta_tree.spans import Span
 
+_ASKED_AT_ONCE = 256  # k-grams; most donors share one of the first
 _FIRST_STEP = 64  # tokens compared at once before the stretch is doubled
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """Two prompts, and the hashes of all their k-grams."""
+
+    source: Ids
+    target: Ids
+    source_hashes: Hashes
+    target_hashes: Hashes
+    k: int
+
+    def has_common_run(self, places: Places, known: Hashes) -> bool:
+        """Whether one of the source's k-grams at `places` is in the target; `known`: its hashes, sorted."""
+        for start in range(0, len(places), _ASKED_AT_ONCE):
+            some = places[start : start + _ASKED_AT_ONCE]
+            asked = self.source_hashes[some]
+            at = np.minimum(known.searchsorted(asked), len(known) - 1)
+            if any(map(self._stands_in, some[known[at] == asked].tolist())):
+                return True
+        return False
+
+    def _stands_in(self, place: int) -> bool:
+        """Whether the source's k-gram, known by its hash, is the target's token for token."""
+        kgram = self.source[place : place + self.k]
+        places = np.flatnonzero(self.target_hashes == self.source_hashes[place])[:4]
+        return any(np.array_equal(kgram, self.target[at : at + self.k]) for at in places.tolist())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,20 +67,17 @@ class Occurrences:
         )
 
 
-def runs_in(
-    source: Ids, target: Ids, spans: Sequence[Span], *, found: Occurrences, hashes: Hashes, k: int
-) -> Iterator[Match]:
+def runs_in(pair: Pair, spans: Sequence[Span], found: Occurrences) -> Iterator[Match]:
     """
     Tile the target positions `spans` with runs of the source, the longest from each place on.
 
-    The spans are sorted and apart. `hashes` are those of the whole target's k-grams; `found` says where
-    the source has them.
+    The spans are sorted and apart. `found` says where the source has k-grams that may stand in them.
     """
-    starts = [np.arange(span.start, span.end - k + 1) for span in spans if len(span) >= k]
+    starts = [np.arange(span.start, span.end - pair.k + 1) for span in spans if len(span) >= pair.k]
     if not starts or not len(found.hashes):
         return
     asked = starts[0] if len(starts) == 1 else np.concatenate(starts)
-    wanted = hashes[asked]
+    wanted = pair.target_hashes[asked]
     lows = np.searchsorted(found.hashes, wanted)
     hits = np.flatnonzero(found.hashes[np.minimum(lows, len(found.hashes) - 1)] == wanted)
     if not len(hits):
@@ -61,22 +86,14 @@ def runs_in(
     for span in spans:
         low, high = seeds.searchsorted((span.start, span.end)).tolist()
         if low < high:
-            yield from _runs_from(
-                source, target, span, seeds[low:high].tolist(), lows[low:high], found=found, k=k
-            )
+            yield from _runs_from(pair, span, seeds[low:high].tolist(), lows[low:high], found)
 
 
 def _runs_from(
-    source: Ids,
-    target: Ids,
-    within: Span,
-    seeds: list[int],
-    lows: npt.NDArray[np.intp],
-    *,
-    found: Occurrences,
-    k: int,
+    pair: Pair, within: Span, seeds: list[int], lows: npt.NDArray[np.intp], found: Occurrences
 ) -> Iterator[Match]:
     """The runs of one span; its k-gram at `seeds[i]` stands in `found` from index `lows[i]` on."""
+    source, target, k = pair.source, pair.target, pair.k
     last: Match | None = None
     index = 0
     while index < len(seeds):
@@ -98,8 +115,8 @@ def _runs_from(
         yield last
 
 
-def first_difference(a: Ids, b: Ids) -> int:
-    """Length of the common prefix; looks only a little further than it."""
+def common_prefix_length(a: Ids, b: Ids) -> int:
+    """Number of leading tokens the two share; looks only a little further than them."""
     limit = min(len(a), len(b))
     done, step = 0, _FIRST_STEP
     while done < limit:
@@ -117,7 +134,7 @@ def _longest_run(source: Ids, target: Ids, rest: Span, places: Places) -> Match 
     text = target[rest.start : rest.end]
     best: Match | None = None
     for place in _worth_trying(places, rest.start):
-        length = first_difference(source[place:], text)
+        length = common_prefix_length(source[place:], text)
         if length and (best is None or length > best.length):
             best = Match(place, rest.start, length)
     return best
@@ -138,7 +155,7 @@ def extended_left(run: Match, source: Ids, target: Ids, *, floor: int) -> Match:
     """The run with the equal tokens before it, down to target position `floor`."""
     reach = min(run.target - floor, run.source)
     before = source[run.source - reach : run.source][::-1]
-    more = first_difference(before, target[run.target - reach : run.target][::-1])
+    more = common_prefix_length(before, target[run.target - reach : run.target][::-1])
     return Match(run.source - more, run.target - more, run.length + more)
 
 

@@ -6,6 +6,7 @@ Knows nothing of scripts, nodes or storage.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeGuard
 
 import numpy as np
@@ -36,44 +37,23 @@ class Span:
     def __bool__(self) -> bool:
         return self.end > self.start
 
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return self.end - self.start
-
-    def contains(self, other: "Span") -> bool:
-        """Whether every position of `other` lies in this span."""
-        return self.start <= other.start and other.end <= self.end
-
-    def overlaps(self, other: "Span") -> bool:
-        """Whether the two have a position in common."""
-        return max(self.start, other.start) < min(self.end, other.end)
-
     def intersection(self, other: "Span") -> "Span":
         """The positions in both; an empty span at the later start when there are none."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.end, other.end)))
-
-    def moved(self, by: int) -> "Span":
-        """The same number of tokens, `by` positions further on."""
-        return Span(self.start + by, self.end + by)
 
 
 def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
     """The same positions as sorted spans that neither overlap nor touch; empty ones vanish."""
     merged: list[Span] = []
     # By their starts alone: comparing whole spans takes several times as long.
-    for span in sorted((span for span in spans if span), key=_start):
+    for span in sorted((span for span in spans if span), key=attrgetter("start")):
         if merged and span.start <= merged[-1].end:
             if span.end > merged[-1].end:
                 merged[-1] = Span(merged[-1].start, span.end)
         else:
             merged.append(span)
     return tuple(merged)
-
-
-def _start(span: Span) -> int:
-    return span.start
 
 
 def gaps(covered: Iterable[Span], length: int) -> tuple[Span, ...]:

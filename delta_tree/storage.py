@@ -2,24 +2,22 @@
 The tree on disk: one SQLite file, one writer, every change one transaction.
 
 A process killed at any moment leaves the state before or after a change, never between. Use
-counters are written along with the next change and may be lost. The only file that imports
-sqlite3; its errors are translated here.
+counters and lazy evictions are written along with the next change and may be lost. The only file
+that imports sqlite3; its errors are translated here.
 """
 
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
-from itertools import groupby
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from delta_tree import rows
+from delta_tree import rows, version_1
 from delta_tree.errors import (
     EditRangeError,
     InvalidTokensError,
     StoreCorruptError,
-    StoreError,
     StoreForeignError,
     StoreLockedError,
     StoreMismatchError,
@@ -28,13 +26,12 @@ from delta_tree.errors import (
     StoreUnavailableError,
 )
 from delta_tree.forest import Change
-from delta_tree.node import Node, Segment, SegmentId
-from delta_tree.pieces import Piece, PieceTable
+from delta_tree.node import Node, NodeId
 from delta_tree.rows import RowError
 
 APPLICATION_ID = 0x4B565354  # "KVST"
-SCHEMA_VERSION = 1
-_LOCK_WAIT_S = 1.0  # a server that is just stopping may still hold the file
+SCHEMA_VERSION = 2
+LOCK_WAIT_S = 1.0  # a server that is just stopping may still hold the file
 
 
 def journal_mode_for(version: tuple[int, int, int]) -> str:
@@ -53,6 +50,7 @@ class Storage:
         self.identity = identity
         self._connection: sqlite3.Connection | None = connection
         self.read_only = read_only
+        self._is_old = False
 
     @classmethod
     def open(cls, path: Path, *, identity: str | None, read_only: bool) -> "Storage":
@@ -64,16 +62,16 @@ class Storage:
         Raises:  StoreError, see errors.py
         """
         _prepare_file(path, must_exist=read_only or identity is None)
-        with _translated(path):
+        with translated(path):
             connection = sqlite3.connect(
                 f"file:{quote(str(path.absolute()))}?mode=rw",
                 uri=True,
-                timeout=_LOCK_WAIT_S,
+                timeout=LOCK_WAIT_S,
                 isolation_level=None,  # transactions are begun and ended here, by name
                 check_same_thread=False,  # the tree's lock sees to it
             )
         try:
-            with _translated(path):
+            with translated(path):
                 found = _configure(connection, path, identity, read_only=read_only)
         except BaseException:
             connection.close()
@@ -81,67 +79,66 @@ class Storage:
         return cls(path, connection, identity=found, read_only=read_only)
 
     @property
-    def closed(self) -> bool:
-        """Whether `close` has been called."""
-        return self._connection is None
+    def is_writable(self) -> bool:
+        """Opened for changes, and not closed."""
+        return self._connection is not None and not self.read_only
 
-    def load(self) -> tuple[list[Segment], list[Node]]:
+    def load(self) -> Change:
         """
-        Everything that is stored, each row checked.
+        What made an empty forest what is stored, each row checked.
 
         Raises:  StoreCorruptError if a row does not decode or its checksum is wrong
         """
         connection = self._open_connection()
-        with _translated(self._path), _transaction(connection, "DEFERRED"):
+        with translated(self._path), _transaction(connection, "DEFERRED"):
+            self._is_old = _pragma(connection, "user_version") == version_1.SCHEMA_VERSION
             try:
                 segments = [rows.segment_of(row) for row in connection.execute(rows.SELECT_SEGMENTS)]
-                tables = {
-                    node_id: PieceTable(Piece(SegmentId(s), start, n) for _, s, start, n in group)
-                    for node_id, group in groupby(
-                        connection.execute(rows.SELECT_PIECES), key=lambda row: row[0]
-                    )
-                }
-                nodes = [
-                    rows.node_of(row, tables.get(row[0], PieceTable(())))
-                    for row in connection.execute(rows.SELECT_NODES)
-                ]
+                nodes, parents = (
+                    version_1.load_nodes(connection.execute) if self._is_old else _load_nodes(connection)
+                )
             except (EditRangeError, InvalidTokensError, RowError) as exc:
                 raise StoreCorruptError(self._path, str(exc)) from exc
-        return segments, nodes
+        return Change(put_segments=tuple(segments), put_nodes=tuple(nodes), parents=parents)
 
-    def write(self, change: Change, used: Iterable[Node]) -> None:
+    def upgrade(self, stored: Change) -> None:
+        """Write what was loaded in the way of this version, unless it is so already or may not be written."""
+        if not self._is_old or self.read_only:
+            return
+        connection = self._open_connection()
+        with translated(self._path), _transaction(connection):
+            for table in ("pieces", "nodes", "segments"):
+                connection.execute(f"DROP TABLE {table}")
+            _create_tables(connection)
+            self._put(connection, stored)
+        self._is_old = False
+
+    def write(self, changes: Iterable[Change], used: Iterable[Node]) -> None:
         """
-        Store a change, and the use counters of nodes that were touched, in one transaction.
+        Store changes in order, and the use counters of nodes that were touched, in one transaction.
 
         Raises:  StoreReadOnlyError, StoreUnavailableError, StoreCorruptError; nothing is written
         """
         if self.read_only:
             raise StoreReadOnlyError(self._path)
         connection = self._open_connection()
-        put_ids = [(node.node_id,) for node in change.put_nodes]
-        dropped_ids = [(node_id,) for node_id in change.dropped_nodes]
-        with _translated(self._path), _transaction(connection):
-            run = connection.executemany
-            run("DELETE FROM nodes WHERE node_id = ?", dropped_ids)
-            run("DELETE FROM pieces WHERE node_id = ?", put_ids)
-            run(rows.PUT_SEGMENT, [rows.segment_row(segment) for segment in change.put_segments])
-            run(rows.PUT_NODE, [rows.node_row(node) for node in change.put_nodes])
-            run(
-                "INSERT INTO pieces VALUES (?, ?, ?, ?, ?)",
-                [
-                    (node.node_id, place, piece.segment_id, piece.offset, piece.length)
-                    for node in change.put_nodes
-                    for place, piece in enumerate(node.pieces)
-                ],
-            )
-            run(
-                "DELETE FROM segments WHERE segment_id = ?",
-                [(segment_id,) for segment_id in change.dropped_segments],
-            )
+        run = connection.executemany
+        with translated(self._path), _transaction(connection):
+            for change in changes:
+                run(rows.MOVE_CHILDREN, [{"gone": gone, "heir": heir} for gone, heir in change.heirs.items()])
+                run("DELETE FROM nodes WHERE node_id = ?", [(entry,) for entry in change.dropped_nodes])
+                run("DELETE FROM segments WHERE segment_id = ?", [(s,) for s in change.dropped_segments])
+                self._put(connection, change)
             run(
                 "UPDATE nodes SET last_used_at = ?, num_hits = ? WHERE node_id = ?",
                 [(node.last_used_at, node.num_hits, node.node_id) for node in used],
             )
+
+    def _put(self, connection: sqlite3.Connection, change: Change) -> None:
+        run = connection.executemany
+        run(rows.PUT_SEGMENT, [rows.segment_row(segment) for segment in change.put_segments])
+        run(rows.PUT_NODE, [rows.node_row(node) for node in change.put_nodes])
+        run(rows.PUT_PARENT, [{"node_id": n, "parent": parent} for n, parent in change.parents.items()])
 
     def close(self) -> None:
         """Release the file. Idempotent."""
@@ -155,76 +152,14 @@ class Storage:
         return self._connection
 
 
-def discard_store(path: Path) -> None:
-    """
-    Delete a store, whatever state it is in, with its journal. Missing is fine.
-
-    Raises:  StoreLockedError if a process has it open; StoreUnavailableError
-    """
-    _lock_once(path)
-    with _os_errors(path):
-        for suffix in ("-journal", "-wal", "-shm", ""):
-            _beside(path, suffix).unlink(missing_ok=True)
-
-
-def set_aside(path: Path) -> Path:
-    """
-    Move a store away, whatever state it is in, with its journal; returns where to: `path` with `.old`.
-
-    One is kept: an earlier one is replaced. Modes stay as they are.
-    Raises:  StoreLockedError if a process has it open; StoreUnavailableError
-    """
-    _lock_once(path)
-    aside = _beside(path, ".old")
-    with _os_errors(path):
-        # The earlier one's journal must not be taken for this one's.
-        for suffix in ("-journal", "-wal", "-shm"):
-            _beside(aside, suffix).unlink(missing_ok=True)
-        for suffix in ("-journal", "-wal"):
-            if _beside(path, suffix).exists():
-                _beside(path, suffix).replace(_beside(aside, suffix))
-        path.replace(aside)
-        _beside(path, "-shm").unlink(missing_ok=True)
-    return aside
-
-
-def check_unlocked(path: Path) -> None:
-    """
-    Refuse a store that another process has open; any other state, and none at all, is fine here.
-
-    Raises:  StoreLockedError
-    """
-    try:
-        _lock_once(path, wait_s=_LOCK_WAIT_S)
-    except StoreLockedError:
-        raise
-    except StoreError:
-        pass
-
-
-def _lock_once(path: Path, *, wait_s: float = 0.0) -> None:
+def lock_once(path: Path, *, wait_s: float = 0.0) -> None:
     """Raises StoreLockedError if a process has the file open, StoreUnavailableError if nobody can tell."""
-    try:
+    # Damage is none of our business: the lock comes before the look, so nobody holds the file.
+    with suppress(StoreCorruptError), translated(path):
         if path.exists():
-            with _translated(path), closing(sqlite3.connect(path, timeout=wait_s)) as connection:
+            with closing(sqlite3.connect(path, timeout=wait_s)) as connection:
                 connection.execute("BEGIN EXCLUSIVE")
                 connection.execute("ROLLBACK")
-    except StoreCorruptError:
-        pass  # the lock comes before the look: nobody holds the file
-    except OSError as exc:
-        raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
-
-
-@contextmanager
-def _os_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as exc:
-        raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
 
 
 def _prepare_file(path: Path, *, must_exist: bool) -> None:
@@ -232,12 +167,10 @@ def _prepare_file(path: Path, *, must_exist: bool) -> None:
         if not path.exists():
             raise StoreMissingError(path)
         return
-    try:
+    with translated(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # SQLite gives its journal the mode of the file, so both are the owner's only.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    except OSError as exc:
-        raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
 
 
 def _configure(connection: sqlite3.Connection, path: Path, identity: str | None, *, read_only: bool) -> str:
@@ -267,13 +200,26 @@ def _configure(connection: sqlite3.Connection, path: Path, identity: str | None,
     return _check_content(connection, path, identity)
 
 
+def _load_nodes(connection: sqlite3.Connection) -> tuple[list[Node], dict[NodeId, NodeId]]:
+    nodes = [rows.node_of(row) for row in connection.execute(rows.SELECT_NODES)]
+    found = connection.execute(rows.SELECT_PARENTS).fetchall()
+    if not all(is_whole for _, _, is_whole in found):
+        raise RowError("a parent's row does not match its sum")
+    return nodes, {node_id: parent for node_id, parent, _ in found}
+
+
 def _create(connection: sqlite3.Connection, identity: str) -> None:
     with _transaction(connection):
-        for statement in rows.SCHEMA:
-            connection.execute(statement)
+        connection.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT")
         connection.execute("INSERT INTO meta VALUES ('identity', ?)", (identity,))
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        _create_tables(connection)
+
+
+def _create_tables(connection: sqlite3.Connection) -> None:
+    for statement in rows.SCHEMA:
+        connection.execute(statement)
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
@@ -283,7 +229,7 @@ def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
             path, f"another program (application id {application_id:#x})", "a KVShare store"
         )
     version = _pragma(connection, "user_version")
-    if version != SCHEMA_VERSION:
+    if version not in (SCHEMA_VERSION, version_1.SCHEMA_VERSION):
         raise StoreMismatchError(path, f"schema version {version}", f"schema version {SCHEMA_VERSION}")
 
 
@@ -331,10 +277,12 @@ _UNAVAILABLE = {
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into ours; what is neither busy nor out of reach is damage."""
+def translated(path: Path) -> Iterator[None]:
+    """Turns errors of SQLite and the system into ours; what is neither busy nor out of reach is damage."""
     try:
         yield
+    except OSError as exc:
+        raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
     except sqlite3.Error as exc:
         code = getattr(exc, "sqlite_errorcode", None)
         primary = None if code is None else code & 0xFF

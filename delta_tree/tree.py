@@ -7,16 +7,12 @@ stored, nothing has happened. KV bytes live elsewhere; each answer says which se
 
 import logging
 import time
-from collections.abc import Callable, Collection, Container, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from delta_tree.align import align
-from delta_tree.answers import Eviction, Insertion
-from delta_tree.checks import check_forest, check_node
-from delta_tree.drafts import check_new_segments, divide, parent_of, quality, segment_lookup
+from delta_tree.checks import SegmentLookup, check_draft, check_forest, check_node, quality
 from delta_tree.errors import (
     InvalidNodeError,
     InvalidTokensError,
@@ -24,17 +20,33 @@ from delta_tree.errors import (
     StoreCorruptError,
     StoreError,
 )
-from delta_tree.forest import Change, Forest, recompose
-from delta_tree.node import Node, NodeDraft, NodeId, NodeIds, Segment, SegmentId
+from delta_tree.forest import Change, Forest
+from delta_tree.node import Node, NodeDraft, NodeId, NodeIds, SegmentId
 from delta_tree.reading import TreeReader
-from delta_tree.script import EditScript
 from delta_tree.spans import TokenIds, token_ids
 from delta_tree.storage import Storage
 
 log = logging.getLogger(__name__)
 
-_SCRIPT_MIN_RUN = 16  # a script tells how prompts descend; one-token matches would tell nothing
 _MAX_UNWRITTEN_USES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """The node of the inserted prompt, and the segments whose KV nobody needs."""
+
+    node: Node
+    created: bool  # False: the prompt was known, its node was touched and perhaps improved
+    freed_segments: tuple[SegmentId, ...]  # the draft's own ones included, if not needed
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What left the tree."""
+
+    num_nodes: int
+    freed_segments: tuple[SegmentId, ...]
+    freed_bytes: int
 
 
 class DeltaTree(TreeReader):
@@ -53,6 +65,7 @@ class DeltaTree(TreeReader):
         self._clock = clock
         self._new_id = new_id or NodeIds()
         self._used: set[NodeId] = set()  # nodes whose use counters are not on disk yet
+        self._unwritten: list[Change] = []  # evictions that are not, either
 
     @classmethod
     def open(
@@ -76,14 +89,14 @@ class DeltaTree(TreeReader):
             return cls(None, forest, clock=clock, new_id=new_id)
         storage = Storage.open(path, identity=identity, read_only=read_only)
         try:
-            segments, nodes = storage.load()
-            forest.restore(segments, nodes)
+            stored = storage.load()
+            forest.restore(stored)
             check_forest(forest)
-        except InvalidNodeError as exc:
+            storage.upgrade(stored)
+        except BaseException as exc:
             storage.close()
-            raise StoreCorruptError(path, str(exc)) from exc
-        except BaseException:
-            storage.close()
+            if isinstance(exc, InvalidNodeError):
+                raise StoreCorruptError(path, str(exc)) from exc
             raise
         return cls(storage, forest, clock=clock, new_id=new_id)
 
@@ -93,21 +106,16 @@ class DeltaTree(TreeReader):
         return None if self._storage is None else self._storage.identity
 
     def close(self) -> None:
-        """Write the use counters that are still due, and release the file."""
+        """Write what is still due, and release the file."""
         with self._lock:
-            if self._storage is not None and not self._storage.closed:
-                self._write_uses()
+            self._write_uses()
+            if self._storage is not None:
                 self._storage.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def insert(self, draft: NodeDraft) -> Insertion:
@@ -122,21 +130,10 @@ class DeltaTree(TreeReader):
             tokens = token_ids(draft.token_ids)
         except InvalidTokensError as exc:
             raise InvalidNodeError(str(exc)) from exc
-        known = self._forest.find(draft.namespace, tokens)
-        parent = parent_of(self._forest, draft)
-        # Aligned before the lock is taken: it may take long, and tokens never change.
-        script = None
-        if parent is not None and known is None:
-            script = align(parent.token_ids, tokens, min_run=_SCRIPT_MIN_RUN)
         with self._lock:
+            check_draft(self._forest, draft)
             known = self._forest.find(draft.namespace, tokens)
-            parent = parent_of(self._forest, draft)
-            check_new_segments(self._forest, draft)
-            if known is not None:
-                return self._insert_again(known, draft)
-            if parent is not None and script is None:  # the known node left in between
-                script = align(parent.token_ids, tokens, min_run=_SCRIPT_MIN_RUN)
-            return self._insert_first(draft, tokens, script)
+            return self._insert_first(draft, tokens) if known is None else self._insert_again(known, draft)
 
     def touch(self, node_id: NodeId) -> None:
         """
@@ -154,33 +151,25 @@ class DeltaTree(TreeReader):
                 self._write_uses()
 
     def pin(self, node_id: NodeId) -> None:
-        """
-        Keep a node from eviction.
-
-        Raises:  UnknownNodeError
-        """
-        with self._lock:
-            self._make(Change(put_nodes=(replace(self.node(node_id), pinned=True),)))
+        """Keep a node from eviction."""
+        self._set_pinned(node_id, True)
 
     def unpin(self, node_id: NodeId) -> None:
-        """
-        Let a node be evicted again.
+        """Let a node be evicted again."""
+        self._set_pinned(node_id, False)
 
-        Raises:  UnknownNodeError
-        """
-        with self._lock:
-            self._make(Change(put_nodes=(replace(self.node(node_id), pinned=False),)))
-
-    def evict(self, node_id: NodeId) -> Eviction:
+    def evict(self, node_id: NodeId, *, lazily: bool = False) -> Eviction:
         """
         Drop one node. Its children move to its parent, or become roots.
 
+        `lazily`: it leaves the file with the next change or when the tree is closed. After a kill in between
+        it is there again; whoever opens the tree lets `discard_missing` look for KV that is gone.
         Raises:  UnknownNodeError; PinnedNodeError
         """
         with self._lock:
             if self.node(node_id).pinned:
                 raise PinnedNodeError(node_id)
-            return self._drop([node_id])
+            return self._drop([node_id], lazily=lazily)
 
     def purge(self, namespace: str) -> Eviction:
         """Drop everything of a namespace, pinned nodes too."""
@@ -201,26 +190,30 @@ class DeltaTree(TreeReader):
         """
         with self._lock:
             gone = {segment_id for segment_id in self._forest.segments if segment_id not in alive}
-            return self._drop(
-                [
-                    node.node_id
-                    for node in self._forest.nodes.values()
-                    if not gone.isdisjoint(node.pieces.segment_ids)
-                ]
-            ).num_nodes
+            nodes = self._forest.nodes.values()
+            lost = [node.node_id for node in nodes if not gone.isdisjoint(node.pieces.segment_ids)]
+            return self._drop(lost).num_nodes
+
+    def _set_pinned(self, node_id: NodeId, pinned: bool) -> None:
+        with self._lock:
+            node = self.node(node_id)
+            if node.pinned != pinned:
+                self._make(Change(put_nodes=(replace(node, pinned=pinned),)))
 
     def _make(self, change: Change) -> None:
-        """Store, then make in memory; due use counters go along."""
+        """Store, then make in memory; what was not written yet goes along."""
         if self._storage is not None:
-            self._storage.write(change, self._due_uses())
+            self._storage.write([*self._unwritten, change], self._due_uses())
+        self._unwritten.clear()
         self._used.clear()
         self._forest.apply(change)
 
     def _write_uses(self) -> None:
         """Counters may be lost, a request must not: what cannot be written is given up."""
-        if self._storage is not None and not self._storage.read_only and self._used:
+        if self._storage is not None and self._storage.is_writable and (self._used or self._unwritten):
             try:
-                self._storage.write(Change(), self._due_uses())
+                self._storage.write(self._unwritten, self._due_uses())
+                self._unwritten.clear()
             except StoreError as exc:
                 log.warning("use counters of %d nodes were not stored: %s", len(self._used), exc)
         self._used.clear()
@@ -228,22 +221,25 @@ class DeltaTree(TreeReader):
     def _due_uses(self) -> list[Node]:
         return [self._forest.nodes[i] for i in self._used if i in self._forest.nodes]
 
-    def _drop(self, node_ids: Collection[NodeId]) -> Eviction:
-        dropped = dict.fromkeys(node_ids)
-        moved = recompose(self._forest, dropped.keys())
+    def _drop(self, node_ids: Iterable[NodeId], *, lazily: bool = False) -> Eviction:
+        dropped = tuple(node_ids)
         freed, num_bytes = self._forest.freed_by((), dropped)
         if dropped:
-            self._make(Change(put_nodes=moved, dropped_nodes=tuple(dropped), dropped_segments=freed))
+            heirs = self._forest.lineage.heirs(dropped)
+            change = Change(dropped_nodes=dropped, heirs=heirs, dropped_segments=freed)
+            if lazily and self._storage is not None and self._storage.is_writable:
+                self._unwritten.append(change)
+                self._forest.apply(change)
+            else:
+                self._make(change)
         return Eviction(len(dropped), freed, num_bytes)
 
-    def _insert_first(self, draft: NodeDraft, tokens: TokenIds, script: EditScript | None) -> Insertion:
+    def _insert_first(self, draft: NodeDraft, tokens: TokenIds) -> Insertion:
         now = self._clock()
         node = Node(
             node_id=self._free_node_id(),
             namespace=draft.namespace,
             token_ids=tokens,
-            parent=draft.parent,
-            script=script,
             pieces=draft.pieces,
             exact_length=draft.exact_length,
             created_at=now,
@@ -251,29 +247,38 @@ class DeltaTree(TreeReader):
             num_hits=0,
             pinned=False,
         )
-        check_node(node, parent_of(self._forest, draft), segment_lookup(self._forest, draft))
-        needed, unneeded = divide(draft)
-        self._make(Change(put_segments=needed, put_nodes=(node,)))
-        return _insertion(node, True, unneeded)
+        check_node(node, self._segment_lookup(draft))
+        return self._insert_as(node, draft, created=True)
 
     def _insert_again(self, known: Node, draft: NodeDraft) -> Insertion:
         offered = replace(known, pieces=draft.pieces, exact_length=draft.exact_length)
-        parent = None if known.parent is None else self.node(known.parent)
-        segment_of = segment_lookup(self._forest, draft)
-        check_node(offered, parent, segment_of)
-        if quality(offered, segment_of) <= quality(known, segment_of):
-            self.touch(known.node_id)
-            return _insertion(self.node(known.node_id), False, draft.new_segments)
-        needed, unneeded = divide(draft)
-        node = self._touched(offered)
-        freed, num_bytes = self._forest.freed_by([node], ())
-        self._make(Change(put_segments=needed, put_nodes=(node,), dropped_segments=freed))
-        again = _insertion(node, False, unneeded)
-        return replace(
-            again,
-            freed_segments=again.freed_segments + freed,
-            freed_bytes=again.freed_bytes + num_bytes,
+        segment_of = self._segment_lookup(draft)
+        check_node(offered, segment_of)
+        if quality(offered, segment_of) > quality(known, segment_of):
+            return self._insert_as(self._touched(offered), draft, created=False)
+        self.touch(known.node_id)
+        unneeded = tuple(segment.segment_id for segment in draft.new_segments)
+        return Insertion(self.node(known.node_id), False, unneeded)
+
+    def _insert_as(self, node: Node, draft: NodeDraft, *, created: bool) -> Insertion:
+        """With those of the draft's segments that its pieces refer to."""
+        used = draft.pieces.segment_ids
+        unneeded = (s.segment_id for s in draft.new_segments if s.segment_id not in used)
+        freed, _ = self._forest.freed_by([node], ())
+        self._make(
+            Change(
+                put_segments=tuple(s for s in draft.new_segments if s.segment_id in used),
+                put_nodes=(node,),
+                parents={node.node_id: draft.parent} if created and draft.parent is not None else {},
+                dropped_segments=freed,
+            )
         )
+        return Insertion(node, created, (*unneeded, *freed))
+
+    def _segment_lookup(self, draft: NodeDraft) -> SegmentLookup:
+        """Segments of the draft and of the tree, by id."""
+        new = {segment.segment_id: segment for segment in draft.new_segments}
+        return lambda segment_id: new.get(segment_id) or self._forest.segments.get(segment_id)
 
     def _touched(self, node: Node) -> Node:
         return replace(node, last_used_at=self._clock(), num_hits=node.num_hits + 1)
@@ -283,12 +288,3 @@ class DeltaTree(TreeReader):
         while node_id in self._forest.nodes:
             node_id = self._new_id()
         return node_id
-
-
-def _insertion(node: Node, created: bool, unneeded: Sequence[Segment]) -> Insertion:
-    return Insertion(
-        node=node,
-        created=created,
-        freed_segments=tuple(segment.segment_id for segment in unneeded),
-        freed_bytes=sum(segment.num_bytes for segment in unneeded),
-    )

@@ -1,21 +1,22 @@
 """
 An operator's questions to the store, answered as JSON-ready documents.
 
-Pure functions over a `DeltaTree`, asked by the server's admin routes and by `kvshare tree` and its kin on a
-stopped store; arguments may be text, as they come from a query string. Documents carry spans and counts, no
-token ids. Segment ids go out as 16 hex digits: they do not fit a JSON number.
+Functions over a `DeltaTree`, asked by the server's admin routes and by `kvshare tree` and its kin on a
+stopped store. All but `evict` only look. Documents carry spans and counts, no token ids. Segment ids go out
+as 16 hex digits: they do not fit a JSON number.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from delta_tree import (
     DeltaTree,
     EditScript,
+    Eviction,
     Node,
     NodeId,
     Op,
@@ -26,6 +27,7 @@ from delta_tree import (
     align,
 )
 from kvshare.errors import RequestError
+from kvshare.query_arguments import QueryArguments
 
 Arguments = Mapping[str, Any]
 Clock = Callable[[], float]
@@ -36,10 +38,10 @@ _SIBLING_ORDER: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "age": lambda entry: -entry["age_s"],
     "tokens": lambda entry: -entry["num_tokens"],
 }
+_MIN_RUN = 16  # of the edits from a parent: one-token matches would tell nothing
 _DEFAULT_DEPTH = 4
 _MAX_DEPTH = 64  # of the document; the tree may be deeper, and `root` starts further down
 _SHORTEST_DIGEST = 4
-_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ def stats(tree: DeltaTree, arguments: Arguments) -> Answer:
 
     Arguments:  namespace
     """
-    _check_names(arguments, "namespace")
-    chosen = _namespace(tree, arguments)
+    given = QueryArguments(arguments, "namespace")
+    chosen = _namespace(tree, given)
     digests = sorted({node.namespace for node in tree.nodes()}) if chosen is None else [chosen]
     rows = [{"namespace": digest, **asdict(tree.stats(digest))} for digest in digests]
     return Answer({"totals": asdict(tree.stats(chosen)), "namespaces": rows})
@@ -70,9 +72,9 @@ def tree(tree: DeltaTree, arguments: Arguments, *, clock: Clock = time.time) -> 
 
     Arguments:  root (a node id), namespace, depth (levels), sort (of siblings: bytes, hits, age, tokens)
     """
-    _check_names(arguments, "root", "namespace", "depth", "sort")
-    order = _SIBLING_ORDER[_choice(arguments, "sort", _SIBLING_ORDER, default="bytes")]
-    depth = _integer(arguments, "depth", default=_DEFAULT_DEPTH, minimum=1, maximum=_MAX_DEPTH)
+    given = QueryArguments(arguments, "root", "namespace", "depth", "sort")
+    order = _SIBLING_ORDER[given.choice("sort", _SIBLING_ORDER, default="bytes")]
+    depth = given.integer("depth", default=_DEFAULT_DEPTH, maximum=_MAX_DEPTH)
     now = clock()
 
     def branches(nodes: Collection[Node], levels: int) -> list[dict[str, Any]]:
@@ -88,7 +90,7 @@ def tree(tree: DeltaTree, arguments: Arguments, *, clock: Clock = time.time) -> 
             found.append({**entry, "children": branches(children, levels - 1)})
         return sorted(found, key=order)
 
-    return Answer({"depth": depth, "roots": branches(_roots(tree, arguments), depth)})
+    return Answer({"depth": depth, "roots": branches(_roots(tree, given), depth)})
 
 
 def node(tree: DeltaTree, arguments: Arguments, *, clock: Clock = time.time) -> Answer:
@@ -97,15 +99,17 @@ def node(tree: DeltaTree, arguments: Arguments, *, clock: Clock = time.time) -> 
 
     Arguments:  id
     """
-    _check_names(arguments, "id")
-    found = _node(tree, arguments, "id")
+    given = QueryArguments(arguments, "id")
+    found = _node(tree, given, "id")
     try:
-        shared_with = tree.shared_with(found.node_id)
+        parents, shared_with = tree.ancestors(found.node_id), tree.shared_with(found.node_id)
+        origin = tree.node(parents[0]) if parents else found
+        script = align(origin.token_ids, found.token_ids, min_run=_MIN_RUN)
         document = {
             **_summary(tree, found, clock()),
-            "parents": list(_parents(tree, found)),
+            "parents": list(parents),
             "children": list(tree.children(found.node_id)),
-            "edits": None if found.script is None else _edits(found.script),
+            "edits": _edits(script) if parents else None,
             "pieces": _pieces(tree, found),
             "shared_with": [{"id": other.node_id, "num_tokens": other.num_tokens} for other in shared_with],
         }
@@ -120,13 +124,13 @@ def diff(tree: DeltaTree, arguments: Arguments) -> Answer:
 
     Arguments:  a, b, min_run (a shorter match counts as a change; 1 unless told)
     """
-    _check_names(arguments, "a", "b", "min_run")
-    a, b = _node(tree, arguments, "a"), _node(tree, arguments, "b")
+    given = QueryArguments(arguments, "a", "b", "min_run")
+    a, b = _node(tree, given, "a"), _node(tree, given, "b")
     if a.namespace != b.namespace:
         raise RequestError(
             "b: expected a node of the same namespace as a", param="b", code="namespace_mismatch"
         )
-    script = align(a.token_ids, b.token_ids, min_run=_integer(arguments, "min_run", default=1, minimum=1))
+    script = align(a.token_ids, b.token_ids, min_run=given.integer("min_run", default=1))
     prefix = next((keep.length for keep in script.keeps if keep.source == keep.target == 0), 0)
     document = {
         "a": a.node_id,
@@ -146,14 +150,14 @@ def evict(tree: DeltaTree, arguments: Arguments) -> Answer:
 
     Arguments:  exactly one of node, namespace, all=true; dry_run (unless told: false for node, else true)
     """
-    _check_names(arguments, "node", "namespace", "all", "dry_run")
-    everything = _boolean(arguments, "all", default=False)
-    if sum(_is_given(arguments, name) for name in ("node", "namespace")) + everything != 1:
+    given = QueryArguments(arguments, "node", "namespace", "all", "dry_run")
+    everything = given.boolean("all", default=False)
+    if ("node" in given) + ("namespace" in given) + everything != 1:
         raise RequestError("node: expected exactly one of node, namespace and all=true", param="node")
-    dry_run = _boolean(arguments, "dry_run", default=not _is_given(arguments, "node"))
-    if _is_given(arguments, "node"):
-        return _evict_node(tree, _node(tree, arguments, "node"), dry_run=dry_run)
-    return _purge(tree, _namespace(tree, arguments), dry_run=dry_run)
+    dry_run = given.boolean("dry_run", default="node" not in given)
+    if "node" in given:
+        return _evict_node(tree, _node(tree, given, "node"), dry_run=dry_run)
+    return _purge(tree, _namespace(tree, given), dry_run=dry_run)
 
 
 Question = Callable[[DeltaTree, Arguments], Answer]
@@ -174,38 +178,34 @@ def _evict_node(tree: DeltaTree, node: Node, *, dry_run: bool) -> Answer:
             raise PinnedNodeError(node.node_id)
         if dry_run:
             owned = [piece for piece in node.pieces.segment_ids if tree.reference_count(piece) == 1]
-            return _would_evict(1, len(owned), tree.owned_bytes(node.node_id))
-        gone = tree.evict(node.node_id)
+            return Answer(_eviction(True, 1, len(owned), tree.owned_bytes(node.node_id)))
+        return _evicted(tree.evict(node.node_id), [node])
     except PinnedNodeError as exc:
         raise RequestError(f"node: {exc}", param="node", code="node_pinned") from exc
     except UnknownNodeError as exc:
         raise _not_found("node", node.node_id) from exc
-    return _evicted(gone.freed_segments, gone.freed_bytes, [node])
 
 
 def _purge(tree: DeltaTree, namespace: str | None, *, dry_run: bool) -> Answer:
     if dry_run:
         found = tree.stats(namespace)
-        return _would_evict(found.num_nodes, found.num_segments, found.num_bytes)
+        return Answer(_eviction(True, found.num_nodes, found.num_segments, found.num_bytes))
     nodes = tree.nodes(namespace)
-    gone = tree.purge_all() if namespace is None else tree.purge(namespace)
-    return _evicted(gone.freed_segments, gone.freed_bytes, nodes)
+    return _evicted(tree.purge_all() if namespace is None else tree.purge(namespace), nodes)
 
 
-def _would_evict(num_nodes: int, num_segments: int, freed_bytes: int) -> Answer:
-    return Answer(
-        {"dry_run": True, "num_nodes": num_nodes, "num_segments": num_segments, "freed_bytes": freed_bytes}
-    )
+def _evicted(gone: Eviction, nodes: Collection[Node]) -> Answer:
+    document = _eviction(False, len(nodes), len(gone.freed_segments), gone.freed_bytes)
+    return Answer(document, gone.freed_segments, tuple((node.namespace, node.node_id) for node in nodes))
 
 
-def _evicted(freed: tuple[SegmentId, ...], freed_bytes: int, nodes: Collection[Node]) -> Answer:
-    document = {
-        "dry_run": False,
-        "num_nodes": len(nodes),
-        "num_segments": len(freed),
+def _eviction(dry_run: bool, num_nodes: int, num_segments: int, freed_bytes: int) -> dict[str, Any]:
+    return {
+        "dry_run": dry_run,
+        "num_nodes": num_nodes,
+        "num_segments": num_segments,
         "freed_bytes": freed_bytes,
     }
-    return Answer(document, freed, tuple((node.namespace, node.node_id) for node in nodes))
 
 
 def _summary(tree: DeltaTree, node: Node, now: float) -> dict[str, Any]:
@@ -228,68 +228,43 @@ def _edits(script: EditScript) -> dict[str, Any]:
     counts = dict.fromkeys((op.value for op in Op), 0)
     ops = []
     for edit in script.edits:
-        counts[edit.op.value] += len(edit.source if edit.op is Op.DELETE else edit.target)
         source, target = edit.source, edit.target
-        ops.append(
-            {
-                "op": edit.op.value,
-                "source": [source.start, source.end],
-                "target": [target.start, target.end],
-            }
-        )
+        counts[edit.op.value] += len(source if edit.op is Op.DELETE else target)
+        ends = {"source": [source.start, source.end], "target": [target.start, target.end]}
+        ops.append({"op": edit.op.value, **ends})
     return {"counts": counts, "ops": ops}
 
 
 def _pieces(tree: DeltaTree, node: Node) -> list[dict[str, Any]]:
     """Where the KV of each stretch lies; a shift is how far it is from where it was computed."""
     rows = []
-    for span, piece in node.pieces.spans():
-        segment = tree.segment(piece.segment_id)
+    for start, segment_id, offset, length in node.pieces.rows():
+        segment = tree.segment(segment_id)
         rows.append(
             {
-                "start": span.start,
-                "end": span.end,
-                "segment": f"{piece.segment_id:016x}",
-                "offset": piece.offset,
-                "shift": span.start - (segment.first_position + piece.offset),
+                "start": start,
+                "end": start + length,
+                "segment": f"{segment_id:016x}",
+                "offset": offset,
+                "shift": start - (segment.first_position + offset),
                 "generation": segment.generation,
-                "num_references": tree.reference_count(piece.segment_id),
-                "num_bytes": round(segment.bytes_per_token * piece.length),
+                "num_references": tree.reference_count(segment_id),
+                "num_bytes": round(segment.bytes_per_token * length),
             }
         )
     return rows
 
 
-def _parents(tree: DeltaTree, node: Node) -> Iterator[NodeId]:
-    """The nearest first."""
-    parent = node.parent
-    while parent is not None:
-        yield parent
-        above = tree.get(parent)
-        parent = None if above is None else above.parent
-
-
-def _roots(tree: DeltaTree, arguments: Arguments) -> list[Node]:
-    namespace = _namespace(tree, arguments)
-    if _is_given(arguments, "root"):
-        root = _node(tree, arguments, "root")
+def _roots(tree: DeltaTree, given: QueryArguments) -> list[Node]:
+    namespace = _namespace(tree, given)
+    if "root" in given:
+        root = _node(tree, given, "root")
         return [root] if namespace in (None, root.namespace) else []
-    return [node for node in tree.nodes(namespace) if node.parent is None]
+    return [node for node in tree.nodes(namespace) if not tree.ancestors(node.node_id)]
 
 
-def _check_names(arguments: Arguments, *known: str) -> None:
-    """A misspelt `dry_run` must not evict."""
-    for name in arguments:
-        if name not in known:
-            raise RequestError(f"{name}: unknown argument; expected one of: {', '.join(known)}", param=name)
-
-
-def _is_given(arguments: Arguments, name: str) -> bool:
-    return arguments.get(name) is not None
-
-
-def _node(tree: DeltaTree, arguments: Arguments, name: str) -> Node:
-    node_id = NodeId(_integer(arguments, name, default=None, minimum=1))
+def _node(tree: DeltaTree, given: QueryArguments, name: str) -> Node:
+    node_id = NodeId(given.integer(name))
     found = tree.get(node_id)
     if found is None:
         raise _not_found(name, node_id)
@@ -301,11 +276,11 @@ def _not_found(name: str, node_id: int) -> RequestError:
     return RequestError(message, param=name, code="node_not_found")
 
 
-def _namespace(tree: DeltaTree, arguments: Arguments) -> str | None:
+def _namespace(tree: DeltaTree, given: QueryArguments) -> str | None:
     """The stored namespace whose digest is, or begins with, what was given."""
-    if not _is_given(arguments, "namespace"):
+    if "namespace" not in given:
         return None
-    wanted = str(arguments["namespace"])
+    wanted = given.text("namespace")
     if len(wanted) < _SHORTEST_DIGEST:
         raise RequestError(
             f"namespace: expected at least {_SHORTEST_DIGEST} digits of a digest", param="namespace"
@@ -318,39 +293,3 @@ def _namespace(tree: DeltaTree, arguments: Arguments) -> str | None:
             code="namespace_not_found",
         )
     return found.pop()
-
-
-def _integer(
-    arguments: Arguments, name: str, *, default: int | None, minimum: int, maximum: int = 2**53 - 1
-) -> int:
-    """A None default makes the argument required."""
-    value = arguments.get(name)
-    number = default if value is None else _parsed(value)
-    if number is None or not minimum <= number <= maximum:
-        got = "nothing" if value is None else repr(value)
-        raise RequestError(f"{name}: expected an integer from {minimum} to {maximum}, got {got}", param=name)
-    return number
-
-
-def _parsed(value: object) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    text = str(value)
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 16 else None
-
-
-def _boolean(arguments: Arguments, name: str, *, default: bool) -> bool:
-    value = arguments.get(name)
-    if value is None:
-        return default
-    if (truth := _BOOLEANS.get(str(value).lower())) is None:
-        raise RequestError(f"{name}: expected true or false, got {value!r}", param=name)
-    return truth
-
-
-def _choice(arguments: Arguments, name: str, choices: Collection[str], *, default: str) -> str:
-    value = arguments.get(name)
-    chosen = default if value is None else str(value)
-    if chosen not in choices:
-        raise RequestError(f"{name}: expected one of {', '.join(choices)}, got {chosen!r}", param=name)
-    return chosen

@@ -209,7 +209,6 @@ def insert(
             namespace=NAMESPACE,
             first_position=span.start,
             num_tokens=len(span),
-            prefix_hash=bytes(16),
             generation=generation if span.start >= exact_length else 0,
             num_bytes=len(span) * RATES.bytes_per_token,
             checksum=0,

@@ -149,6 +149,14 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        "commit",
+        "What storing a prompt costs where another must be evicted for it.",
+        (
+            _option("stored", int, "Prompts in the full store.", min=8),
+            *(_PROMPT_TOKENS, _option("commits", int, "Into each store.", min=1), _SEED),
+        ),
+    ),
+    Benchmark(
         "index",
         "What nominating costs with very many prompts stored, and what their index takes.",
         (

@@ -90,7 +90,7 @@ def _outcomes(token_ids: TokenIds, nodes: Sequence[Node], planning: Planning) ->
         max_generation=sharing.max_generation,
         allow_approximate=planning.approximate,
     )
-    return {int(report.node_id): report.reason for report in composition.reports}
+    return {int(node.node_id): reason for node, reason in zip(nodes, composition.reasons, strict=True)}
 
 
 def _spans(plan: Plan | NoPlan, num_tokens: int) -> list[dict[str, Any]]:

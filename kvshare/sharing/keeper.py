@@ -88,5 +88,6 @@ class Keeper(Generic[TierT]):
         return not self.tier.fetch(node.pieces.segment_ids).missing
 
     def _evict(self, node: Node) -> None:
-        self.tier.drop(self.tree.evict(node.node_id).freed_segments)
+        # Written with the next prompt: a full store pays one transaction for both.
+        self.tier.drop(self.tree.evict(node.node_id, lazily=True).freed_segments)
         self._evicted.append((node.namespace, int(node.node_id)))

@@ -6,7 +6,6 @@ Pure functions over a plan and the segments that were stored of it. Who cut and 
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ def draft_node(
         token_ids=token_ids,
         parent=parent,
         pieces=_piece_table(plan, stored),
-        new_segments=tuple(_describe(token_ids, plan, entry, namespace) for entry in stored),
+        new_segments=tuple(_describe(plan, entry, namespace) for entry in stored),
         exact_length=_exact_length(plan, len(token_ids)),
     )
 
@@ -73,14 +72,12 @@ def _exact_length(plan: Plan | NoPlan, num_tokens: int) -> int:
     return plan.first_approximate
 
 
-def _describe(token_ids: TokenIds, plan: Plan | NoPlan, stored: StoredSpan, namespace: str) -> Segment:
-    prefix = token_ids[: stored.span.start]
+def _describe(plan: Plan | NoPlan, stored: StoredSpan, namespace: str) -> Segment:
     return Segment(
         segment_id=stored.segment_id,
         namespace=namespace,
         first_position=stored.span.start,
         num_tokens=len(stored.span),
-        prefix_hash=hashlib.sha256(prefix.astype("<i4").tobytes()).digest()[:16],
         generation=_generation(plan, stored.span),
         num_bytes=stored.num_bytes,
         checksum=stored.checksum,

@@ -28,10 +28,6 @@ class Estimate:
     shared_s: float
     lookup_s: float = 0.0
 
-    @property
-    def saved_s(self) -> float:
-        return self.full_s - self.shared_s - self.lookup_s
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

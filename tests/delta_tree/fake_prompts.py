@@ -35,7 +35,6 @@ def segment(
         namespace=namespace,
         first_position=first_position,
         num_tokens=num_tokens,
-        prefix_hash=b"prefix",
         generation=generation,
         num_bytes=num_tokens * BYTES_PER_TOKEN,
         checksum=2**64 - 1,
@@ -58,10 +57,9 @@ def fresh_draft(
 def child_draft(parent: Node, num_kept: int, added: Sequence[int]) -> NodeDraft:
     """A prompt that keeps the head of its parent and computes what follows."""
     own = segment(len(added), namespace=parent.namespace, first_position=num_kept)
-    kept = parent.pieces.pieces
     head: list[Piece] = []
     left = num_kept
-    for piece in kept:
+    for piece in parent.pieces:
         if left > 0:
             head.append(Piece(piece.segment_id, piece.offset, min(piece.length, left)))
             left -= piece.length

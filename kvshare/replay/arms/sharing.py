@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
@@ -208,13 +207,10 @@ class SharingArm(Arm):
     def describe_tree(self) -> dict[str, Any]:
         tree = self._keeper.tree
         stats = tree.stats()
-        depths: dict[NodeId, int] = {}
-        for node in tree.nodes():  # parents come before their children, unless they were evicted
-            depths[node.node_id] = 1 if node.parent is None else depths.get(node.parent, 0) + 1
-        children = Counter(node.parent for node in tree.nodes() if node.parent is not None)
+        node_ids = [node.node_id for node in tree.nodes()]
         return {
-            "depths": list(depths.values()),
-            "children": [children.get(node_id, 0) for node_id in depths],
+            "depths": [1 + len(tree.ancestors(node_id)) for node_id in node_ids],
+            "children": [len(tree.children(node_id)) for node_id in node_ids],
             "num_nodes": stats.num_nodes,
             "num_roots": stats.num_roots,
             "num_segments": stats.num_segments,

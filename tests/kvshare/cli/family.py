@@ -86,7 +86,6 @@ def segment(namespace: str, span: Span, *, generation: int = 0) -> Segment:
         namespace=namespace,
         first_position=span.start,
         num_tokens=len(span),
-        prefix_hash=b"prefix",
         generation=generation,
         num_bytes=BYTES_PER_TOKEN * len(span),
         checksum=0,

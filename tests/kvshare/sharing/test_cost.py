@@ -37,4 +37,4 @@ def test_an_estimate_compares_computing_with_loading() -> None:
     estimate = rates.estimate(num_tokens=2000, num_computed=500)
     assert estimate.full_s == pytest.approx(2.0)
     assert estimate.shared_s == pytest.approx(0.5 + 1.5)
-    assert estimate.saved_s == pytest.approx(-0.5)
+    assert estimate.lookup_s == 0.5

@@ -224,7 +224,7 @@ async def test_a_plan_is_committed_as_pieces_over_the_donors_segments(model: Emb
     before = sharing.tier.num_bytes
     node = keep(sharing, model, wanted.token_ids, plan=lookup.plan)
     assert node is not None
-    assert node.parent == donor.node_id
+    assert sharing.tree.ancestors(node.node_id) == (donor.node_id,)
     # Behind the edit, up to the first copy, everything was computed after exact KV: it is exact.
     assert node.exact_length == lookup.plan.first_approximate
     grown = sharing.tier.num_bytes - before

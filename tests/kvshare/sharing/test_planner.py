@@ -44,7 +44,7 @@ def replaced(tokens: TokenIds, *spans: tuple[int, int], seed: int = 99) -> Token
 def stored(tree: DeltaTree, tokens: TokenIds, *, generation: int = 0, namespace: str = "ns") -> Node:
     """A node whose KV is one segment of its own."""
     exact = len(tokens) if generation == 0 else 0
-    segment = Segment(new_segment_id(), namespace, 0, len(tokens), bytes(16), generation, len(tokens), 0)
+    segment = Segment(new_segment_id(), namespace, 0, len(tokens), generation, len(tokens), 0)
     pieces = PieceTable([Piece(segment.segment_id, 0, len(tokens))])
     return tree.insert(NodeDraft(namespace, tokens, None, pieces, (segment,), exact)).node
 

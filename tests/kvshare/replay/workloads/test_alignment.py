@@ -52,7 +52,7 @@ def prompts(name: str) -> list[TokenIds]:
 
 def stored(tree: DeltaTree, tokens: TokenIds) -> Node:
     """A prompt that was computed in full."""
-    segment = Segment(new_segment_id(), "ns", 0, len(tokens), bytes(16), 0, len(tokens), 0)
+    segment = Segment(new_segment_id(), "ns", 0, len(tokens), 0, len(tokens), 0)
     pieces = PieceTable([Piece(segment.segment_id, 0, len(tokens))])
     return tree.insert(NodeDraft("ns", tokens, None, pieces, (segment,), len(tokens))).node
 

@@ -1,0 +1,86 @@
+"""
+Whose child each prompt is. A prompt that leaves costs a dictionary entry per descendant, nothing more.
+
+Ids only: what the prompts are is the forest's business.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from delta_tree.node import NodeId
+
+
+class Lineage:
+    """Parents, children and depths. A root has depth 1."""
+
+    def __init__(self) -> None:
+        self._parents: dict[NodeId, NodeId] = {}
+        # Dictionaries as ordered sets: a template may have a hundred thousand children.
+        self._children: dict[NodeId, dict[NodeId, None]] = {}
+        self._depths: dict[NodeId, int] = {}
+
+    def ancestors(self, node_id: NodeId) -> tuple[NodeId, ...]:
+        """The nearest first; empty for a root."""
+        found: list[NodeId] = []
+        parent = self._parents.get(node_id)
+        while parent is not None:
+            found.append(parent)
+            parent = self._parents.get(parent)
+        return tuple(found)
+
+    def children(self, node_id: NodeId) -> tuple[NodeId, ...]:
+        return tuple(self._children.get(node_id, ()))
+
+    def subtree(self, node_id: NodeId) -> list[NodeId]:
+        """A node and all its descendants."""
+        found = [node_id]
+        for seen in found:
+            found.extend(self._children.get(seen, ()))
+        return found
+
+    def add(self, node_id: NodeId, parent: NodeId | None) -> Counter[int]:
+        """A new node, below one that is there; returns how many more nodes each depth has now."""
+        depth = 1
+        if parent is not None:
+            depth += self._depths[parent]
+            self._parents[node_id] = parent
+            self._children.setdefault(parent, {})[node_id] = None
+        self._depths[node_id] = depth
+        return Counter({depth: 1})
+
+    def remove(self, node_id: NodeId) -> Counter[int]:
+        """
+        A node leaves; its children move to its parent, or become roots.
+
+        Returns: how many more nodes each depth has now, negative where it has fewer
+        """
+        grown = Counter({self._depths[node_id]: -1})
+        for below in self.subtree(node_id)[1:]:
+            depth = self._depths[below]
+            self._depths[below] = depth - 1
+            grown[depth] -= 1
+            grown[depth - 1] += 1
+        del self._depths[node_id]
+        children = self._children.pop(node_id, {})
+        parent = self._parents.pop(node_id, None)
+        if parent is None:
+            for child in children:
+                del self._parents[child]
+            return grown
+        self._parents.update(dict.fromkeys(children, parent))
+        siblings = self._children[parent]
+        del siblings[node_id]
+        siblings.update(children)
+        if not siblings:
+            del self._children[parent]
+        return grown
+
+    def heirs(self, leaving: Iterable[NodeId]) -> Mapping[NodeId, NodeId]:
+        """For each of the nodes that has children, the nearest ancestor that stays, if there is one."""
+        heirs: dict[NodeId, NodeId | None] = dict.fromkeys(leaving)
+        for node_id in heirs:
+            above = self._parents.get(node_id)
+            while above in heirs:
+                above = heirs[above] or self._parents.get(above)
+            heirs[node_id] = above
+        return {gone: heir for gone, heir in heirs.items() if heir is not None and gone in self._children}
