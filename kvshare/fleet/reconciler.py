@@ -48,6 +48,10 @@ class Reconciler:
         self._keeper.tier.on_drop = None
         await self._sending.cancel()
 
+    async def settle(self) -> None:
+        """Wait until what is to be dropped is sent."""
+        await self._sending.settle()
+
     async def resync(self, replica: Replica, held: Iterable[SegmentId], *, is_new: bool) -> None:
         """The connector holds exactly these segments; `is_new`: it is another process than before."""
         if is_new:
