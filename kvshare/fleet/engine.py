@@ -106,7 +106,7 @@ class VllmEngine(Engine):
         await self._opened.aclose()
 
     async def settle(self) -> None:
-        """For benchmarks and tests: wait until what was reported is stored, indexed, embedded and sent back."""
+        """For tests: wait until what was reported is stored, indexed and embedded, and drops are sent."""
         await self.server.runtime.settle()
         await self.server.reconciler.settle()
 

@@ -239,6 +239,7 @@ async def embedded(stage: Stage, requests: Sequence[TokenizedRequest], namespace
             num_computed = report.num_recomputed + report.num_repaired
             served.decisions.append(_decision(report, num_computed, evicted))
             served.answers.append(answer)
+        _check_whole(engine)
     finally:
         await engine.stop()
     return served
@@ -282,6 +283,7 @@ class Replica:
             assert finished.decision == report.decision
             served.decisions.append(_decision(report, finished.num_computed, evicted))
             served.answers.append(list(finished.output_ids))
+        _check_whole(self.engine)
         return served
 
     async def _complete(self, one: TokenizedRequest) -> tuple[SharingReport, Finished]:
@@ -363,6 +365,12 @@ def vllm_server(stage: Stage) -> Iterator[Server]:
 
 def _node_ids(engine: EmbeddedEngine | VllmEngine) -> list[int]:
     return [int(node.node_id) for node in engine.sharing.tree.nodes()]
+
+
+def _check_whole(engine: EmbeddedEngine | VllmEngine) -> None:
+    """Nothing was given up, such as a search that took too long on a busy machine."""
+    counters = engine.status().counters
+    assert not {name: number for name, number in counters.items() if number and "fallback" in name}
 
 
 def _decision(report: SharingReport, num_computed: int, evicted: frozenset[int]) -> Decision:
