@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests are no part of t
 
 from kvshare.bench.harness import environment
 from tests.kvshare.replay import sample_logs
-from tests.kvshare.replay.served import Comparison, Stage, compared, stream, summary
+from tests.kvshare.replay.served import Comparison, compared, stream, summary
+from tests.kvshare.replay.stage import Stage
 from tests.kvshare.replay.synthetic import FakeEmbedder
 from tests.kvshare.replay.test_same_as_served import CAPACITY_TOKENS, LOGS, MAX_PROMPT_TOKENS
 from vector_index import Embedder

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.kvshare.replay import sample_logs
-from tests.kvshare.replay.served import Comparison, Stage, compared, stream
+from tests.kvshare.replay.served import Comparison, compared, stream
+from tests.kvshare.replay.stage import Stage
 from tests.kvshare.replay.synthetic import FakeEmbedder
 
 CAPACITY_TOKENS = 5_880  # some ten prompts of the longest
