@@ -300,7 +300,7 @@ class FakeVllm:
                 "rope": "none",
             },
             bytes_per_token=BYTES_PER_TOKEN,
-            max_bytes=10**6,
+            max_bytes=10**7,
             num_bytes=sum(len(tokens) * BYTES_PER_TOKEN for _, tokens in self.segments.values()),
             num_segments=len(self.segments),
             max_model_len=4096,

@@ -105,6 +105,11 @@ class VllmEngine(Engine):
         await self._background.cancel()
         await self._opened.aclose()
 
+    async def settle(self) -> None:
+        """For tests: wait until what was reported is stored, indexed and embedded, and drops are sent."""
+        await self.server.runtime.settle()
+        await self.server.reconciler.settle()
+
     def status(self) -> EngineStatus:
         if self._running is None:
             return EngineStatus(False, "starting or stopped")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from delta_tree import NodeId
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt, SharingMode, SharingReport
 from kvshare.sharing.plan import NoPlan, Plan
@@ -117,6 +118,11 @@ class InFlight:
         del self._by_id[request_id]
         self._reconciling.add(request)
         return request
+
+    def donors(self) -> frozenset[NodeId]:
+        """The prompts whose KV the tickets that are out refer to: they must not be evicted."""
+        plans = (request.plan for request in (*self._by_id.values(), *self._reconciling))
+        return frozenset(donor for plan in plans if isinstance(plan, Plan) for donor in plan.donors)
 
     def note_reconciled(self, request: RoutedRequest) -> None:
         """What was reported of a request can be found by others now."""

@@ -48,6 +48,10 @@ class Reconciler:
         self._keeper.tier.on_drop = None
         await self._sending.cancel()
 
+    async def settle(self) -> None:
+        """Wait until what is to be dropped is sent."""
+        await self._sending.settle()
+
     async def resync(self, replica: Replica, held: Iterable[SegmentId], *, is_new: bool) -> None:
         """The connector holds exactly these segments; `is_new`: it is another process than before."""
         if is_new:
@@ -92,7 +96,8 @@ class Reconciler:
         if dropped := self._keeper.tier.take_dropped(replica.name):
             try:
                 await replica.control.drop(dropped)
-            except UpstreamError as exc:  # they are orphans over there, until the next contact or eviction
+            except UpstreamError as exc:
+                self._keeper.tier.drop_again(replica.name, dropped)
                 log.debug("replica %s did not get %d drops: %s", replica.name, len(dropped), exc)
 
     async def evict_unclaimed(self) -> None:
@@ -109,7 +114,11 @@ class Reconciler:
         self._count(request, finished)
         node = None
         try:
-            node = await self._runtime.write(self._keeper.keep, request, finished)
+            assert replica.info is not None, "its journal is read after a contact"
+            max_bytes, held = replica.info.budget_bytes, self._in_flight.donors()
+            node = await self._runtime.write(self._keeper.keep, request, finished, max_bytes, held)
+            if node is None:  # it was known, or found no room: others may have left all the same
+                await self._sharing.forget_evicted()
         finally:
             if node is None:
                 self._in_flight.note_reconciled(request)

@@ -5,9 +5,26 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from delta_tree import SegmentId
 from kvshare.kv.tier import Fetched
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaBudget:
+    """What one replica holds, and what it may be given; a `Budget` of `sharing/keeper.py`."""
+
+    tier: RemoteTier
+    replica: str
+    max_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tier.num_bytes_at(self.replica)
+
+    def __contains__(self, segment_id: SegmentId) -> bool:
+        return self.tier.holds(self.replica, segment_id)
 
 
 class RemoteTier:
@@ -38,6 +55,9 @@ class RemoteTier:
 
     def __contains__(self, segment_id: object) -> bool:
         return segment_id in self._holders
+
+    def holds(self, replica: str, segment_id: SegmentId) -> bool:
+        return self._holders.get(segment_id, ("", 0))[0] == replica
 
     def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
         """No bytes, only what is missing: the plan goes to where they are."""
@@ -82,6 +102,11 @@ class RemoteTier:
         """What a replica is yet to drop; the caller sends it."""
         with self._lock:
             return self._dropped.pop(replica, [])
+
+    def drop_again(self, replica: str, segment_ids: Iterable[SegmentId]) -> None:
+        """They could not be sent to the replica: they are sent with the next."""
+        with self._lock:
+            self._dropped.setdefault(replica, []).extend(segment_ids)
 
     def _remove(self, segment_id: SegmentId) -> str | None:
         entry = self._holders.pop(segment_id, None)

@@ -1,5 +1,6 @@
 """
-Writes the tree for a fleet: the replicas hold the bytes and evict as they see fit, and report it.
+Writes the tree for a fleet: the replicas hold the bytes, and report what they retained. Who leaves for it is
+decided here; where a replica has to evict by itself, it reports that, too.
 
 All methods block, for milliseconds, and may be called from any thread but the event loop's.
 """
@@ -7,7 +8,7 @@ All methods block, for milliseconds, and may be called from any thread but the e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from delta_tree import (
     token_ids,
 )
 from kvshare.fleet.in_flight import RoutedRequest
-from kvshare.fleet.remote_tier import RemoteTier
+from kvshare.fleet.remote_tier import RemoteTier, ReplicaBudget
 from kvshare.inspection import Answer, Question
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.keeper import Keeper
@@ -49,38 +50,40 @@ class ReplicaKeeper(Keeper[RemoteTier]):
     def __init__(self, tree: DeltaTree, tier: RemoteTier, *, min_tokens: int) -> None:
         super().__init__(tree, tier, min_tokens=min_tokens)
         self._nodes_of: dict[SegmentId, set[NodeId]] = {}
+        self._namespaces_at: dict[str, set[str]] = {}  # by replica: each has its own
         self._unclaimed: set[NodeId] = set()
         for node in tree.nodes():
             self._note(node)
             self._unclaimed.add(node.node_id)
 
-    def keep(self, request: RoutedRequest, finished: Finished) -> Node | None:
+    def keep(
+        self, request: RoutedRequest, finished: Finished, max_bytes: int, held: Collection[NodeId]
+    ) -> Node | None:
         """
-        Make a node of what a replica retained of a request.
+        Make a node of what a replica retained of a request. For it others leave, but for those that are
+        `held`, until the replica has no more than `max_bytes`.
 
-        Returns: the node if it is new; None where it was known, or the report cannot be true: the replica is
-        then to drop its segments. Never raises
+        Returns: the node if it is new; None where it was known, finds no room, or the report cannot be true:
+        the replica is then to drop its segments. Never raises
         """
-        self._add_stored(request.replica, finished)
         try:
             draft = draft_of(request, finished, node_of=self.tree.get)
-            if draft is None:
-                return None
-            if len(draft.token_ids) >= self._min_tokens:
-                with self._writing:
+            with self._writing:
+                if draft is not None and self._has_room(request.replica, draft, max_bytes, held):
+                    self._add_stored(request.replica, finished)
                     insertion = self._insert(draft)
-                return insertion.node if insertion.created else None
+                    return insertion.node if insertion.created else None
         except (BadReportError, DeltaTreeError) as exc:
             # A donor may have been evicted since; a report that cannot be true is a bug over there.
             self._note_refused(exc)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.warning("prompt not kept: %s", classes_and_places(exc))
             self.counters["fallback:commit:error"] += 1
-        self.drop_unreferenced(entry.segment_id for entry in finished.stored)
+        self.refuse(request.replica, finished)
         return None
 
     def refuse(self, replica: str, finished: Finished) -> None:
-        """Whose prompt these segments are of is not known any more: they can never be found."""
+        """Let a replica drop what it retained, but for what prompts refer to."""
         self._add_stored(replica, finished)
         self.drop_unreferenced(entry.segment_id for entry in finished.stored)
 
@@ -121,6 +124,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
                 if (node := self.tree.get(node_id)) is not None and node.pieces.segment_ids <= now_held
             ]
             self._unclaimed.difference_update(node.node_id for node in claimed)
+            self._namespaces_at.setdefault(replica, set()).update(node.namespace for node in claimed)
             return claimed
 
     def lose(self, replica: str) -> None:
@@ -163,6 +167,15 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         self.counters["evictions:lost"] += len(leaving)
         freed = {entry for node in leaving for entry in node.pieces.segment_ids if entry in self.tier}
         self.drop_unreferenced(freed)
+
+    def _has_room(self, replica: str, draft: NodeDraft, max_bytes: int, held: Collection[NodeId]) -> bool:
+        """Whether a prompt is to become a node, and finds room once others have left."""
+        namespaces = self._namespaces_at.setdefault(replica, set())
+        namespaces.add(draft.namespace)
+        if not self._is_wanted(draft.namespace, draft.token_ids):
+            return False
+        num_bytes = sum(segment.num_bytes for segment in draft.new_segments)
+        return self._make_room(num_bytes, ReplicaBudget(self.tier, replica, max_bytes), held, namespaces)
 
     def _add_stored(self, replica: str, finished: Finished) -> None:
         self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in finished.stored})

@@ -1,8 +1,9 @@
 """
-The books: which prompts are nodes, and which segments leave with them. The only writer of the tree.
+The books: which prompts are nodes, who leaves when there is no room, and which segments leave with them. The
+only writer of the tree.
 
-What an engine does before and after (cutting tensors, making room, hearing what vLLM kept) is its own; see
-`sharing/memory_keeper.py` and `fleet/keeping.py`. All methods may be called from any thread; those
+What an engine does before and after (cutting tensors, hearing what vLLM kept) is its own; see
+`sharing/memory_keeper.py` and `fleet/replica_keeper.py`. All methods may be called from any thread; those
 that block say so.
 """
 
@@ -11,16 +12,28 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
-from delta_tree import DeltaTree, Insertion, Node, NodeDraft, NodeId, StoreError
+from delta_tree import DeltaTree, Insertion, Node, NodeDraft, NodeId, SegmentId, StoreError, TokenIds
 from kvshare.inspection import Answer, Question
 from kvshare.kv.tier import Tier
 
 log = logging.getLogger(__name__)
 
 TierT = TypeVar("TierT", bound=Tier)
+
+
+class Budget(Protocol):
+    """Memory for segments: what they take, what they may take, and whether one is there."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def max_bytes(self) -> int: ...
+
+    def __contains__(self, segment_id: SegmentId) -> bool: ...
 
 
 class Keeper(Generic[TierT]):
@@ -83,6 +96,60 @@ class Keeper(Generic[TierT]):
         self._num_unstored += 1
         if self._num_unstored == 1:
             log.warning("prompts are not kept until the store can be written: %s", exc)
+
+    def _is_wanted(self, namespace: str, token_ids: TokenIds) -> bool:
+        """
+        Whether a sequence is to become a node: it is long enough, and not stored already with KV that cannot
+        get better. If it is stored, that was a use.
+        """
+        if len(token_ids) < self._min_tokens:
+            return False
+        known = self.tree.find(namespace, token_ids)
+        if known is None or known.exact_length != len(token_ids):
+            return True
+        self.tree.touch(known.node_id)
+        return False
+
+    def _make_room(
+        self,
+        num_bytes: int,
+        budget: Budget,
+        held: Collection[NodeId],
+        namespaces: Collection[str] | None = None,
+    ) -> bool:
+        """
+        Evict the least recently used prompts until `num_bytes` fit; held and pinned ones stay.
+
+        `namespaces` are those whose prompts take the budget's bytes; None: there are no others.
+        """
+        if budget.num_bytes + num_bytes <= budget.max_bytes:
+            return True
+        if self._bytes_of(self.tree.pinned().union(held), budget) + num_bytes > budget.max_bytes:
+            self.counters["fallback:commit:no_room"] += 1
+            return False  # evicting all the others would not be enough: evict nobody
+        while (candidate := self._least_recently_used(namespaces, held)) is not None:
+            self._evict(candidate)
+            self.counters["evictions"] += 1
+            if budget.num_bytes + num_bytes <= budget.max_bytes:
+                return True
+        self.counters["fallback:commit:no_room"] += 1
+        return False
+
+    def _least_recently_used(
+        self, namespaces: Collection[str] | None, held: Collection[NodeId]
+    ) -> Node | None:
+        if namespaces is None:
+            return self.tree.least_recently_used(without=held)
+        oldest = (self.tree.least_recently_used(namespace, without=held) for namespace in namespaces)
+        return min(
+            (node for node in oldest if node is not None), key=lambda node: node.last_used_at, default=None
+        )
+
+    def _bytes_of(self, node_ids: Iterable[NodeId], budget: Budget) -> int:
+        """Of the segments in a budget that these nodes point to."""
+        nodes = (self.tree.get(node_id) for node_id in node_ids)
+        segments = {entry for node in nodes if node is not None for entry in node.pieces.segment_ids}
+        return sum(self.tree.segment(entry).num_bytes for entry in segments if entry in budget)
 
     def _has_all(self, node: Node) -> bool:
         return not self.tier.fetch(node.pieces.segment_ids).missing

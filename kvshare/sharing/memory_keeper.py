@@ -28,7 +28,7 @@ from delta_tree import (
 )
 from kvshare.kv.tier import Tier
 from kvshare.safe_logging import classes_and_places
-from kvshare.sharing.keeper import Keeper
+from kvshare.sharing.keeper import Budget, Keeper
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
 
@@ -58,11 +58,8 @@ class SequenceBuffer(Protocol[KVT_co]):
     def cut(self, span: Span) -> KVT_co: ...
 
 
-class HostTier(Tier, Protocol[KVT_contra]):
+class HostTier(Tier, Budget, Protocol[KVT_contra]):
     """A tier of this process, with a budget."""
-
-    @property
-    def max_bytes(self) -> int: ...
 
     def put(self, segment_id: SegmentId, segment: KVT_contra, checksum: int) -> None: ...
 
@@ -133,12 +130,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         return None
 
     def _commit(self, computed: Computed[KVT]) -> Node | None:
-        num_tokens = len(computed.token_ids)
-        if num_tokens < self._min_tokens:
-            return None
-        known = self.tree.find(computed.namespace, computed.token_ids)
-        if known is not None and known.exact_length == num_tokens:
-            self.tree.touch(known.node_id)
+        if not self._is_wanted(computed.namespace, computed.token_ids):
             return None
         num_computed = sum(len(span) for span in computed.spans)
         if num_computed * computed.kv.bytes_per_token > self.tier.max_bytes:
@@ -170,9 +162,9 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
 
     def _store(self, draft: NodeDraft, kept: Sequence[KVT]) -> Node | None:
         """Make room, then put KV and node in place, in an order in which nobody finds a node without KV."""
-        num_bytes = sum(kv.num_bytes for kv in kept)
-        if not self._make_room(num_bytes):
-            self.counters["fallback:commit:no_room"] += 1
+        with self._held_lock:
+            held = frozenset(self._held)
+        if not self._make_room(sum(kv.num_bytes for kv in kept), self.tier, held):
             return None
         for segment, kv in zip(draft.new_segments, kept, strict=True):
             self.tier.put(segment.segment_id, kv, segment.checksum)
@@ -181,27 +173,3 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
 
     def _has_copies(self, plan: Plan) -> bool:
         return all(copy.segment_id in self.tier for copy in plan.copies)
-
-    def _make_room(self, num_bytes: int) -> bool:
-        """Evict the least recently used prompts until `num_bytes` fit; held and pinned ones stay."""
-        if self._fits(num_bytes):
-            return True
-        with self._held_lock:
-            held = frozenset(self._held)
-        if self._bytes_of(held | self.tree.pinned()) + num_bytes > self.tier.max_bytes:
-            return False  # evicting all the others would not be enough: evict nobody
-        while (candidate := self.tree.least_recently_used(without=held)) is not None:
-            self._evict(candidate)
-            self.counters["evictions"] += 1
-            if self._fits(num_bytes):
-                return True
-        return False
-
-    def _bytes_of(self, node_ids: frozenset[NodeId]) -> int:
-        """Of the segments that these nodes point to."""
-        nodes = (self.tree.get(node_id) for node_id in node_ids)
-        segments = {entry for node in nodes if node is not None for entry in node.pieces.segment_ids}
-        return sum(self.tree.segment(segment_id).num_bytes for segment_id in segments)
-
-    def _fits(self, num_bytes: int) -> bool:
-        return self.tier.num_bytes + num_bytes <= self.tier.max_bytes

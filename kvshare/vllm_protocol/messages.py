@@ -22,6 +22,7 @@ from delta_tree import SegmentId, Span, TokenIds
 from kvshare.vllm_protocol.json_fields import Flag, Message, Number, Text
 
 PROTOCOL = 1
+HEADROOM = 8  # one part in so many of a replica's memory
 TICKET_KEY = "kvshare"  # in kv_transfer_params
 WORKER_CLASS = "kvshare.vllm_connector.workers.KVShareWorker"  # for --worker-cls
 TOKEN_VARIABLE = "KVSHARE_VLLM_TOKEN"  # environment: the secret that opens the control server
@@ -197,6 +198,14 @@ class ReplicaInfo(VersionedMessage):
     @property
     def shares(self) -> bool:
         return not self.refusals
+
+    @property
+    def budget_bytes(self) -> int:
+        """
+        How much the proxy lets a replica hold. The rest is for prompts that are saved before the proxy, which
+        is told of them, has evicted others: see docs/decisions/0001-who-orders-evictions.md.
+        """
+        return self.max_bytes - self.max_bytes // HEADROOM
 
 
 def digest_of(token_ids: TokenIds | Sequence[int]) -> str:

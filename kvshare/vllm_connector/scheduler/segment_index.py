@@ -1,6 +1,9 @@
 """
 Which segments the workers hold, and which leave when room is needed. Bytes live in the workers; every rank
 carries out the same drops, so one index is true for all. Knows no vLLM.
+
+The proxy knows prompts, and has segments dropped before there is no room. The order here is for when it is
+not there, or too slow: docs/decisions/0001-who-orders-evictions.md.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ Where even that fails, vLLM computes the blocks that are reported as failed.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -17,6 +18,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import SegmentId
+from kvshare.kv.memory_tier import MemoryTier
 from kvshare.kv.rotation import Rotation
 from kvshare.kv.segment import SegmentKV
 from kvshare.safe_logging import classes_and_places
@@ -31,7 +33,6 @@ from kvshare.vllm_connector.metadata import (
 from kvshare.vllm_connector.worker.model import find_rotation, rope_digest, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
-from kvshare.vllm_connector.worker.segment_store import SegmentStore
 from kvshare.vllm_connector.worker.self_test import SelfTest
 
 log = logging.getLogger("vllm.kvshare")
@@ -46,7 +47,7 @@ class ConnectorWorker:
         self._config = vllm_config
         self._spec = spec
         self._layer_names = list(layer_names)
-        self._store = SegmentStore()
+        self._store = _empty_store()
         self._rotation: Rotation | None = None
         self.handshake: WorkerHandshake | None = None  # None: no model was attached
         self._invalid_blocks: set[int] = set()
@@ -150,7 +151,7 @@ class ConnectorWorker:
 
     def forget_segments(self) -> None:
         """All segments are of another model now."""
-        self._store.clear()
+        self._store = _empty_store()
 
     def wait_for_save(self, step: StepMetadata) -> None:
         """After the forward pass: drop segments, then save new ones."""
@@ -184,8 +185,8 @@ class ConnectorWorker:
     def _fetch(self, loads: Sequence[LoadRequest]) -> _Found:
         """The segments by id; None where one is missing or corrupt on any rank: passes must be the same."""
         ids = dict.fromkeys(copy.segment_id for load in loads for copy in load.copies)
-        found = {segment_id: self._store.get(segment_id) for segment_id in ids}
-        readable = _agreed([segment is not None for segment in found.values()])
+        found = self._store.fetch(ids).segments
+        readable = _agreed([segment_id in found for segment_id in ids])
         return {i: found[i] if ok else None for i, ok in zip(ids, readable, strict=True)}
 
     def _place_on_all_ranks(self, loads: Sequence[LoadRequest], found: _Found) -> None:
@@ -240,7 +241,13 @@ class ConnectorWorker:
 
     def _save(self, save: SaveRequest) -> None:
         for segment_id, span in save.spans:
-            self._store.put(segment_id, self._cache.read(save.block_ids, span))
+            segment = self._cache.read(save.block_ids, span)
+            self._store.put(segment_id, segment, segment.checksum())
+
+
+def _empty_store() -> MemoryTier:
+    """K and V of this rank's heads. The scheduler side decides what is dropped."""
+    return MemoryTier(sys.maxsize)
 
 
 def _shares(counts: Sequence[int]) -> list[float]:

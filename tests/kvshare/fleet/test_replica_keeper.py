@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from delta_tree import DeltaTree, Node, SegmentId, TokenIds, new_segment_id, token_ids
+from delta_tree import DeltaTree, Node, NodeId, SegmentId, TokenIds, new_segment_id, token_ids
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.replica_keeper import ReplicaKeeper
@@ -41,8 +41,21 @@ def request(tokens: TokenIds, *, replica: str = "a") -> RoutedRequest:
     return RoutedRequest(Owner("acme", "tenant"), prompt, replica=replica, ticket=ticket)
 
 
+def offer(
+    keeper: ReplicaKeeper,
+    finished: Finished,
+    tokens: TokenIds,
+    *,
+    replica: str = "a",
+    max_bytes: int = 10**6,
+    held: Collection[NodeId] = (),
+) -> Node | None:
+    """A replica has retained this of a prompt."""
+    return keeper.keep(request(tokens, replica=replica), finished, max_bytes, held)
+
+
 def keep(keeper: ReplicaKeeper, seed: int, *, replica: str = "a") -> Node:
-    node = keeper.keep(request(prompt(seed), replica=replica), whole())
+    node = offer(keeper, whole(), prompt(seed), replica=replica)
     assert node is not None
     return node
 
@@ -61,7 +74,7 @@ def test_the_same_prompt_again_is_dropped_over_there(keeper: ReplicaKeeper) -> N
     keeper.tier.on_drop = told.append
     keep(keeper, 1)
     again = whole()
-    assert keeper.keep(request(prompt(1)), again) is None
+    assert offer(keeper, again, prompt(1)) is None
     assert keeper.tier.take_dropped("a") == [again.stored[0].segment_id]
     assert keeper.tier.take_dropped("a") == []
     assert told == ["a"]
@@ -69,8 +82,44 @@ def test_the_same_prompt_again_is_dropped_over_there(keeper: ReplicaKeeper) -> N
 
 def test_short_prompts_are_not_kept(keeper: ReplicaKeeper) -> None:
     """Nothing would ever be planned from them."""
-    assert keeper.keep(request(prompt(1, 5)), whole(5)) is None
+    assert offer(keeper, whole(5), prompt(1, 5)) is None
     assert len(keeper.tier.take_dropped("a")) == 1
+
+
+def test_the_least_recently_used_prompt_leaves_for_a_new_one(keeper: ReplicaKeeper) -> None:
+    """Of this replica, and none that a ticket refers to; the replica is told what it may let go of."""
+    others, first, second, third = keep(keeper, 1, replica="b"), *(keep(keeper, seed) for seed in (2, 3, 4))
+    keeper.tree.touch(first.node_id)
+    assert offer(keeper, whole(), prompt(5), max_bytes=1500, held=[second.node_id]) is not None
+    assert keeper.take_evicted() == [("a", third.node_id)]
+    assert keeper.tier.take_dropped("a") == list(third.pieces.segment_ids)
+    assert keeper.tier.num_bytes_at("a") == 1500
+    assert {others.node_id, first.node_id, second.node_id} <= {node.node_id for node in keeper.tree.nodes()}
+
+
+def test_what_finds_no_room_is_dropped_over_there(keeper: ReplicaKeeper) -> None:
+    """Nobody is evicted for what would not fit all the same."""
+    donor, other = keep(keeper, 1), keep(keeper, 2)
+    finished = whole()
+    assert offer(keeper, finished, prompt(3), max_bytes=900, held=[donor.node_id]) is None
+    assert keeper.tier.take_dropped("a") == [finished.stored[0].segment_id]
+    assert {node.node_id for node in keeper.tree.nodes()} == {donor.node_id, other.node_id}
+
+
+def test_a_known_prompt_evicts_nobody(keeper: ReplicaKeeper) -> None:
+    """It counts as used, and what was retained of it again is dropped."""
+    first, second = keep(keeper, 1), keep(keeper, 2)
+    assert offer(keeper, whole(), prompt(1), max_bytes=1000) is None
+    assert keeper.take_evicted() == []
+    assert keeper.tree.least_recently_used() == second
+    assert keeper.tree.get(first.node_id) is not None
+
+
+def test_a_drop_that_could_not_be_sent_is_sent_again(keeper: ReplicaKeeper) -> None:
+    segments = keep(keeper, 1).pieces.segment_ids
+    keeper.tier.drop(segments)
+    keeper.tier.drop_again("a", keeper.tier.take_dropped("a"))
+    assert keeper.tier.take_dropped("a") == list(segments)
 
 
 def test_a_dropped_segment_takes_its_prompts_along(keeper: ReplicaKeeper) -> None:

@@ -4,6 +4,8 @@ Real vLLM in this process, on the CPU, with tiny random models: the scheduler ca
 These tests run in a pytest of their own (`make test` starts two): vLLM binds threads and keeps global state.
 """
 
+from __future__ import annotations
+
 import gc
 import itertools
 import os
@@ -11,10 +13,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pytest
+
+from kvshare.vllm_protocol.messages import (
+    Finished,
+    JournalEvent,
+    Ticket,
+    WireCopy,
+    digest_of,
+)
+from kvshare.vllm_protocol.salts import private_salt
+
+if TYPE_CHECKING:  # they import vLLM
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    from kvshare.vllm_connector.connector import KVShareConnector
+    from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
+    from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -43,7 +62,7 @@ class Answer:
     tokens: list[int]
     logprobs: list[dict[int, float]]
 
-    def distance(self, other: "Answer") -> float:
+    def distance(self, other: Answer) -> float:
         """Largest difference of a log-probability, over the tokens both name."""
         assert self.tokens == other.tokens
         pairs = zip(self.logprobs, other.logprobs, strict=True)
@@ -112,31 +131,34 @@ class Vllm:
             )
 
     @property
-    def core(self) -> Any:
+    def core(self) -> EngineCore:
         return self.llm.llm_engine.engine_core.engine_core
 
     @property
-    def scheduler(self) -> Any:
+    def scheduler(self) -> Scheduler:
+        """vLLM's own."""
         return self.core.scheduler
 
     @property
-    def side(self) -> Any:
+    def side(self) -> SchedulerSide:
         """The connector's scheduler side."""
-        return self.scheduler.connector._scheduler_side
+        connector: KVShareConnector = self.scheduler.connector
+        assert connector._scheduler_side is not None
+        return connector._scheduler_side
 
     @property
-    def worker(self) -> Any:
+    def worker(self) -> ConnectorWorker:
         """The connector's worker side."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group()._worker
+        connector: KVShareConnector = get_kv_transfer_group()
+        assert connector._worker is not None
+        return connector._worker
 
     def fresh(self, word: str = "r") -> str:
         return f"{word}-{next(self._ids)}"
 
-    def ticket(self, tokens: Sequence[int], copies: Sequence[Any] = (), **fields: Any) -> Any:
-        from kvshare.vllm_protocol.messages import Ticket, digest_of
-
+    def ticket(self, tokens: Sequence[int], copies: Sequence[WireCopy] = (), **fields: Any) -> Ticket:
         known = {
             "request_id": self.fresh(),
             "namespace": NAMESPACE,
@@ -146,7 +168,9 @@ class Vllm:
         }
         return Ticket(**known | fields)
 
-    def ask(self, *requests: tuple[Sequence[int], Any, str | None], **sampling: Any) -> list[Answer]:
+    def ask(
+        self, *requests: tuple[Sequence[int], Ticket | None, str | None], **sampling: Any
+    ) -> list[Answer]:
         """Run (tokens, ticket, cache_salt) requests together until nothing is left to do, saves included."""
         from vllm import SamplingParams
 
@@ -173,26 +197,27 @@ class Vllm:
         """The answer without any sharing: nobody else's blocks, no ticket."""
         return self.ask((tokens, None, self.fresh("plain")), **sampling)[0]
 
-    def keep(self, tokens: Sequence[int], **fields: Any) -> Any:
+    def keep(self, tokens: Sequence[int], **fields: Any) -> Finished:
         """Make a prompt a donor. Returns its Finished event."""
         ticket = self.ticket(tokens, **fields)
         self.ask((tokens, ticket, self.fresh("tenant")))
         return self.finished(ticket)
 
-    def shared(self, tokens: Sequence[int], copies: Sequence[Any], **sampling: Any) -> tuple[Answer, Any]:
+    def shared(
+        self, tokens: Sequence[int], copies: Sequence[WireCopy], **sampling: Any
+    ) -> tuple[Answer, Finished]:
         """An approximate request with its private salt, and its Finished event."""
-        from kvshare.vllm_protocol.salts import private_salt
-
         ticket = self.ticket(tokens, copies)
         answer = self.ask((tokens, ticket, private_salt(ticket.request_id)), **sampling)[0]
         return answer, self.finished(ticket)
 
-    def events(self) -> tuple[Any, ...]:
+    def events(self) -> tuple[JournalEvent, ...]:
         return self.side.events.read(0).events
 
-    def finished(self, ticket: Any) -> Any:
+    def finished(self, ticket: Ticket) -> Finished:
         """The one Finished event of a ticket."""
-        (event,) = [e for e in self.events() if getattr(e, "request_id", None) == ticket.request_id]
+        told = (event for event in self.events() if isinstance(event, Finished))
+        (event,) = (event for event in told if event.request_id == ticket.request_id)
         return event
 
     def settle(self) -> None:
@@ -203,6 +228,7 @@ class Vllm:
     def check_idle(self) -> None:
         """Nothing is leaked: no request, no block, and every segment of the index has its bytes."""
         scheduler = self.side.scheduler
+        assert scheduler is not None
         for left_over in (scheduler._requests, scheduler._loads, scheduler._saves):
             assert not left_over
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -270,7 +296,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def start(checkpoint: Callable[..., Path], mode: str) -> Iterator[Callable[..., Vllm]]:
     """`start("llama", **options)`: a vLLM; the one before it is closed unless it is the very same."""
-    current: list[tuple[Any, Vllm]] = []
+    current: list[tuple[object, Vllm]] = []
 
     def begin(name: str | Path = "llama", **options: Any) -> Vllm:
         options = {"enforce_eager": mode == "eager", **options}
@@ -296,18 +322,25 @@ def vllm(start: Callable[..., Vllm]) -> Iterator[Vllm]:
     machine.check_idle()
 
 
+class Texts(Protocol):
+    def __call__(self, length: int, seed: int = 0) -> list[int]: ...
+
+
+class Copies(Protocol):
+    def __call__(self, event: Finished, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]: ...
+
+
 @pytest.fixture
-def text() -> Callable[..., list[int]]:
+def text() -> Texts:
     """`text(600, seed=1)`: random token ids."""
     return lambda length, seed=0: np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist()
 
 
 @pytest.fixture
-def copies() -> Callable[..., list[Any]]:
+def copies() -> Copies:
     """`copies(event, (0, 100), (130, 300), shift=0)`: spans of a donor's first segment, moved."""
-    from kvshare.vllm_protocol.messages import WireCopy
 
-    def make(event: Any, *spans: tuple[int, int], shift: int = 0) -> list[Any]:
+    def make(event: Finished, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]:
         segment = event.stored[0]
         return [
             WireCopy(segment.segment_id, start - segment.start, end - start, start + shift, start)

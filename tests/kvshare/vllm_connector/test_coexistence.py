@@ -1,21 +1,27 @@
 """Sharing beside everything else vLLM does: its prefix cache, chunked prefill, preemption, choices."""
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.kvshare.vllm_connector.conftest import Copies, Texts, Vllm
 
 LIMIT = 1e-4
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
 
 
-def local_hits(vllm: Any, tokens: list[int], salt: str) -> int:
+def local_hits(vllm: Vllm, tokens: list[int], salt: str) -> int:
     """How many tokens of a prompt vLLM's own prefix cache serves under a salt."""
     ticket = vllm.ticket(tokens, keep=False)
     vllm.ask((tokens, ticket, salt))
     return int(vllm.finished(ticket).num_local)
 
 
-def test_approximate_kv_never_enters_the_prefix_cache(vllm: Any, text: Any, copies: Any) -> None:
+def test_approximate_kv_never_enters_the_prefix_cache(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """KV of quite another text is laid under a prompt; the same prompt, asked plainly, is answered right."""
     donor = vllm.keep(text(600, 1))
     tokens = text(600, 2)
@@ -28,7 +34,7 @@ def test_approximate_kv_never_enters_the_prefix_cache(vllm: Any, text: Any, copi
         assert answer.distance(truth) <= LIMIT
 
 
-def test_the_prefix_cache_would_have_served_it(vllm: Any, text: Any, copies: Any) -> None:
+def test_the_prefix_cache_would_have_served_it(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """The control: where the private salt is known, vLLM does find the approximate blocks."""
     from kvshare.vllm_protocol.salts import private_salt
 
@@ -44,7 +50,7 @@ def test_the_prefix_cache_would_have_served_it(vllm: Any, text: Any, copies: Any
 
 @pytest.mark.parametrize("salt", [None, "tenant", "kvshare-private-other"])
 def test_an_approximate_ticket_without_its_salt_is_refused(
-    vllm: Any, text: Any, copies: Any, salt: str | None
+    vllm: Vllm, text: Texts, copies: Copies, salt: str | None
 ) -> None:
     """It is served in full, exactly, and kept as what it is."""
     donor, tokens = vllm.keep(text(600, 1)), text(600, 4)
@@ -55,7 +61,7 @@ def test_an_approximate_ticket_without_its_salt_is_refused(
     assert (event.reason, event.used, event.stored[0].length) == ("not_private", (), 603)
 
 
-def test_exact_requests_keep_hitting_the_prefix_cache(vllm: Any, text: Any, copies: Any) -> None:
+def test_exact_requests_keep_hitting_the_prefix_cache(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """The second of two equal prompts of a tenant is vLLM's own hit; nothing is loaded for it."""
     tokens = text(600, 5)
     first = vllm.ticket(tokens)
@@ -69,7 +75,7 @@ def test_exact_requests_keep_hitting_the_prefix_cache(vllm: Any, text: Any, copi
     assert "lay" not in event.stage_seconds
 
 
-def test_kv_loaded_for_an_exact_plan_may_be_found_by_others(vllm: Any, text: Any, copies: Any) -> None:
+def test_kv_loaded_for_an_exact_plan_may_be_found_by_others(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """Exact KV is what the prefix cache holds anyway: who asks next gets it from there, and it is right."""
     tokens = text(600, 6)
     donor = vllm.keep(tokens)
@@ -81,7 +87,7 @@ def test_kv_loaded_for_an_exact_plan_may_be_found_by_others(vllm: Any, text: Any
     assert local_hits(vllm, tokens, "late-tenant") == 512
 
 
-def test_blocks_that_another_request_is_about_to_fill(vllm: Any, text: Any, copies: Any) -> None:
+def test_blocks_that_another_request_is_about_to_fill(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """
     A local hit on blocks of the same step holds nothing yet when placeholders behind it are computed.
 
@@ -100,7 +106,7 @@ def test_blocks_that_another_request_is_about_to_fill(vllm: Any, text: Any, copi
     assert again.distance(truth) <= LIMIT
 
 
-def test_choices_share_one_ticket(vllm: Any, text: Any, copies: Any) -> None:
+def test_choices_share_one_ticket(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """n = 3 sends a ticket three times: all are right, one is kept and told of."""
     from kvshare.vllm_protocol.salts import private_salt
 
@@ -114,7 +120,7 @@ def test_choices_share_one_ticket(vllm: Any, text: Any, copies: Any) -> None:
     assert vllm.finished(ticket).used == (0, 1, 2, 3)
 
 
-def test_generated_tokens_are_kept(vllm: Any, text: Any, copies: Any) -> None:
+def test_generated_tokens_are_kept(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """A donor's segment covers its answer but for the last token, and a follow-up reuses it exactly."""
     tokens = text(300, 8)
     ticket = vllm.ticket(tokens)
@@ -138,7 +144,9 @@ def test_generated_tokens_are_kept(vllm: Any, text: Any, copies: Any) -> None:
     ],
     ids=["chunked", "unchunked", "async", "chunked-async"],
 )
-def test_scheduling_modes(start: Any, text: Any, copies: Any, options: dict[str, Any]) -> None:
+def test_scheduling_modes(
+    start: Callable[..., Vllm], text: Texts, copies: Copies, options: dict[str, Any]
+) -> None:
     """Placeholders beyond the step's token limit, long tails, chunked prefill on and off, steps in flight."""
     from kvshare.vllm_protocol.salts import private_salt
 
@@ -159,7 +167,7 @@ def test_scheduling_modes(start: Any, text: Any, copies: Any, options: dict[str,
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_preemption(start: Any, text: Any, copies: Any, async_scheduling: bool) -> None:
+def test_preemption(start: Callable[..., Vllm], text: Texts, copies: Copies, async_scheduling: bool) -> None:
     """A KV cache too small for all: preempted requests find their plan again and end as they should."""
     from kvshare.vllm_protocol.salts import private_salt
 

@@ -1,18 +1,26 @@
 """Whatever goes wrong with sharing, the answer is the plain one, and what is kept is right."""
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from kvshare.vllm_protocol.messages import Ticket
+
+if TYPE_CHECKING:
+    from tests.kvshare.vllm_connector.conftest import Copies, Texts, Vllm
 
 LIMIT = 1e-4
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
 
 
-def dropped(vllm: Any) -> set[int]:
+def dropped(vllm: Vllm) -> set[int]:
     return {i for event in vllm.events() if event.kind == "dropped" for i in event.segment_ids}
 
 
-def corrupt(vllm: Any, segment_id: int) -> None:
+def corrupt(vllm: Vllm, segment_id: int) -> None:
     """One row of the stored keys is no longer what was put there."""
     import torch
 
@@ -21,7 +29,7 @@ def corrupt(vllm: Any, segment_id: int) -> None:
         segment.k[1, 250] += 1.0
 
 
-def test_a_segment_that_vanished_is_computed(vllm: Any, text: Any, copies: Any) -> None:
+def test_a_segment_that_vanished_is_computed(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """All copies of a dropped segment become placeholders; the prompt is exact again and kept whole."""
     tokens = text(600, 1)
     donor = vllm.keep(tokens)
@@ -32,7 +40,7 @@ def test_a_segment_that_vanished_is_computed(vllm: Any, text: Any, copies: Any) 
     assert [(s.start, s.length) for s in event.stored] == [(0, 603)]
 
 
-def test_one_of_two_donors_vanished(vllm: Any, text: Any, copies: Any) -> None:
+def test_one_of_two_donors_vanished(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """What is left of the plan is carried out."""
     tokens = text(600, 2)
     first, second = vllm.keep(tokens), vllm.keep(tokens)
@@ -44,7 +52,7 @@ def test_one_of_two_donors_vanished(vllm: Any, text: Any, copies: Any) -> None:
     assert event.num_computed == 600 - 200 - 150
 
 
-def test_corrupt_bytes_are_a_miss(vllm: Any, text: Any, copies: Any) -> None:
+def test_corrupt_bytes_are_a_miss(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """A segment whose checksum no longer fits is computed instead, dropped, and told of as gone."""
     tokens = text(600, 3)
     good, bad = vllm.keep(tokens), vllm.keep(tokens)
@@ -59,7 +67,7 @@ def test_corrupt_bytes_are_a_miss(vllm: Any, text: Any, copies: Any) -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
 def test_corrupt_bytes_found_in_a_requests_last_step(
-    vllm: Any, text: Any, copies: Any, max_tokens: int
+    vllm: Vllm, text: Texts, copies: Copies, max_tokens: int
 ) -> None:
     """A request that ends in the very step that finds the corruption is not kept."""
     tokens = text(600, 4)
@@ -79,7 +87,7 @@ def fail(*_: Any) -> None:
 @pytest.mark.parametrize("stage", ["_place", "_compute"])
 @pytest.mark.parametrize("max_tokens", [1, 8])
 def test_a_load_that_breaks_off(
-    vllm: Any, text: Any, copies: Any, monkeypatch: Any, stage: str, max_tokens: int
+    vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str, max_tokens: int
 ) -> None:
     """
     It is computed in full, by vLLM if need be; a request in the same step that shares nothing is not touched.
@@ -112,7 +120,7 @@ def test_a_load_that_breaks_off(
 
 
 def test_a_load_that_breaks_off_with_a_step_in_flight(
-    start: Any, text: Any, copies: Any, monkeypatch: Any
+    start: Callable[..., Vllm], text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next step is scheduled before vLLM hears of it: it is computed at once, or not answered at all."""
     vllm = start("llama", async_scheduling=True)
@@ -137,7 +145,7 @@ def load(tokens: list[int]) -> Any:
     return LoadRequest("r", (1, 2, 3, 4, 5), 0, 0, 590, tuple(tokens[:590]), ())
 
 
-def test_step_metadata_does_not_show_the_prompt(text: Any) -> None:
+def test_step_metadata_does_not_show_the_prompt(text: Texts) -> None:
     """vLLM writes a step's metadata into its log when the step fails."""
     from kvshare.vllm_connector.metadata import StepMetadata
 
@@ -145,7 +153,9 @@ def test_step_metadata_does_not_show_the_prompt(text: Any) -> None:
     assert f"{tokens[0]}, {tokens[1]}" not in repr(StepMetadata(loads=(load(tokens),)))
 
 
-def test_failed_blocks_leave_the_prefix_cache(vllm: Any, text: Any, copies: Any, monkeypatch: Any) -> None:
+def test_failed_blocks_leave_the_prefix_cache(
+    vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM leaves them there until their request has computed them; this one is aborted before it has."""
     from vllm.v1.request import RequestStatus
 
@@ -174,7 +184,7 @@ def test_failed_blocks_leave_the_prefix_cache(vllm: Any, text: Any, copies: Any,
 
 
 def add(
-    vllm: Any, request_id: str, tokens: list[int], ticket: Any, *, salt: str, max_tokens: int = 50
+    vllm: Vllm, request_id: str, tokens: list[int], ticket: Ticket, *, salt: str, max_tokens: int = 50
 ) -> None:
     from vllm import SamplingParams
 
@@ -190,7 +200,7 @@ def add(
     )
 
 
-def test_a_segment_that_leaves_while_its_copy_is_in_use(vllm: Any, text: Any, copies: Any) -> None:
+def test_a_segment_that_leaves_while_its_copy_is_in_use(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """Copied KV is not kept as if it had been computed."""
     from kvshare.vllm_protocol.salts import private_salt
 
@@ -208,7 +218,7 @@ def test_a_segment_that_leaves_while_its_copy_is_in_use(vllm: Any, text: Any, co
     assert (event.reason, event.used, event.stored) == ("segments_gone", (), ())
 
 
-def test_a_segment_that_leaves_before_it_is_saved(start: Any, text: Any) -> None:
+def test_a_segment_that_leaves_before_it_is_saved(start: Callable[..., Vllm], text: Texts) -> None:
     """Two prompts end in one step, the second needs the room of the first: one is told of and held."""
     vllm = start("llama", max_bytes=1536 * 800)
     prompts = [text(500, 60 + number) for number in range(2)]
@@ -221,7 +231,7 @@ def test_a_segment_that_leaves_before_it_is_saved(start: Any, text: Any) -> None
 
 @pytest.mark.parametrize("method", ["on_new_request", "get_num_new_matched_tokens", "_retain", "_note_load"])
 def test_an_error_of_ours_is_not_in_the_way(
-    vllm: Any, text: Any, copies: Any, monkeypatch: Any, method: str
+    vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """The scheduler side breaks in one of its doors: the answer is the plain one."""
     from kvshare.vllm_protocol.salts import private_salt
@@ -235,7 +245,7 @@ def test_an_error_of_ours_is_not_in_the_way(
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
 
 
-def test_a_save_that_breaks_off(vllm: Any, text: Any, monkeypatch: Any) -> None:
+def test_a_save_that_breaks_off(vllm: Vllm, text: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is out already; nothing is kept, nothing is left over."""
     tokens, held = text(600, 7), len(vllm.side.segments)
     with monkeypatch.context() as patch:
@@ -246,7 +256,7 @@ def test_a_save_that_breaks_off(vllm: Any, text: Any, monkeypatch: Any) -> None:
     assert len(vllm.side.segments) == held
 
 
-def test_a_plan_for_another_prompt(vllm: Any, text: Any, copies: Any) -> None:
+def test_a_plan_for_another_prompt(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """Digest and length tie a plan to its prompt; any other is served without it and not kept."""
     from kvshare.vllm_protocol.salts import private_salt
 
@@ -259,7 +269,7 @@ def test_a_plan_for_another_prompt(vllm: Any, text: Any, copies: Any) -> None:
     assert (event.reason, event.stored) == ("prompt_mismatch", ())
 
 
-def test_segments_of_another_namespace_are_not_laid(vllm: Any, text: Any, copies: Any) -> None:
+def test_segments_of_another_namespace_are_not_laid(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """A ticket that names somebody else's segment gets nothing of it."""
     tokens = text(600, 10)
     donor = vllm.keep(tokens, namespace="tenant-b")
@@ -268,7 +278,7 @@ def test_segments_of_another_namespace_are_not_laid(vllm: Any, text: Any, copies
     assert (event.decision, event.used, event.num_computed) == ("full", (), 600)
 
 
-def test_a_copy_beyond_its_segment_is_not_laid(vllm: Any, text: Any) -> None:
+def test_a_copy_beyond_its_segment_is_not_laid(vllm: Vllm, text: Texts) -> None:
     """More tokens than the segment has: a plan from another time. It is computed."""
     from kvshare.vllm_protocol.messages import WireCopy
 
@@ -294,7 +304,7 @@ def test_a_copy_beyond_its_segment_is_not_laid(vllm: Any, text: Any) -> None:
         {"copies": "none"},
     ],
 )
-def test_a_ticket_that_cannot_be_read(vllm: Any, text: Any, document: Any) -> None:
+def test_a_ticket_that_cannot_be_read(vllm: Vllm, text: Texts, document: Any) -> None:
     """Rubbish in kv_transfer_params is logged and ignored."""
     from vllm import SamplingParams
 
@@ -312,7 +322,7 @@ def test_a_ticket_that_cannot_be_read(vllm: Any, text: Any, document: Any) -> No
 class TestAborts:
     """A client may go away at any time; nothing leaks and the next request is right."""
 
-    def add(self, vllm: Any, tokens: list[int], ticket: Any) -> str:
+    def add(self, vllm: Vllm, tokens: list[int], ticket: Ticket) -> str:
         from kvshare.vllm_protocol.salts import private_salt
 
         request_id = vllm.fresh("abort")
@@ -321,7 +331,7 @@ class TestAborts:
 
     @pytest.mark.parametrize("steps", [0, 1, 2, 5], ids=["waiting", "loaded", "decoding", "later"])
     @pytest.mark.parametrize("planned", [True, False])
-    def test_at_any_step(self, vllm: Any, text: Any, copies: Any, steps: int, planned: bool) -> None:
+    def test_at_any_step(self, vllm: Vllm, text: Texts, copies: Copies, steps: int, planned: bool) -> None:
         tokens = text(600, 20)
         donor = vllm.keep(tokens)
         ticket = vllm.ticket(tokens, copies(donor, *SCATTERED) if planned else ())
@@ -335,7 +345,9 @@ class TestAborts:
         answer, _ = vllm.shared(tokens, copies(donor, *SCATTERED))
         assert answer.distance(vllm.plain(tokens)) <= LIMIT
 
-    def test_in_the_middle_of_a_long_prefill(self, start: Any, text: Any, copies: Any) -> None:
+    def test_in_the_middle_of_a_long_prefill(
+        self, start: Callable[..., Vllm], text: Texts, copies: Copies
+    ) -> None:
         """An unfinished prefill is not kept."""
         vllm = start("llama", max_num_batched_tokens=128)
         tokens = text(900, 21)
@@ -350,7 +362,7 @@ class TestAborts:
         vllm.check_idle()
 
 
-def test_the_store_is_bounded(start: Any, text: Any, copies: Any) -> None:
+def test_the_store_is_bounded(start: Callable[..., Vllm], text: Texts, copies: Copies) -> None:
     """Least recently used segments leave; a donor in use stays; the cap holds all along."""
     vllm = start("llama", max_bytes=1536 * 2000)
     first = vllm.keep(text(500, 30))
@@ -363,7 +375,7 @@ def test_the_store_is_bounded(start: Any, text: Any, copies: Any) -> None:
     assert first.stored[0].segment_id in vllm.side.segments
 
 
-def test_a_prompt_larger_than_the_store(start: Any, text: Any) -> None:
+def test_a_prompt_larger_than_the_store(start: Callable[..., Vllm], text: Texts) -> None:
     """It is served and not kept, and nobody is evicted for it."""
     vllm = start("llama", max_bytes=1536 * 400)
     kept = vllm.keep(text(300, 40))
@@ -373,7 +385,7 @@ def test_a_prompt_larger_than_the_store(start: Any, text: Any) -> None:
     vllm.check_idle()
 
 
-def test_new_weights_drop_everything(start: Any, text: Any, copies: Any) -> None:
+def test_new_weights_drop_everything(start: Callable[..., Vllm], text: Texts, copies: Copies) -> None:
     """`reset_prefix_cache(reset_connector=True)`, as after a weight update."""
     vllm = start("llama")
     tokens = text(600, 50)
@@ -385,7 +397,7 @@ def test_new_weights_drop_everything(start: Any, text: Any, copies: Any) -> None
     vllm.check_idle()
 
 
-def test_reloaded_weights_take_their_segments_with_them(vllm: Any, text: Any, copies: Any) -> None:
+def test_reloaded_weights_take_their_segments_with_them(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """Also where nobody resets the connector; the journal tells of them as they are missed."""
     tokens = text(600, 51)
     donor = vllm.keep(tokens)

@@ -1,8 +1,14 @@
 """Partial attention inside vLLM equals a full prefill, whatever is reused, if the reused KV is right."""
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.kvshare.vllm_connector.conftest import Copies, Texts, Vllm
 
 ARCHITECTURES = ["llama", "llama3-rope", "qwen2", "qwen3"]
 LIMIT = 1e-4  # log-probability, float32
@@ -10,7 +16,7 @@ SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def architecture(request: pytest.FixtureRequest, start: Any) -> Any:
+def architecture(request: pytest.FixtureRequest, start: Callable[..., Vllm]) -> Vllm:
     """Of module scope, so that each vLLM is started once."""
     return start(request.param)
 
@@ -18,14 +24,14 @@ def architecture(request: pytest.FixtureRequest, start: Any) -> Any:
 class TestExactness:
     """float32: scattered runs, everything computed, everything reused, and a prefix."""
 
-    def test_scattered_runs_on_correct_kv(self, architecture: Any, text: Any, copies: Any) -> None:
+    def test_scattered_runs_on_correct_kv(self, architecture: Vllm, text: Texts, copies: Copies) -> None:
         vllm, tokens = architecture, text(600)
         donor = vllm.keep(tokens)
         answer, event = vllm.shared(tokens, copies(donor, *SCATTERED))
         assert answer.distance(vllm.plain(tokens)) <= LIMIT
         assert (event.decision, event.used, event.num_computed) == ("approx", (0, 1, 2, 3), 61)
 
-    def test_all_placeholders(self, architecture: Any, text: Any, copies: Any) -> None:
+    def test_all_placeholders(self, architecture: Vllm, text: Texts, copies: Copies) -> None:
         """One copied token near the end makes our pass compute everything before it."""
         vllm, tokens = architecture, text(600, 1)
         donor = vllm.keep(tokens)
@@ -33,14 +39,14 @@ class TestExactness:
         assert answer.distance(vllm.plain(tokens)) <= LIMIT
         assert event.num_computed == 599
 
-    def test_identity(self, architecture: Any, text: Any, copies: Any) -> None:
+    def test_identity(self, architecture: Vllm, text: Texts, copies: Copies) -> None:
         vllm, tokens = architecture, text(600, 2)
         donor = vllm.keep(tokens)
         answer, event = vllm.shared(tokens, copies(donor, (0, 599)))
         assert answer.distance(vllm.plain(tokens)) <= LIMIT
         assert event.num_computed == 1
 
-    def test_exact_prefix_from_segments(self, architecture: Any, text: Any, copies: Any) -> None:
+    def test_exact_prefix_from_segments(self, architecture: Vllm, text: Texts, copies: Copies) -> None:
         """An exact plan needs no private salt, and loads what vLLM's own prefix cache has not."""
         vllm, tokens = architecture, text(600, 3)
         donor = vllm.keep(tokens)
@@ -51,7 +57,7 @@ class TestExactness:
         assert answer.distance(vllm.plain(longer)) <= LIMIT
         assert (event.decision, event.num_computed, event.num_local) == ("exact", 90, 0)
 
-    def test_a_batch_of_mixed_requests(self, architecture: Any, text: Any, copies: Any) -> None:
+    def test_a_batch_of_mixed_requests(self, architecture: Vllm, text: Texts, copies: Copies) -> None:
         """Planned, unplanned and exact requests of one step do not disturb one another."""
         from kvshare.vllm_protocol.salts import private_salt
 
@@ -71,7 +77,7 @@ class TestExactness:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_bfloat16(start: Any, text: Any, copies: Any, name: str) -> None:
+def test_bfloat16(start: Callable[..., Vllm], text: Texts, copies: Copies, name: str) -> None:
     """In bfloat16 the same plans give what rounding allows, and the layout is understood there, too."""
     vllm, tokens = start(name, dtype="bfloat16"), text(600)
     assert vllm.side.info().can_move_keys
@@ -84,7 +90,9 @@ def test_bfloat16(start: Any, text: Any, copies: Any, name: str) -> None:
     assert all(abs(first[t] - shared.logprobs[0][t]) < 0.1 for t in first.keys() & shared.logprobs[0].keys())
 
 
-def test_moved_copies_equal_the_embedded_engine(start: Any, text: Any, copies: Any) -> None:
+def test_moved_copies_equal_the_embedded_engine(
+    start: Callable[..., Vllm], text: Texts, copies: Copies
+) -> None:
     """Two engines that share no attention code give the same approximate answer for the same plan."""
     import numpy as np
     import torch

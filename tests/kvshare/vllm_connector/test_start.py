@@ -1,11 +1,18 @@
 """Starts at which something is not supported: it is said, and requests are served unshared."""
 
+from __future__ import annotations
+
 import logging
 import socket
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.kvshare.vllm_connector.conftest import Texts, Vllm
 
 
 @pytest.mark.parametrize(
@@ -18,7 +25,13 @@ import pytest
     ],
 )
 def test_a_refused_model_is_served_unshared(
-    start: Any, checkpoint: Any, text: Any, name: str, changes: Any, options: Any, word: str
+    start: Callable[..., Vllm],
+    checkpoint: Callable[..., Path],
+    text: Texts,
+    name: str,
+    changes: Any,
+    options: Any,
+    word: str,
 ) -> None:
     """The real thing starts, says why, and ignores tickets."""
     vllm = start(checkpoint(name, **changes), dtype="bfloat16", **options)
@@ -26,7 +39,7 @@ def test_a_refused_model_is_served_unshared(
     assert_served_unshared(vllm, text(300))
 
 
-def assert_served_unshared(vllm: Any, tokens: list[int]) -> None:
+def assert_served_unshared(vllm: Vllm, tokens: list[int]) -> None:
     """A ticket is ignored, and the prompt answered."""
     (answer,) = vllm.ask((tokens, vllm.ticket(tokens), "tenant"))
     assert len(answer.tokens) == 4
@@ -34,7 +47,7 @@ def assert_served_unshared(vllm: Any, tokens: list[int]) -> None:
     assert vllm.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > 0
 
 
-def test_inside_another_connector_nothing_is_shared(start: Any, text: Any) -> None:
+def test_inside_another_connector_nothing_is_shared(start: Callable[..., Vllm], text: Texts) -> None:
     """vLLM's MultiConnector hands neither the model nor our metadata on as we need them; we say so."""
     ours = {
         "kv_connector": "KVShareConnector",
@@ -51,7 +64,9 @@ def test_inside_another_connector_nothing_is_shared(start: Any, text: Any) -> No
     assert len(vllm.ask((tokens, vllm.ticket(tokens), None))[0].tokens) == 4
 
 
-def test_a_taken_control_port_stops_nothing(start: Any, text: Any, caplog: Any, monkeypatch: Any) -> None:
+def test_a_taken_control_port_stops_nothing(
+    start: Callable[..., Vllm], text: Texts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM serves on without sharing, and its log says in one line what to do."""
     from kvshare.vllm_connector.scheduler import lifecycle
 
@@ -67,7 +82,9 @@ def test_a_taken_control_port_stops_nothing(start: Any, text: Any, caplog: Any, 
         assert_served_unshared(served, text(300))
 
 
-def test_without_the_worker_class_nothing_is_shared(checkpoint: Any, start: Any, text: Any) -> None:
+def test_without_the_worker_class_nothing_is_shared(
+    checkpoint: Callable[..., Path], start: Callable[..., Vllm], text: Texts
+) -> None:
     """Plain `vllm serve` with the connector but without --worker-cls says what is missing."""
     vllm = start("llama", worker_cls="auto")
     assert any("--worker-cls" in refusal for refusal in vllm.side.info().refusals)
@@ -75,7 +92,7 @@ def test_without_the_worker_class_nothing_is_shared(checkpoint: Any, start: Any,
     assert len(vllm.ask((tokens, vllm.ticket(tokens), None))[0].tokens) == 4
 
 
-def test_an_open_control_server_needs_a_token(monkeypatch: Any) -> None:
+def test_an_open_control_server_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The journal holds generated tokens."""
     from kvshare.vllm_connector.config import ConnectorSettings
     from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
@@ -86,7 +103,7 @@ def test_an_open_control_server_needs_a_token(monkeypatch: Any) -> None:
         SchedulerSide(SimpleNamespace(), ConnectorSettings(control_host="0.0.0.0"), ())
 
 
-def test_other_weights_are_another_namespace(start: Any) -> None:
+def test_other_weights_are_another_namespace(start: Callable[..., Vllm]) -> None:
     """A model that is called the same but was trained on is told apart by its weights."""
     import torch
 

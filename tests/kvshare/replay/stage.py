@@ -1,0 +1,121 @@
+"""What a server and a replay of the same stream have in common: settings, a decision a request, what left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest.mock import patch
+
+from kvshare.bench.vllm.models import write_small_model
+from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.fleet.engine import VllmEngine
+from kvshare.requests import SharingReport
+from kvshare.settings import Settings, load_settings
+from vector_index import TextEmbedder
+
+PREFILL_TOKENS_PER_S = 1000.0
+BYTES_PER_TOKEN = 4096  # of `write_small_model` in float32
+MAX_MODEL_LEN = 2048
+MAX_TOKENS = 3  # of an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one request came to, and which earlier ones left the store for it."""
+
+    decision: str
+    exact: int
+    copied: int
+    repaired: int
+    computed: int  # the repaired ones among them
+    evicted: frozenset[int]
+
+
+@dataclass(slots=True)
+class Served:
+    """A stream as one server served it. `answers`: the generated tokens whose KV was computed."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """
+    What all of them run on: one model, one capacity. `embedder` None: no search by embedding.
+
+    The capacity is a multiple of 7 tokens, so that vLLM's, with its headroom, is whole.
+    """
+
+    folder: Path
+    capacity_tokens: int
+    embedder: TextEmbedder | None = None
+
+    @property
+    def model(self) -> Path:
+        folder = self.folder / "model"
+        if not folder.exists():
+            write_small_model(folder, dtype="float32", max_model_len=MAX_MODEL_LEN)
+        return folder
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.capacity_tokens * BYTES_PER_TOKEN
+
+    def settings(self, name: str, **more: object) -> Settings:
+        return load_settings(
+            overrides={
+                "store.path": str(self.folder / name),
+                "store.kv_bytes": self.capacity_bytes,
+                "model.path": str(self.model),
+                "model.dtype": "float32",
+                "cost.prior_prefill_tokens_per_s": PREFILL_TOKENS_PER_S,
+                "cost.smoothing": 1e-12,  # rates as good as fixed
+                "index.dense": self.embedder is not None,
+                "index.dense_min_tokens": 64,  # also where tokens found something
+                "index.dense_min_prefill_s": 0.0,
+                "index.dense_min_uncovered": 0.1,
+                "index.search_timeout_s": 60.0,
+                "index.embed_timeout_s": 60.0,
+                **more,
+            }
+        )
+
+    @contextmanager
+    def embedding(self) -> Iterator[None]:
+        """Servers that start meanwhile embed with this stage's embedder."""
+        with patch("kvshare.index_factory._load_embedder", lambda settings: self.embedder):
+            yield
+
+
+class Departures:
+    """Which requests' prompts have left a tree since the last look; node ids differ from run to run."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, int] = {}
+
+    def look(self, index: int, node_ids: Sequence[int]) -> frozenset[int]:
+        """The node that is new belongs to request `index`."""
+        gone = [node_id for node_id in self._alive if node_id not in set(node_ids)]
+        left = frozenset(self._alive.pop(node_id) for node_id in gone)
+        for node_id in node_ids:
+            self._alive.setdefault(node_id, index)
+        return left
+
+
+def node_ids(engine: EmbeddedEngine | VllmEngine) -> list[int]:
+    return [int(node.node_id) for node in engine.sharing.tree.nodes()]
+
+
+def check_whole(engine: EmbeddedEngine | VllmEngine) -> None:
+    """Nothing was given up, such as a search that took too long on a busy machine."""
+    counters = engine.status().counters
+    assert not {name: number for name, number in counters.items() if number and "fallback" in name}
+
+
+def decision_of(report: SharingReport, num_computed: int, evicted: frozenset[int]) -> Decision:
+    return Decision(
+        report.decision, report.num_exact, report.num_copied, report.num_repaired, num_computed, evicted
+    )
