@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
-from kvshare.bench.vllm.models import write_small_model
+from kvshare.bench.vllm.models import write_model
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.fleet.engine import VllmEngine
 from kvshare.requests import SharingReport
@@ -16,7 +16,7 @@ from kvshare.settings import Settings, load_settings
 from vector_index import TextEmbedder
 
 PREFILL_TOKENS_PER_S = 1000.0
-BYTES_PER_TOKEN = 4096  # of `write_small_model` in float32
+BYTES_PER_TOKEN = 4096  # of the small model in float32
 MAX_MODEL_LEN = 2048
 MAX_TOKENS = 3  # of an answer
 
@@ -57,7 +57,7 @@ class Stage:
     def model(self) -> Path:
         folder = self.folder / "model"
         if not folder.exists():
-            write_small_model(folder, dtype="float32", max_model_len=MAX_MODEL_LEN)
+            write_model("small", folder, dtype="float32", max_model_len=MAX_MODEL_LEN)
         return folder
 
     @property
