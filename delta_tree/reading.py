@@ -71,10 +71,14 @@ class TreeReader:
                 if namespace is None or node.namespace == namespace
             )
 
-    def segments(self) -> tuple[Segment, ...]:
-        """All segments that nodes refer to."""
+    def segments(self, namespace: str | None = None) -> tuple[Segment, ...]:
+        """All segments that nodes refer to, or those of one namespace."""
         with self._lock:
-            return tuple(self._forest.segments.values())
+            return tuple(
+                segment
+                for segment in self._forest.segments.values()
+                if namespace is None or segment.namespace == namespace
+            )
 
     def ancestors(self, node_id: NodeId) -> tuple[NodeId, ...]:
         """
