@@ -67,7 +67,7 @@ async def _explain(
     sizes = Counter(node.namespace for node in tree.nodes())
     namespace = sizes.most_common(1)[0][0] if sizes else ""
     nodes = tree.nodes(namespace)
-    bytes_per_token = max((round(entry.bytes_per_token) for entry in tree.segments()), default=0)
+    bytes_per_token = max((round(entry.bytes_per_token) for entry in tree.segments(namespace)), default=0)
     async with _nominator_of(nodes, settings.index) as nominator:
         sharing = Sharing(
             keeper=Keeper(tree, _AllThere(), min_tokens=1),
