@@ -1,6 +1,6 @@
 """
-The `kvshare` arms: the sharing that serves (`kvshare/sharing.py`, `kvshare/retention.py`) over the real index
-and tree, with KV that has a size and no bytes.
+The `kvshare` arms: the sharing that serves (`kvshare/sharing/`) over the real index and tree, with KV that
+has a size and no bytes.
 
 One request at a time, rates that are never measured, and no clock in any decision.
 """
