@@ -147,12 +147,7 @@ def main() -> None:
         columns, details = STORE_COLUMNS, []
     lines = [columns, _rule(columns)]
     for name in given.names or (*LOGS, *WORKLOADS):
-        if name in LOGS:
-            log = LOGS[name]
-            files = [data / path for path in log.files]
-        else:
-            log = Log(f"`{name}`", WORKLOADS[name])
-            files = [_workload(name, data, out)]
+        log, files = _log(name, data, out)
         if given.gates:
             name, log = f"{name}-gates", replace(log, arms=GATES)
         elif given.stores:
@@ -169,6 +164,13 @@ def main() -> None:
             lines.append(_row(log.title, document))
             details.append(_details_row(log.title, document))
     sys.stdout.write("\n".join([*lines, "", *details]) + "\n")
+
+
+def _log(name: str, data: Path, out: Path) -> tuple[Log, list[Path]]:
+    """A log or workload and its files; a workload is made."""
+    if name in LOGS:
+        return LOGS[name], [data / path for path in LOGS[name].files]
+    return Log(f"`{name}`", WORKLOADS[name]), [_workload(name, data, out)]
 
 
 def _rule(columns: str) -> str:

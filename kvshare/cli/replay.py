@@ -142,17 +142,22 @@ def run(
             if paper:
                 document = replay_paper(options, report=report)
             elif engine:
-                live = LiveOptions(
-                    engine, key=key, concurrency=concurrency, speedup=speedup, max_tokens=max_tokens
-                )
+                live = LiveOptions(engine, key, concurrency, speedup, max_tokens)
                 document = replay_live(options, live, report=report)
             else:
                 document = replay(options, resume=resume, report=report)
                 write_report(out)
     except KeyboardInterrupt:
-        can_resume = not (paper or engine) and Checkpoint(out).has_progress
-        note("interrupted; --resume goes on" if can_resume else "interrupted")
+        _note_interrupted(can_resume=not (paper or engine) and Checkpoint(out).has_progress)
         raise typer.Exit(_INTERRUPTED) from None
+    _show_results(document, out, as_json=as_json)
+
+
+def _note_interrupted(*, can_resume: bool) -> None:
+    note("interrupted; --resume goes on" if can_resume else "interrupted")
+
+
+def _show_results(document: dict[str, Any], out: Path, *, as_json: bool) -> None:
     complete = document.get("complete", True)
     note(f"written to {out}" if complete else f"interrupted; what was answered until then is in {out}")
     show(document["kind"], document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)

@@ -104,13 +104,7 @@ def replay_paper(
     document: Document = {
         "schema_version": SCHEMA_VERSION,
         "kind": "replay-paper",
-        "config": {
-            "arms": [spec.text for spec in options.arms],
-            "embedder": meanings.name.rsplit("/", 1)[-1],
-            "limit": options.limit,
-            "seed": options.seed,
-            "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.digest},
-        },
+        "config": _config(options, meanings, tokenizer),
         "data": data_document(options, stream),
         "figure_2": nearness.figure_2(),
         "figure_4": {"num_prompts": len(chosen), "num_duplicates": nearness.num_identical, **figure_4},
@@ -120,6 +114,16 @@ def replay_paper(
     }
     _write(options.out, document)
     return document
+
+
+def _config(options: ReplayOptions, meanings: Meanings, tokenizer: RequestTokenizer) -> Document:
+    return {
+        "arms": [spec.text for spec in options.arms],
+        "embedder": meanings.name.rsplit("/", 1)[-1],
+        "limit": options.limit,
+        "seed": options.seed,
+        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.digest},
+    }
 
 
 def _write(out: Path, document: Document) -> None:

@@ -23,7 +23,11 @@ class Drawn:
 
 def draw(report: Report) -> dict[str, Drawn]:
     """All plots by file name, in the order of the page."""
-    endless, kvshare, similarity = report.endless, report.kvshare, report.similarity
+    return _of_kvshare(report) | _of_all_arms(report) | _of_likeness(report) | _of_the_store(report)
+
+
+def _of_kvshare(report: Report) -> dict[str, Drawn]:
+    kvshare = report.kvshare
     losses = next((one for one in report.waterfall if kvshare and one.arm == kvshare.label), None)
     return {
         "savings": Drawn(
@@ -42,11 +46,16 @@ def draw(report: Report) -> dict[str, Drawn]:
             shapes.oracle_losses(losses) if losses else None,
             "it takes an oracle and an arm of KVShare, both with an infinite store",
         ),
+    }
+
+
+def _of_all_arms(report: Report) -> dict[str, Drawn]:
+    return {
         "hit-rate-over-time": Drawn(
             "Hit rate over time",
             "Infinite stores. Each point averages a twentieth of the log before it; the legend has the rate "
             "of all requests.",
-            plots.hit_rate_over_time(endless),
+            plots.hit_rate_over_time(report.endless),
             "no arm keeps anything",
         ),
         "hit-rate-against-capacity": Drawn(
@@ -59,9 +68,15 @@ def draw(report: Report) -> dict[str, Drawn]:
             "Coverage of requests",
             "How many requests need not compute at least so many percent of their tokens. The dotted lines "
             "are the paper's readings: 50, 70 and 90 %.",
-            plots.coverage(endless),
+            plots.coverage(report.endless),
             "no arm keeps anything",
         ),
+    }
+
+
+def _of_likeness(report: Report) -> dict[str, Drawn]:
+    similarity = report.similarity
+    return {
         "similarity": Drawn(
             "Similarity against token overlap",
             "Requests by how near the nearest earlier prompt is in meaning and how many of their tokens an "
@@ -76,6 +91,12 @@ def draw(report: Report) -> dict[str, Drawn]:
             shapes.likeness_points(report.points, similarity.overlap) if similarity else None,
             _NO_LIKENESS,
         ),
+    }
+
+
+def _of_the_store(report: Report) -> dict[str, Drawn]:
+    kvshare = report.kvshare
+    return {
         "tree": Drawn(
             "Tree depth and fan-out",
             _tree_caption(report),
@@ -85,7 +106,7 @@ def draw(report: Report) -> dict[str, Drawn]:
         "store-over-time": Drawn(
             "Store size over time",
             "Infinite stores, at the configured bytes of KV per token.",
-            plots.store_over_time(endless),
+            plots.store_over_time(report.endless),
             "no arm keeps anything",
         ),
     }
