@@ -119,18 +119,17 @@ def run(
     from kvshare.replay.run import replay
     from kvshare.settings import load_settings
 
+    bytes_per_token = bytes_per_token or LLAMA3_8B_BYTES_PER_TOKEN
     default_capacity = [] if paper or engine else [_DEFAULT_CAPACITY]
-    default_arms = PAPER_ARMS if paper else LIVE_ARMS if engine else "all"
-    per_token = bytes_per_token or LLAMA3_8B_BYTES_PER_TOKEN
     options = ReplayOptions(
         paths=files,
         out=out,
-        arms=parse_arms(arms or default_arms),
+        arms=parse_arms(arms or (PAPER_ARMS if paper else LIVE_ARMS if engine else "all")),
         settings=load_settings(config),
         format_name=log_format,
         tokenizer=tokenizer,
-        capacities_tokens=_capacities(capacity or default_capacity, per_token),
-        bytes_per_token=per_token,
+        capacities_tokens=_capacities(capacity or default_capacity, bytes_per_token),
+        bytes_per_token=bytes_per_token,
         prefill_tokens_per_s=prefill,
         limit=limit,
         seed=seed,
@@ -148,13 +147,13 @@ def run(
                 document = replay(options, resume=resume, report=report)
                 write_report(out)
     except KeyboardInterrupt:
-        _note_interrupted(can_resume=not (paper or engine) and Checkpoint(out).has_progress)
-        raise typer.Exit(_INTERRUPTED) from None
+        raise _interrupted(can_resume=not (paper or engine) and Checkpoint(out).has_progress) from None
     _show_results(document, out, as_json=as_json)
 
 
-def _note_interrupted(*, can_resume: bool) -> None:
+def _interrupted(*, can_resume: bool) -> typer.Exit:
     note("interrupted; --resume goes on" if can_resume else "interrupted")
+    return typer.Exit(_INTERRUPTED)
 
 
 def _show_results(document: dict[str, Any], out: Path, *, as_json: bool) -> None:
