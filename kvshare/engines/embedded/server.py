@@ -3,7 +3,7 @@ What the embedded engine holds from start to stop: the model, its tokenizer, the
 
     kvshare-engine   two threads: load, tokenize, explain
     kvshare-writer   the runtime's: everything that changes the tree
-    kvshare-compute  the scheduler's: all of torch but for loading
+    kvshare-compute  the scheduler's: every forward pass of a request
 """
 
 from __future__ import annotations
