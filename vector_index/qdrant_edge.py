@@ -64,6 +64,7 @@ class QdrantEdgeIndex(VectorIndex):
         self._num_unflushed = 0
         self._shard: edge.EdgeShard | None = None
         self._waits_for_room = False  # to be opened
+        self._is_optimising = False
         self._is_optimising_put_off = False
         self._writing = asyncio.Lock()
         self.space = DiskSpace(folder or _temporary_root(), min_free_bytes)
@@ -80,14 +81,16 @@ class QdrantEdgeIndex(VectorIndex):
 
     def why_paused(self) -> str | None:
         reason = self.space.why_low()
+        if reason is None and self._is_optimising:
+            return "it is being optimised"
         if reason is None and self._waits_for_room:
             return "it is about to be opened"
         return reason
 
     async def resume(self) -> None:
-        """Open what could not be opened for want of room."""
+        """Open what could not be opened: for want of room, or after it was optimised."""
         async with self._writing:
-            if self._waits_for_room and self.space.why_low() is None:
+            if self._shard is None and self.space.why_low() is None:
                 self._shard = self._open_shard()
 
     async def recreate(self) -> None:
@@ -99,6 +102,7 @@ class QdrantEdgeIndex(VectorIndex):
 
     async def upsert(self, entries: Sequence[Entry]) -> None:
         self.check_entries(entries)
+        self._check_not_optimising()
         async with self._writing:
             for start in range(0, len(entries), _SLICE):
                 points = [_point(entry) for entry in entries[start : start + _SLICE]]
@@ -110,6 +114,7 @@ class QdrantEdgeIndex(VectorIndex):
             return
         # By filter, not by id: an id that another namespace owns must survive.
         owned = edge.Filter(must=[_is_in(namespace), edge.HasIdCondition(set(prompt_ids))])
+        self._check_not_optimising()
         async with self._writing:
             operation = edge.UpdateOperation.delete_points_by_filter(owned)
             self._update(operation, len(prompt_ids))
@@ -156,18 +161,23 @@ class QdrantEdgeIndex(VectorIndex):
         """
         Free deleted points and build HNSW in a child process; searches are unavailable meanwhile.
 
+        It takes tens of seconds, so the index is paused: nobody waits with a write, and with what it holds.
         Raises:  IndexUnavailableError if the shard cannot be opened again afterwards
         """
-        async with self._writing:
-            self._opened()
-            self.space.check()
-            self._close_shard()
-            try:
-                await self._files.optimise()
-            finally:
-                # Also when cancelled: the index must not stay closed.
-                self._shard = self._open_shard()
-                self._num_changes = 0
+        self._is_optimising = True
+        try:
+            async with self._writing:
+                self._opened()
+                self.space.check()
+                self._close_shard()
+                try:
+                    await self._files.optimise()
+                finally:
+                    # Also when cancelled: the index must not stay closed.
+                    self._shard = self._open_shard()
+                    self._num_changes = 0
+        finally:
+            self._is_optimising = False
 
     def _search(
         self,
@@ -201,6 +211,10 @@ class QdrantEdgeIndex(VectorIndex):
             self._opened().update(operation)
         self._num_changes += num_changes
         self._num_unflushed += num_changes
+
+    def _check_not_optimising(self) -> None:
+        if self._is_optimising:
+            raise IndexPausedError("the Edge index is being optimised")
 
     def _opened(self) -> edge.EdgeShard:
         if self._waits_for_room:

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from vector_index import (
     Entry,
     Hit,
+    IndexPausedError,
     IndexSchema,
     IndexSchemaError,
     IndexUnavailableError,
@@ -149,7 +150,7 @@ async def test_an_index_without_embedder_has_no_dense_vectors(tmp_path: Path) ->
 async def test_optimising_leaves_the_loop_free_and_loses_nothing(
     tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a child optimises, searches are unavailable at once and writes wait their turn."""
+    """While a child optimises, searches are unavailable and writes are put off at once: nobody waits."""
     monkeypatch.setattr(edge_shard, "OPTIMISE", SLOWLY + edge_shard.OPTIMISE)
     index = QdrantEdgeIndex(schema, tmp_path, optimise_after=10)
     await index.open()
@@ -158,10 +159,36 @@ async def test_optimising_leaves_the_loop_free_and_loses_nothing(
     await asyncio.sleep(0.05)
     with pytest.raises(IndexUnavailableError):
         await index.search_fingerprints("a", prints(1), 5)
-    await index.upsert([Entry(20, "a", prints(20))])
+    assert index.why_paused() is not None
+    with pytest.raises(IndexPausedError):
+        await index.upsert([Entry(20, "a", prints(20))])
+    with pytest.raises(IndexPausedError):
+        await index.delete("a", [3])
     await optimising
+    assert index.why_paused() is None
+    await index.upsert([Entry(20, "a", prints(20))])
     assert await index.count("a") == 21
     assert await index.search_fingerprints("a", prints(20), 5) == [Hit(20, 1.0)]
+    await index.close()
+
+
+async def test_what_could_not_be_opened_after_optimising_is_opened_later(
+    tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files, say: the next round of maintenance tries again."""
+    index = QdrantEdgeIndex(schema, tmp_path)
+    await index.open()
+    await index.upsert([Entry(1, "a", prints(1))])
+
+    def fail(self: edge_shard.ShardFiles, schema: IndexSchema) -> NoReturn:
+        raise IndexUnavailableError("too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(edge_shard.ShardFiles, "open", fail)
+        with pytest.raises(IndexUnavailableError):
+            await index.optimise()
+    await index.resume()
+    assert await index.count("a") == 1
     await index.close()
 
 
