@@ -181,9 +181,9 @@ class DeltaTree(TreeReader):
         with self._lock:
             return self._drop(list(self._forest.nodes))
 
-    def discard_missing(self, alive: Container[SegmentId]) -> int:
+    def discard_missing(self, alive: Container[SegmentId], *, lazily: bool = False) -> int:
         """
-        Drop every node whose KV is not all in `alive`, pinned ones too; for the start.
+        Drop every node whose KV is not all in `alive`, pinned ones too. `lazily`: see `evict`.
 
         Returns the number of nodes dropped. What is then in `alive` but not in `segments()` is
         KV that nobody refers to.
@@ -192,7 +192,7 @@ class DeltaTree(TreeReader):
             gone = {segment_id for segment_id in self._forest.segments if segment_id not in alive}
             nodes = self._forest.nodes.values()
             lost = [node.node_id for node in nodes if not gone.isdisjoint(node.pieces.segment_ids)]
-            return self._drop(lost).num_nodes
+            return self._drop(lost, lazily=lazily).num_nodes
 
     def _set_pinned(self, node_id: NodeId, pinned: bool) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from delta_tree import Node, SegmentId
@@ -64,10 +64,22 @@ class Reconciler:
         await self._sharing.forget_evicted()
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
-            records = [PromptRecord(int(node.node_id), node.namespace, node.token_ids) for node in claimed]
-            await self._sharing.nominator.remember_all(records)
+            await self._remember_claimed(claimed)
         orphans = await self._runtime.write(self._keeper.orphans, replica.name)
         self._orphans[replica.name] = (time.monotonic() + _ORPHAN_GRACE_S, orphans)
+
+    async def _remember_claimed(self, nodes: Sequence[Node]) -> None:
+        """Index many prompts, which takes a while: those that are evicted meanwhile must not come back."""
+        tree = self._sharing.tree
+        records = (
+            PromptRecord(int(node.node_id), node.namespace, node.token_ids)
+            for node in nodes
+            if tree.get(node.node_id) is not None
+        )
+        await self._sharing.nominator.remember_all(records)
+        await self._sharing.forget(
+            (node.namespace, int(node.node_id)) for node in nodes if tree.get(node.node_id) is None
+        )
 
     async def apply(self, replica: Replica, event: JournalEvent) -> None:
         if isinstance(event, Dropped):

@@ -104,8 +104,10 @@ class ReplicaKeeper(Keeper[RemoteTier]):
     def ask(self, question: Question, arguments: Mapping[str, Any]) -> Answer:
         with self._writing:
             answer = super().ask(question, arguments)
-            for segment_id in answer.freed_segments:
-                self._nodes_of.pop(segment_id, None)
+            gone = {NodeId(node_id) for _, node_id in answer.removed_nodes}
+            if gone:
+                nodes_of = ((entry, nodes - gone) for entry, nodes in self._nodes_of.items())
+                self._nodes_of = {entry: nodes for entry, nodes in nodes_of if nodes}
             return answer
 
     def claim(self, replica: str, held: Iterable[SegmentId]) -> list[Node]:
@@ -156,11 +158,15 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         return {entry: known.get(entry, 0) for entry in segment_ids}
 
     def _discard_unheld(self) -> None:
-        """In one transaction, as it may be all there is; prompts that are unclaimed stay."""
+        """
+        In one change, as it may be all there is; prompts that are unclaimed stay.
+
+        It need not be stored now: after a restart no replica claims them. So a full disk is in nobody's way.
+        """
         waiting = [self.tree.get(node_id) for node_id in self._unclaimed]
         alive = self.tier.all_held().union(*(node.pieces.segment_ids for node in waiting if node is not None))
         leaving = [node for node in self.tree.nodes() if not node.pieces.segment_ids <= alive]
-        self.tree.discard_missing(alive)
+        self.tree.discard_missing(alive, lazily=True)
         for node in leaving:
             self.note_evicted(node.namespace, int(node.node_id))
             self._unnote(node)
@@ -172,6 +178,8 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         """Whether a prompt is to become a node, and finds room once others have left."""
         namespaces = self._namespaces_at.setdefault(replica, set())
         namespaces.add(draft.namespace)
+        if (known := self.tree.find(draft.namespace, draft.token_ids)) is not None:
+            self.discard_unreadable([known.node_id])  # one of the last run: this one takes its place
         if not self._is_wanted(draft.namespace, draft.token_ids):
             return False
         num_bytes = sum(segment.num_bytes for segment in draft.new_segments)
@@ -181,7 +189,10 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in finished.stored})
 
     def _insert(self, draft: NodeDraft) -> Insertion:
+        known = self.tree.find(draft.namespace, draft.token_ids)
         insertion = super()._insert(draft)
+        if known is not None:
+            self._unnote(known)  # it may have other pieces now
         self._note(insertion.node)
         return insertion
 

@@ -83,7 +83,7 @@ class Watcher:
                 what = classes_and_places(exc)
                 log.error("replica %s: its journal could not be applied: %s", self._replica.name, what)
             self.asked_connector.set()
-            await self._check_lost()
+            await self._note_if_lost()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -131,6 +131,14 @@ class Watcher:
             return True
         return False
 
+    async def _note_if_lost(self) -> None:
+        """What fails here is tried again in the next round: the journal must go on being read."""
+        try:
+            await self._check_lost()
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            what = classes_and_places(exc)
+            log.error("replica %s: its prompts could not be evicted: %s", self._replica.name, what)
+
     async def _check_lost(self) -> None:
         now = time.monotonic()
         if self._replica.is_connected:
@@ -139,8 +147,8 @@ class Watcher:
             self._silent_since = now
         elif now - self._silent_since >= self._settings.lost_after_s and self._replica.info is not None:
             log.warning("replica %s is lost: %s", self._replica.name, self._logged)
-            self._replica.info = None
             await self._reconciler.evict_replica(self._replica)
+            self._replica.info = None
 
     def _log_failure(self, failure: str) -> None:
         """Each kind of failure once, whichever route it came from, until the connector is connected again."""

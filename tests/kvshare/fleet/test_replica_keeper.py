@@ -142,6 +142,40 @@ def test_a_lost_replica_takes_only_its_own(keeper: ReplicaKeeper) -> None:
     assert keeper.tier.num_segments_at("a") == 0
 
 
+def test_a_lost_replica_is_lost_on_a_full_disk_too(keeper: ReplicaKeeper) -> None:
+    """Nothing needs to be stored for it: after a restart nobody claims its prompts."""
+    keep(keeper, 1)
+    assert keeper.tree._storage is not None
+    keeper.tree._storage._open_connection().execute("PRAGMA query_only = ON")
+    keeper.lose("a")
+    assert keeper.tree.nodes() == ()
+    keeper.tree._storage._open_connection().execute("PRAGMA query_only = OFF")
+
+
+def test_a_prompt_of_the_last_run_gives_way_to_the_same_one(tmp_path: Path) -> None:
+    """Its KV is gone with the replica's restart, while others are still waited for."""
+    path = tmp_path / "tree.sqlite3"
+    with DeltaTree.open(path, identity="test") as tree:
+        keep(ReplicaKeeper(tree, RemoteTier(), min_tokens=8), 1)
+    with DeltaTree.open(path, identity="test") as tree:
+        keeper = ReplicaKeeper(tree, RemoteTier(), min_tokens=8)
+        assert keeper.claim("a", []) == []
+        again = keep(keeper, 1)
+        assert again.pieces.segment_ids <= keeper.tier.held_by("a")
+
+
+def test_nothing_is_noted_of_prompts_that_are_gone(keeper: ReplicaKeeper) -> None:
+    """However they left, or got other pieces."""
+    tokens = prompt(1)
+    half = Finished("r", "full", None, stored=(Stored(new_segment_id(), 0, 25, 250),))
+    offer(keeper, half, tokens[:25])
+    keep(keeper, 1)
+    keep(keeper, 2)
+    keeper.ask(QUESTIONS["evict"], {"node": keeper.tree.nodes()[0].node_id, "dry_run": False})
+    keeper.ask(QUESTIONS["evict"], {"all": True, "dry_run": False})
+    assert keeper._nodes_of == {}
+
+
 def test_an_operators_eviction_reaches_the_replica(keeper: ReplicaKeeper) -> None:
     """By the same way as everything that nobody refers to."""
     node = keep(keeper, 1)

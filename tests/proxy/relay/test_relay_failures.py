@@ -14,6 +14,8 @@ import openai
 import pytest
 
 from kvshare.engines.base import EngineStatus
+from kvshare.fleet.reconciler import Reconciler
+from kvshare.fleet.replica import Replica
 from tests.fake_vllm import MODEL, Behaviour, FakeVllm, running_vllm
 from tests.proxy.conftest import eventually
 from tests.proxy.relay.relay_server import OTHER, Relay, chat_body, running_relay
@@ -69,6 +71,27 @@ async def test_a_lost_replica_leaves_the_tree_and_comes_back(vllm: FakeVllm, tmp
         assert response.status == 503
         assert response.headers["Retry-After"] == "1"
         assert (await response.json())["error"]["code"] == "no_replica"
+        await vllm.start()
+        await eventually(lambda: bool(relay.engine.fleet.sharing()))
+        assert (await relay.chat("Oslo")).status == 200
+
+
+async def test_a_loss_that_cannot_be_noted_does_not_end_the_watch(
+    vllm: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again; and the replica is heard when it comes back."""
+    failures: list[str] = []
+
+    async def fail(self: Reconciler, replica: Replica) -> None:
+        failures.append(replica.name)
+        raise OSError("No space left on device")
+
+    async with running_relay(tmp_path, vllm, vllm__lost_after_s=0.3) as relay:
+        await relay.chat("Rome")
+        with monkeypatch.context() as patch:
+            patch.setattr(Reconciler, "evict_replica", fail)
+            await vllm.stop()
+            await eventually(lambda: len(failures) > 1)
         await vllm.start()
         await eventually(lambda: bool(relay.engine.fleet.sharing()))
         assert (await relay.chat("Oslo")).status == 200
