@@ -12,6 +12,7 @@ from delta_tree import (
     Segment,
     SegmentId,
     TokenIds,
+    UnknownSegmentError,
     compose,
 )
 from kvshare.requests import Prompt, SharingMode
@@ -34,14 +35,17 @@ class Planning:
 
 def explain_lookup(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: SharingMode) -> dict[str, Any]:
     """What `find_plan` has found for a prompt, as a document. Blocks: candidates are composed once more."""
-    nodes = sharing.own_nodes(lookup.namespace, lookup.candidates)
     planning = Planning(
         sharing.tree.segment,
         sharing.limits,
         sharing.cost.rates,
         approximate=mode is SharingMode.APPROX,
     )
-    return explanation(lookup, prompt.token_ids, nodes, planning)
+    nodes = sharing.own_nodes(lookup.namespace, lookup.candidates)
+    try:
+        return explanation(lookup, prompt.token_ids, nodes, planning)
+    except UnknownSegmentError:  # a candidate was evicted, or got better KV, meanwhile
+        return explanation(lookup, prompt.token_ids, (), planning)
 
 
 def explanation(

@@ -106,7 +106,8 @@ class SchedulerSide:
         """What `GET /info` answers. From any thread."""
         config = self._config
         unsupported = tuple(self._unsupported)
-        if self.scheduler is None and not unsupported:
+        is_starting = self.scheduler is None and not unsupported
+        if is_starting:
             unsupported = ("starting: the workers have not reported yet",)
         return ReplicaInfo(
             epoch=self.events.epoch,
@@ -119,7 +120,8 @@ class SchedulerSide:
             refusals=unsupported,
             warnings=tuple(self._warnings),
             can_move_keys=self._may_move_keys,
-            namespace_fields=self._namespace_fields(),
+            # Without them the proxy asks again; sharing may start while this is put together.
+            namespace_fields={} if is_starting else self._namespace_fields(),
             bytes_per_token=self._bytes_per_token,
             max_bytes=self.segments.max_bytes,
             num_bytes=self.segments.num_bytes,
