@@ -11,19 +11,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Mapping
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from delta_tree import DeltaTree, Node, Piece, SegmentId, TokenIds
+from delta_tree import DeltaTree, Node, Piece, TokenIds
 from kvshare.bench.agent_prompts import NUM_EDITS, AgentPrompts
 from kvshare.bench.figures import MemoryPerPrompt
 from kvshare.bench.harness import milliseconds
 from kvshare.bench.plan import NAMESPACE, RATES, insert, open_nominator
 from kvshare.index_factory import nominator_settings
-from kvshare.kv.tier import Fetched
+from kvshare.kv.tier import EverySegment
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import Settings, load_settings
 from kvshare.sharing.cost import CostModel
@@ -69,21 +69,6 @@ async def run(
     }
 
 
-class _NoKV:
-    """A tier that has every segment and no bytes of any."""
-
-    num_bytes = 0
-
-    def __contains__(self, segment_id: object) -> bool:
-        return True
-
-    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
-        return Fetched({}, frozenset())
-
-    def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        pass
-
-
 def _figures(times: Mapping[str, list[float]]) -> dict[str, Any]:
     blocked = milliseconds(times["blocked"])
     return {
@@ -100,7 +85,7 @@ def _figures(times: Mapping[str, list[float]]) -> dict[str, Any]:
 
 def _sharing(nominator: Nominator, settings: Settings) -> Sharing:
     return Sharing(
-        keeper=Keeper(DeltaTree.open(None, identity="bench"), _NoKV(), min_tokens=1),
+        keeper=Keeper(DeltaTree.open(None, identity="bench"), EverySegment(), min_tokens=1),
         nominator=nominator,
         limits=PlannerLimits.from_settings(settings),
         cost=CostModel(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from delta_tree import DeltaTree, DeltaTreeError, Node, SegmentId
+from delta_tree import DeltaTree, DeltaTreeError, Node
 from kvshare.cli.output import note
 from kvshare.errors import StoreError
 from kvshare.index_factory import nominator_settings
-from kvshare.kv.tier import Fetched
+from kvshare.kv.tier import EverySegment
 from kvshare.metadata import METADATA_FILE
 from kvshare.requests import Prompt, SharingMode
 from kvshare.served_model import find_model
@@ -70,7 +70,7 @@ async def _explain(
     bytes_per_token = max((round(entry.bytes_per_token) for entry in tree.segments(namespace)), default=0)
     async with _nominator_of(nodes, settings.index) as nominator:
         sharing = Sharing(
-            keeper=Keeper(tree, _AllThere(), min_tokens=1),
+            keeper=Keeper(tree, EverySegment(), min_tokens=1),
             nominator=nominator,
             limits=limits,
             cost=CostModel.from_settings(settings.cost, bytes_per_token=bytes_per_token),
@@ -105,18 +105,3 @@ async def _nominator_of(nodes: Sequence[Node], settings: IndexSettings) -> Async
     finally:
         nominator.close()
         await index.close()
-
-
-class _AllThere:
-    """A tier that has every segment and no bytes of any."""
-
-    num_bytes = 0
-
-    def __contains__(self, segment_id: object) -> bool:
-        return True
-
-    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
-        return Fetched({}, frozenset())
-
-    def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Nothing is held."""

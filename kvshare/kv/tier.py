@@ -33,3 +33,18 @@ class Tier(Protocol):
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> object:
         """Let go of segments; ids that are not here are ignored."""
+
+
+class EverySegment:
+    """A tier that has every segment and no bytes of any: for planning where nothing is computed."""
+
+    num_bytes = 0
+
+    def __contains__(self, segment_id: object) -> bool:
+        return True
+
+    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
+        return Fetched({}, frozenset())
+
+    def drop(self, segment_ids: Iterable[SegmentId]) -> None:
+        """Nothing is held."""
