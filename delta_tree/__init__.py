@@ -29,6 +29,7 @@ from delta_tree.errors import (
     UnknownSegmentError,
 )
 from delta_tree.node import (
+    SEGMENT_TOKENS,
     Node,
     NodeDraft,
     NodeId,
@@ -39,12 +40,13 @@ from delta_tree.node import (
 from delta_tree.pieces import Piece, PieceTable
 from delta_tree.reading import SharedKV
 from delta_tree.runs import common_prefix_length
-from delta_tree.spans import Span, TokenIds, gaps, merge, token_ids
+from delta_tree.spans import Span, TokenIds, gaps, merge, split, token_ids
 from delta_tree.store_files import check_unlocked, set_aside
 from delta_tree.totals import TreeStats
 from delta_tree.tree import DeltaTree, Eviction, Insertion
 
 __all__ = [
+    "SEGMENT_TOKENS",
     "Composition",
     "Copy",
     "DeltaTree",
@@ -91,5 +93,6 @@ __all__ = [
     "merge",
     "new_segment_id",
     "set_aside",
+    "split",
     "token_ids",
 ]

@@ -141,9 +141,19 @@ class Forest:
             self._refer(node, unclaimed)
             if old is not None:
                 self._release(old)
-        self.use_order.put(node)  # all changes of a node come with a use, or are pins
+        if old is not None and old.num_tokens != node.num_tokens:
+            self._shorten(old, node)
+        else:
+            self.use_order.put(node)  # all other changes of a node come with a use, or are pins
         for totals in self._totals_with(node.namespace):
             totals.note_pin(node)
+
+    def _shorten(self, old: Node, node: Node) -> None:
+        """It stays where it is in the order of use: an eviction is no use."""
+        del self._by_prompt[prompt_key(old.namespace, old.token_ids)]
+        self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
+        for totals in self._totals_with(node.namespace):
+            totals.add_tokens(node.num_tokens - old.num_tokens)
 
     def _drop(self, node_id: NodeId) -> None:
         node = self.nodes.pop(node_id)

@@ -171,6 +171,35 @@ class DeltaTree(TreeReader):
                 raise PinnedNodeError(node_id)
             return self._drop([node_id], lazily=lazily)
 
+    def shorten(self, node_id: NodeId, num_tokens: int, *, lazily: bool = False) -> Eviction:
+        """
+        Drop the end of a prompt; its first `num_tokens` keep its id and its place in the order of use.
+
+        `lazily`: see `evict`
+        Raises:  UnknownNodeError; PinnedNodeError; InvalidNodeError where that is no shorter, or a prompt
+                 that the namespace has already
+        """
+        with self._lock:
+            node = self.node(node_id)
+            if node.pinned:
+                raise PinnedNodeError(node_id)
+            if not 0 < num_tokens < node.num_tokens:
+                raise InvalidNodeError(f"a prompt of {node.num_tokens} tokens cannot keep {num_tokens}")
+            kept = token_ids(node.token_ids[:num_tokens])
+            if self._forest.find(node.namespace, kept) is not None:
+                raise InvalidNodeError(
+                    f"the first {num_tokens} tokens of node {node_id} are a prompt already"
+                )
+            shorter = replace(
+                node,
+                token_ids=kept,
+                pieces=node.pieces.first(num_tokens),
+                exact_length=min(node.exact_length, num_tokens),
+            )
+            freed, num_bytes = self._forest.freed_by([shorter], ())
+            self._apply(Change(put_nodes=(shorter,), dropped_segments=freed), lazily=lazily)
+            return Eviction(0, freed, num_bytes)
+
     def purge(self, namespace: str) -> Eviction:
         """Drop everything of a namespace, pinned nodes too."""
         with self._lock:
@@ -200,6 +229,14 @@ class DeltaTree(TreeReader):
             if node.pinned != pinned:
                 self._make(Change(put_nodes=(replace(node, pinned=pinned),)))
 
+    def _apply(self, change: Change, *, lazily: bool) -> None:
+        """Make a change of an eviction now, or store it with the next one."""
+        if lazily and self._storage is not None and self._storage.is_writable:
+            self._unwritten.append(change)
+            self._forest.apply(change)
+        else:
+            self._make(change)
+
     def _make(self, change: Change) -> None:
         """Store, then make in memory; what was not written yet goes along."""
         if self._storage is not None:
@@ -226,12 +263,7 @@ class DeltaTree(TreeReader):
         freed, num_bytes = self._forest.freed_by((), dropped)
         if dropped:
             heirs = self._forest.lineage.heirs(dropped)
-            change = Change(dropped_nodes=dropped, heirs=heirs, dropped_segments=freed)
-            if lazily and self._storage is not None and self._storage.is_writable:
-                self._unwritten.append(change)
-                self._forest.apply(change)
-            else:
-                self._make(change)
+            self._apply(Change(dropped_nodes=dropped, heirs=heirs, dropped_segments=freed), lazily=lazily)
         return Eviction(len(dropped), freed, num_bytes)
 
     def _insert_first(self, draft: NodeDraft, tokens: TokenIds) -> Insertion:

@@ -27,7 +27,6 @@ from tests.kvshare.replay.stage import (
     Stage,
     check_whole,
     decision_of,
-    node_ids,
 )
 
 OWNER = Owner("t", "tenant")
@@ -49,7 +48,7 @@ class Replica:
         served, departures = Served(), Departures()
         for index, one in enumerate(requests):
             report, finished = await self._complete(one)
-            evicted = departures.look(index, node_ids(self.engine))
+            evicted = departures.look(index, self.engine.sharing.tree)
             if finished is None:
                 assert report.reason == "short_prompt", "vLLM is given no ticket for these, and for no others"
             else:
