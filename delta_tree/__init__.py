@@ -8,6 +8,7 @@ no tensors, no HTTP, no vector index.
 
 from delta_tree.align import align, common_suffix_length
 from delta_tree.anchors import common_runs
+from delta_tree.change import Eviction, Insertion
 from delta_tree.compose import compose
 from delta_tree.composition import Composition, Copy, DonorReason
 from delta_tree.edits import Edit, EditScript, Match, Op
@@ -43,7 +44,7 @@ from delta_tree.runs import common_prefix_length
 from delta_tree.spans import Span, TokenIds, gaps, merge, split, token_ids
 from delta_tree.store_files import check_unlocked, set_aside
 from delta_tree.totals import TreeStats
-from delta_tree.tree import DeltaTree, Eviction, Insertion
+from delta_tree.tree import DeltaTree
 
 __all__ = [
     "SEGMENT_TOKENS",

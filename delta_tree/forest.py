@@ -7,30 +7,19 @@ memory and what is on disk never differ. The forest neither locks nor stores; tr
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
 
+from delta_tree.change import Change
 from delta_tree.errors import InvalidNodeError
 from delta_tree.lineage import Lineage
 from delta_tree.node import Node, NodeId, Segment, SegmentId
 from delta_tree.spans import TokenIds
 from delta_tree.totals import Totals
 from delta_tree.use_order import UseOrder
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What one operation does: all of it or nothing. A put node replaces one with its id."""
-
-    put_segments: tuple[Segment, ...] = ()
-    put_nodes: tuple[Node, ...] = ()
-    parents: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of those new nodes that are no roots
-    dropped_nodes: tuple[NodeId, ...] = ()
-    heirs: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of dropped nodes: get their children
-    dropped_segments: tuple[SegmentId, ...] = ()
 
 
 def prompt_key(namespace: str, tokens: TokenIds) -> bytes:

@@ -8,10 +8,11 @@ stored, nothing has happened. KV bytes live elsewhere; each answer says which se
 import logging
 import time
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+from delta_tree.change import Change, Eviction, Insertion
 from delta_tree.checks import SegmentLookup, check_draft, check_forest, check_node, quality
 from delta_tree.errors import (
     InvalidNodeError,
@@ -20,7 +21,7 @@ from delta_tree.errors import (
     StoreCorruptError,
     StoreError,
 )
-from delta_tree.forest import Change, Forest
+from delta_tree.forest import Forest
 from delta_tree.node import Node, NodeDraft, NodeId, NodeIds, SegmentId
 from delta_tree.reading import TreeReader
 from delta_tree.spans import TokenIds, token_ids
@@ -29,24 +30,6 @@ from delta_tree.storage import Storage
 log = logging.getLogger(__name__)
 
 _MAX_UNWRITTEN_USES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Insertion:
-    """The node of the inserted prompt, and the segments whose KV nobody needs."""
-
-    node: Node
-    created: bool  # False: the prompt was known, its node was touched and perhaps improved
-    freed_segments: tuple[SegmentId, ...]  # the draft's own ones included, if not needed
-
-
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """What left the tree."""
-
-    num_nodes: int
-    freed_segments: tuple[SegmentId, ...]
-    freed_bytes: int
 
 
 class DeltaTree(TreeReader):
@@ -197,7 +180,7 @@ class DeltaTree(TreeReader):
                 exact_length=min(node.exact_length, num_tokens),
             )
             freed, num_bytes = self._forest.freed_by([shorter], ())
-            self._apply(Change(put_nodes=(shorter,), dropped_segments=freed), lazily=lazily)
+            self._make(Change(put_nodes=(shorter,), dropped_segments=freed), lazily=lazily)
             return Eviction(0, freed, num_bytes)
 
     def purge(self, namespace: str) -> Eviction:
@@ -229,20 +212,15 @@ class DeltaTree(TreeReader):
             if node.pinned != pinned:
                 self._make(Change(put_nodes=(replace(node, pinned=pinned),)))
 
-    def _apply(self, change: Change, *, lazily: bool) -> None:
-        """Make a change of an eviction now, or store it with the next one."""
+    def _make(self, change: Change, *, lazily: bool = False) -> None:
+        """Store, with what was not written yet, then make in memory; `lazily`: store with the next change."""
         if lazily and self._storage is not None and self._storage.is_writable:
             self._unwritten.append(change)
-            self._forest.apply(change)
         else:
-            self._make(change)
-
-    def _make(self, change: Change) -> None:
-        """Store, then make in memory; what was not written yet goes along."""
-        if self._storage is not None:
-            self._storage.write([*self._unwritten, change], self._due_uses())
-        self._unwritten.clear()
-        self._used.clear()
+            if self._storage is not None:
+                self._storage.write([*self._unwritten, change], self._due_uses())
+            self._unwritten.clear()
+            self._used.clear()
         self._forest.apply(change)
 
     def _write_uses(self) -> None:
@@ -263,7 +241,7 @@ class DeltaTree(TreeReader):
         freed, num_bytes = self._forest.freed_by((), dropped)
         if dropped:
             heirs = self._forest.lineage.heirs(dropped)
-            self._apply(Change(dropped_nodes=dropped, heirs=heirs, dropped_segments=freed), lazily=lazily)
+            self._make(Change(dropped_nodes=dropped, heirs=heirs, dropped_segments=freed), lazily=lazily)
         return Eviction(len(dropped), freed, num_bytes)
 
     def _insert_first(self, draft: NodeDraft, tokens: TokenIds) -> Insertion:
