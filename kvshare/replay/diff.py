@@ -12,14 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from kvshare.errors import LogError
+from kvshare.replay.measures import SUMMED, each_request, grouped
 from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, SHARES, Document, arm_label
+from kvshare.replay.rows import read_arm
 
-_COLUMNS = ["index", "arm", "capacity_tokens", "conversation", "num_tokens", "num_hit", "false_hit"]
+_COLUMNS = ["index", "conversation", *SUMMED]
 _DRAWS_AT_ONCE = 50
 _LOW, _HIGH = 2.5, 97.5
 
@@ -28,12 +29,12 @@ Table = NDArray[np.float64]
 
 # Ratios of two sums over requests.
 _FIGURES = {
-    "token_hit_rate": ("hit", "tokens"),
-    "request_hit_rate": ("with_hit", "requests"),
+    "token_hit_rate": ("num_hit", "num_tokens"),
+    "request_hit_rate": ("with_0", "requests"),
     **{f"request_hit_rate_{share}": (f"with_{share}", "requests") for share in SHARES},
-    "false_hits_per_request": ("false", "requests"),
+    "false_hits_per_request": ("false_hit", "requests"),
 }
-_SUMS = ("requests", "tokens", "hit", "with_hit", *(f"with_{share}" for share in SHARES), "false")
+_SUMS = sorted({name for pair in _FIGURES.values() for name in pair})
 
 
 def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
@@ -102,39 +103,19 @@ def _ratio(sums: Table, name: str) -> Table:
 
 def _sums_by_conversation(rows: pa.Table) -> Table:
     """(C, S): the sums of each conversation's requests."""
-    columns = {name: rows.column(name).to_numpy() for name in ("conversation", "num_tokens", "num_hit")}
-    tokens, hit = columns["num_tokens"].astype(np.float64), columns["num_hit"].astype(np.float64)
-    each = {
-        "requests": np.ones(len(tokens)),
-        "tokens": tokens,
-        "hit": hit,
-        "with_hit": (hit > 0).astype(np.float64),
-        **{
-            f"with_{share}": ((hit > 0) & (100 * hit >= share * tokens)).astype(np.float64)
-            for share in SHARES
-        },
-        "false": rows.column("false_hit").to_numpy(zero_copy_only=False).astype(np.float64),
-    }
-    _, group = np.unique(columns["conversation"], return_inverse=True)
-    return np.stack([np.bincount(group, weights=each[name]) for name in _SUMS], axis=1)
+    sums = grouped(each_request(rows), rows["conversation"])
+    return np.array([[own[name] for name in _SUMS] for own in sums.values()], np.float64)
 
 
 def _rows(folder: Path) -> dict[str, pa.Table]:
     """The rows of each arm, by request."""
+    path = folder / REQUESTS_FILE
     try:
-        table = pq.read_table(folder / REQUESTS_FILE, columns=_COLUMNS)
+        arms = pq.read_table(path, columns=["arm", "capacity_tokens"])
+        stores = arms.group_by(arms.column_names, use_threads=False).aggregate([]).to_pylist()
+        return {arm_label(**store): read_arm(path, **store, columns=_COLUMNS) for store in stores}
     except (OSError, pa.ArrowInvalid) as exc:
         raise _not_results(folder, REQUESTS_FILE, exc) from exc
-    pairs = table.group_by(["arm", "capacity_tokens"], use_threads=False).aggregate([])
-    rows = {}
-    for pair in pairs.to_pylist():
-        arm, capacity = pair["arm"], pair["capacity_tokens"]
-        held = pc.field("capacity_tokens")
-        chosen = table.filter(
-            (pc.field("arm") == arm) & (held.is_null() if capacity is None else held == capacity)
-        )
-        rows[arm_label(arm, capacity)] = chosen.sort_by("index")
-    return rows
 
 
 def _results(folder: Path) -> Document:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -83,7 +83,7 @@ class TokenizedRequest:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """
-    What one arm would have reused of one request.
+    What one arm would have reused of one request. Its names are columns of rows.py.
 
     `hits` are the prompt's positions that need no computing, ascending and disjoint. Only equal tokens count:
     a response cache's answer to another prompt is a `false_hit`.
@@ -95,17 +95,24 @@ class Outcome:
     num_donors: int = 0
     shifts: tuple[int, ...] = ()  # of the copies, in tokens
     cross_user: bool | None = False  # some of it came from another user's prompt; None: not known
+    answered: bool = False  # by a response cache
     false_hit: bool = False
     lookup_s: float = 0.0
     plan_s: float = 0.0
     num_stored_bytes: int = 0  # in the arm's store, after this request
     distance: float | None = None  # cosine distance to the nearest earlier prompt, where the arm looks
     reason: str | None = None  # why nothing or no more was shared, one of a few fixed words
-    details: Mapping[str, float] = field(default_factory=dict)
+    num_refused: int = 0  # tokens a gate refused, that the arm's candidates had
+    num_refused_generation: int = 0  # of these, taken if only the generation did not matter
+    embedded: bool = False  # for the look-up; the time it took is no part of it
 
     @property
     def num_hit(self) -> int:
         return sum(len(span) for span in self.hits)
+
+    @property
+    def num_copies(self) -> int:
+        return len(self.shifts)
 
 
 def spans_of(flags: Sequence[bool]) -> tuple[Span, ...]:

@@ -16,14 +16,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvshare.errors import LogError
@@ -66,6 +64,7 @@ SCHEMA = pa.schema(
         "observe_s": pa.float32(),  # all the arm did: look up, plan, tell what gates cost, store
     }
 )
+_OF_OUTCOME = tuple(name for name in SCHEMA.names if hasattr(Outcome, name))
 _LANGUAGE = re.compile(r"[A-Za-z][A-Za-z_()-]{0,23}( [A-Za-z()-]{1,23})?")
 
 
@@ -104,29 +103,13 @@ class RowMaker:
 
 
 def make_row(common: Row, arm: Arm, outcome: Outcome, *, observe_s: float) -> Row:
-    """What an arm made of a request, with everything as Parquet will give it back."""
-    distance = None if outcome.distance is None else float(np.float32(outcome.distance))
+    """What an arm made of a request."""
+    own = {name: getattr(outcome, name) for name in _OF_OUTCOME}
     return {
         **common,
         "arm": arm.name,
         "capacity_tokens": arm.capacity_tokens,
-        "num_hit": outcome.num_hit,
-        "num_exact": outcome.num_exact,
-        "num_repaired": outcome.num_repaired,
-        "num_copies": len(outcome.shifts),
-        "num_donors": outcome.num_donors,
-        "shifts": list(outcome.shifts),
-        "cross_user": outcome.cross_user,
-        "answered": bool(outcome.details.get("answered", 0)),
-        "false_hit": outcome.false_hit,
-        "distance": distance,
-        "reason": outcome.reason,
-        "num_refused": int(outcome.details.get("num_refused", 0)),
-        "num_refused_generation": int(outcome.details.get("num_refused_generation", 0)),
-        "embedded": bool(outcome.details.get("embedded", 0)),
-        "num_stored_bytes": outcome.num_stored_bytes,
-        "lookup_s": outcome.lookup_s,
-        "plan_s": outcome.plan_s,
+        **own,
         "observe_s": observe_s,
     }
 
@@ -143,11 +126,14 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     partial.replace(path)
 
 
-def read_rows(path: Path, *, batch_size: int = 4096) -> Iterator[Row]:
-    """The rows of a file, in order, a batch in memory at a time."""
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=batch_size):
-            yield from batch.to_pylist()
+def read_arm(
+    path: Path, arm: str, capacity_tokens: int | None = None, *, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """The rows of one arm with one store, in the stream's order."""
+    capacity = pc.field("capacity_tokens")
+    same_store = capacity.is_null() if capacity_tokens is None else capacity == capacity_tokens
+    table = pq.read_table(path, columns=columns, filters=(pc.field("arm") == arm) & same_store)
+    return table.sort_by("index")
 
 
 def join_files(parts: Sequence[Path], path: Path) -> None:
@@ -221,12 +207,6 @@ class Checkpoint:
         partial = self._folder / "state.partial"
         partial.write_text(json.dumps(asdict(progress)), encoding="utf-8")
         partial.replace(self._folder / _STATE_FILE)
-
-    def rows(self, progress: Progress) -> Iterator[list[Row]]:
-        """The rows so far, request by request."""
-        for number in range(progress.num_parts):
-            for _, rows in groupby(read_rows(self._part(number)), key=itemgetter("index")):
-                yield list(rows)
 
     def join(self, progress: Progress, path: Path) -> None:
         """All rows as one file."""
