@@ -132,7 +132,9 @@ def read_arm(
     """The rows of one arm with one store, in the stream's order."""
     capacity = pc.field("capacity_tokens")
     same_store = capacity.is_null() if capacity_tokens is None else capacity == capacity_tokens
-    table = pq.read_table(path, columns=columns, filters=(pc.field("arm") == arm) & same_store)
+    wanted = (pc.field("arm") == arm) & same_store
+    # Reading ahead, in threads or into buffers, takes several times the memory and saves no time.
+    table = pq.read_table(path, columns=columns, filters=wanted, use_threads=False, pre_buffer=False)
     return table.sort_by("index")
 
 
