@@ -2,10 +2,9 @@
 One row a request and arm: what is kept of a replay, as numbers, and how it goes into Parquet and comes back.
 
 All measures are functions of these rows, so that a resumed run, or a later one, finds the same from the file.
-How far a replay came lies in parts, and a small state that names them:
+How far a replay came lies in parts of it, each with whole requests only, that appear whole or not at all:
 
-    OUT/checkpoint/rows-00000.parquet ...   whole requests only
-    OUT/checkpoint/state.json               written last, replaced whole
+    OUT/checkpoint/rows-00000.parquet ...   in its metadata, how far the run had come with it
 
 What the arms hold is not kept (it would be prompts); on resuming they observe the log's beginning once more,
 unmeasured.
@@ -30,7 +29,7 @@ from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.results import Row
 
 CHECKPOINT_FOLDER = "checkpoint"
-_STATE_FILE = "state.json"
+_PROGRESS = b"kvshare.progress"
 SCHEMA = pa.schema(
     {
         "index": pa.int64(),  # place in the stream, from 0
@@ -119,10 +118,10 @@ def language_label(language: str) -> str:
     return language if _LANGUAGE.fullmatch(language) else "other"
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
+def write_rows(path: Path, rows: Sequence[Row], *, schema: pa.Schema = SCHEMA) -> None:
     """Rows into a Parquet file that appears whole or not at all."""
     partial = path.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), partial, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), partial, compression="zstd")
     partial.replace(path)
 
 
@@ -138,24 +137,12 @@ def read_arm(
     return table.sort_by("index")
 
 
-def join_files(parts: Sequence[Path], path: Path) -> None:
-    """All parts, one after the other, as one file."""
-    partial = path.with_suffix(".partial")
-    with pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
-        for part in parts:
-            with pq.ParquetFile(part) as file:
-                for batch in file.iter_batches(batch_size=65_536):
-                    writer.write_batch(batch)
-    partial.replace(path)
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
     """`digest` is that of the data up to `num_requests`; `run` names the config and the files."""
 
     run: str
     num_requests: int = 0
-    num_parts: int = 0
     digest: str = ""
     num_resumed: int = 0
     wall_s: float = 0.0
@@ -170,7 +157,11 @@ class Checkpoint:
     @property
     def has_progress(self) -> bool:
         """Whether there is anything to resume."""
-        return (self._folder / _STATE_FILE).is_file()
+        return bool(self._parts)
+
+    @property
+    def _parts(self) -> list[Path]:
+        return sorted(self._folder.glob("rows-*.parquet"))
 
     def begin(self, run: str) -> Progress:
         """Forget whatever was there and start anew."""
@@ -187,9 +178,8 @@ class Checkpoint:
         if not self.has_progress:
             return self.begin(run)
         try:
-            state = self._folder / _STATE_FILE
-            progress = Progress(**json.loads(state.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as exc:
+            progress = Progress(**json.loads(pq.read_schema(self._parts[-1]).metadata[_PROGRESS]))
+        except (OSError, ValueError, TypeError, LookupError) as exc:
             raise LogError("the checkpoint cannot be read; start without --resume") from exc
         if progress.run != run:
             raise LogError(
@@ -202,21 +192,20 @@ class Checkpoint:
         if digest != progress.digest:
             raise LogError("the log is another than the interrupted run's; start without --resume")
 
-    def save(self, progress: Progress, rows: list[Row]) -> None:
-        """Add a part, then say so."""
-        if rows:
-            write_rows(self._part(progress.num_parts - 1), rows)
-        partial = self._folder / "state.partial"
-        partial.write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        partial.replace(self._folder / _STATE_FILE)
+    def save(self, progress: Progress, rows: Sequence[Row]) -> None:
+        """Add a part."""
+        metadata = {_PROGRESS: json.dumps(asdict(progress))}
+        path = self._folder / f"rows-{len(self._parts):05}.parquet"
+        write_rows(path, rows, schema=SCHEMA.with_metadata(metadata))
 
-    def join(self, progress: Progress, path: Path) -> None:
-        """All rows as one file."""
-        join_files([self._part(number) for number in range(progress.num_parts)], path)
+    def join(self, path: Path) -> None:
+        """All parts, one after the other, as one file."""
+        partial = path.with_suffix(".partial")
+        with pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
+            for part in self._parts:
+                writer.write_table(pq.read_table(part))
+        partial.replace(path)
 
     def clear(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _part(self, number: int) -> Path:
-        return self._folder / f"rows-{number:05}.parquet"

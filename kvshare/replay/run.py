@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
@@ -62,25 +62,20 @@ def replay(
             return _Run(options, stream, tokenizer, meanings, arms).complete(resume=resume, report=report)
 
 
+@dataclass(eq=False)
 class _Run:
     """One replay from its start, or its checkpoint, to its files."""
 
-    def __init__(
-        self,
-        options: ReplayOptions,
-        stream: RequestStream,
-        tokenizer: RequestTokenizer,
-        meanings: Meanings | None,
-        arms: Sequence[Arm],
-    ) -> None:
-        self._options = options
-        self._stream = stream
-        self._tokenizer = tokenizer
-        self._meanings = meanings
-        self._files = describe_files(options.paths)
-        self._config = config_document(options, tokenizer, meanings)
-        self._arms = arms
-        self._checkpoint = Checkpoint(options.out)
+    options: ReplayOptions
+    stream: RequestStream
+    tokenizer: RequestTokenizer
+    meanings: Meanings | None
+    arms: Sequence[Arm]
+
+    def __post_init__(self) -> None:
+        self._files = describe_files(self.options.paths)
+        self._config = config_document(self.options, self.tokenizer, self.meanings)
+        self._checkpoint = Checkpoint(self.options.out)
         self._pending: list[Row] = []
         self._hash = hashlib.sha256()  # of the data so far
         self._started_at = datetime.now(UTC)
@@ -94,17 +89,17 @@ class _Run:
         if progress.num_requests:
             progress = replace(progress, num_resumed=progress.num_resumed + 1)
         progress = self._observe_all(progress, report)
-        self._checkpoint.join(progress, self._options.out / REQUESTS_FILE)
+        self._checkpoint.join(self.options.out / REQUESTS_FILE)
         document = self._results(progress).model_dump(mode="json")
-        write_document(self._options.out / RESULTS_FILE, document)
+        write_document(self.options.out / RESULTS_FILE, document)
         self._checkpoint.clear()
         return document
 
     def _observe_all(self, progress: Progress, report: Report) -> Progress:
         maker, num_measured = RowMaker(), progress.num_requests
-        for batch in batches(self._tokenizer.tokenize(self._stream), _BATCH):
-            if self._meanings is not None:
-                self._meanings.prepare(batch)
+        for batch in batches(self.tokenizer.tokenize(self.stream), _BATCH):
+            if self.meanings is not None:
+                self.meanings.prepare(batch)
             for request in batch:
                 rows = self._observe(request, maker)
                 if request.index >= progress.num_requests:
@@ -112,15 +107,15 @@ class _Run:
                     num_measured = request.index + 1
                 elif request.index + 1 == progress.num_requests:
                     self._checkpoint.check_same_data(progress, self._hash.hexdigest())
-                report(request.index + 1, len(self._stream))
-            if num_measured - progress.num_requests >= self._options.checkpoint_every:
+                report(request.index + 1, len(self.stream))
+            if num_measured - progress.num_requests >= self.options.checkpoint_every:
                 progress = self._save(progress, num_measured)
         return self._save(progress, num_measured)
 
     def _observe(self, request: TokenizedRequest, maker: RowMaker) -> list[Row]:
         common = maker.common(request)
         rows = []
-        for arm in self._arms:
+        for arm in self.arms:
             began = time.perf_counter()
             outcome = arm.observe(request)
             rows.append(make_row(common, arm, outcome, observe_s=time.perf_counter() - began))
@@ -132,33 +127,33 @@ class _Run:
         saved = replace(
             progress,
             num_requests=num_measured,
-            num_parts=progress.num_parts + bool(self._pending),
             digest=self._hash.hexdigest(),
             wall_s=progress.wall_s + now - self._began,
         )
-        self._checkpoint.save(saved, self._pending)
+        if self._pending:
+            self._checkpoint.save(saved, self._pending)
         self._began, self._pending = now, []
         return saved
 
     def _results(self, progress: Progress) -> schema.Results:
         """From the rows, one arm in memory at a time."""
-        rows_of = partial(read_arm, self._options.out / REQUESTS_FILE)
-        prefill, embedding_s = self._options.prefill_tokens_per_s, 0.0
-        if self._meanings is not None:
-            embedding_s = self._meanings.seconds_per_text
+        rows_of = partial(read_arm, self.options.out / REQUESTS_FILE)
+        prefill, embedding_s = self.options.prefill_tokens_per_s, 0.0
+        if self.meanings is not None:
+            embedding_s = self.meanings.seconds_per_text
         arms, clocks = [], {}
-        for arm in self._arms:
+        for arm in self.arms:
             rows = rows_of(arm.name, arm.capacity_tokens)
             arms.append(arm_results(rows, _store(arm), _tree(arm), prefill_tokens_per_s=prefill))
             clocks[arm.label] = arm_times(rows, prefill_tokens_per_s=prefill, embedding_s=embedding_s)
-        families = {arm.name: arm.family for arm in self._arms if arm.capacity_tokens is None}
+        families = {arm.name: arm.family for arm in self.arms if arm.capacity_tokens is None}
         return schema.Results(
             config=self._config,
             data=describe_data(
-                rows_of(self._arms[0].name),
+                rows_of(self.arms[0].name),
                 sha256=self._hash.hexdigest(),
                 files=self._files,
-                unreadable=self._stream.report.unreadable(),
+                unreadable=self.stream.report.unreadable(),
             ),
             versions=versions(),
             arms=tuple(arms),
@@ -169,8 +164,8 @@ class _Run:
 
     def _times(self, progress: Progress, arms: dict[str, schema.ArmTimes]) -> schema.RunTimes:
         embedding = None
-        if self._meanings is not None:
-            seconds, num_texts = self._meanings.seconds, self._meanings.num_texts
+        if self.meanings is not None:
+            seconds, num_texts = self.meanings.seconds, self.meanings.num_texts
             rate = num_texts / (seconds or 1)
             embedding = schema.EmbeddingTimes(num_texts=num_texts, seconds=seconds, texts_per_s=rate)
         return schema.RunTimes(
