@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from delta_tree import Span, TokenIds
 
@@ -115,17 +118,10 @@ class Outcome:
         return len(self.shifts)
 
 
-def spans_of(flags: Sequence[bool]) -> tuple[Span, ...]:
+def spans_of(flags: ArrayLike) -> tuple[Span, ...]:
     """The stretches where `flags` is true."""
-    spans: list[Span] = []
-    start: int | None = None
-    for position, flag in enumerate([*flags, False]):
-        if flag and start is None:
-            start = position
-        elif not flag and start is not None:
-            spans.append(Span(start, position))
-            start = None
-    return tuple(spans)
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)).tolist()
+    return tuple(map(Span, edges[::2], edges[1::2]))
 
 
 def batches(requests: Iterable[T], size: int) -> Iterator[list[T]]:
