@@ -86,14 +86,10 @@ def _compare(a: pa.Table, b: pa.Table, rng: np.random.Generator, resamples: int)
 
 def _resampled(a: Table, b: Table, rng: np.random.Generator, resamples: int) -> tuple[Table, Table]:
     """(R, S) each: the sums over conversations drawn with replacement, the same ones in both runs."""
-    num = len(a)
-    drawn_a, drawn_b = [], []
-    for start in range(0, resamples, _DRAWS_AT_ONCE):
-        size = min(_DRAWS_AT_ONCE, resamples - start)
-        weights = rng.multinomial(num, np.full(num, 1 / num), size=size).astype(np.float64)
-        drawn_a.append(weights @ a)
-        drawn_b.append(weights @ b)
-    return np.concatenate(drawn_a), np.concatenate(drawn_b)
+    num, both = len(a), np.hstack([a, b])
+    sizes = (min(_DRAWS_AT_ONCE, resamples - start) for start in range(0, resamples, _DRAWS_AT_ONCE))
+    drawn = np.concatenate([rng.multinomial(num, np.full(num, 1 / num), size=size) @ both for size in sizes])
+    return drawn[:, : len(_SUMS)], drawn[:, len(_SUMS) :]
 
 
 def _ratio(sums: Table, name: str) -> Table:

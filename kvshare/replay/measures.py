@@ -31,12 +31,11 @@ from kvshare.replay.results import SHARES
 
 _ORIGINS = ("same_user", "cross_user", "unknown")
 _MAX_LANGUAGES = 60  # a log with more has made them up
+_CLOCKS = ("lookup_s", "plan_s", "observe_s")
 SUMMED = (
     *("num_tokens", "num_hit", "num_exact", "num_repaired", "num_refused", "num_refused_generation"),
     *("answered", "false_hit", "embedded"),
 )
-
-_CLOCKS = ("lookup_s", "plan_s", "observe_s")
 
 Sums = Mapping[str, Any]
 
@@ -184,11 +183,9 @@ def similarity(families: Mapping[str, str], rows_of: Callable[[str], pa.Table]) 
     if "response" not in arms or overlap is None:
         return None
     distances = rows_of(arms["response"])["distance"].to_numpy().astype(np.float64)  # NaN: no earlier prompt
-    (tokens, hit), known = _tokens_and_hits(rows_of(overlap)), ~np.isnan(distances)
-    shares = hit / np.maximum(tokens, 1)
-    counts = np.zeros((len(DISTANCE_EDGES), len(OVERLAP_EDGES)), np.int64)
-    places = buckets(DISTANCE_EDGES, distances[known]), buckets(OVERLAP_EDGES, shares[known])
-    np.add.at(counts, places, 1)
+    tokens, hit = _tokens_and_hits(rows_of(overlap))
+    edges = [*DISTANCE_EDGES, np.inf], [*OVERLAP_EDGES, np.inf]
+    counts = np.histogram2d(distances, hit / np.maximum(tokens, 1), edges)[0].astype(int)
     num_requests = max(1, len(distances))
     return schema.Similarity(
         distance_edges=DISTANCE_EDGES,

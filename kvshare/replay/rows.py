@@ -12,9 +12,11 @@ unmeasured.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,32 +69,25 @@ _OF_OUTCOME = tuple(name for name in SCHEMA.names if hasattr(Outcome, name))
 _LANGUAGE = re.compile(r"[A-Za-z][A-Za-z_()-]{0,23}( [A-Za-z()-]{1,23})?")
 
 
-class Numbering:
+def numbering() -> defaultdict[str, int]:
     """Names -> numbers, in the order they first come: logs' names are nobody's business."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def __call__(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers))
+    return defaultdict(itertools.count().__next__)
 
 
 class RowMaker:
     """Makes rows; numbers users, conversations and namespaces over the whole stream."""
 
     def __init__(self) -> None:
-        self.users = Numbering()
-        self.conversations = Numbering()
-        self.namespaces = Numbering()
+        self._users, self._conversations, self._namespaces = numbering(), numbering(), numbering()
 
     def common(self, request: TokenizedRequest) -> Row:
         """What the rows of all arms have in common."""
         logged = request.logged
         return {
             "index": request.index,
-            "namespace": self.namespaces(logged.namespace),
-            "user": None if logged.user is None else self.users(logged.user),
-            "conversation": self.conversations(logged.conversation),
+            "namespace": self._namespaces[logged.namespace],
+            "user": None if logged.user is None else self._users[logged.user],
+            "conversation": self._conversations[logged.conversation],
             "turn": logged.turn,
             "language": language_label(logged.language),
             "time_s": request.time_s,
@@ -103,12 +98,11 @@ class RowMaker:
 
 def make_row(common: Row, arm: Arm, outcome: Outcome, *, observe_s: float) -> Row:
     """What an arm made of a request."""
-    own = {name: getattr(outcome, name) for name in _OF_OUTCOME}
     return {
         **common,
         "arm": arm.name,
         "capacity_tokens": arm.capacity_tokens,
-        **own,
+        **{name: getattr(outcome, name) for name in _OF_OUTCOME},
         "observe_s": observe_s,
     }
 

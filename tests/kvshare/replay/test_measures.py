@@ -15,7 +15,7 @@ from kvshare.replay.counts import (
 )
 from kvshare.replay.measures import arm_results, arm_times, similarity, waterfalls
 from kvshare.replay.results import ArmResults, Row, Store, arm_label
-from kvshare.replay.rows import SCHEMA, Numbering, language_label
+from kvshare.replay.rows import SCHEMA, language_label, numbering
 
 
 def _row(index: int, num_tokens: int, num_hit: int, **changes: object) -> Row:
@@ -203,5 +203,5 @@ def test_labels() -> None:
         "64-127",
         "32768-",
     ]
-    numbering = Numbering()
-    assert [numbering(name) for name in ("x", "y", "x")] == [0, 1, 0]
+    numbers = numbering()
+    assert [numbers[name] for name in ("x", "y", "x")] == [0, 1, 0]
