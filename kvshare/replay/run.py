@@ -96,21 +96,20 @@ class _Run:
         return document
 
     def _observe_all(self, progress: Progress, report: Report) -> Progress:
-        maker, num_measured = RowMaker(), progress.num_requests
+        maker = RowMaker()
         for batch in batches(self.tokenizer.tokenize(self.stream), _BATCH):
             if self.meanings is not None:
                 self.meanings.prepare(batch)
             for request in batch:
-                rows = self._observe(request, maker)
-                if request.index >= progress.num_requests:
+                rows, num_observed = self._observe(request, maker), request.index + 1
+                if num_observed > progress.num_requests:
                     self._pending += rows
-                    num_measured = request.index + 1
-                elif request.index + 1 == progress.num_requests:
+                elif num_observed == progress.num_requests:
                     self._checkpoint.check_same_data(progress, self._hash.hexdigest())
-                report(request.index + 1, len(self.stream))
-            if num_measured - progress.num_requests >= self.options.checkpoint_every:
-                progress = self._save(progress, num_measured)
-        return self._save(progress, num_measured)
+                report(num_observed, len(self.stream))
+            if len(self._pending) >= self.options.checkpoint_every * len(self.arms):
+                progress = self._save(progress)
+        return self._save(progress)
 
     def _observe(self, request: TokenizedRequest, maker: RowMaker) -> list[Row]:
         common = maker.common(request)
@@ -122,11 +121,11 @@ class _Run:
         self._hash.update(_content(request, common))
         return rows
 
-    def _save(self, progress: Progress, num_measured: int) -> Progress:
+    def _save(self, progress: Progress) -> Progress:
         now = time.perf_counter()
         saved = replace(
             progress,
-            num_requests=num_measured,
+            num_requests=progress.num_requests + len(self._pending) // len(self.arms),
             digest=self._hash.hexdigest(),
             wall_s=progress.wall_s + now - self._began,
         )

@@ -20,7 +20,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from hashlib import blake2b
 from itertools import groupby, islice
 from pathlib import Path
@@ -79,46 +79,34 @@ class _Place(NamedTuple):
     untimed: int | None
 
 
+@dataclass(eq=False)
 class RequestStream:
     """
     `with RequestStream(paths) as stream:` reads all files, then gives the requests as often as asked for.
 
-    `limit`: only so many. Raises LogError on entering for a file that cannot be replayed. `reading` is told
-    how many requests were read so far, `report` says what could not be read.
+    Raises LogError on entering for a file that cannot be replayed.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        *,
-        format_name: str | None = None,
-        interleave: int = 1,
-        seed: int | None = None,
-        limit: int | None = None,
-        folder: Path | None = None,
-        reading: Callable[[int], None] = lambda num_read: None,
-    ) -> None:
-        self.report = ReadReport()
-        self._num_requests = 0
-        self._paths = paths
-        self._format_name = format_name
-        self._interleave = max(1, interleave)
-        self._seed = seed
-        self._limit = limit
-        self._parent = folder
-        self._reading = reading
-        self._stack = ExitStack()
-        self._cache: OrderedDict[int, tuple[int, LoggedRow]] = OrderedDict()
-        self._cached_bytes = 0
+    paths: Sequence[Path]
+    _: KW_ONLY
+    format_name: str | None = None
+    interleave: int = 1
+    seed: int | None = None
+    limit: int | None = None  # only so many
+    folder: Path | None = None  # for the database; None: where the system has such files
+    reading: Callable[[int], None] = lambda num_read: None  # is told how many requests were read so far
+    report: ReadReport = field(init=False, default_factory=ReadReport)  # what could not be read
+    _cache: OrderedDict[int, tuple[int, LoggedRow]] = field(init=False, default_factory=OrderedDict)
+    _cached_bytes: int = field(init=False, default=0)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvshare-", dir=self._parent))
+            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvshare-", dir=self.folder))
             self._database = stack.enter_context(closing(sqlite3.connect(Path(name) / "stream")))
             self._database.executescript(_TABLES)
             self._read()
-            found = self._database.execute(_IN_ORDER, {"interleave": self._interleave})
-            places = islice(self._interleaved(map(_Place._make, found)), self._limit)
+            found = self._database.execute(_IN_ORDER, {"interleave": self.interleave})
+            places = islice(self._interleaved(map(_Place._make, found)), self.limit)
             self._num_requests = self._database.executemany(
                 "INSERT INTO stream (row, number, turn) VALUES (?, ?, ?)", (place[:3] for place in places)
             ).rowcount
@@ -156,9 +144,9 @@ class RequestStream:
 
     def _read(self) -> None:
         insert, sequence = self._database.execute, 0
-        for path, source in zip(self._paths, _sources(self._paths), strict=True):
+        for path, source in zip(self.paths, _sources(self.paths), strict=True):
             time_s: float | None = None
-            for row in read_file(path, self.report, format_name=self._format_name, source=source):
+            for row in read_file(path, self.report, format_name=self.format_name, source=source):
                 self._refuse_lengths(source)
                 row_id = insert("INSERT INTO rows (json) VALUES (?)", (_ROW.dump_json(row),)).lastrowid
                 conversation = blake2b(row.request.conversation.encode(), digest_size=16).digest()
@@ -170,7 +158,7 @@ class RequestStream:
                     insert("INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?)", record)
                     sequence += 1
                     if sequence % _TELL_EVERY == 0:
-                        self._reading(sequence)
+                        self.reading(sequence)
 
     def _refuse_lengths(self, source: str) -> None:
         if not FORMATS[self.report.formats[source]].has_content:
@@ -180,12 +168,12 @@ class RequestStream:
 
     def _interleaved(self, places: Iterable[_Place]) -> Iterator[_Place]:
         for is_untimed, stretch in groupby(places, key=lambda place: place.untimed is not None):
-            if is_untimed and self._interleave > 1:
+            if is_untimed and self.interleave > 1:
                 waiting = (
                     iter(list(turns)) for _, turns in groupby(stretch, key=lambda place: place.untimed)
                 )
-                draw = None if self._seed is None else random.Random(self._seed)
-                yield from take_turns(waiting, self._interleave, draw)
+                draw = None if self.seed is None else random.Random(self.seed)
+                yield from take_turns(waiting, self.interleave, draw)
             else:
                 yield from stretch
 
