@@ -43,7 +43,8 @@ def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
 
     `a` and `b` are folders of results. Raises LogError if they cannot be read or replayed different logs.
     """
-    _check_same_log(_results(a), _results(b))
+    if _results(a)["data"]["sha256"] != _results(b)["data"]["sha256"]:
+        raise LogError("the two runs replayed different logs, limits, orders or tokenizers: nothing to pair")
     rows_a, rows_b = _rows(a), _rows(b)
     rng = np.random.default_rng(seed)
     labels = [label for label in rows_a if label in rows_b]
@@ -62,34 +63,33 @@ def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
 
 
 def _compare(a: pa.Table, b: pa.Table, rng: np.random.Generator, resamples: int) -> list[Document]:
-    sums_a, sums_b = _sums_by_conversation(a), _sums_by_conversation(b)
-    drawn_a, drawn_b = _resampled(sums_a, sums_b, rng, resamples)
-    whole_a, whole_b = sums_a.sum(axis=0), sums_b.sum(axis=0)
+    both = np.stack([_sums_by_conversation(a), _sums_by_conversation(b)])
+    whole, drawn = both.sum(axis=1), _resampled(both, rng, resamples)
     documents = []
     for name in _FIGURES:
-        of_a, of_b = float(_ratio(whole_a, name)), float(_ratio(whole_b, name))
-        differences = _ratio(drawn_b, name) - _ratio(drawn_a, name)
-        low, high = np.percentile(differences, [_LOW, _HIGH])
+        of_a, of_b = _ratio(whole, name).tolist()
+        drawn_a, drawn_b = _ratio(drawn, name)
+        low, high = np.percentile(drawn_b - drawn_a, [_LOW, _HIGH]).tolist()
         documents.append(
             {
                 "name": name,
                 "a": of_a,
                 "b": of_b,
                 "difference": of_b - of_a,
-                "low": float(low),
-                "high": float(high),
-                "differs": bool(low > 0 or high < 0),
+                "low": low,
+                "high": high,
+                "differs": low > 0 or high < 0,
             }
         )
     return documents
 
 
-def _resampled(a: Table, b: Table, rng: np.random.Generator, resamples: int) -> tuple[Table, Table]:
-    """(R, S) each: the sums over conversations drawn with replacement, the same ones in both runs."""
-    num, both = len(a), np.hstack([a, b])
+def _resampled(both: Table, rng: np.random.Generator, resamples: int) -> Table:
+    """(2, C, S) -> (2, R, S): sums over conversations drawn with replacement, the same ones in both runs."""
+    num = both.shape[1]
     sizes = (min(_DRAWS_AT_ONCE, resamples - start) for start in range(0, resamples, _DRAWS_AT_ONCE))
-    drawn = np.concatenate([rng.multinomial(num, np.full(num, 1 / num), size=size) @ both for size in sizes])
-    return drawn[:, : len(_SUMS)], drawn[:, len(_SUMS) :]
+    drawn = [rng.multinomial(num, np.full(num, 1 / num), size=size) @ both for size in sizes]
+    return np.concatenate(drawn, axis=1)
 
 
 def _ratio(sums: Table, name: str) -> Table:
@@ -131,8 +131,3 @@ def _not_results(folder: Path, name: str, exc: Exception) -> LogError:
         f"{folder}: {name} cannot be read ({type(exc).__name__}); "
         "expected a folder that `kvshare replay --out` has written"
     )
-
-
-def _check_same_log(a: Document, b: Document) -> None:
-    if a["data"]["sha256"] != b["data"]["sha256"]:
-        raise LogError("the two runs replayed different logs, limits, orders or tokenizers: nothing to pair")

@@ -125,6 +125,7 @@ def arm_results(
 ) -> schema.ArmResults:
     """Everything of one arm with one store that no clock had a part in."""
     each, (tokens, hit) = each_request(rows), _tokens_and_hits(rows)
+    final_bytes = pc.last(rows["num_stored_bytes"]).as_py() or 0
     by = {
         group: {
             key: _figures(sums, prefill_tokens_per_s) for key, sums in sorted(grouped(each, keys).items())
@@ -139,22 +140,14 @@ def arm_results(
         num_donors=histogram(COUNT_EDGES, rows["num_donors"]),
         shift_tokens=histogram(SHIFT_EDGES, np.abs(pc.list_flatten(rows["shifts"]))),
         reasons=_counted(rows["reason"]),
-        storage=_storage(rows["num_stored_bytes"].to_numpy()),
+        storage=schema.Storage(
+            final_bytes=final_bytes,
+            peak_bytes=pc.max(rows["num_stored_bytes"]).as_py() or 0,
+            bytes_per_request=final_bytes / max(1, len(rows)),
+        ),
         series=stretches(rows),
         by=by,
         tree=tree,
-    )
-
-
-def _storage(num_bytes: NDArray[np.int64]) -> schema.Storage:
-    """Of what is stored after each request."""
-    if not len(num_bytes):
-        return schema.Storage(final_bytes=0, peak_bytes=0, bytes_per_request=0.0)
-    final_bytes = int(num_bytes[-1])
-    return schema.Storage(
-        final_bytes=final_bytes,
-        peak_bytes=int(num_bytes.max()),
-        bytes_per_request=final_bytes / len(num_bytes),
     )
 
 

@@ -81,7 +81,6 @@ def make_bench(
         settings=options.settings,
         bytes_per_token=options.bytes_per_token,
         prefill_tokens_per_s=options.prefill_tokens_per_s,
-        seed=options.seed,
         meanings=meanings,
         light_ids=light_ids,
         explain_losses=explain_losses,

@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 from kvshare.errors import LogError
 from kvshare.replay.arms import ArmSpec, Meanings, opened_arms
 from kvshare.replay.arms.base import with_room
-from kvshare.replay.arms.meanings import Vector
 from kvshare.replay.counts import DISTANCE_THRESHOLDS, buckets
 from kvshare.replay.options import (
     ReplayOptions,
@@ -126,6 +125,9 @@ def _write(out: Path, document: Document) -> None:
         path = out / f"{name.replace('_', '-')}.svg"
         path.write_text(picture := draw(document[name], _REPORTED[name]), encoding="utf-8")
         write_png(path.with_suffix(".png"), picture)
+
+
+Vector = NDArray[np.float32]
 
 
 class _Shelf:

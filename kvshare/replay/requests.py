@@ -98,16 +98,16 @@ class Outcome:
     num_donors: int = 0
     shifts: tuple[int, ...] = ()  # of the copies, in tokens
     cross_user: bool | None = False  # some of it came from another user's prompt; None: not known
-    answered: bool = False  # by a response cache
     false_hit: bool = False
     lookup_s: float = 0.0
     plan_s: float = 0.0
     num_stored_bytes: int = 0  # in the arm's store, after this request
     distance: float | None = None  # cosine distance to the nearest earlier prompt, where the arm looks
     reason: str | None = None  # why nothing or no more was shared, one of a few fixed words
+    answered: bool = False  # by a response cache
+    embedded: bool = False  # for the look-up
     num_refused: int = 0  # tokens a gate refused, that the arm's candidates had
     num_refused_generation: int = 0  # of these, taken if only the generation did not matter
-    embedded: bool = False  # for the look-up; the time it took is no part of it
 
     @property
     def num_hit(self) -> int:
