@@ -30,7 +30,6 @@ from kvshare.replay.arms.base import Arm
 from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.results import Row
 
-CHECKPOINT_FOLDER = "checkpoint"
 _PROGRESS = b"kvshare.progress"
 SCHEMA = pa.schema(
     {
@@ -146,7 +145,7 @@ class Checkpoint:
     """The checkpoint folder of one run."""
 
     def __init__(self, out: Path) -> None:
-        self._folder = out / CHECKPOINT_FOLDER
+        self._folder = out / "checkpoint"
 
     @property
     def has_progress(self) -> bool:
