@@ -48,11 +48,16 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Saved(Part):
-    """Seconds to the first token. `share` is of all prefill."""
+class NetSaved(Part):
+    """Seconds; less look-up, plan and, for each text embedded for the look-up, the mean time of a text."""
 
     mean: Number = None
     total: Number = None
+
+
+class Saved(NetSaved):
+    """Seconds to the first token, nothing taken off. `share` is of all prefill."""
+
     share: Number = None
 
 
@@ -235,13 +240,6 @@ class Milliseconds(Part):
     p90: Number = None
     p99: Number = None
     max: Number = None
-
-
-class NetSaved(Part):
-    """Seconds; less look-up, plan and, for each text embedded for the look-up, the mean time of a text."""
-
-    mean: Number = None
-    total: Number = None
 
 
 class ArmTimes(Part):

@@ -158,13 +158,9 @@ class SharingArm(Arm):
             plan_s=plan_s,
             num_stored_bytes=self._keeper.tier.num_bytes,
             distance=_distance(lookup),
-            details={
-                "num_refused": losses.num_refused,
-                "num_refused_generation": losses.num_generation,
-                "embedded": "meaning" in lookup.stage_seconds and bool(request.text.strip()),
-                "num_candidates": len(nodes),
-                "num_failures": lookup.num_failures,
-            },
+            num_refused=losses.num_refused,
+            num_refused_generation=losses.num_generation,
+            embedded="meaning" in lookup.stage_seconds and bool(request.text.strip()),
         )
 
     def _check_counters(self) -> None:

@@ -120,7 +120,7 @@ def replayed(
                     index, one.token_ids.tolist(), answer=answer, namespace=namespace, text=one.text
                 )
             )
-            num_embedded += bool(outcome.details["embedded"])
+            num_embedded += outcome.embedded
             copied = outcome.num_hit - outcome.num_exact
             decisions.append(
                 Decision(

@@ -101,7 +101,7 @@ def test_nearness_is_that_of_every_pair() -> None:
     shares = {one["distance"]: one["share"] for one in nearness.figure_2()["by_distance"]}
     assert 0 < shares[0.05] < shares[0.1]
     assert shares == pytest.approx({limit: (earlier <= limit).mean() for limit in shares})
-    assert nearness.similar_subset() == frozenset(np.flatnonzero(either <= 0.05).tolist())
+    assert nearness.similar == set(np.flatnonzero(either <= 0.05).tolist())
 
 
 def test_an_empty_similar_subset_is_drawn_as_such(tmp_path: Path) -> None:
