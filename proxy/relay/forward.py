@@ -24,8 +24,7 @@ from kvshare.fleet.router import Router
 from kvshare.safe_logging import class_and_place
 from proxy.context import SERVER
 from proxy.errors import to_reply, upstream_timed_out
-from proxy.relay.json_members import JsonMembers
-from proxy.relay.sanitize import headers_to_client, headers_to_upstream, sanitized, takes_salt
+from proxy.relay.sanitize import headers_to_client, headers_to_upstream, takes_salt, with_members
 from proxy.request_log import RECORD
 from proxy.sse import DONE, frame
 
@@ -39,7 +38,8 @@ class RelayedRequest:
     request: web.Request
     router: Router
     routed: RoutedRequest
-    content: JsonMembers | bytes  # the body: bytes, unless it is JSON
+    body: bytes  # sanitized
+    is_json: bool = True
     ends_with_done: bool = False  # its streams are OpenAI's
     _scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None), init=False)
     _aborted: Exception | None = field(default=None, init=False)
@@ -91,20 +91,18 @@ class RelayedRequest:
         headers["X-Request-Id"] = record.request_id
         path = request.rel_url.raw_path_qs  # as the client wrote it, with its query
         try:
-            return await replica.vllm.send(request.method, path, headers=headers, body=self._body(path))
+            return await replica.vllm.send(request.method, path, headers=headers, body=self._salted(path))
         except TimeoutError as exc:
             raise upstream_timed_out(request.app[SERVER].settings.vllm.read_timeout_s) from exc
 
-    def _body(self, path: str) -> bytes:
+    def _salted(self, path: str) -> bytes:
         """The client's bytes with the salt and the ticket of this try."""
-        if isinstance(self.content, bytes):
-            return self.content
         added: dict[str, Any] = {}
-        if takes_salt(path):
+        if self.is_json and takes_salt(path):
             added["cache_salt"] = self.routed.salt
         if (params := self.routed.transfer_params) is not None:
             added["kv_transfer_params"] = params
-        return sanitized(self.content, added)
+        return with_members(self.body, added)
 
     async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
         self.routed.was_refused = response.status >= 400
