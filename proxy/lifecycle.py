@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from enum import StrEnum
-from typing import Protocol
 
 from kvshare.engines.base import Engine
 from kvshare.errors import ShuttingDownError
@@ -31,12 +30,6 @@ class Phase(StrEnum):
     DRAINING = "draining"
 
 
-class Abortable(Protocol):
-    """A running generation, which can be ended from outside."""
-
-    def abort(self, error: Exception) -> None: ...
-
-
 class Lifecycle:
     """One per server. All methods run on the server's event loop."""
 
@@ -44,7 +37,7 @@ class Lifecycle:
         self._engine = engine
         self.phase = Phase.STARTING
         self.is_engine_up = False  # whether it has started, also while the server drains
-        self._running: set[Abortable] = set()
+        self._running: set[asyncio.Timeout] = set()  # a scope around each generation, to end it
         self._idle = asyncio.Event()
         self._idle.set()
         self._start_ended = asyncio.Event()
@@ -63,16 +56,26 @@ class Lifecycle:
         if self.phase is Phase.FAILED:
             raise not_ready("the engine did not start")
 
-    @contextmanager
-    def running(self, generation: Abortable) -> Iterator[None]:
-        """Counts `generation` as running, so that a drain waits for it. Raises as `check_accepting` does."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """
+        Counts what is inside as running, so that a drain waits for it.
+
+        Raises as `check_accepting` does; ShuttingDownError, too, where `abort_running` cancels what is inside
+        """
         self.check_accepting()
-        self._running.add(generation)
+        scope = asyncio.timeout(None)
+        self._running.add(scope)
         self._idle.clear()
         try:
-            yield
+            async with scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise ShuttingDownError("The server is shutting down; the answer is incomplete.") from None
         finally:
-            self._running.discard(generation)
+            self._running.discard(scope)
             if not self._running:
                 self._idle.set()
 
@@ -119,5 +122,6 @@ class Lifecycle:
     def abort_running(self) -> None:
         """End every generation now, with an error for its client."""
         self.phase = Phase.DRAINING
-        for generation in tuple(self._running):
-            generation.abort(ShuttingDownError("The server is shutting down; the answer is incomplete."))
+        for scope in self._running:
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())

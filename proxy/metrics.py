@@ -56,7 +56,7 @@ class Metrics:
         """Add a request that is over."""
         self._requests.count(record, endpoint=endpoint, status=status)
         if record.mode is not None:
-            for report in record.reports:
+            for report in record.reports.values():
                 self._sharing.count(report, record.mode)
 
 
@@ -97,7 +97,7 @@ class _RequestMetrics:
             self._first_token.observe(record.first_token_s)
         for gap in record.token_gaps_s:
             self._token_gap.observe(gap)
-        for finished in record.finished:
+        for finished in record.finished.values():
             for stage, seconds in finished.stage_seconds.items():
                 if stage != "tokenize":  # measured here, around the engine's encode_*
                     self._stages.labels(stage).observe(seconds)

@@ -41,6 +41,8 @@ class Response(ABC):
 
     def __init__(self, requests: Sequence[GenerationRequest], body: GenerationBody, *, model: str) -> None:
         """`requests` are the prompts of `body`; each has as many choices as it asks for."""
+        self.requests = requests
+        self.body = body
         answer_id = f"{self.id_prefix}-{requests[0].request_id}"
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
         self._logprobs = requests[0].sampling.logprobs is not None

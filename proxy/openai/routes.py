@@ -20,7 +20,7 @@ from proxy.context import accepting_server
 from proxy.errors import not_found
 from proxy.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
 from proxy.openai.responses import ChatResponse, CompletionResponse
-from proxy.openai.run import Job, answer
+from proxy.openai.run import answer
 from proxy.request_body import read_object
 from proxy.request_log import RECORD
 from proxy.request_options import request_options
@@ -49,7 +49,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body, chat = await _read_chat(request)
     engine = request.app[ENGINE]
     response = ChatResponse((chat,), body, model=engine.card.model_id)
-    return await answer(request, engine, Job((chat,), response, body))
+    return await answer(request, engine, response)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -62,7 +62,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     requests = [_engine_request(request, body, prompt) for prompt in prompts]
     response = CompletionResponse(requests, body, model=engine.card.model_id)
     try:
-        return await answer(request, engine, Job(requests, response, body))
+        return await answer(request, engine, response)
     except ContextLengthError as exc:
         exc.param = "prompt"  # the class speaks of messages
         raise

@@ -7,9 +7,7 @@ as a stream that merely ends looks like success.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvshare.errors import EngineError, UpstreamError
+from kvshare.errors import EngineError, KVShareError, UpstreamError
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.replica import Replica
 from kvshare.fleet.router import Router
@@ -33,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RelayedRequest:
-    """One request on its way to vLLM and back. `abort` ends it from outside, with an error for the client."""
+    """One request on its way to vLLM and back."""
 
     request: web.Request
     router: Router
@@ -41,15 +39,7 @@ class RelayedRequest:
     body: bytes  # sanitized
     is_json: bool = True
     ends_with_done: bool = False  # its streams are OpenAI's
-    _scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None), init=False)
-    _aborted: Exception | None = field(default=None, init=False)
     _answer: web.StreamResponse | None = field(default=None, init=False)  # once its status line is out
-
-    def abort(self, error: Exception) -> None:
-        """End the request with `error`."""
-        self._aborted = error
-        with suppress(RuntimeError):  # it has ended already
-            self._scope.reschedule(asyncio.get_running_loop().time())
 
     async def forward(self) -> web.StreamResponse:
         """
@@ -57,14 +47,11 @@ class RelayedRequest:
 
         Leaving early closes the connection, and vLLM aborts.
         """
-        with self.request.app[SERVER].lifecycle.running(self):
-            try:
-                async with self._scope:
-                    return await self._try_replicas(await self.router.route(self.routed))
-            except TimeoutError:
-                if self._aborted is None:
-                    raise
-                return await self._break_off(self._aborted)
+        try:
+            async with self.request.app[SERVER].lifecycle.running():
+                return await self._try_replicas(await self.router.route(self.routed))
+        except KVShareError as exc:
+            return await self._break_off(exc)
 
     async def _try_replicas(self, replica: Replica) -> web.StreamResponse:
         """Try replicas until one takes the request; nothing has been sent to the client before."""
@@ -86,7 +73,7 @@ class RelayedRequest:
 
     async def _send(self, replica: Replica) -> aiohttp.ClientResponse:
         request, record, report = self.request, self.request[RECORD], self.routed.report
-        record.reports = () if report is None else (report,)
+        record.reports = {} if report is None else {0: report}
         headers = headers_to_upstream(request.headers)
         headers["X-Request-Id"] = record.request_id
         path = request.rel_url.raw_path_qs  # as the client wrote it, with its query
@@ -118,7 +105,7 @@ class RelayedRequest:
                 except (aiohttp.ClientError, TimeoutError, OSError) as exc:
                     name = self.routed.replica
                     log.warning("replica %s broke off an answer: %s", name, class_and_place(exc))
-                    return await self._break_off(EngineError("The model server broke off this answer."))
+                    raise EngineError("The model server broke off this answer.") from exc
                 if not chunk:
                     break
                 self._note_chunk()
@@ -139,8 +126,11 @@ class RelayedRequest:
     def _is_stream(self) -> bool:
         return self._answer is not None and self._answer.content_type == "text/event-stream"
 
-    async def _break_off(self, error: Exception) -> web.StreamResponse:
-        """Report to the client that its answer is incomplete, in the stream or by closing the connection."""
+    async def _break_off(self, error: KVShareError) -> web.StreamResponse:
+        """
+        Report to the client that its answer is incomplete, in the stream or by closing the connection. Raises
+        the error where the answer has not begun.
+        """
         if self._answer is None:
             raise error
         self.request[RECORD].finish_reason = "error"
