@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from proxy.context import SERVER, accepting_server
+from proxy.context import SERVER
 from proxy.request_body import read_object
 
 
@@ -40,4 +40,4 @@ def _question(what: str) -> Callable[[web.Request], Awaitable[web.Response]]:
 
 
 async def _inspect(request: web.Request, what: str, arguments: Mapping[str, Any]) -> web.Response:
-    return web.json_response(await accepting_server(request).engine.inspect(what, arguments))
+    return web.json_response(await request.app[SERVER].engine.inspect(what, arguments))

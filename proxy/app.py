@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from aiohttp import web
 
 from kvshare.engines.base import Engine, EngineStatus, GeneratingEngine
 from kvshare.fleet.engine import VllmEngine
+from kvshare.loopback import is_loopback
 from kvshare.settings import Settings
 from proxy import admin, openai, probes, relay
 from proxy.auth import Keyring
@@ -40,14 +41,10 @@ def build_app(settings: Settings, engine: Engine) -> web.Application:
     server = _server_context(settings, engine)
     app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
 
-    async def own_engine(_: web.Application) -> AsyncIterator[None]:
-        async with server.lifecycle.engine_running():
-            yield
-
     async def abort_running(_: web.Application) -> None:
         server.lifecycle.abort_running()
 
-    app.cleanup_ctx.append(own_engine)
+    app.cleanup_ctx.append(lambda _: server.lifecycle.engine_running())
     app.on_shutdown.append(abort_running)
     return app
 
@@ -55,17 +52,6 @@ def build_app(settings: Settings, engine: Engine) -> web.Application:
 def build_admin_app(app: web.Application) -> web.Application:
     """The application of the admin port, for the same server as `app`; it owns nothing."""
     return _application(app[SERVER], serves_clients=False, serves_admins=True)
-
-
-def run(
-    settings: Settings,
-    engine: Engine,
-    *,
-    on_listening: Callable[[str], None],
-    on_ready: Callable[[str], None],
-) -> None:
-    """Serve until SIGTERM or SIGINT. Raises what the engine's start raises, and OSError for a taken port."""
-    asyncio.run(serve(settings, engine, on_listening=on_listening, on_ready=on_ready))
 
 
 async def serve(
@@ -80,6 +66,7 @@ async def serve(
 
     `on_listening` and, once the engine is up, `on_ready` get the base URL, with the port that was taken where
     the settings say 0.
+    Raises:  what the engine's start raises; OSError for a taken port
     """
     app = build_app(settings, engine)
     runners = [_runner(app)]
@@ -198,7 +185,7 @@ def _base_url(runner: web.AppRunner) -> str:
 
 
 def _warn_if_exposed(settings: Settings) -> None:
-    if not settings.auth.keys and settings.server.host not in ("127.0.0.1", "::1", "localhost"):
+    if not settings.auth.keys and not is_loopback(settings.server.host):
         log.warning(
             "no API keys and listening on %s: everybody who reaches it shares one namespace",
             settings.server.host,

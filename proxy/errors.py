@@ -76,22 +76,6 @@ def forbidden(message: str) -> HttpError:
     return HttpError(403, "permission_denied", message)
 
 
-def not_found(message: str) -> HttpError:
-    return HttpError(404, "not_found", message)
-
-
-def bad_path() -> HttpError:
-    return HttpError(400, "bad_path", "This path cannot be passed on.")
-
-
-def upstream_timed_out(timeout_s: float) -> HttpError:
-    return HttpError(504, "upstream_timeout", f"The model server said nothing for {timeout_s:g} s.")
-
-
-def body_timed_out(timeout_s: float) -> HttpError:
-    return HttpError(408, "request_timeout", f"The request body did not arrive within {timeout_s:g} s.")
-
-
 def wrong_content_type() -> HttpError:
     message = "Send the body with 'Content-Type: application/json'."
     return HttpError(415, "unsupported_media_type", message)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from kvshare.errors import RequestError
-from proxy.errors import body_timed_out, wrong_content_type
+from proxy.errors import HttpError, wrong_content_type
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -46,7 +46,8 @@ async def read_raw(request: web.Request) -> bytes:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
     except TimeoutError:
-        raise body_timed_out(BODY_TIMEOUT_S) from None
+        message = f"The request body did not arrive within {BODY_TIMEOUT_S:g} s."
+        raise HttpError(408, "request_timeout", message) from None
 
 
 def parse_object(raw: bytes, *, strict: bool = True) -> dict[str, Any]:

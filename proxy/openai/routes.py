@@ -16,8 +16,7 @@ from aiohttp import web
 from kvshare.engines.base import GeneratingEngine, GenerationRequest
 from kvshare.errors import ContextLengthError, ModelNotFoundError
 from kvshare.requests import Prompt
-from proxy.context import accepting_server
-from proxy.errors import not_found
+from proxy.errors import HttpError
 from proxy.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
 from proxy.openai.responses import ChatResponse, CompletionResponse
 from proxy.openai.run import answer
@@ -45,7 +44,6 @@ def add_routes(
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions"""
-    accepting_server(request)
     body, chat = await _read_chat(request)
     engine = request.app[ENGINE]
     response = ChatResponse((chat,), body, model=engine.card.model_id)
@@ -54,7 +52,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions"""
-    accepting_server(request)
     engine = request.app[ENGINE]
     body = parse_completion(await read_object(request))
     _check_model(engine, body.model)
@@ -70,28 +67,26 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 async def models(request: web.Request) -> web.Response:
     """GET /v1/models"""
-    accepting_server(request)
     return web.json_response({"object": "list", "data": [_card(request.app[ENGINE])]})
 
 
 async def model(request: web.Request) -> web.Response:
     """GET /v1/models/{model}"""
-    accepting_server(request)
     _check_model(request.app[ENGINE], request.match_info["model"])
     return web.json_response(_card(request.app[ENGINE]))
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses: refused with the way out, as newer clients call it by default."""
-    raise not_found(
+    message = (
         "This server has no Responses API; use /v1/chat/completions "
         "(with the openai client: client.chat.completions.create)."
     )
+    raise HttpError(404, "not_found", message)
 
 
 async def explain(request: web.Request) -> web.Response:
     """POST /admin/explain: the plan that this chat completion would get for the caller's own namespace."""
-    accepting_server(request)
     _, chat = await _read_chat(request)
     return web.json_response(await request.app[ENGINE].explain(chat))
 

@@ -21,7 +21,7 @@ from kvshare.fleet.replica import Replica
 from kvshare.fleet.router import Router
 from kvshare.safe_logging import class_and_place
 from proxy.context import SERVER
-from proxy.errors import to_reply, upstream_timed_out
+from proxy.errors import HttpError, to_reply
 from proxy.relay.sanitize import headers_to_client, headers_to_upstream, takes_salt, with_members
 from proxy.request_log import RECORD
 from proxy.sse import DONE, frame
@@ -80,7 +80,9 @@ class RelayedRequest:
         try:
             return await replica.vllm.send(request.method, path, headers=headers, body=self._salted(path))
         except TimeoutError as exc:
-            raise upstream_timed_out(request.app[SERVER].settings.vllm.read_timeout_s) from exc
+            read_timeout_s = request.app[SERVER].settings.vllm.read_timeout_s
+            message = f"The model server said nothing for {read_timeout_s:g} s."
+            raise HttpError(504, "upstream_timeout", message) from exc
 
     def _salted(self, path: str) -> bytes:
         """The client's bytes with the salt and the ticket of this try."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -25,7 +26,7 @@ from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import class_and_place
 from proxy.auth import Role
-from proxy.context import SERVER, accepting_server
+from proxy.context import SERVER
 from proxy.errors import wrong_content_type
 from proxy.relay.forward import RelayedRequest
 from proxy.relay.sanitize import check_form, check_path, client_salt, sanitized
@@ -48,8 +49,8 @@ def add_routes(
     """All of /v1 for clients, `/admin/explain` for admins, and for both the list of models."""
     app[ENGINE] = engine
     if serves_clients:
-        app.router.add_post("/v1/chat/completions", chat_completions)
-        app.router.add_post("/v1/completions", completions)
+        app.router.add_post("/v1/chat/completions", partial(generate, to_prompt=chat_prompt))
+        app.router.add_post("/v1/completions", partial(generate, to_prompt=completion_prompt))
         app.router.add_route("*", "/v1/{path:.*}", pass_through)
     else:
         app.router.add_get("/v1/models", pass_through)
@@ -57,19 +58,8 @@ def add_routes(
         app.router.add_post("/admin/explain", explain)
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """POST /v1/chat/completions"""
-    return await _generate(request, chat_prompt)
-
-
-async def completions(request: web.Request) -> web.StreamResponse:
-    """POST /v1/completions"""
-    return await _generate(request, completion_prompt)
-
-
 async def pass_through(request: web.Request) -> web.StreamResponse:
     """Any other route under /v1, of vLLM's choice."""
-    accepting_server(request)
     check_path(request.rel_url.raw_path_qs)
     if request.path.rstrip("/") in _OPERATORS_ONLY:
         request.app[SERVER].keyring.require(request, Role.ADMIN)
@@ -87,7 +77,6 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
 
 async def explain(request: web.Request) -> web.Response:
     """POST /admin/explain: the plan that this chat completion would get in the caller's own namespace."""
-    accepting_server(request)
     engine = request.app[ENGINE]
     _, document = await _read_json(request)
     prompt = await chat_prompt(document, engine)
@@ -98,8 +87,8 @@ async def explain(request: web.Request) -> web.Response:
     return web.json_response(await engine.server.router.explain(routed))
 
 
-async def _generate(request: web.Request, to_prompt: ToPrompt) -> web.StreamResponse:
-    accepting_server(request)
+async def generate(request: web.Request, *, to_prompt: ToPrompt) -> web.StreamResponse:
+    """POST /v1/chat/completions and /v1/completions: planned if `to_prompt` tells its tokens."""
     body, document = await _read_json(request)
     routed = _untokenized(request, document)
     request[RECORD].mode = routed.mode

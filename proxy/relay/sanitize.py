@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvshare.errors import RequestError
-from proxy.errors import bad_path
+from proxy.errors import HttpError
 
 _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt"})
 _XARGS = "vllm_xargs"  # vLLM merges its entries with `kv_transfer_params`
@@ -89,7 +89,7 @@ def check_path(raw_path: str) -> None:
     segments = path.split("/")[1:]
     odd = "%" in path or "\\" in path or re.search(r"[\x00-\x1f\x7f]", path)
     if odd or segments[0] != "v1" or any(segment in (".", "..") for segment in segments):
-        raise bad_path()
+        raise HttpError(400, "bad_path", "This path cannot be passed on.")
 
 
 def headers_to_upstream(headers: CIMultiDictProxy[str]) -> dict[str, str]:
