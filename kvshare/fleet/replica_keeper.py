@@ -10,12 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from delta_tree import (
     DeltaTree,
     DeltaTreeError,
-    Insertion,
     Node,
     NodeDraft,
     NodeId,
@@ -25,7 +23,6 @@ from delta_tree import (
 )
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier, ReplicaBudget
-from kvshare.inspection import Answer, Question
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
@@ -49,12 +46,8 @@ class ReplicaKeeper(Keeper[RemoteTier]):
 
     def __init__(self, tree: DeltaTree, tier: RemoteTier, *, min_tokens: int) -> None:
         super().__init__(tree, tier, min_tokens=min_tokens)
-        self._nodes_of: dict[SegmentId, set[NodeId]] = {}
         self._namespaces_at: dict[str, set[str]] = {}  # by replica: each has its own
-        self._unclaimed: set[NodeId] = set()
-        for node in tree.nodes():
-            self._note(node)
-            self._unclaimed.add(node.node_id)
+        self._unclaimed = {node.node_id for node in tree.nodes()}
 
     def keep(
         self, request: RoutedRequest, finished: Finished, max_bytes: int, held: Collection[NodeId]
@@ -92,23 +85,13 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         gone = frozenset(segment_ids)
         with self._writing:
             self.tier.forget(gone)
-            touched = {node_id for entry in gone for node_id in self._nodes_of.get(entry, ())}
-            for node_id in touched - self._unclaimed:
-                node = self.tree.get(node_id)
-                if node is not None and not gone.isdisjoint(node.pieces.segment_ids):
-                    if node.pinned:
-                        self.tree.unpin(node_id)
+            if not any(self.tree.reference_count(entry) for entry in gone):
+                return  # mostly: the tree let go of them first
+            for node in self.tree.nodes():
+                if node.node_id not in self._unclaimed and not gone.isdisjoint(node.pieces.segment_ids):
+                    self.tree.unpin(node.node_id)
                     self._evict(node)
                     self.counters["evictions"] += 1
-
-    def ask(self, question: Question, arguments: Mapping[str, Any]) -> Answer:
-        with self._writing:
-            answer = super().ask(question, arguments)
-            gone = {NodeId(node_id) for _, node_id in answer.removed_nodes}
-            if gone:
-                nodes_of = ((entry, nodes - gone) for entry, nodes in self._nodes_of.items())
-                self._nodes_of = {entry: nodes for entry, nodes in nodes_of if nodes}
-            return answer
 
     def claim(self, replica: str, held: Iterable[SegmentId]) -> list[Node]:
         """
@@ -169,7 +152,6 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         self.tree.discard_missing(alive, lazily=True)
         for node in leaving:
             self.note_evicted(node.namespace, int(node.node_id))
-            self._unnote(node)
         self.counters["evictions:lost"] += len(leaving)
         freed = {entry for node in leaving for entry in node.pieces.segment_ids if entry in self.tier}
         self.drop_unreferenced(freed)
@@ -187,29 +169,6 @@ class ReplicaKeeper(Keeper[RemoteTier]):
 
     def _add_stored(self, replica: str, finished: Finished) -> None:
         self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in finished.stored})
-
-    def _insert(self, draft: NodeDraft) -> Insertion:
-        known = self.tree.find(draft.namespace, draft.token_ids)
-        insertion = super()._insert(draft)
-        if known is not None:
-            self._unnote(known)  # it may have other pieces now
-        self._note(insertion.node)
-        return insertion
-
-    def _evict(self, node: Node) -> None:
-        super()._evict(node)
-        self._unnote(node)
-
-    def _note(self, node: Node) -> None:
-        for segment_id in node.pieces.segment_ids:
-            self._nodes_of.setdefault(segment_id, set()).add(node.node_id)
-
-    def _unnote(self, node: Node) -> None:
-        for segment_id in node.pieces.segment_ids:
-            if (nodes := self._nodes_of.get(segment_id)) is not None:
-                nodes.discard(node.node_id)
-                if not nodes:
-                    del self._nodes_of[segment_id]
 
 
 def draft_of(

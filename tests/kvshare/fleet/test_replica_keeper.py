@@ -164,18 +164,6 @@ def test_a_prompt_of_the_last_run_gives_way_to_the_same_one(tmp_path: Path) -> N
         assert again.pieces.segment_ids <= keeper.tier.held_by("a")
 
 
-def test_nothing_is_noted_of_prompts_that_are_gone(keeper: ReplicaKeeper) -> None:
-    """However they left, or got other pieces."""
-    tokens = prompt(1)
-    half = Finished("r", "full", None, stored=(Stored(new_segment_id(), 0, 25, 250),))
-    offer(keeper, half, tokens[:25])
-    keep(keeper, 1)
-    keep(keeper, 2)
-    keeper.ask(QUESTIONS["evict"], {"node": keeper.tree.nodes()[0].node_id, "dry_run": False})
-    keeper.ask(QUESTIONS["evict"], {"all": True, "dry_run": False})
-    assert keeper._nodes_of == {}
-
-
 def test_an_operators_eviction_reaches_the_replica(keeper: ReplicaKeeper) -> None:
     """By the same way as everything that nobody refers to."""
     node = keep(keeper, 1)
