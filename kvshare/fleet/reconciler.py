@@ -56,11 +56,12 @@ class Reconciler:
         """The connector holds exactly these segments; `is_new`: it is another process than before."""
         if is_new:
             self._in_flight.forget_replica(replica.name)
-        assert replica.info is not None, "known with the connection"
-        self._sharing.cost.set_bytes_per_token(replica.info.bytes_per_token)
-        can_move_keys = replica.info.can_move_keys  # all replicas serve one model
-        self._sharing.limits = replace(self._sharing.limits, can_move_keys=can_move_keys)
-        claimed = await self._runtime.write(self._keeper.claim, replica.name, held)
+        info = replica.info
+        assert info is not None, "known with the connection"
+        self._sharing.cost.set_bytes_per_token(info.bytes_per_token)
+        # All replicas serve one model.
+        self._sharing.limits = replace(self._sharing.limits, can_move_keys=info.can_move_keys)
+        claimed = await self._runtime.write(self._keeper.claim, replica.name, held, info.budget_bytes)
         await self._sharing.forget_evicted()
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
@@ -126,9 +127,8 @@ class Reconciler:
         self._count(request, finished)
         node = None
         try:
-            assert replica.info is not None, "its journal is read after a contact"
-            max_bytes, held = replica.info.budget_bytes, self._in_flight.donors()
-            node = await self._runtime.write(self._keeper.keep, request, finished, max_bytes, held)
+            held = self._in_flight.donors()
+            node = await self._runtime.write(self._keeper.keep, request, finished, held)
             if node is None:  # it was known, or found no room: others may have left all the same
                 await self._sharing.forget_evicted()
         finally:

@@ -22,7 +22,7 @@ from delta_tree import (
     token_ids,
 )
 from kvshare.fleet.in_flight import RoutedRequest
-from kvshare.fleet.remote_tier import RemoteTier, ReplicaBudget
+from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
@@ -49,12 +49,10 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         self._namespaces_at: dict[str, set[str]] = {}  # by replica: each has its own
         self._unclaimed = {node.node_id for node in tree.nodes()}
 
-    def keep(
-        self, request: RoutedRequest, finished: Finished, max_bytes: int, held: Collection[NodeId]
-    ) -> Node | None:
+    def keep(self, request: RoutedRequest, finished: Finished, held: Collection[NodeId]) -> Node | None:
         """
         Make a node of what a replica retained of a request. For it others leave, but for those that are
-        `held`, until the replica has no more than `max_bytes`.
+        `held`, until the replica has no more than it may be given.
 
         Returns: the node if it is new; None where it was known, finds no room, or the report cannot be true:
         the replica is then to drop its segments. Never raises
@@ -62,7 +60,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         try:
             draft = draft_of(request, finished, node_of=self.tree.get)
             with self._writing:
-                if draft is not None and self._has_room(request.replica, draft, max_bytes, held):
+                if draft is not None and self._has_room(request.replica, draft, held):
                     self._add_stored(request.replica, finished)
                     insertion = self._insert(draft)
                     return insertion.node if insertion.created else None
@@ -93,14 +91,16 @@ class ReplicaKeeper(Keeper[RemoteTier]):
                     self._evict(node)
                     self.counters["evictions"] += 1
 
-    def claim(self, replica: str, held: Iterable[SegmentId]) -> list[Node]:
+    def claim(self, replica: str, held: Iterable[SegmentId], max_bytes: int) -> list[Node]:
         """
-        A replica is connected, and holds these segments. What it was thought to hold beyond them is gone.
+        A replica is connected, holds these segments, and may hold so many bytes. What it was thought to hold
+        beyond them is gone.
 
         Returns: the nodes of the last run that are found again; the index does not have them yet
         """
         with self._writing:
             now_held = frozenset(held)
+            self.tier.at(replica).max_bytes = max_bytes
             self.forget(self.tier.held_by(replica) - now_held)
             self.tier.add(replica, self._sizes(now_held))
             claimed = [
@@ -156,7 +156,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         freed = {entry for node in leaving for entry in node.pieces.segment_ids if entry in self.tier}
         self.drop_unreferenced(freed)
 
-    def _has_room(self, replica: str, draft: NodeDraft, max_bytes: int, held: Collection[NodeId]) -> bool:
+    def _has_room(self, replica: str, draft: NodeDraft, held: Collection[NodeId]) -> bool:
         """Whether a prompt is to become a node, and finds room once others have left."""
         namespaces = self._namespaces_at.setdefault(replica, set())
         namespaces.add(draft.namespace)
@@ -165,7 +165,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         if not self._is_wanted(draft.namespace, draft.token_ids):
             return False
         num_bytes = sum(segment.num_bytes for segment in draft.new_segments)
-        return self._make_room(num_bytes, ReplicaBudget(self.tier, replica, max_bytes), held, namespaces)
+        return self._make_room(num_bytes, self.tier.at(replica), held, namespaces)
 
     def _add_stored(self, replica: str, finished: Finished) -> None:
         self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in finished.stored})
