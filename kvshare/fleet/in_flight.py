@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from delta_tree import NodeId
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt, SharingMode, SharingReport
+from kvshare.sharing.pipeline import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.vllm_protocol.messages import TICKET_KEY, Ticket
 from kvshare.vllm_protocol.salts import owner_salt, private_salt
@@ -41,7 +43,6 @@ class RoutedRequest:
     replica: str = ""  # name of the one that it was sent to last
     plan: Plan | NoPlan = _UNPLANNED
     ticket: Ticket | None = None
-    report: SharingReport | None = None  # what is planned; None for one without a prompt
 
     # Seen while it is in flight.
     was_alone: bool = False  # no other request ran at the replica when it was sent
@@ -50,6 +51,11 @@ class RoutedRequest:
     first_byte_s: float | None = None  # of a streamed answer
     ended_at: float | None = None  # None while the answer runs
     reconciled: asyncio.Event = field(default_factory=asyncio.Event)  # nothing more will be known of it
+
+    @property
+    def report(self) -> SharingReport | None:
+        """What is planned; None for one without a prompt."""
+        return None if self.prompt is None else Lookup(self.plan).report(self.prompt.num_tokens)
 
     @property
     def salt(self) -> str:
@@ -144,18 +150,11 @@ class InFlight:
     async def wait_reconciled(self, owner: Owner, *, timeout_s: float) -> None:
         """Wait for the reports of an owner's answers that ended just now, at most `timeout_s`."""
         fresh = self._ended(lambda age_s: age_s < timeout_s)
-        waiters = [
-            asyncio.ensure_future(entry.reconciled.wait())
-            for entry in (*fresh, *self._reconciling)
-            if entry.owner == owner
-        ]
-        if not waiters:
-            return
-        try:
-            await asyncio.wait(waiters, timeout=timeout_s)
-        finally:
-            for waiter in waiters:
-                waiter.cancel()
+        awaited = [entry for entry in (*fresh, *self._reconciling) if entry.owner == owner]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for entry in awaited:
+                    await entry.reconciled.wait()
 
     def _ended(self, is_wanted: Callable[[float], bool]) -> list[RoutedRequest]:
         """Those whose answer is over, by the seconds since."""

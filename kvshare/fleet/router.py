@@ -76,7 +76,7 @@ class Router:
                 reason = "lookup_failed"
         elif request.mode is not SharingMode.OFF:
             reason = "short_prompt"
-        _leave_unplanned(request, reason)
+        request.plan, request.ticket = NoPlan(reason), None
         return self._next_replica()
 
     def reroute(self, request: RoutedRequest, tried: Sequence[Replica]) -> Replica:
@@ -87,7 +87,7 @@ class Router:
         """
         tried[-1].models = None
         self._sharing.counters[f"fallback:replica:{tried[-1].name}"] += 1
-        _leave_unplanned(request, "replica_gone")
+        request.plan, request.ticket = NoPlan("replica_gone"), None
         return self._next_replica(without=tried)
 
     @contextmanager
@@ -193,7 +193,6 @@ def _plan(request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
     """With a ticket: for the plan, or so that the prompt may be stored, or for both."""
     assert request.prompt is not None, "a lookup has a prompt"
     request.plan = lookup.plan
-    request.report = lookup.report(request.prompt.num_tokens)
     if isinstance(lookup.plan, Plan) or request.may_store:
         request.ticket = ticket_for(
             lookup.plan,
@@ -202,12 +201,6 @@ def _plan(request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
             namespace=replica.namespace(request.owner).digest,
             keep=request.may_store,
         )
-
-
-def _leave_unplanned(request: RoutedRequest, reason: str) -> None:
-    request.plan, request.ticket = NoPlan(reason), None
-    if request.prompt is not None:
-        request.report = Lookup(request.plan).report(request.prompt.num_tokens)
 
 
 def _prefill_s(lookup: Lookup | None) -> float:
