@@ -19,7 +19,7 @@ from kvshare.errors import ConfigError
 from kvshare.loopback import is_loopback
 from kvshare.namespace import Owner
 from kvshare.settings import KeySettings
-from proxy.errors import forbidden, unauthorized
+from proxy.errors import HttpError, forbidden
 
 
 class Role(StrEnum):
@@ -73,9 +73,11 @@ class Keyring:
             if role is Role.ADMIN and not is_local(request):
                 raise forbidden("Without API keys, admin routes answer loopback clients only.")
             return LOCAL
-        caller = self._find(_presented_key(request))
+        key = _presented_key(request)
+        caller = self._find(key) if key else None
         if caller is None:
-            raise unauthorized()
+            message = "Incorrect or missing API key. Send it as 'Authorization: Bearer <key>'."
+            raise HttpError(401, "invalid_api_key", message, {"WWW-Authenticate": "Bearer"})
         if role is Role.ADMIN and caller.role is not Role.ADMIN:
             raise forbidden("This API key may not use admin routes.")
         return caller
@@ -91,10 +93,10 @@ class Keyring:
 
 
 def _presented_key(request: web.Request) -> bytes:
+    """Empty if there is none."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        raise unauthorized()
-    return key.strip().encode("utf-8", "surrogateescape")  # aiohttp decoded it so
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    return key.encode("utf-8", "surrogateescape")  # aiohttp decoded it so
 
 
 def is_local(request: web.Request) -> bool:

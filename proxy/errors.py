@@ -67,22 +67,8 @@ class HttpError(KVShareError):
         self.reply = ErrorReply(status, code, message, headers or {})
 
 
-def unauthorized() -> HttpError:
-    message = "Incorrect or missing API key. Send it as 'Authorization: Bearer <key>'."
-    return HttpError(401, "invalid_api_key", message, {"WWW-Authenticate": "Bearer"})
-
-
 def forbidden(message: str) -> HttpError:
     return HttpError(403, "permission_denied", message)
-
-
-def wrong_content_type() -> HttpError:
-    message = "Send the body with 'Content-Type: application/json'."
-    return HttpError(415, "unsupported_media_type", message)
-
-
-def not_ready(detail: str) -> HttpError:
-    return HttpError(503, "not_ready", f"The server cannot answer yet: {detail}.", {"Retry-After": "1"})
 
 
 # The first row whose class matches counts, so a class stands before its parents.

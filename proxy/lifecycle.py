@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from kvshare.engines.base import Engine
 from kvshare.errors import ShuttingDownError
-from proxy.errors import not_ready
+from proxy.errors import HttpError
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,7 @@ class Lifecycle:
         self._running: set[asyncio.Timeout] = set()  # a scope around each generation, to end it
         self._idle = asyncio.Event()
         self._idle.set()
-        self._start_ended = asyncio.Event()
-        self._start_error: BaseException | None = None
+        self._starting: asyncio.Task[None] | None = None
 
     @property
     def num_running(self) -> int:
@@ -51,10 +50,12 @@ class Lifecycle:
         """Raises ShuttingDownError while draining, HttpError 503 before the engine is up."""
         if self.phase is Phase.DRAINING:
             raise ShuttingDownError("The server is shutting down.")
-        if self.phase is Phase.STARTING:
-            raise not_ready("the model is being loaded")
-        if self.phase is Phase.FAILED:
-            raise not_ready("the engine did not start")
+        if self.phase is not Phase.READY:
+            detail = (
+                "the model is being loaded" if self.phase is Phase.STARTING else "the engine did not start"
+            )
+            message = f"The server cannot answer yet: {detail}."
+            raise HttpError(503, "not_ready", message, {"Retry-After": "1"})
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -82,33 +83,29 @@ class Lifecycle:
     @asynccontextmanager
     async def engine_running(self) -> AsyncIterator[None]:
         """Start the engine in the background, stop it at the end, even one that is still starting."""
-        starting = asyncio.create_task(self._start(), name="start the engine")
+        self._starting = asyncio.create_task(self._start(), name="start the engine")
         try:
             yield
         finally:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
             await self._engine.stop()
 
     async def _start(self) -> None:
         try:
             await self._engine.start()
-        except Exception as exc:  # noqa: BLE001  the owner of the server raises it again, see wait_started
-            self._start_error = exc
+        except Exception:
             self.phase = Phase.FAILED
-        else:
-            self.is_engine_up = True
-            if self.phase is Phase.STARTING:
-                self.phase = Phase.READY
-            log.info("engine ready: model %s", self._engine.card.model_id)
-        finally:
-            self._start_ended.set()
+            raise
+        self.is_engine_up = True
+        if self.phase is Phase.STARTING:
+            self.phase = Phase.READY
+        log.info("engine ready: model %s", self._engine.card.model_id)
 
     async def wait_started(self) -> None:
         """Returns when the engine is up. Raises what its start raised."""
-        await self._start_ended.wait()
-        if self._start_error is not None:
-            raise self._start_error
+        assert self._starting is not None, "called while the engine runs"
+        await asyncio.shield(self._starting)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse what is new, let what runs finish for `timeout_s`, end the rest with ShuttingDownError."""

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from kvshare.errors import RequestError
-from proxy.errors import HttpError, wrong_content_type
+from proxy.errors import HttpError
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -37,7 +37,8 @@ def check_is_json(request: web.Request) -> None:
     does not answer.
     """
     if request.content_type != "application/json":
-        raise wrong_content_type()
+        message = "Send the body with 'Content-Type: application/json'."
+        raise HttpError(415, "unsupported_media_type", message)
 
 
 async def read_raw(request: web.Request) -> bytes:

@@ -62,7 +62,6 @@ class Reconciler:
         # All replicas serve one model.
         self._sharing.limits = replace(self._sharing.limits, can_move_keys=info.can_move_keys)
         claimed = await self._runtime.write(self._keeper.claim, replica.name, held, info.budget_bytes)
-        await self._sharing.forget_evicted()
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
             await self._remember_claimed(claimed)
@@ -85,7 +84,6 @@ class Reconciler:
     async def apply(self, replica: Replica, event: JournalEvent) -> None:
         if isinstance(event, Dropped):
             await self._runtime.write(self._keeper.forget, event.segment_ids)
-            await self._sharing.forget_evicted()
         else:
             await self._on_finished(replica, event)
 
@@ -93,7 +91,6 @@ class Reconciler:
         """It has been silent for too long: what it held is gone."""
         self._in_flight.forget_replica(replica.name)
         await self._runtime.write(self._keeper.lose, replica.name)
-        await self._sharing.forget_evicted()
 
     async def tidy(self, replica: Replica) -> None:
         """Expire requests, and let the replica drop what no prompt refers to."""
@@ -113,11 +110,6 @@ class Reconciler:
                 self._keeper.tier.drop_again(replica.name, dropped)
                 log.debug("replica %s did not get %d drops: %s", replica.name, len(dropped), exc)
 
-    async def evict_unclaimed(self) -> None:
-        """No more replicas are waited for: what none has claimed of the last run's prompts is gone."""
-        await self._runtime.write(self._keeper.evict_unclaimed)
-        await self._sharing.forget_evicted()
-
     async def _on_finished(self, replica: Replica, finished: Finished) -> None:
         request = self._in_flight.take(finished.request_id, replica.name)
         if request is None:
@@ -129,8 +121,6 @@ class Reconciler:
         try:
             held = self._in_flight.donors()
             node = await self._runtime.write(self._keeper.keep, request, finished, held)
-            if node is None:  # it was known, or found no room: others may have left all the same
-                await self._sharing.forget_evicted()
         finally:
             if node is None:
                 self._in_flight.note_reconciled(request)

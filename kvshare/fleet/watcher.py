@@ -133,22 +133,19 @@ class Watcher:
 
     async def _note_if_lost(self) -> None:
         """What fails here is tried again in the next round: the journal must go on being read."""
+        replica, now = self._replica, time.monotonic()
+        if replica.is_connected:
+            return
+        self._silent_since = self._silent_since or now
+        if now - self._silent_since < self._settings.lost_after_s or replica.info is None:
+            return
+        log.warning("replica %s is lost: %s", replica.name, self._logged)
         try:
-            await self._check_lost()
+            await self._reconciler.evict_replica(replica)
+            replica.info = None
         except Exception as exc:  # noqa: BLE001  logged, without its message
             what = classes_and_places(exc)
-            log.error("replica %s: its prompts could not be evicted: %s", self._replica.name, what)
-
-    async def _check_lost(self) -> None:
-        now = time.monotonic()
-        if self._replica.is_connected:
-            return
-        if self._silent_since is None:
-            self._silent_since = now
-        elif now - self._silent_since >= self._settings.lost_after_s and self._replica.info is not None:
-            log.warning("replica %s is lost: %s", self._replica.name, self._logged)
-            await self._reconciler.evict_replica(self._replica)
-            self._replica.info = None
+            log.error("replica %s: its prompts could not be evicted: %s", replica.name, what)
 
     def _log_failure(self, failure: str) -> None:
         """Each kind of failure once, whichever route it came from, until the connector is connected again."""

@@ -27,7 +27,6 @@ from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import class_and_place
 from proxy.auth import Role
 from proxy.context import SERVER
-from proxy.errors import wrong_content_type
 from proxy.relay.forward import RelayedRequest
 from proxy.relay.sanitize import check_form, check_path, client_salt, sanitized
 from proxy.relay.tokenize import Unplannable, chat_prompt, completion_prompt
@@ -70,7 +69,7 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
         return await RelayedRequest(request, router, routed, body).forward()
     form = await read_raw(request)
     if form and request.content_type != "multipart/form-data":
-        raise wrong_content_type()
+        check_is_json(request)
     check_form(form)
     return await RelayedRequest(request, router, routed, form, is_json=False).forward()
 
