@@ -17,10 +17,10 @@ from kvshare.engines.base import GeneratingEngine, GenerationRequest
 from kvshare.errors import ContextLengthError, ModelNotFoundError
 from kvshare.requests import Prompt
 from proxy.errors import HttpError
-from proxy.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
+from proxy.openai.bodies import ChatBody, CompletionBody
 from proxy.openai.responses import ChatResponse, CompletionResponse
 from proxy.openai.run import answer
-from proxy.request_body import read_object
+from proxy.request_body import read_object, validated
 from proxy.request_log import RECORD
 from proxy.request_options import request_options
 
@@ -53,7 +53,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions"""
     engine = request.app[ENGINE]
-    body = parse_completion(await read_object(request))
+    body = validated(CompletionBody, await read_object(request))
     _check_model(engine, body.model)
     prompts = await _encode_prompts(request, body)
     requests = [_engine_request(request, body, prompt) for prompt in prompts]
@@ -94,7 +94,7 @@ async def explain(request: web.Request) -> web.Response:
 async def _read_chat(request: web.Request) -> tuple[ChatBody, GenerationRequest]:
     """A chat body and the engine's view of it."""
     engine = request.app[ENGINE]
-    body = parse_chat(await read_object(request))
+    body = validated(ChatBody, await read_object(request))
     _check_model(engine, body.model)
     started = time.perf_counter()
     prompt = await engine.encode_chat([message.for_template() for message in body.messages])
