@@ -198,7 +198,9 @@ async def _keep(server: EmbeddedServer, task: Task) -> None:
             return
         computed = Computed(request.namespace.digest, task.computed_tokens, task.plan, task.computed_kv)
         node = await runtime.write(runtime.keeper.commit, computed)
-        if node is not None:
+        if node is None:  # it was known, or found no room: others may have left all the same
+            await runtime.sharing.forget_evicted()
+        else:
             await runtime.remember(node, request.prompt.text)
     finally:
         runtime.keeper.release(task.plan)
