@@ -37,7 +37,7 @@ from proxy.request_options import parse_kvshare, request_options
 log = logging.getLogger(__name__)
 
 ENGINE: web.AppKey[VllmEngine] = web.AppKey("vllm_engine", VllmEngine)
-ToPrompt = Callable[[Mapping[str, Any], VllmEngine], Awaitable[Prompt | Unplannable]]
+ToPrompt = Callable[[Mapping[str, Any], VllmEngine], Awaitable[Prompt]]
 
 _OPERATORS_ONLY = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # they read files on the server
 
@@ -78,9 +78,10 @@ async def explain(request: web.Request) -> web.Response:
     """POST /admin/explain: the plan that this chat completion would get in the caller's own namespace."""
     engine = request.app[ENGINE]
     _, document = await _read_json(request)
-    prompt = await chat_prompt(document, engine)
-    if isinstance(prompt, Unplannable):
-        raise RequestError(f"This request would not be planned: {prompt.reason}.")
+    try:
+        prompt = await chat_prompt(document, engine)
+    except Unplannable as exc:
+        raise RequestError(f"This request would not be planned: {exc.reason}.") from exc
     routed = _untokenized(request, document)
     routed.prompt = prompt
     return web.json_response(await engine.server.router.explain(routed))
@@ -114,11 +115,9 @@ async def _tokenize(request: web.Request, document: Mapping[str, Any], to_prompt
     began = time.perf_counter()
     try:
         prompt = await to_prompt(document, engine)
-    except (UpstreamError, NoReplicaError, DeltaTreeError, OverflowError) as exc:
+    except (Unplannable, UpstreamError, NoReplicaError, DeltaTreeError, OverflowError) as exc:
         log.debug("request %s is not planned: %s", record.request_id, class_and_place(exc))
-        prompt = Unplannable("not_tokenized")
-    if isinstance(prompt, Unplannable):
-        engine.server.router.note_unshared(prompt.reason)
+        engine.server.router.note_unshared(exc.reason if isinstance(exc, Unplannable) else "not_tokenized")
         return None
     record.tokenize_s = time.perf_counter() - began
     return prompt
