@@ -101,13 +101,10 @@ def to_reply(exc: Exception) -> ErrorReply:
         return _http_reply(exc)
     for error_class, reply in _TABLE:
         if isinstance(exc, error_class):
-            reply = replace(reply, message=_message(exc))
+            message = str(exc) or (type(exc).__doc__ or "").strip() or "The request cannot be answered."
+            reply = replace(reply, message=message)
             return replace(reply, code=exc.code, param=exc.param) if isinstance(exc, RequestError) else reply
     return ErrorReply(500, "internal_error", "The server failed to answer; see its log.")
-
-
-def _message(exc: KVShareError) -> str:
-    return str(exc) or (type(exc).__doc__ or "").strip() or "The request cannot be answered."
 
 
 def _http_reply(exc: web.HTTPException) -> ErrorReply:

@@ -78,11 +78,6 @@ class RoutedRequest:
             params |= {"do_remote_prefill": True, "remote_prefill_cached_tokens": self.report.num_cached}
         return params
 
-    def note_first_byte(self) -> None:
-        """The first byte of a stream comes with the first token."""
-        if self.first_byte_s is None:
-            self.first_byte_s = time.perf_counter() - self.sent_at
-
 
 class InFlight:
     """Requests with a ticket that are not reported yet, by the ticket's id."""

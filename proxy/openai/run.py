@@ -21,7 +21,7 @@ from proxy.context import SERVER
 from proxy.errors import to_reply
 from proxy.openai.responses import Response, usage_object
 from proxy.request_log import RECORD, RequestRecord, combine, log_failure
-from proxy.sse import EventStream, dump
+from proxy.sse import DONE, HEADERS, KEEP_ALIVE, dump, frames
 
 
 class Run:
@@ -113,7 +113,7 @@ async def answer(request: web.Request, engine: GeneratingEngine, response: Respo
 
     From the first byte of a stream on, an error is an event, and `[DONE]` comes in any case.
     """
-    record, stream = request[RECORD], EventStream(request)
+    record, stream = request[RECORD], web.StreamResponse(headers=HEADERS)
     record.mode = response.requests[0].mode
     run = Run(engine, response.requests, record)
     try:
@@ -122,21 +122,22 @@ async def answer(request: web.Request, engine: GeneratingEngine, response: Respo
                 await run.wait_started()
                 if not response.body.stream:
                     return await _collect(run, response, record)
-                await _send_chunks(request, run, response, stream)
+                await _send_chunks(request, stream, run, response)
         except ConnectionError:
             raise
         except Exception as exc:
-            if not stream.response.prepared:
+            if not stream.prepared:
                 raise
             record.finish_reason = "error"
             reply = to_reply(exc)
             if reply.status >= 500:
                 log_failure(record.request_id, exc)
-            await stream.send(reply.body)
-        await stream.finish()
+            await stream.write(frames(reply.body))
+        await stream.write(DONE)
+        await stream.write_eof()
     except ConnectionError:
         record.disconnected = True
-    return stream.response
+    return stream
 
 
 async def _collect(run: Run, response: Response, record: RequestRecord) -> web.Response:
@@ -148,19 +149,21 @@ async def _collect(run: Run, response: Response, record: RequestRecord) -> web.R
     return web.Response(body=dump(response.whole(_usage(record))), content_type="application/json")
 
 
-async def _send_chunks(request: web.Request, run: Run, response: Response, stream: EventStream) -> None:
+async def _send_chunks(
+    request: web.Request, stream: web.StreamResponse, run: Run, response: Response
+) -> None:
     record = request[RECORD]
-    await stream.begin()
-    await stream.send(*response.opening())
+    await stream.prepare(request)
+    await stream.write(frames(*response.opening()))
     async for delta in run.deltas(heartbeat_s=request.app[SERVER].settings.server.keep_alive_s):
         if delta is None:
-            await stream.keep_alive()
+            await stream.write(KEEP_ALIVE)
         else:
             record.note(delta)
-            await stream.send(*response.chunks(delta))
+            await stream.write(frames(*response.chunks(delta)))
     response.check_ended()
     if response.body.include_usage:
-        await stream.send(response.usage_chunk(_usage(record)))
+        await stream.write(frames(response.usage_chunk(_usage(record))))
 
 
 def _usage(record: RequestRecord) -> dict[str, object]:

@@ -24,7 +24,7 @@ from proxy.context import SERVER
 from proxy.errors import HttpError, to_reply
 from proxy.relay.sanitize import headers_to_client, headers_to_upstream, takes_salt, with_members
 from proxy.request_log import RECORD
-from proxy.sse import DONE, frame
+from proxy.sse import DONE, frames
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,8 @@ class RelayedRequest:
         if record.first_token_s is None and not self.routed.was_refused:
             record.first_token_s = perf_counter() - record.started
             if self._is_stream:
-                self.routed.note_first_byte()
+                # The first byte of a stream comes with the first token.
+                self.routed.first_byte_s = perf_counter() - self.routed.sent_at
 
     @property
     def _is_stream(self) -> bool:
@@ -139,7 +140,7 @@ class RelayedRequest:
         try:
             if self.ends_with_done and self._is_stream:
                 # The blank line ends what may be half a frame.
-                await self._answer.write(b"\n\n" + frame(to_reply(error).body) + DONE)
+                await self._answer.write(b"\n\n" + frames(to_reply(error).body) + DONE)
                 await self._answer.write_eof()
             elif self.request.transport is not None:
                 self.request.transport.abort()
