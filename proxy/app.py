@@ -12,16 +12,18 @@ from typing import Any
 
 from aiohttp import web
 
-from kvshare.engines.base import Engine, EngineStatus, GeneratingEngine
+from kvshare.engines.base import Engine, GeneratingEngine
 from kvshare.fleet.engine import VllmEngine
 from kvshare.loopback import is_loopback
 from kvshare.settings import Settings
-from proxy import admin, openai, probes, relay
+from proxy import admin
 from proxy.auth import Keyring
 from proxy.context import SERVER, ServerContext
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
 from proxy.middleware import add_request_id, observe
+from proxy.openai import routes as openai
+from proxy.relay import routes as relay
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +40,18 @@ def build_app(settings: Settings, engine: Engine) -> web.Application:
 
     Raises:  ConfigError if two keys have one name or one hash
     """
-    server = _server_context(settings, engine)
+    lifecycle = Lifecycle(engine)
+    metrics = Metrics(
+        status=lambda: engine.status() if lifecycle.is_engine_up else None,
+        num_inflight=lambda: lifecycle.num_running,
+    )
+    server = ServerContext(settings, engine, Keyring(settings.auth.keys), lifecycle, metrics)
     app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
 
     async def abort_running(_: web.Application) -> None:
-        server.lifecycle.abort_running()
+        lifecycle.abort_running()
 
-    app.cleanup_ctx.append(lambda _: server.lifecycle.engine_running())
+    app.cleanup_ctx.append(lambda _: lifecycle.engine_running())
     app.on_shutdown.append(abort_running)
     return app
 
@@ -140,26 +147,11 @@ def _ignore_hangup() -> None:
     log.warning("SIGHUP ignored: settings are read at start; restart to change them")
 
 
-def _server_context(settings: Settings, engine: Engine) -> ServerContext:
-    lifecycle = Lifecycle(engine)
-
-    def status() -> EngineStatus | None:
-        return engine.status() if lifecycle.is_engine_up else None
-
-    return ServerContext(
-        settings=settings,
-        engine=engine,
-        keyring=Keyring(settings.auth.keys),
-        lifecycle=lifecycle,
-        metrics=Metrics(status=status, num_inflight=lambda: lifecycle.num_running),
-    )
-
-
 def _application(server: ServerContext, *, serves_clients: bool, serves_admins: bool) -> web.Application:
     app = web.Application(middlewares=[observe], client_max_size=server.settings.server.max_body_bytes)
     app[SERVER] = server
     app.on_response_prepare.append(add_request_id)
-    probes.add_routes(app)
+    admin.add_probes(app)
     engine = server.engine
     if isinstance(engine, GeneratingEngine):
         openai.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)

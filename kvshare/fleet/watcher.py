@@ -18,7 +18,7 @@ from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.replica import NAMESPACE_FIELDS, Fleet, Replica
 from kvshare.safe_logging import classes_and_places
 from kvshare.settings import VllmSettings
-from kvshare.vllm_protocol.messages import Journal, ReplicaInfo
+from kvshare.vllm_protocol.messages import ReplicaInfo
 
 log = logging.getLogger(__name__)
 
@@ -108,28 +108,20 @@ class Watcher:
 
     async def _read_journal(self) -> None:
         """Returns where the state must be asked for anew: a gap, or another process."""
+        replica = self._replica
         while True:
-            journal = await self._replica.control.journal(
-                after=self._last, wait_s=self._settings.journal_wait_s
-            )
-            if self._is_broken(journal):
+            journal = await replica.control.journal(after=self._last, wait_s=self._settings.journal_wait_s)
+            assert replica.info is not None, "read only when connected"
+            is_new = journal.epoch != replica.info.epoch
+            if is_new or journal.gap or journal.last < self._last:
+                replica.is_connected, self._is_in_step = not is_new, False
+                what = "restarted: its KV is gone" if is_new else "events were missed: asking what it holds"
+                log.warning("replica %s: %s", replica.name, what)
                 return
             for event in journal.events:
-                await self._reconciler.apply(self._replica, event)
+                await self._reconciler.apply(replica, event)
             self._last = journal.last
-            await self._reconciler.tidy(self._replica)
-
-    def _is_broken(self, journal: Journal) -> bool:
-        assert self._replica.info is not None, "read only when connected"
-        if journal.epoch != self._replica.info.epoch:
-            log.warning("replica %s was restarted: its KV is gone", self._replica.name)
-            self._replica.is_connected = self._is_in_step = False
-            return True
-        if journal.gap or journal.last < self._last:
-            log.warning("replica %s: events were missed, asking what it holds", self._replica.name)
-            self._is_in_step = False
-            return True
-        return False
+            await self._reconciler.tidy(replica)
 
     async def _note_if_lost(self) -> None:
         """What fails here is tried again in the next round: the journal must go on being read."""
