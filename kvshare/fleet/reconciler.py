@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -37,7 +38,7 @@ class Reconciler:
         self._keeper = runtime.keeper
         self._in_flight = in_flight
         self._counters = runtime.keeper.counters
-        self._orphans: dict[str, tuple[float, frozenset[SegmentId]]] = {}  # by replica: due when, which
+        self._orphans_due: dict[str, float] = {}  # by replica: when segments without a prompt are dropped
         self._replicas = {replica.name: replica for replica in fleet.replicas}
         self._loop = asyncio.get_running_loop()
         self._sending = Background()
@@ -65,8 +66,7 @@ class Reconciler:
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
             await self._remember_claimed(claimed)
-        orphans = await self._runtime.write(self._keeper.orphans, replica.name)
-        self._orphans[replica.name] = (time.monotonic() + _ORPHAN_GRACE_S, orphans)
+        self._orphans_due[replica.name] = time.monotonic() + _ORPHAN_GRACE_S
 
     async def _remember_claimed(self, nodes: Sequence[Node]) -> None:
         """Index many prompts, which takes a while: those that are evicted meanwhile must not come back."""
@@ -95,10 +95,9 @@ class Reconciler:
     async def tidy(self, replica: Replica) -> None:
         """Expire requests, and let the replica drop what no prompt refers to."""
         self._counters["tickets:expired"] += self._in_flight.expire()
-        due, orphans = self._orphans.get(replica.name, (0.0, frozenset()))
-        if orphans and time.monotonic() >= due:
-            del self._orphans[replica.name]
-            await self._runtime.write(self._keeper.drop_unreferenced, orphans)
+        if time.monotonic() >= self._orphans_due.get(replica.name, math.inf):
+            del self._orphans_due[replica.name]
+            await self._runtime.write(self._keeper.drop_orphans, replica.name)
         await self.send_drops(replica)
 
     async def send_drops(self, replica: Replica) -> None:
@@ -123,7 +122,7 @@ class Reconciler:
             node = await self._runtime.write(self._keeper.keep, request, finished, held)
         finally:
             if node is None:
-                self._in_flight.note_reconciled(request)
+                self._in_flight.forget(request)
         if node is not None:
             self._runtime.background.spawn(self._remember(node, request))
 
@@ -132,7 +131,7 @@ class Reconciler:
         try:
             await self._runtime.remember(node, request.prompt.text)
         finally:
-            self._in_flight.note_reconciled(request)
+            self._in_flight.forget(request)
 
     def _on_drop(self, name: str) -> None:
         """From any thread: the tree let go of segments that this replica still holds."""

@@ -125,11 +125,9 @@ class ReplicaKeeper(Keeper[RemoteTier]):
             self._unclaimed.clear()
             self._discard_unheld()
 
-    def orphans(self, replica: str) -> frozenset[SegmentId]:
-        """Segments that a replica holds and no prompt refers to."""
-        return frozenset(
-            entry for entry in self.tier.held_by(replica) if not self.tree.reference_count(entry)
-        )
+    def drop_orphans(self, replica: str) -> None:
+        """Let a replica drop the segments that no prompt refers to."""
+        self.drop_unreferenced(self.tier.held_by(replica))
 
     def drop_unreferenced(self, segment_ids: Iterable[SegmentId]) -> None:
         """Let replicas drop those of the segments that no prompt refers to."""

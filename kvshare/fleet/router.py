@@ -150,22 +150,17 @@ class Router:
 
 
 def choose(lookups: Mapping[Replica, Lookup | None], limits: LoadLimits) -> Replica:
-    """The best of at least one replica. Load decides between equals, then the order of `lookups`."""
-    return min(
-        without_overloaded(list(lookups), limits),
-        key=lambda replica: (_prefill_s(lookups[replica]), replica.num_inflight),
-    )
-
-
-def without_overloaded(replicas: Sequence[Replica], limits: LoadLimits) -> list[Replica]:
-    """The replicas that may be given more; all of them where all are overloaded."""
-    idlest = min(replica.num_inflight for replica in replicas)
+    """
+    The best of at least one replica that may be given more; of all, where all are overloaded. Load decides
+    between equals, then the order of `lookups`.
+    """
+    idlest = min(replica.num_inflight for replica in lookups)
     allowed = [
         replica
-        for replica in replicas
+        for replica in lookups
         if replica.num_inflight < limits.max_inflight and replica.num_inflight - idlest < limits.max_imbalance
     ]
-    return allowed or list(replicas)
+    return min(allowed or lookups, key=lambda replica: (_prefill_s(lookups[replica]), replica.num_inflight))
 
 
 def ticket_for(
