@@ -85,11 +85,8 @@ class Keyring:
     def _find(self, key: bytes) -> Caller | None:
         """Compares with every hash, so that timing does not reveal which one was close."""
         digest = hashlib.sha256(key).hexdigest()
-        found = None
-        for known, caller in self._callers:
-            if hmac.compare_digest(known, digest):
-                found = caller
-        return found
+        found = [caller for known, caller in self._callers if hmac.compare_digest(known, digest)]
+        return found[0] if found else None
 
 
 def _presented_key(request: web.Request) -> bytes:
