@@ -26,7 +26,7 @@ from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.remote_tier import RemoteTier, ReplicaMemory
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
-from kvshare.fleet.router import LoadLimits, Router
+from kvshare.fleet.router import Router
 from kvshare.fleet.watcher import Watcher
 from kvshare.metadata import open_tree
 from kvshare.runtime import Forgotten, Runtime, open_runtime
@@ -164,8 +164,7 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
             await opened.enter_async_context(replica.vllm)
             await opened.enter_async_context(replica.control)
         in_flight = InFlight(expiry_s=chosen.ticket_expiry_s)
-        limits = LoadLimits(chosen.max_inflight, chosen.max_imbalance)
-        router = Router(runtime.sharing, fleet, in_flight, limits)
+        router = Router(runtime.sharing, fleet, in_flight, chosen)
         reconciler = Reconciler(runtime, fleet, in_flight)
         opened.push_async_callback(reconciler.close)
         watchers = [Watcher(replica, fleet, reconciler, chosen) for replica in fleet.replicas]

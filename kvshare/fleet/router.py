@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from delta_tree import TokenIds
@@ -23,6 +22,7 @@ from kvshare.fleet.in_flight import InFlight, RoutedRequest
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.requests import SharingMode
 from kvshare.safe_logging import classes_and_places
+from kvshare.settings import VllmSettings
 from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
@@ -33,22 +33,14 @@ log = logging.getLogger(__name__)
 _RECONCILE_S = 0.25  # a prompt is stored after its answer; its owner's next request waits for that, so long
 
 
-@dataclass(frozen=True, slots=True)
-class LoadLimits:
-    """When a replica is overloaded: it has so many requests, or so many more than the idlest one."""
-
-    max_inflight: int
-    max_imbalance: int
-
-
 class Router:
     """On the way of every request, before it is sent and while it is answered."""
 
-    def __init__(self, sharing: Sharing, fleet: Fleet, in_flight: InFlight, limits: LoadLimits) -> None:
+    def __init__(self, sharing: Sharing, fleet: Fleet, in_flight: InFlight, settings: VllmSettings) -> None:
         self._sharing = sharing
         self._fleet = fleet
         self._in_flight = in_flight
-        self._limits = limits
+        self._settings = settings
 
     async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
         """By vLLM's own template and tokenizer. Raises NoReplicaError, UpstreamError."""
@@ -129,7 +121,7 @@ class Router:
         )
         lookups: dict[Replica, Lookup | None] = dict(zip(sharing, found, strict=True))
         lookups |= {replica: None for replica in self._fleet.serving() if not replica.shares}
-        best = choose(lookups, self._limits)
+        best = choose(lookups, self._settings)
         lookup = lookups[best]
         if not alone and lookup is not None and isinstance(lookup.plan, NoPlan):
             # Embedding is expensive: only where tokens found nothing, and once.
@@ -149,16 +141,19 @@ class Router:
         return replica
 
 
-def choose(lookups: Mapping[Replica, Lookup | None], limits: LoadLimits) -> Replica:
+def choose(lookups: Mapping[Replica, Lookup | None], settings: VllmSettings) -> Replica:
     """
-    The best of at least one replica that may be given more; of all, where all are overloaded. Load decides
-    between equals, then the order of `lookups`.
+    The best of at least one replica; load decides between equals, then the order of `lookups`.
+
+    A replica is overloaded if it has `max_inflight` requests, or `max_imbalance` more than the idlest one; it
+    is passed over unless all are.
     """
     idlest = min(replica.num_inflight for replica in lookups)
     allowed = [
         replica
         for replica in lookups
-        if replica.num_inflight < limits.max_inflight and replica.num_inflight - idlest < limits.max_imbalance
+        if replica.num_inflight < settings.max_inflight
+        and replica.num_inflight - idlest < settings.max_imbalance
     ]
     return min(allowed or lookups, key=lambda replica: (_prefill_s(lookups[replica]), replica.num_inflight))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvshare.fleet.replica import Replica
-from kvshare.fleet.router import LoadLimits, choose
+from kvshare.fleet.router import choose
+from kvshare.settings import load_settings
 from kvshare.sharing.pipeline import Lookup
 from kvshare.sharing.plan import Estimate, NoPlan, Plan
 
-LIMITS = LoadLimits(max_inflight=10, max_imbalance=4)
+SETTINGS = load_settings(overrides={"vllm.max_inflight": 10, "vllm.max_imbalance": 4}).vllm
 
 
 def replica(name: str, num_inflight: int = 0) -> Replica:
@@ -45,4 +46,4 @@ def option(name: str, shared_s: float | None, num_inflight: int = 0) -> Option:
 )
 def test_the_best_plan_wins_unless_its_replica_is_overloaded(options: list[Option], chosen: str) -> None:
     """Then the next best; without plans the idlest; where all are overloaded, as if none were."""
-    assert choose(dict(options), LIMITS).name == chosen
+    assert choose(dict(options), SETTINGS).name == chosen
