@@ -34,20 +34,12 @@ class Caller:
     """The key's name (for logs) and the identity under which its KV is stored."""
 
     name: str
-    tenant: str
-    scope: str
-    role: Role
-
-    @property
-    def owner(self) -> Owner:
-        """All keys of a tenant have one owner; a private key has its own, which no other names give."""
-        if self.scope == "private":
-            return Owner(json.dumps([self.tenant, self.name]), self.scope)
-        return Owner(self.tenant, self.scope)
+    owner: Owner
+    role: Role = Role.INFER
 
 
-LOCAL = Caller(name="local", tenant="local", scope="tenant", role=Role.INFER)
-ANONYMOUS = Caller(name="-", tenant="", scope="", role=Role.INFER)  # routes that ask for no key
+LOCAL = Caller("local", Owner("local", "tenant"))
+ANONYMOUS = Caller("-", Owner("", ""))  # routes that ask for no key
 
 
 class Keyring:
@@ -59,9 +51,7 @@ class Keyring:
             values = [getattr(key, field) for key in keys]
             if len(set(values)) != len(values):
                 raise ConfigError("auth.keys", f"two keys have the same {field}")
-        self._callers = [
-            (key.sha256, Caller(key.name, key.tenant, key.scope, Role(key.role))) for key in keys
-        ]
+        self._callers = [(key.sha256, Caller(key.name, owner_of(key), Role(key.role))) for key in keys]
 
     @property
     def is_open(self) -> bool:
@@ -87,6 +77,13 @@ class Keyring:
         digest = hashlib.sha256(key).hexdigest()
         found = [caller for known, caller in self._callers if hmac.compare_digest(known, digest)]
         return found[0] if found else None
+
+
+def owner_of(key: KeySettings) -> Owner:
+    """All keys of a tenant have one owner; a private key has its own, which no other names give."""
+    if key.scope == "private":
+        return Owner(json.dumps([key.tenant, key.name]), key.scope)
+    return Owner(key.tenant, key.scope)
 
 
 def _presented_key(request: web.Request) -> bytes:

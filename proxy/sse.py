@@ -8,6 +8,7 @@ an error frame if it failed.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 HEADERS = {
@@ -24,6 +25,6 @@ def frames(*documents: dict[str, Any]) -> bytes:
     return b"".join(b"data: " + dump(document) + b"\n\n" for document in documents)
 
 
-def dump(document: dict[str, Any]) -> bytes:
+def dump(document: Mapping[str, Any]) -> bytes:
     """Compact and pure ASCII, so that half a character, as an engine may emit it, can be sent."""
     return json.dumps(document, separators=(",", ":")).encode("ascii")

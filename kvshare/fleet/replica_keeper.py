@@ -8,7 +8,7 @@ All methods block, for milliseconds, and may be called from any thread but the e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from delta_tree import (
@@ -102,7 +102,8 @@ class ReplicaKeeper(Keeper[RemoteTier]):
             now_held = frozenset(held)
             self.tier.at(replica).max_bytes = max_bytes
             self.forget(self.tier.held_by(replica) - now_held)
-            self.tier.add(replica, self._sizes(now_held))
+            known = {segment.segment_id: segment.num_bytes for segment in self.tree.segments()}
+            self.tier.add(replica, {segment_id: known.get(segment_id, 0) for segment_id in now_held})
             claimed = [
                 node
                 for node_id in self._unclaimed
@@ -133,10 +134,6 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         """Let replicas drop those of the segments that no prompt refers to."""
         with self._writing:
             self.tier.drop(entry for entry in segment_ids if not self.tree.reference_count(entry))
-
-    def _sizes(self, segment_ids: Iterable[SegmentId]) -> Mapping[SegmentId, int]:
-        known = {segment.segment_id: segment.num_bytes for segment in self.tree.segments()}
-        return {entry: known.get(entry, 0) for entry in segment_ids}
 
     def _discard_unheld(self) -> None:
         """

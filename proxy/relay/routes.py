@@ -81,7 +81,7 @@ async def explain(request: web.Request) -> web.Response:
     try:
         prompt = await chat_prompt(document, engine)
     except Unplannable as exc:
-        raise RequestError(f"This request would not be planned: {exc.reason}.") from exc
+        raise RequestError(f"This request would not be planned: {exc}.") from exc
     routed = _untokenized(request, document)
     routed.prompt = prompt
     return web.json_response(await engine.server.router.explain(routed))
@@ -117,7 +117,7 @@ async def _tokenize(request: web.Request, document: Mapping[str, Any], to_prompt
         prompt = await to_prompt(document, engine)
     except (Unplannable, UpstreamError, NoReplicaError, DeltaTreeError, OverflowError) as exc:
         log.debug("request %s is not planned: %s", record.request_id, class_and_place(exc))
-        engine.server.router.note_unshared(exc.reason if isinstance(exc, Unplannable) else "not_tokenized")
+        engine.server.router.note_unshared(str(exc) if isinstance(exc, Unplannable) else "not_tokenized")
         return None
     record.tokenize_s = time.perf_counter() - began
     return prompt

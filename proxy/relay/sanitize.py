@@ -8,7 +8,6 @@ A client must not name KV itself (`kv_transfer_params`) nor choose whose prefix 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvshare.errors import RequestError
 from proxy.errors import HttpError
+from proxy.sse import dump
 
 _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt"})
 _XARGS = "vllm_xargs"  # vLLM merges its entries with `kv_transfer_params`
@@ -49,7 +49,7 @@ def sanitized(raw: bytes, document: Mapping[str, Any]) -> bytes:
         clean[_XARGS] = {name: value for name, value in xargs.items() if name not in _FORBIDDEN}
     elif len(clean) == len(document):
         return raw
-    return _dump(clean)
+    return dump(clean)
 
 
 def with_members(raw: bytes, added: Mapping[str, Any]) -> bytes:
@@ -58,7 +58,7 @@ def with_members(raw: bytes, added: Mapping[str, Any]) -> bytes:
         return raw
     close = raw.rindex(b"}")
     comma = b"" if raw[:close].rstrip().endswith(b"{") else b","
-    return raw[:close] + comma + _dump(added)[1:-1] + raw[close:]
+    return raw[:close] + comma + dump(added)[1:-1] + raw[close:]
 
 
 def client_salt(document: Mapping[str, Any]) -> str | None:
@@ -108,10 +108,6 @@ def headers_to_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 def _named_by_connection(headers: CIMultiDictProxy[str]) -> frozenset[str]:
     listed = ",".join(headers.getall("Connection", []))
     return frozenset(name.strip().lower() for name in listed.split(",") if name.strip())
-
-
-def _dump(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def _path(raw_path: str) -> str:

@@ -34,11 +34,7 @@ _LONG_PROMPT = 20_000  # token ids; longer lists are converted off the event loo
 
 
 class Unplannable(Exception):
-    """Why a request is relayed without a plan; a fixed word, which is counted."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """Why a request is relayed without a plan; its text is a fixed word, which is counted."""
 
 
 async def chat_prompt(document: Mapping[str, Any], engine: VllmEngine) -> Prompt:
