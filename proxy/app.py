@@ -47,12 +47,8 @@ def build_app(settings: Settings, engine: Engine) -> web.Application:
     )
     server = ServerContext(settings, engine, Keyring(settings.auth.keys), lifecycle, metrics)
     app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
-
-    async def abort_running(_: web.Application) -> None:
-        lifecycle.abort_running()
-
     app.cleanup_ctx.append(lambda _: lifecycle.engine_running())
-    app.on_shutdown.append(abort_running)
+    app.on_shutdown.append(lambda _: lifecycle.drain(0))  # what still runs ends with an error
     return app
 
 

@@ -62,7 +62,7 @@ class Lifecycle:
         """
         Counts what is inside as running, so that a drain waits for it.
 
-        Raises as `check_accepting` does; ShuttingDownError, too, where `abort_running` cancels what is inside
+        Raises as `check_accepting` does; ShuttingDownError, too, where a drain cancels what is inside
         """
         self.check_accepting()
         scope = asyncio.timeout(None)
@@ -114,11 +114,6 @@ class Lifecycle:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            self.abort_running()
-
-    def abort_running(self) -> None:
-        """End every generation now, with an error for its client."""
-        self.phase = Phase.DRAINING
-        for scope in self._running:
-            if not scope.expired():
-                scope.reschedule(asyncio.get_running_loop().time())
+            for scope in self._running:
+                if not scope.expired():
+                    scope.reschedule(asyncio.get_running_loop().time())
