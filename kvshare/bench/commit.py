@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import DeltaTree, Node, NodeId, TokenIds
-from delta_tree.forest import Change
+from delta_tree.change import Change
 from delta_tree.storage import Storage
 from kvshare.bench.harness import edited, milliseconds, random_prompt
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier

@@ -22,6 +22,7 @@ from kvshare.bench.agent_prompts import NUM_EDITS, AgentPrompts
 from kvshare.bench.figures import MemoryPerPrompt
 from kvshare.bench.harness import milliseconds
 from kvshare.bench.plan import NAMESPACE, RATES, insert, open_nominator
+from kvshare.collector import calm_collector
 from kvshare.index_factory import nominator_settings
 from kvshare.kv.tier import EverySegment
 from kvshare.requests import Prompt, SharingMode
@@ -47,6 +48,7 @@ async def run(
     prompts = AgentPrompts(rng, prompt_tokens)
     async with open_nominator(nominator_settings(settings.index)) as nominator:
         sharing = _sharing(nominator, settings)
+        calm_collector()  # as a server does
         memory, began = MemoryPerPrompt(stored), time.perf_counter()
         long, short = await _fill(sharing, prompts, stored)
         build_s = time.perf_counter() - began

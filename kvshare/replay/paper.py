@@ -43,10 +43,9 @@ from kvshare.replay.options import (
     make_stream,
     versions,
 )
-from kvshare.replay.report.files import write_png
 from kvshare.replay.report.shapes import draw_figure_2, draw_figure_4
 from kvshare.replay.requests import TokenizedRequest, batches
-from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document, write_document
+from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document, write_document, write_whole
 from kvshare.replay.tokens import RequestTokenizer
 from vector_index import TextEmbedder
 
@@ -129,9 +128,9 @@ def _config(options: ReplayOptions, meanings: Meanings, tokenizer: RequestTokeni
 def _write(out: Path, document: Document) -> None:
     write_document(out / PAPER_FILE, document)
     for name, draw in (("figure_2", draw_figure_2), ("figure_4", draw_figure_4)):
-        path = out / f"{name.replace('_', '-')}.svg"
-        path.write_text(picture := draw(document[name], _REPORTED[name]), encoding="utf-8")
-        write_png(path.with_suffix(".png"), picture)
+        path, picture = out / f"{name.replace('_', '-')}.svg", draw(document[name], _REPORTED[name])
+        write_whole(path, picture.svg.encode())
+        write_whole(path.with_suffix(".png"), picture.png)
 
 
 class _Shelf:

@@ -290,8 +290,13 @@ class Results(Part):
 
 def write_document(path: Path, document: Document) -> None:
     """JSON that appears whole or not at all."""
+    write_whole(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A file that appears whole or not at all."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.write_bytes(content)
     partial.replace(path)
 
 

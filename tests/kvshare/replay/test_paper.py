@@ -54,7 +54,7 @@ def test_figures_2_and_4(tmp_path: Path) -> None:
         assert drawing.startswith("<svg")
         assert "fact3" not in drawing
         assert drawing.count("the paper's") == len(marked)
-        assert all(f">{share}</text>" in drawing for share in marked)
+        assert all(f">{share}  the paper's" in drawing for share in marked)
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
