@@ -47,8 +47,10 @@ class Runtime(Generic[KeeperT]):
     embedding: Background  # stored prompts that are being indexed by meaning
 
     async def write(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Call a function that changes tree or tier, in the writer's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.writer, function, *arguments)
+        """Call a function that changes tree or tier, in the writer's thread; then the index follows."""
+        result = await asyncio.get_running_loop().run_in_executor(self.writer, function, *arguments)
+        await self.sharing.forget_evicted()
+        return result
 
     async def remember(self, node: Node, text: PromptText) -> None:
         """Index a new node by its tokens now; by its meaning later, unless embedding lags behind."""
@@ -64,7 +66,6 @@ class Runtime(Generic[KeeperT]):
         if question is None:
             raise RequestError(f"unknown question {what!r}; expected one of: {', '.join(sorted(QUESTIONS))}")
         answer = await self.write(self.keeper.ask, question, arguments)
-        await self.sharing.forget_evicted()
         return answer.document
 
     def status(self) -> EngineStatus:

@@ -1,4 +1,8 @@
-"""The operator's routes: what is stored, what is counted, what to drop. Answers may name donors."""
+"""
+The operator's routes: is the process alive, does it take requests; what is counted and stored, what to drop.
+
+The first two are for orchestrators and load balancers, without a key. Answers of `/admin` may name donors.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,14 @@ from typing import Any
 
 from aiohttp import web
 
-from proxy.context import SERVER, accepting_server
+from proxy.context import SERVER
+from proxy.lifecycle import Phase
 from proxy.request_body import read_object
+
+
+def add_probes(app: web.Application) -> None:
+    app.router.add_get("/health", health)
+    app.router.add_get("/ready", ready)
 
 
 def add_routes(app: web.Application) -> None:
@@ -17,6 +27,25 @@ def add_routes(app: web.Application) -> None:
     for path in ("stats", "tree", "node/{id}", "diff"):
         app.router.add_get(f"/admin/{path}", _question(path.partition("/")[0]))
     app.router.add_post("/admin/evict", evict)
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: the process answers."""
+    return web.json_response({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: 200 when requests are taken; loading, draining and a dead engine are 503."""
+    server = request.app[SERVER]
+    phase = server.lifecycle.phase
+    if phase is not Phase.READY:
+        return web.json_response({"status": phase, "detail": ""}, status=503)
+    status = server.engine.status()
+    detail = status.detail
+    if status.index is not None and status.index.paused is not None:
+        detail += f"; the index is paused: {status.index.paused}"
+    document = {"status": "ready" if status.ready else "failed", "detail": detail}
+    return web.json_response(document, status=200 if status.ready else 503)
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -40,4 +69,4 @@ def _question(what: str) -> Callable[[web.Request], Awaitable[web.Response]]:
 
 
 async def _inspect(request: web.Request, what: str, arguments: Mapping[str, Any]) -> web.Response:
-    return web.json_response(await accepting_server(request).engine.inspect(what, arguments))
+    return web.json_response(await request.app[SERVER].engine.inspect(what, arguments))

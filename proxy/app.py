@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
 
 from kvshare.collector import calm_collector
-from kvshare.engines.base import Engine, EngineStatus, GeneratingEngine
+from kvshare.engines.base import Engine, GeneratingEngine
 from kvshare.fleet.engine import VllmEngine
+from kvshare.loopback import is_loopback
 from kvshare.settings import Settings
-from proxy import admin, openai, probes, relay
+from proxy import admin
 from proxy.auth import Keyring
 from proxy.context import SERVER, ServerContext
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
 from proxy.middleware import add_request_id, observe
+from proxy.openai import routes as openai
+from proxy.relay import routes as relay
 
 log = logging.getLogger(__name__)
 
@@ -37,35 +40,21 @@ def build_app(settings: Settings, engine: Engine) -> web.Application:
 
     Raises:  ConfigError if two keys have one name or one hash
     """
-    server = _server_context(settings, engine)
+    lifecycle = Lifecycle(engine)
+    metrics = Metrics(
+        status=lambda: engine.status() if lifecycle.is_engine_up else None,
+        num_inflight=lambda: lifecycle.num_running,
+    )
+    server = ServerContext(settings, engine, Keyring(settings.auth.keys), lifecycle, metrics)
     app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
-
-    async def own_engine(_: web.Application) -> AsyncIterator[None]:
-        async with server.lifecycle.engine_running():
-            yield
-
-    async def abort_running(_: web.Application) -> None:
-        server.lifecycle.abort_running()
-
-    app.cleanup_ctx.append(own_engine)
-    app.on_shutdown.append(abort_running)
+    app.cleanup_ctx.append(lambda _: lifecycle.engine_running())
+    app.on_shutdown.append(lambda _: lifecycle.drain(0))  # what still runs ends with an error
     return app
 
 
 def build_admin_app(app: web.Application) -> web.Application:
     """The application of the admin port, for the same server as `app`; it owns nothing."""
     return _application(app[SERVER], serves_clients=False, serves_admins=True)
-
-
-def run(
-    settings: Settings,
-    engine: Engine,
-    *,
-    on_listening: Callable[[str], None],
-    on_ready: Callable[[str], None],
-) -> None:
-    """Serve until SIGTERM or SIGINT. Raises what the engine's start raises, and OSError for a taken port."""
-    asyncio.run(serve(settings, engine, on_listening=on_listening, on_ready=on_ready))
 
 
 async def serve(
@@ -80,6 +69,7 @@ async def serve(
 
     `on_listening` and, once the engine is up, `on_ready` get the base URL, with the port that was taken where
     the settings say 0.
+    Raises:  what the engine's start raises; OSError for a taken port
     """
     app = build_app(settings, engine)
     runners = [_runner(app)]
@@ -151,26 +141,11 @@ def _ignore_hangup() -> None:
     log.warning("SIGHUP ignored: settings are read at start; restart to change them")
 
 
-def _server_context(settings: Settings, engine: Engine) -> ServerContext:
-    lifecycle = Lifecycle(engine)
-
-    def status() -> EngineStatus | None:
-        return engine.status() if lifecycle.is_engine_up else None
-
-    return ServerContext(
-        settings=settings,
-        engine=engine,
-        keyring=Keyring(settings.auth.keys),
-        lifecycle=lifecycle,
-        metrics=Metrics(status=status, num_inflight=lambda: lifecycle.num_running),
-    )
-
-
 def _application(server: ServerContext, *, serves_clients: bool, serves_admins: bool) -> web.Application:
     app = web.Application(middlewares=[observe], client_max_size=server.settings.server.max_body_bytes)
     app[SERVER] = server
     app.on_response_prepare.append(add_request_id)
-    probes.add_routes(app)
+    admin.add_probes(app)
     engine = server.engine
     if isinstance(engine, GeneratingEngine):
         openai.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)
@@ -196,7 +171,7 @@ def _base_url(runner: web.AppRunner) -> str:
 
 
 def _warn_if_exposed(settings: Settings) -> None:
-    if not settings.auth.keys and settings.server.host not in ("127.0.0.1", "::1", "localhost"):
+    if not settings.auth.keys and not is_loopback(settings.server.host):
         log.warning(
             "no API keys and listening on %s: everybody who reaches it shares one namespace",
             settings.server.host,

@@ -19,7 +19,7 @@ from kvshare.errors import ConfigError
 from kvshare.loopback import is_loopback
 from kvshare.namespace import Owner
 from kvshare.settings import KeySettings
-from proxy.errors import forbidden, unauthorized
+from proxy.errors import HttpError, forbidden
 
 
 class Role(StrEnum):
@@ -34,20 +34,12 @@ class Caller:
     """The key's name (for logs) and the identity under which its KV is stored."""
 
     name: str
-    tenant: str
-    scope: str
-    role: Role
-
-    @property
-    def owner(self) -> Owner:
-        """All keys of a tenant have one owner; a private key has its own, which no other names give."""
-        if self.scope == "private":
-            return Owner(json.dumps([self.tenant, self.name]), self.scope)
-        return Owner(self.tenant, self.scope)
+    owner: Owner
+    role: Role = Role.INFER
 
 
-LOCAL = Caller(name="local", tenant="local", scope="tenant", role=Role.INFER)
-ANONYMOUS = Caller(name="-", tenant="", scope="", role=Role.INFER)  # routes that ask for no key
+LOCAL = Caller("local", Owner("local", "tenant"))
+ANONYMOUS = Caller("-", Owner("", ""))  # routes that ask for no key
 
 
 class Keyring:
@@ -59,9 +51,7 @@ class Keyring:
             values = [getattr(key, field) for key in keys]
             if len(set(values)) != len(values):
                 raise ConfigError("auth.keys", f"two keys have the same {field}")
-        self._callers = [
-            (key.sha256, Caller(key.name, key.tenant, key.scope, Role(key.role))) for key in keys
-        ]
+        self._callers = [(key.sha256, Caller(key.name, owner_of(key), Role(key.role))) for key in keys]
 
     @property
     def is_open(self) -> bool:
@@ -73,9 +63,11 @@ class Keyring:
             if role is Role.ADMIN and not is_local(request):
                 raise forbidden("Without API keys, admin routes answer loopback clients only.")
             return LOCAL
-        caller = self._find(_presented_key(request))
+        key = _presented_key(request)
+        caller = self._find(key) if key else None
         if caller is None:
-            raise unauthorized()
+            message = "Incorrect or missing API key. Send it as 'Authorization: Bearer <key>'."
+            raise HttpError(401, "invalid_api_key", message, {"WWW-Authenticate": "Bearer"})
         if role is Role.ADMIN and caller.role is not Role.ADMIN:
             raise forbidden("This API key may not use admin routes.")
         return caller
@@ -83,18 +75,22 @@ class Keyring:
     def _find(self, key: bytes) -> Caller | None:
         """Compares with every hash, so that timing does not reveal which one was close."""
         digest = hashlib.sha256(key).hexdigest()
-        found = None
-        for known, caller in self._callers:
-            if hmac.compare_digest(known, digest):
-                found = caller
-        return found
+        found = [caller for known, caller in self._callers if hmac.compare_digest(known, digest)]
+        return found[0] if found else None
+
+
+def owner_of(key: KeySettings) -> Owner:
+    """All keys of a tenant have one owner; a private key has its own, which no other names give."""
+    if key.scope == "private":
+        return Owner(json.dumps([key.tenant, key.name]), key.scope)
+    return Owner(key.tenant, key.scope)
 
 
 def _presented_key(request: web.Request) -> bytes:
+    """Empty if there is none."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        raise unauthorized()
-    return key.strip().encode("utf-8", "surrogateescape")  # aiohttp decoded it so
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    return key.encode("utf-8", "surrogateescape")  # aiohttp decoded it so
 
 
 def is_local(request: web.Request) -> bool:

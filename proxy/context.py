@@ -25,10 +25,3 @@ class ServerContext:
 
 
 SERVER: web.AppKey[ServerContext] = web.AppKey("server", ServerContext)
-
-
-def accepting_server(request: web.Request) -> ServerContext:
-    """The server of `request`. Raises ShuttingDownError or HttpError 503 unless it takes requests now."""
-    server = request.app[SERVER]
-    server.lifecycle.check_accepting()
-    return server

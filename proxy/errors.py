@@ -67,38 +67,8 @@ class HttpError(KVShareError):
         self.reply = ErrorReply(status, code, message, headers or {})
 
 
-def unauthorized() -> HttpError:
-    message = "Incorrect or missing API key. Send it as 'Authorization: Bearer <key>'."
-    return HttpError(401, "invalid_api_key", message, {"WWW-Authenticate": "Bearer"})
-
-
 def forbidden(message: str) -> HttpError:
     return HttpError(403, "permission_denied", message)
-
-
-def not_found(message: str) -> HttpError:
-    return HttpError(404, "not_found", message)
-
-
-def bad_path() -> HttpError:
-    return HttpError(400, "bad_path", "This path cannot be passed on.")
-
-
-def upstream_timed_out(timeout_s: float) -> HttpError:
-    return HttpError(504, "upstream_timeout", f"The model server said nothing for {timeout_s:g} s.")
-
-
-def body_timed_out(timeout_s: float) -> HttpError:
-    return HttpError(408, "request_timeout", f"The request body did not arrive within {timeout_s:g} s.")
-
-
-def wrong_content_type() -> HttpError:
-    message = "Send the body with 'Content-Type: application/json'."
-    return HttpError(415, "unsupported_media_type", message)
-
-
-def not_ready(detail: str) -> HttpError:
-    return HttpError(503, "not_ready", f"The server cannot answer yet: {detail}.", {"Retry-After": "1"})
 
 
 # The first row whose class matches counts, so a class stands before its parents.
@@ -131,13 +101,10 @@ def to_reply(exc: Exception) -> ErrorReply:
         return _http_reply(exc)
     for error_class, reply in _TABLE:
         if isinstance(exc, error_class):
-            reply = replace(reply, message=_message(exc))
+            message = str(exc) or (type(exc).__doc__ or "").strip() or "The request cannot be answered."
+            reply = replace(reply, message=message)
             return replace(reply, code=exc.code, param=exc.param) if isinstance(exc, RequestError) else reply
     return ErrorReply(500, "internal_error", "The server failed to answer; see its log.")
-
-
-def _message(exc: KVShareError) -> str:
-    return str(exc) or (type(exc).__doc__ or "").strip() or "The request cannot be answered."
 
 
 def _http_reply(exc: web.HTTPException) -> ErrorReply:

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from enum import StrEnum
-from typing import Protocol
 
 from kvshare.engines.base import Engine
 from kvshare.errors import ShuttingDownError
-from proxy.errors import not_ready
+from proxy.errors import HttpError
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +30,6 @@ class Phase(StrEnum):
     DRAINING = "draining"
 
 
-class Abortable(Protocol):
-    """A running generation, which can be ended from outside."""
-
-    def abort(self, error: Exception) -> None: ...
-
-
 class Lifecycle:
     """One per server. All methods run on the server's event loop."""
 
@@ -44,11 +37,10 @@ class Lifecycle:
         self._engine = engine
         self.phase = Phase.STARTING
         self.is_engine_up = False  # whether it has started, also while the server drains
-        self._running: set[Abortable] = set()
+        self._running: set[asyncio.Timeout] = set()  # a scope around each generation, to end it
         self._idle = asyncio.Event()
         self._idle.set()
-        self._start_ended = asyncio.Event()
-        self._start_error: BaseException | None = None
+        self._starting: asyncio.Task[None] | None = None
 
     @property
     def num_running(self) -> int:
@@ -58,54 +50,62 @@ class Lifecycle:
         """Raises ShuttingDownError while draining, HttpError 503 before the engine is up."""
         if self.phase is Phase.DRAINING:
             raise ShuttingDownError("The server is shutting down.")
-        if self.phase is Phase.STARTING:
-            raise not_ready("the model is being loaded")
-        if self.phase is Phase.FAILED:
-            raise not_ready("the engine did not start")
+        if self.phase is not Phase.READY:
+            detail = (
+                "the model is being loaded" if self.phase is Phase.STARTING else "the engine did not start"
+            )
+            message = f"The server cannot answer yet: {detail}."
+            raise HttpError(503, "not_ready", message, {"Retry-After": "1"})
 
-    @contextmanager
-    def running(self, generation: Abortable) -> Iterator[None]:
-        """Counts `generation` as running, so that a drain waits for it. Raises as `check_accepting` does."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """
+        Counts what is inside as running, so that a drain waits for it.
+
+        Raises as `check_accepting` does; ShuttingDownError, too, where a drain cancels what is inside
+        """
         self.check_accepting()
-        self._running.add(generation)
+        scope = asyncio.timeout(None)
+        self._running.add(scope)
         self._idle.clear()
         try:
-            yield
+            async with scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise ShuttingDownError("The server is shutting down; the answer is incomplete.") from None
         finally:
-            self._running.discard(generation)
+            self._running.discard(scope)
             if not self._running:
                 self._idle.set()
 
     @asynccontextmanager
     async def engine_running(self) -> AsyncIterator[None]:
         """Start the engine in the background, stop it at the end, even one that is still starting."""
-        starting = asyncio.create_task(self._start(), name="start the engine")
+        self._starting = asyncio.create_task(self._start(), name="start the engine")
         try:
             yield
         finally:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
             await self._engine.stop()
 
     async def _start(self) -> None:
         try:
             await self._engine.start()
-        except Exception as exc:  # noqa: BLE001  the owner of the server raises it again, see wait_started
-            self._start_error = exc
+        except Exception:
             self.phase = Phase.FAILED
-        else:
-            self.is_engine_up = True
-            if self.phase is Phase.STARTING:
-                self.phase = Phase.READY
-            log.info("engine ready: model %s", self._engine.card.model_id)
-        finally:
-            self._start_ended.set()
+            raise
+        self.is_engine_up = True
+        if self.phase is Phase.STARTING:
+            self.phase = Phase.READY
+        log.info("engine ready: model %s", self._engine.card.model_id)
 
     async def wait_started(self) -> None:
         """Returns when the engine is up. Raises what its start raised."""
-        await self._start_ended.wait()
-        if self._start_error is not None:
-            raise self._start_error
+        assert self._starting is not None, "called while the engine runs"
+        await asyncio.shield(self._starting)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse what is new, let what runs finish for `timeout_s`, end the rest with ShuttingDownError."""
@@ -114,10 +114,6 @@ class Lifecycle:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            self.abort_running()
-
-    def abort_running(self) -> None:
-        """End every generation now, with an error for its client."""
-        self.phase = Phase.DRAINING
-        for generation in tuple(self._running):
-            generation.abort(ShuttingDownError("The server is shutting down; the answer is incomplete."))
+            for scope in self._running:
+                if not scope.expired():
+                    scope.reschedule(asyncio.get_running_loop().time())

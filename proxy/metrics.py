@@ -8,7 +8,6 @@ words; never from what a client sends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -32,14 +31,52 @@ _STAGE_S = _edges("0.0001 0.0005 0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5
 _FRACTION = _edges("0.05 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1")
 
 
+# Counted per request: what it counts, and its labels.
+_COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "kvshare_requests": (
+        "Requests answered; status 499: the client went away.",
+        ("endpoint", "status", "finish_reason"),
+    ),
+    "kvshare_prompt_tokens_by_source": ("Prompt tokens by where their KV came from.", ("source",)),
+    "kvshare_lookup_requests": (
+        "Prompts by what sharing found for them, and why not more.",
+        ("result", "reason"),
+    ),
+    "kvshare_lookup_tokens_requested": ("Prompt tokens that were looked up.", ()),
+    "kvshare_lookup_tokens_hit": ("Prompt tokens that were found and reused.", ()),
+}
+
+# Measured per request: what it measures, its labels, and the edges of its buckets.
+_HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
+    "kvshare_request_duration_seconds": (
+        "From the request's headers to the last byte, generating routes.",
+        ("endpoint",),
+        _REQUEST_S,
+    ),
+    "kvshare_time_to_first_token_seconds": (
+        "From the request's headers to its first token.",
+        (),
+        _FIRST_TOKEN_S,
+    ),
+    "kvshare_inter_token_latency_seconds": ("Between tokens of one choice.", (), _TOKEN_GAP_S),
+    "kvshare_stage_duration_seconds": ("Time per stage of a request.", ("stage",), _STAGE_S),
+    "kvshare_recompute_fraction": ("Share of a prompt that was computed.", (), _FRACTION),
+}
+
+
 class Metrics:
     """The metrics of one server."""
 
     def __init__(self, *, status: Callable[[], EngineStatus | None], num_inflight: Callable[[], int]) -> None:
         """`status` gives None until the engine is up."""
         self.registry = registry = CollectorRegistry()
-        self._requests = _RequestMetrics(registry)
-        self._sharing = _SharingMetrics(registry)
+        self._counters = {
+            name: Counter(name, text, labels, registry=registry) for name, (text, labels) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(name, text, labels, buckets=edges, registry=registry)
+            for name, (text, labels, edges) in _HISTOGRAMS.items()
+        }
         build = Gauge("kvshare_build_info", "The version that runs.", ("version",), registry=registry)
         build.labels(__version__).set(1)
         inflight = Gauge(
@@ -54,92 +91,41 @@ class Metrics:
 
     def count(self, record: RequestRecord, *, endpoint: str, status: int) -> None:
         """Add a request that is over."""
-        self._requests.count(record, endpoint=endpoint, status=status)
-        if record.mode is not None:
-            for report in record.reports:
-                self._sharing.count(report, record.mode)
-
-
-class _RequestMetrics:
-    """Requests by outcome, and how long they took."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        histogram = partial(Histogram, registry=registry)
-        labels = ("endpoint", "status", "finish_reason")
-        text = "Requests answered; status 499: the client went away."
-        self._requests = Counter("kvshare_requests", text, labels, registry=registry)
-        self._duration = histogram(
-            "kvshare_request_duration_seconds",
-            "From the request's headers to the last byte, generating routes.",
-            ("endpoint",),
-            buckets=_REQUEST_S,
-        )
-        self._first_token = histogram(
-            "kvshare_time_to_first_token_seconds",
-            "From the request's headers to its first token.",
-            buckets=_FIRST_TOKEN_S,
-        )
-        self._token_gap = histogram(
-            "kvshare_inter_token_latency_seconds", "Between tokens of one choice.", buckets=_TOKEN_GAP_S
-        )
-        self._stages = histogram(
-            "kvshare_stage_duration_seconds", "Time per stage of a request.", ("stage",), buckets=_STAGE_S
-        )
-
-    def count(self, record: RequestRecord, *, endpoint: str, status: int) -> None:
-        self._requests.labels(endpoint, str(status), record.finish_reason).inc()
+        self._counters["kvshare_requests"].labels(endpoint, str(status), record.finish_reason).inc()
+        stages = self._histograms["kvshare_stage_duration_seconds"]
         if record.tokenize_s is not None:
-            self._stages.labels("tokenize").observe(record.tokenize_s)
+            stages.labels("tokenize").observe(record.tokenize_s)
         if record.mode is None:
             return
-        self._duration.labels(endpoint).observe(record.duration_s)
+        self._histograms["kvshare_request_duration_seconds"].labels(endpoint).observe(record.duration_s)
         if record.first_token_s is not None:
-            self._first_token.observe(record.first_token_s)
+            self._histograms["kvshare_time_to_first_token_seconds"].observe(record.first_token_s)
         for gap in record.token_gaps_s:
-            self._token_gap.observe(gap)
-        for finished in record.finished:
+            self._histograms["kvshare_inter_token_latency_seconds"].observe(gap)
+        for finished in record.finished.values():
             for stage, seconds in finished.stage_seconds.items():
                 if stage != "tokenize":  # measured here, around the engine's encode_*
-                    self._stages.labels(stage).observe(seconds)
+                    stages.labels(stage).observe(seconds)
+        for report in record.reports.values():
+            self._count_sources(report, record.mode)
 
-
-class _SharingMetrics:
-    """Where the KV of prompts came from."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        counter = partial(Counter, registry=registry)
-        self._prompt_tokens = counter(
-            "kvshare_prompt_tokens_by_source", "Prompt tokens by where their KV came from.", ("source",)
-        )
-        self._lookups = counter(
-            "kvshare_lookup_requests",
-            "Prompts by what sharing found for them, and why not more.",
-            ("result", "reason"),
-        )
-        self._tokens_requested = counter(
-            "kvshare_lookup_tokens_requested", "Prompt tokens that were looked up."
-        )
-        self._tokens_hit = counter("kvshare_lookup_tokens_hit", "Prompt tokens that were found and reused.")
-        self._recompute = Histogram(
-            "kvshare_recompute_fraction",
-            "Share of a prompt that was computed.",
-            buckets=_FRACTION,
-            registry=registry,
-        )
-
-    def count(self, report: SharingReport, mode: SharingMode) -> None:
+    def _count_sources(self, report: SharingReport, mode: SharingMode) -> None:
+        """Where the KV of a prompt came from."""
         num_computed = report.num_recomputed + report.num_repaired
-        self._prompt_tokens.labels("compute").inc(num_computed)
-        self._prompt_tokens.labels("kvshare_exact").inc(report.num_exact)
-        self._prompt_tokens.labels("kvshare_approx").inc(report.num_copied)
-        self._recompute.observe(num_computed / max(1, report.num_prompt_tokens))
+        tokens = self._counters["kvshare_prompt_tokens_by_source"]
+        tokens.labels("compute").inc(num_computed)
+        tokens.labels("kvshare_exact").inc(report.num_exact)
+        tokens.labels("kvshare_approx").inc(report.num_copied)
+        fraction = num_computed / max(1, report.num_prompt_tokens)
+        self._histograms["kvshare_recompute_fraction"].observe(fraction)
+        lookups = self._counters["kvshare_lookup_requests"]
         if mode is SharingMode.OFF:
-            self._lookups.labels("skipped", "off").inc()
+            lookups.labels("skipped", "off").inc()
             return
         result = report.decision if report.decision in ("exact", "approx") else "miss"
-        self._lookups.labels(result, report.reason or "").inc()
-        self._tokens_requested.inc(report.num_prompt_tokens)
-        self._tokens_hit.inc(report.num_cached)
+        lookups.labels(result, report.reason or "").inc()
+        self._counters["kvshare_lookup_tokens_requested"].inc(report.num_prompt_tokens)
+        self._counters["kvshare_lookup_tokens_hit"].inc(report.num_cached)
 
 
 class _EngineCollector(Collector):
@@ -193,7 +179,7 @@ def _replica_gauges(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
 
 
 # What the engine counts: "kind", or "kind:label:label". Other kinds are events, by their whole key.
-_COUNTERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+_ENGINE_COUNTERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("evictions", "kvshare_evictions", "Prompts dropped from the tree.", ("reason",)),
     (
         "isolation_denials",
@@ -215,7 +201,7 @@ def _counters(counts: Mapping[str, int]) -> Iterable[Metric]:
     """The engine's counters as metrics; evictions and denials also where there were none."""
     families = {
         kind: (CounterMetricFamily(name, text, labels=labels), len(labels))
-        for kind, name, text, labels in _COUNTERS
+        for kind, name, text, labels in _ENGINE_COUNTERS
     }
     others = CounterMetricFamily("kvshare_engine_events", "What else the engine counts.", labels=("event",))
     for key, count in ({"evictions": 0, "isolation_denials": 0} | dict(counts)).items():

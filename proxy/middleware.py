@@ -44,7 +44,7 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
 
 async def _answer(request: web.Request, handler: Handler, server: ServerContext) -> web.StreamResponse:
     try:
-        request[RECORD].caller = _authenticate(request, server)
+        request[RECORD].caller = _admit(request, server)
         return await handler(request)
     except Exception as exc:  # noqa: BLE001  the one place where errors become replies
         reply = to_reply(exc)
@@ -53,8 +53,12 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
         return reply.to_response()
 
 
-def _authenticate(request: web.Request, server: ServerContext) -> Caller:
-    """The caller, if it may use the matched route. A route asks for a key unless it is listed here."""
+def _admit(request: web.Request, server: ServerContext) -> Caller:
+    """
+    The caller, if it may use the matched route now.
+
+    A route asks for a key, and is closed while the server starts or drains, unless it is listed here.
+    """
     route = _endpoint(request)
     if route in ("/health", "/ready", "unknown"):
         return ANONYMOUS
@@ -63,7 +67,9 @@ def _authenticate(request: web.Request, server: ServerContext) -> Caller:
             return ANONYMOUS
         return server.keyring.require(request, Role.ADMIN)
     is_admin_route = route.startswith("/admin/")
-    return server.keyring.require(request, Role.ADMIN if is_admin_route else Role.INFER)
+    caller = server.keyring.require(request, Role.ADMIN if is_admin_route else Role.INFER)
+    server.lifecycle.check_accepting()
+    return caller
 
 
 def _endpoint(request: web.Request) -> str:

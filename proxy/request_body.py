@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from kvshare.errors import RequestError
-from proxy.errors import body_timed_out, wrong_content_type
+from proxy.errors import HttpError
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -37,7 +37,8 @@ def check_is_json(request: web.Request) -> None:
     does not answer.
     """
     if request.content_type != "application/json":
-        raise wrong_content_type()
+        message = "Send the body with 'Content-Type: application/json'."
+        raise HttpError(415, "unsupported_media_type", message)
 
 
 async def read_raw(request: web.Request) -> bytes:
@@ -46,14 +47,21 @@ async def read_raw(request: web.Request) -> bytes:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
     except TimeoutError:
-        raise body_timed_out(BODY_TIMEOUT_S) from None
+        message = f"The request body did not arrive within {BODY_TIMEOUT_S:g} s."
+        raise HttpError(408, "request_timeout", message) from None
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
-    """Strict JSON in UTF-8: no NaN, no Infinity, no lone surrogates, no nesting that exhausts the parser."""
+def parse_object(raw: bytes, *, strict: bool = True) -> dict[str, Any]:
+    """
+    JSON in UTF-8, without nesting that exhausts the parser; a name that comes twice has its last value.
+
+    `strict`: no NaN, no Infinity, no lone surrogates either.
+    """
     try:
-        document = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
-        _check_unicode(raw, document)
+        text = raw.decode("utf-8")
+        document = json.loads(text, parse_constant=_refuse_constant if strict else None)
+        if strict:
+            _check_unicode(raw, document)
     except RecursionError:
         raise RequestError("The JSON body is nested too deeply.") from None
     except UnicodeDecodeError as exc:

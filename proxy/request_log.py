@@ -7,7 +7,7 @@ No prompt text is in either.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -32,8 +32,8 @@ class RequestRecord:
     started: float = field(default_factory=perf_counter)
     caller: Caller = ANONYMOUS
     mode: SharingMode | None = None  # None: nothing was generated
-    reports: Sequence[SharingReport] = ()
-    finished: Sequence[Finished] = ()
+    reports: dict[int, SharingReport] = field(default_factory=dict)  # by the number of the prompt
+    finished: dict[int, Finished] = field(default_factory=dict)  # the same, of those that have ended
     tokenize_s: float | None = None
     first_token_s: float | None = None  # since the request came in
     token_gaps_s: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class RequestRecord:
         """None for a relayed answer, whose tokens were not counted here."""
         if not self.finished:
             return None
-        return sum(finished.num_completion_tokens for finished in self.finished)
+        return sum(finished.num_completion_tokens for finished in self.finished.values())
 
     def note(self, delta: Delta) -> None:
         """Take the time of a delta."""
@@ -70,7 +70,7 @@ class RequestRecord:
 RECORD: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
 
 
-def combine(reports: Sequence[SharingReport]) -> SharingReport:
+def combine(reports: Collection[SharingReport]) -> SharingReport:
     """One report of several prompts: counts added, the boldest decision, the first reason. No donors."""
     decisions = {report.decision for report in reports}
     return SharingReport(
@@ -100,7 +100,7 @@ def log_request(record: RequestRecord, endpoint: str, status: int) -> None:
 
 def _generated(record: RequestRecord) -> str:
     """What a generating request adds to its line."""
-    total = combine(record.reports)
+    total = combine(record.reports.values())
     num_completion_tokens = record.num_completion_tokens
     return (
         f" {record.finish_reason or '-'} decision={total.decision if record.reports else '-'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,7 +102,7 @@ def _replicas(urls: Sequence[str], control_urls: Sequence[str]) -> list[dict[str
 def _run(settings: Settings, output_format: OutputFormat) -> None:
     """Load the engine's code, then listen; the engine starts while the server already answers /health."""
     started = time.perf_counter()
-    from proxy.app import run
+    from proxy.app import serve as serve_http
 
     engine: Engine
     if settings.engine.kind == "vllm":
@@ -118,9 +119,10 @@ def _run(settings: Settings, output_format: OutputFormat) -> None:
         show("ready", {"url": url, "model": engine.card.model_id, "ready_s": ready_s}, output_format)
 
     try:
-        run(
+        serving = serve_http(
             settings, engine, on_listening=lambda url: note(f"listening on {url}, {doing}"), on_ready=announce
         )
+        asyncio.run(serving)
     except OSError as exc:
         where = f"{settings.server.host}:{settings.server.port}"
         raise EngineError(

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -116,23 +117,8 @@ class VllmClient(_Client):
 
         Raises:  UpstreamError if it did not get through; TimeoutError if vLLM does not answer in time
         """
-        try:
-            try:
-                return await self._send(method, raw_path, headers, body)
-            except (aiohttp.ServerDisconnectedError, ConnectionResetError):
-                # Most likely an idle connection that vLLM was closing: try a new one.
-                return await self._send(method, raw_path, headers, body)
-        except aiohttp.ConnectionTimeoutError as exc:
-            raise UpstreamError(f"{self.url}: {_describe(exc)}") from exc
-        except TimeoutError:
-            raise
-        except (aiohttp.ClientError, OSError) as exc:
-            raise UpstreamError(f"{self.url}: {_describe(exc)}") from exc
-
-    async def _send(
-        self, method: str, raw_path: str, headers: Mapping[str, str], body: bytes
-    ) -> aiohttp.ClientResponse:
-        return await self._session.request(
+        request = partial(
+            self._session.request,
             method,
             URL(self.url + raw_path, encoded=True),
             headers={**headers, **self._headers},
@@ -140,6 +126,18 @@ class VllmClient(_Client):
             timeout=self._relay_timeout,
             allow_redirects=False,
         )
+        try:
+            try:
+                return await request()
+            except (aiohttp.ServerDisconnectedError, ConnectionResetError):
+                # Most likely an idle connection that vLLM was closing: try a new one.
+                return await request()
+        except aiohttp.ConnectionTimeoutError as exc:
+            raise UpstreamError(f"{self.url}: {_describe(exc)}") from exc
+        except TimeoutError:
+            raise
+        except (aiohttp.ClientError, OSError) as exc:
+            raise UpstreamError(f"{self.url}: {_describe(exc)}") from exc
 
     async def check_health(self) -> None:
         """Raises UpstreamError unless vLLM takes requests."""

@@ -23,10 +23,10 @@ from kvshare.errors import ConfigError, ShuttingDownError
 from kvshare.fleet.client import ControlClient, VllmClient
 from kvshare.fleet.in_flight import InFlight
 from kvshare.fleet.reconciler import Reconciler
-from kvshare.fleet.remote_tier import RemoteTier
+from kvshare.fleet.remote_tier import RemoteTier, ReplicaMemory
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
-from kvshare.fleet.router import LoadLimits, Router
+from kvshare.fleet.router import Router
 from kvshare.fleet.watcher import Watcher
 from kvshare.metadata import open_tree
 from kvshare.runtime import Forgotten, Runtime, open_runtime
@@ -123,7 +123,7 @@ class VllmEngine(Engine):
             num_running=sum(replica.num_inflight for replica in replicas),
             kv_budget_bytes=sum(replica.info.max_bytes for replica in replicas if replica.info is not None),
             counters={**stored.counters, "tickets:pending": len(self._running.in_flight)},
-            replicas=tuple(_status(replica, runtime.keeper.tier) for replica in replicas),
+            replicas=tuple(_status(replica, runtime.keeper.tier.at(replica.name)) for replica in replicas),
         )
 
     async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class VllmEngine(Engine):
         """Wait for all replicas, but not forever; then evict what none of them holds."""
         connections = [watcher.was_connected for watcher in server.watchers]
         await _all_within(self._settings.vllm.lost_after_s, connections)
-        await server.reconciler.evict_unclaimed()
+        await server.runtime.write(server.runtime.keeper.evict_unclaimed)
 
 
 @asynccontextmanager
@@ -146,7 +146,8 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
         return open_tree(settings.store.path, identity=IDENTITY, loss=loss), ()
 
     def new_keeper(tree: DeltaTree) -> ReplicaKeeper:
-        return ReplicaKeeper(tree, RemoteTier(), min_tokens=settings.sharing.min_prompt_tokens)
+        tier = RemoteTier(replica.name for replica in fleet.replicas)
+        return ReplicaKeeper(tree, tier, min_tokens=settings.sharing.min_prompt_tokens)
 
     chosen = settings.vllm
     async with AsyncExitStack() as opened:
@@ -163,8 +164,7 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
             await opened.enter_async_context(replica.vllm)
             await opened.enter_async_context(replica.control)
         in_flight = InFlight(expiry_s=chosen.ticket_expiry_s)
-        limits = LoadLimits(chosen.max_inflight, chosen.max_imbalance)
-        router = Router(runtime.sharing, fleet, in_flight, limits)
+        router = Router(runtime.sharing, fleet, in_flight, chosen)
         reconciler = Reconciler(runtime, fleet, in_flight)
         opened.push_async_callback(reconciler.close)
         watchers = [Watcher(replica, fleet, reconciler, chosen) for replica in fleet.replicas]
@@ -192,12 +192,12 @@ def _replica(entry: ReplicaSettings, settings: VllmSettings) -> Replica:
     return Replica(entry.label, VllmClient(entry.url, settings), control)
 
 
-def _status(replica: Replica, tier: RemoteTier) -> ReplicaStatus:
+def _status(replica: Replica, memory: ReplicaMemory) -> ReplicaStatus:
     return ReplicaStatus(
         name=replica.name,
         serves=replica.serves,
         shares=replica.shares,
         num_inflight=replica.num_inflight,
-        num_segments=tier.num_segments_at(replica.name),
-        kv_bytes=tier.num_bytes_at(replica.name),
+        num_segments=len(memory.segments),
+        kv_bytes=memory.num_bytes,
     )

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from delta_tree import NodeId
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt, SharingMode, SharingReport
+from kvshare.sharing.pipeline import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.vllm_protocol.messages import TICKET_KEY, Ticket
 from kvshare.vllm_protocol.salts import owner_salt, private_salt
@@ -41,7 +43,6 @@ class RoutedRequest:
     replica: str = ""  # name of the one that it was sent to last
     plan: Plan | NoPlan = _UNPLANNED
     ticket: Ticket | None = None
-    report: SharingReport | None = None  # what is planned; None for one without a prompt
 
     # Seen while it is in flight.
     was_alone: bool = False  # no other request ran at the replica when it was sent
@@ -49,7 +50,13 @@ class RoutedRequest:
     sent_at: float = 0.0
     first_byte_s: float | None = None  # of a streamed answer
     ended_at: float | None = None  # None while the answer runs
+    is_reported: bool = False  # and on its way into tree and index
     reconciled: asyncio.Event = field(default_factory=asyncio.Event)  # nothing more will be known of it
+
+    @property
+    def report(self) -> SharingReport | None:
+        """What is planned; None for one without a prompt."""
+        return None if self.prompt is None else Lookup(self.plan).report(self.prompt.num_tokens)
 
     @property
     def salt(self) -> str:
@@ -72,27 +79,21 @@ class RoutedRequest:
             params |= {"do_remote_prefill": True, "remote_prefill_cached_tokens": self.report.num_cached}
         return params
 
-    def note_first_byte(self) -> None:
-        """The first byte of a stream comes with the first token."""
-        if self.first_byte_s is None:
-            self.first_byte_s = time.perf_counter() - self.sent_at
-
 
 class InFlight:
-    """Requests with a ticket that are not reported yet, by the ticket's id."""
+    """Requests with a ticket until nothing more will be known of them. Its length: those not reported yet."""
 
     def __init__(self, *, expiry_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._expiry_s = expiry_s
         self._clock = clock
-        self._by_id: dict[str, RoutedRequest] = {}
-        self._reconciling: set[RoutedRequest] = set()  # reported, and not in tree and index yet
+        self._by_id: dict[str, RoutedRequest] = {}  # by the ticket's id
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return sum(not request.is_reported for request in self._by_id.values())
 
     @property
     def num_unreconciled(self) -> int:
-        return len(self._by_id) + len(self._reconciling)
+        return len(self._by_id)
 
     def add(self, request: RoutedRequest) -> None:
         """A request without a ticket is not reported: nothing is waited for."""
@@ -101,8 +102,8 @@ class InFlight:
 
     def end(self, request: RoutedRequest) -> None:
         """The answer is over. A refused request will not be reported."""
-        if request.was_refused:
-            self._remove(request)
+        if request.was_refused and not request.is_reported:
+            self.forget(request)
         elif request.ended_at is None:
             request.ended_at = self._clock()
 
@@ -110,63 +111,48 @@ class InFlight:
         """
         The request that a replica reports; None where there is none, or it was sent elsewhere.
 
-        Its owner's next requests wait until the caller calls `note_reconciled`.
+        Its owner's next requests wait until the caller calls `forget`.
         """
         request = self._by_id.get(request_id)
-        if request is None or request.replica != replica:
+        if request is None or request.replica != replica or request.is_reported:
             return None
-        del self._by_id[request_id]
-        self._reconciling.add(request)
+        request.is_reported = True
         return request
 
     def donors(self) -> frozenset[NodeId]:
         """The prompts whose KV the tickets that are out refer to: they must not be evicted."""
-        plans = (request.plan for request in (*self._by_id.values(), *self._reconciling))
+        plans = (request.plan for request in self._by_id.values())
         return frozenset(donor for plan in plans if isinstance(plan, Plan) for donor in plan.donors)
 
-    def note_reconciled(self, request: RoutedRequest) -> None:
-        """What was reported of a request can be found by others now."""
-        self._reconciling.discard(request)
+    def forget(self, request: RoutedRequest) -> None:
+        """It will not be reported, or what was reported of it can be found by others now."""
+        if request.ticket is not None:
+            self._by_id.pop(request.ticket.request_id, None)
         request.reconciled.set()
 
     def forget_replica(self, replica: str) -> None:
         """This replica will report none of its requests any more."""
-        for request in [entry for entry in self._by_id.values() if entry.replica == replica]:
-            self._remove(request)
+        for request in tuple(self._by_id.values()):
+            if request.replica == replica and not request.is_reported:
+                self.forget(request)
 
     def expire(self) -> int:
         """Forget requests that will not be reported any more. Returns how many."""
-        late = self._ended(lambda age_s: age_s >= self._expiry_s)
+        unreported = (request for request in self._by_id.values() if not request.is_reported)
+        late = [request for request in unreported if self._age_s(request) >= self._expiry_s]
         for request in late:
-            self._remove(request)
+            self.forget(request)
         return len(late)
 
     async def wait_reconciled(self, owner: Owner, *, timeout_s: float) -> None:
         """Wait for the reports of an owner's answers that ended just now, at most `timeout_s`."""
-        fresh = self._ended(lambda age_s: age_s < timeout_s)
-        waiters = [
-            asyncio.ensure_future(entry.reconciled.wait())
-            for entry in (*fresh, *self._reconciling)
-            if entry.owner == owner
-        ]
-        if not waiters:
-            return
-        try:
-            await asyncio.wait(waiters, timeout=timeout_s)
-        finally:
-            for waiter in waiters:
-                waiter.cancel()
+        own = (request for request in self._by_id.values() if request.owner == owner)
+        awaited = [entry for entry in own if entry.is_reported or 0 <= self._age_s(entry) < timeout_s]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for entry in awaited:
+                    await entry.reconciled.wait()
 
-    def _ended(self, is_wanted: Callable[[float], bool]) -> list[RoutedRequest]:
-        """Those whose answer is over, by the seconds since."""
-        now = self._clock()
-        return [
-            entry
-            for entry in self._by_id.values()
-            if entry.ended_at is not None and is_wanted(now - entry.ended_at)
-        ]
-
-    def _remove(self, request: RoutedRequest) -> None:
-        if request.ticket is not None:
-            self._by_id.pop(request.ticket.request_id, None)
-        request.reconciled.set()
+    def _age_s(self, request: RoutedRequest) -> float:
+        """Seconds since its answer was over; negative while it runs."""
+        return -1.0 if request.ended_at is None else self._clock() - request.ended_at

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -37,7 +38,7 @@ class Reconciler:
         self._keeper = runtime.keeper
         self._in_flight = in_flight
         self._counters = runtime.keeper.counters
-        self._orphans: dict[str, tuple[float, frozenset[SegmentId]]] = {}  # by replica: due when, which
+        self._orphans_due: dict[str, float] = {}  # by replica: when segments without a prompt are dropped
         self._replicas = {replica.name: replica for replica in fleet.replicas}
         self._loop = asyncio.get_running_loop()
         self._sending = Background()
@@ -56,17 +57,16 @@ class Reconciler:
         """The connector holds exactly these segments; `is_new`: it is another process than before."""
         if is_new:
             self._in_flight.forget_replica(replica.name)
-        assert replica.info is not None, "known with the connection"
-        self._sharing.cost.set_bytes_per_token(replica.info.bytes_per_token)
-        can_move_keys = replica.info.can_move_keys  # all replicas serve one model
-        self._sharing.limits = replace(self._sharing.limits, can_move_keys=can_move_keys)
-        claimed = await self._runtime.write(self._keeper.claim, replica.name, held)
-        await self._sharing.forget_evicted()
+        info = replica.info
+        assert info is not None, "known with the connection"
+        self._sharing.cost.set_bytes_per_token(info.bytes_per_token)
+        # All replicas serve one model.
+        self._sharing.limits = replace(self._sharing.limits, can_move_keys=info.can_move_keys)
+        claimed = await self._runtime.write(self._keeper.claim, replica.name, held, info.budget_bytes)
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
             await self._remember_claimed(claimed)
-        orphans = await self._runtime.write(self._keeper.orphans, replica.name)
-        self._orphans[replica.name] = (time.monotonic() + _ORPHAN_GRACE_S, orphans)
+        self._orphans_due[replica.name] = time.monotonic() + _ORPHAN_GRACE_S
 
     async def _remember_claimed(self, nodes: Sequence[Node]) -> None:
         """Index many prompts, which takes a while: those that are evicted meanwhile must not come back."""
@@ -84,7 +84,6 @@ class Reconciler:
     async def apply(self, replica: Replica, event: JournalEvent) -> None:
         if isinstance(event, Dropped):
             await self._runtime.write(self._keeper.forget, event.segment_ids)
-            await self._sharing.forget_evicted()
         else:
             await self._on_finished(replica, event)
 
@@ -92,15 +91,13 @@ class Reconciler:
         """It has been silent for too long: what it held is gone."""
         self._in_flight.forget_replica(replica.name)
         await self._runtime.write(self._keeper.lose, replica.name)
-        await self._sharing.forget_evicted()
 
     async def tidy(self, replica: Replica) -> None:
         """Expire requests, and let the replica drop what no prompt refers to."""
         self._counters["tickets:expired"] += self._in_flight.expire()
-        due, orphans = self._orphans.get(replica.name, (0.0, frozenset()))
-        if orphans and time.monotonic() >= due:
-            del self._orphans[replica.name]
-            await self._runtime.write(self._keeper.drop_unreferenced, orphans)
+        if time.monotonic() >= self._orphans_due.get(replica.name, math.inf):
+            del self._orphans_due[replica.name]
+            await self._runtime.write(self._keeper.drop_orphans, replica.name)
         await self.send_drops(replica)
 
     async def send_drops(self, replica: Replica) -> None:
@@ -112,11 +109,6 @@ class Reconciler:
                 self._keeper.tier.drop_again(replica.name, dropped)
                 log.debug("replica %s did not get %d drops: %s", replica.name, len(dropped), exc)
 
-    async def evict_unclaimed(self) -> None:
-        """No more replicas are waited for: what none has claimed of the last run's prompts is gone."""
-        await self._runtime.write(self._keeper.evict_unclaimed)
-        await self._sharing.forget_evicted()
-
     async def _on_finished(self, replica: Replica, finished: Finished) -> None:
         request = self._in_flight.take(finished.request_id, replica.name)
         if request is None:
@@ -126,14 +118,11 @@ class Reconciler:
         self._count(request, finished)
         node = None
         try:
-            assert replica.info is not None, "its journal is read after a contact"
-            max_bytes, held = replica.info.budget_bytes, self._in_flight.donors()
-            node = await self._runtime.write(self._keeper.keep, request, finished, max_bytes, held)
-            if node is None:  # it was known, or found no room: others may have left all the same
-                await self._sharing.forget_evicted()
+            held = self._in_flight.donors()
+            node = await self._runtime.write(self._keeper.keep, request, finished, held)
         finally:
             if node is None:
-                self._in_flight.note_reconciled(request)
+                self._in_flight.forget(request)
         if node is not None:
             self._runtime.background.spawn(self._remember(node, request))
 
@@ -142,7 +131,7 @@ class Reconciler:
         try:
             await self._runtime.remember(node, request.prompt.text)
         finally:
-            self._in_flight.note_reconciled(request)
+            self._in_flight.forget(request)
 
     def _on_drop(self, name: str) -> None:
         """From any thread: the tree let go of segments that this replica still holds."""

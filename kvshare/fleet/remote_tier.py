@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from delta_tree import SegmentId
 from kvshare.kv.tier import Fetched
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaBudget:
+@dataclass(slots=True, eq=False)
+class ReplicaMemory:
     """What one replica holds, and what it may be given; a `Budget` of `sharing/keeper.py`."""
 
-    tier: RemoteTier
-    replica: str
-    max_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.tier.num_bytes_at(self.replica)
+    max_bytes: int = 0  # known when it is connected
+    num_bytes: int = 0
+    segments: dict[SegmentId, int] = field(default_factory=dict)  # with their bytes
+    dropped: list[SegmentId] = field(default_factory=list)  # to be sent to it
 
     def __contains__(self, segment_id: SegmentId) -> bool:
-        return self.tier.holds(self.replica, segment_id)
+        return segment_id in self.segments
+
+    def remove(self, segment_id: SegmentId) -> bool:
+        """Returns whether it was held."""
+        num_bytes = self.segments.pop(segment_id, None)
+        self.num_bytes -= num_bytes or 0
+        return num_bytes is not None
 
 
 class RemoteTier:
@@ -35,50 +37,41 @@ class RemoteTier:
     replica, and `on_drop` is called with the replica's name, from any thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: Iterable[str]) -> None:
         self.on_drop: Callable[[str], None] | None = None
-        self._holders: dict[SegmentId, tuple[str, int]] = {}  # replica's name, bytes
-        self._num_segments: Counter[str] = Counter()
-        self._num_bytes: Counter[str] = Counter()
-        self._dropped: dict[str, list[SegmentId]] = {}
+        self._memories = {name: ReplicaMemory() for name in replicas}
         self._lock = threading.Lock()
+
+    def at(self, replica: str) -> ReplicaMemory:
+        """What one replica holds; the segments are changed here only."""
+        return self._memories[replica]
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._num_bytes.values())
-
-    def num_bytes_at(self, replica: str) -> int:
-        return self._num_bytes[replica]
-
-    def num_segments_at(self, replica: str) -> int:
-        return self._num_segments[replica]
+        return sum(memory.num_bytes for memory in self._memories.values())
 
     def __contains__(self, segment_id: object) -> bool:
-        return segment_id in self._holders
-
-    def holds(self, replica: str, segment_id: SegmentId) -> bool:
-        return self._holders.get(segment_id, ("", 0))[0] == replica
+        return any(segment_id in memory.segments for memory in self._memories.values())
 
     def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
         """No bytes, only what is missing: the plan goes to where they are."""
-        return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self._holders))
+        return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self))
 
     def held_by(self, replica: str) -> frozenset[SegmentId]:
         with self._lock:
-            return frozenset(entry for entry, (holder, _) in self._holders.items() if holder == replica)
+            return frozenset(self._memories[replica].segments)
 
     def all_held(self) -> frozenset[SegmentId]:
-        with self._lock:
-            return frozenset(self._holders)
+        return frozenset[SegmentId]().union(*(self.held_by(replica) for replica in self._memories))
 
     def add(self, replica: str, segments: Mapping[SegmentId, int]) -> None:
         """A replica holds these segments, of so many bytes."""
+        memory = self._memories[replica]
         with self._lock:
             for segment_id, num_bytes in segments.items():
-                self._remove(segment_id)
-                self._holders[segment_id] = (replica, num_bytes)
-                self._num_segments[replica] += 1
-                self._num_bytes[replica] += num_bytes
+                memory.remove(segment_id)
+                memory.segments[segment_id] = num_bytes
+                memory.num_bytes += num_bytes
 
     def forget(self, segment_ids: Iterable[SegmentId]) -> None:
         """The replica has dropped these by itself: nothing is to be sent."""
@@ -92,7 +85,7 @@ class RemoteTier:
         with self._lock:
             for segment_id in segment_ids:
                 if (holder := self._remove(segment_id)) is not None:
-                    self._dropped.setdefault(holder, []).append(segment_id)
+                    self._memories[holder].dropped.append(segment_id)
                     holders.add(holder)
         if (on_drop := self.on_drop) is not None:
             for holder in holders:
@@ -100,19 +93,16 @@ class RemoteTier:
 
     def take_dropped(self, replica: str) -> list[SegmentId]:
         """What a replica is yet to drop; the caller sends it."""
+        memory = self._memories[replica]
         with self._lock:
-            return self._dropped.pop(replica, [])
+            dropped, memory.dropped = memory.dropped, []
+        return dropped
 
     def drop_again(self, replica: str, segment_ids: Iterable[SegmentId]) -> None:
         """They could not be sent to the replica: they are sent with the next."""
         with self._lock:
-            self._dropped.setdefault(replica, []).extend(segment_ids)
+            self._memories[replica].dropped.extend(segment_ids)
 
     def _remove(self, segment_id: SegmentId) -> str | None:
-        entry = self._holders.pop(segment_id, None)
-        if entry is None:
-            return None
-        holder, num_bytes = entry
-        self._num_segments[holder] -= 1
-        self._num_bytes[holder] -= num_bytes
-        return holder
+        """The replica that held it."""
+        return next((name for name, memory in self._memories.items() if memory.remove(segment_id)), None)

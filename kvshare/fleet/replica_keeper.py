@@ -8,14 +8,12 @@ All methods block, for milliseconds, and may be called from any thread but the e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from delta_tree import (
     DeltaTree,
     DeltaTreeError,
-    Insertion,
     Node,
     NodeDraft,
     NodeId,
@@ -24,8 +22,7 @@ from delta_tree import (
     token_ids,
 )
 from kvshare.fleet.in_flight import RoutedRequest
-from kvshare.fleet.remote_tier import RemoteTier, ReplicaBudget
-from kvshare.inspection import Answer, Question
+from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
@@ -49,19 +46,13 @@ class ReplicaKeeper(Keeper[RemoteTier]):
 
     def __init__(self, tree: DeltaTree, tier: RemoteTier, *, min_tokens: int) -> None:
         super().__init__(tree, tier, min_tokens=min_tokens)
-        self._nodes_of: dict[SegmentId, set[NodeId]] = {}
         self._namespaces_at: dict[str, set[str]] = {}  # by replica: each has its own
-        self._unclaimed: set[NodeId] = set()
-        for node in tree.nodes():
-            self._note(node)
-            self._unclaimed.add(node.node_id)
+        self._unclaimed = {node.node_id for node in tree.nodes()}
 
-    def keep(
-        self, request: RoutedRequest, finished: Finished, max_bytes: int, held: Collection[NodeId]
-    ) -> Node | None:
+    def keep(self, request: RoutedRequest, finished: Finished, held: Collection[NodeId]) -> Node | None:
         """
         Make a node of what a replica retained of a request. For it others leave, but for those that are
-        `held`, until the replica has no more than `max_bytes`.
+        `held`, until the replica has no more than it may be given.
 
         Returns: the node if it is new; None where it was known, finds no room, or the report cannot be true:
         the replica is then to drop its segments. Never raises
@@ -69,7 +60,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         try:
             draft = draft_of(request, finished, node_of=self.tree.get)
             with self._writing:
-                if draft is not None and self._has_room(request.replica, draft, max_bytes, held):
+                if draft is not None and self._has_room(request.replica, draft, held):
                     self._add_stored(request.replica, finished)
                     insertion = self._insert(draft)
                     return insertion.node if insertion.created else None
@@ -92,34 +83,27 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         gone = frozenset(segment_ids)
         with self._writing:
             self.tier.forget(gone)
-            touched = {node_id for entry in gone for node_id in self._nodes_of.get(entry, ())}
-            for node_id in touched - self._unclaimed:
-                node = self.tree.get(node_id)
-                if node is not None and not gone.isdisjoint(node.pieces.segment_ids):
-                    if node.pinned:
-                        self.tree.unpin(node_id)
+            if not any(self.tree.reference_count(entry) for entry in gone):
+                return  # mostly: the tree let go of them first
+            for node in self.tree.nodes():
+                if node.node_id not in self._unclaimed and not gone.isdisjoint(node.pieces.segment_ids):
+                    self.tree.unpin(node.node_id)
                     self._evict(node)
                     self.counters["evictions"] += 1
 
-    def ask(self, question: Question, arguments: Mapping[str, Any]) -> Answer:
-        with self._writing:
-            answer = super().ask(question, arguments)
-            gone = {NodeId(node_id) for _, node_id in answer.removed_nodes}
-            if gone:
-                nodes_of = ((entry, nodes - gone) for entry, nodes in self._nodes_of.items())
-                self._nodes_of = {entry: nodes for entry, nodes in nodes_of if nodes}
-            return answer
-
-    def claim(self, replica: str, held: Iterable[SegmentId]) -> list[Node]:
+    def claim(self, replica: str, held: Iterable[SegmentId], max_bytes: int) -> list[Node]:
         """
-        A replica is connected, and holds these segments. What it was thought to hold beyond them is gone.
+        A replica is connected, holds these segments, and may hold so many bytes. What it was thought to hold
+        beyond them is gone.
 
         Returns: the nodes of the last run that are found again; the index does not have them yet
         """
         with self._writing:
             now_held = frozenset(held)
+            self.tier.at(replica).max_bytes = max_bytes
             self.forget(self.tier.held_by(replica) - now_held)
-            self.tier.add(replica, self._sizes(now_held))
+            known = {segment.segment_id: segment.num_bytes for segment in self.tree.segments()}
+            self.tier.add(replica, {segment_id: known.get(segment_id, 0) for segment_id in now_held})
             claimed = [
                 node
                 for node_id in self._unclaimed
@@ -142,20 +126,14 @@ class ReplicaKeeper(Keeper[RemoteTier]):
             self._unclaimed.clear()
             self._discard_unheld()
 
-    def orphans(self, replica: str) -> frozenset[SegmentId]:
-        """Segments that a replica holds and no prompt refers to."""
-        return frozenset(
-            entry for entry in self.tier.held_by(replica) if not self.tree.reference_count(entry)
-        )
+    def drop_orphans(self, replica: str) -> None:
+        """Let a replica drop the segments that no prompt refers to."""
+        self.drop_unreferenced(self.tier.held_by(replica))
 
     def drop_unreferenced(self, segment_ids: Iterable[SegmentId]) -> None:
         """Let replicas drop those of the segments that no prompt refers to."""
         with self._writing:
             self.tier.drop(entry for entry in segment_ids if not self.tree.reference_count(entry))
-
-    def _sizes(self, segment_ids: Iterable[SegmentId]) -> Mapping[SegmentId, int]:
-        known = {segment.segment_id: segment.num_bytes for segment in self.tree.segments()}
-        return {entry: known.get(entry, 0) for entry in segment_ids}
 
     def _discard_unheld(self) -> None:
         """
@@ -169,12 +147,11 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         self.tree.discard_missing(alive, lazily=True)
         for node in leaving:
             self.note_evicted(node.namespace, int(node.node_id))
-            self._unnote(node)
         self.counters["evictions:lost"] += len(leaving)
         freed = {entry for node in leaving for entry in node.pieces.segment_ids if entry in self.tier}
         self.drop_unreferenced(freed)
 
-    def _has_room(self, replica: str, draft: NodeDraft, max_bytes: int, held: Collection[NodeId]) -> bool:
+    def _has_room(self, replica: str, draft: NodeDraft, held: Collection[NodeId]) -> bool:
         """Whether a prompt is to become a node, and finds room once others have left."""
         namespaces = self._namespaces_at.setdefault(replica, set())
         namespaces.add(draft.namespace)
@@ -183,39 +160,10 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         if not self._is_wanted(draft.namespace, draft.token_ids):
             return False
         num_bytes = sum(segment.num_bytes for segment in draft.new_segments)
-        return self._make_room(num_bytes, ReplicaBudget(self.tier, replica, max_bytes), held, namespaces)
+        return self._make_room(num_bytes, self.tier.at(replica), held, namespaces)
 
     def _add_stored(self, replica: str, finished: Finished) -> None:
         self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in finished.stored})
-
-    def _insert(self, draft: NodeDraft) -> Insertion:
-        known = self.tree.find(draft.namespace, draft.token_ids)
-        insertion = super()._insert(draft)
-        if known is not None:
-            self._unnote(known)  # it may have other pieces now
-        self._note(insertion.node)
-        return insertion
-
-    def _shorten(self, node: Node, num_tokens: int) -> Node:
-        self._unnote(node)
-        shorter = super()._shorten(node, num_tokens)
-        self._note(shorter)
-        return shorter
-
-    def _evict(self, node: Node) -> None:
-        super()._evict(node)
-        self._unnote(node)
-
-    def _note(self, node: Node) -> None:
-        for segment_id in node.pieces.segment_ids:
-            self._nodes_of.setdefault(segment_id, set()).add(node.node_id)
-
-    def _unnote(self, node: Node) -> None:
-        for segment_id in node.pieces.segment_ids:
-            if (nodes := self._nodes_of.get(segment_id)) is not None:
-                nodes.discard(node.node_id)
-                if not nodes:
-                    del self._nodes_of[segment_id]
 
 
 def draft_of(

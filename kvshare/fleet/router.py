@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from delta_tree import TokenIds
@@ -23,6 +22,7 @@ from kvshare.fleet.in_flight import InFlight, RoutedRequest
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.requests import SharingMode
 from kvshare.safe_logging import classes_and_places
+from kvshare.settings import VllmSettings
 from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
@@ -33,22 +33,14 @@ log = logging.getLogger(__name__)
 _RECONCILE_S = 0.25  # a prompt is stored after its answer; its owner's next request waits for that, so long
 
 
-@dataclass(frozen=True, slots=True)
-class LoadLimits:
-    """When a replica is overloaded: it has so many requests, or so many more than the idlest one."""
-
-    max_inflight: int
-    max_imbalance: int
-
-
 class Router:
     """On the way of every request, before it is sent and while it is answered."""
 
-    def __init__(self, sharing: Sharing, fleet: Fleet, in_flight: InFlight, limits: LoadLimits) -> None:
+    def __init__(self, sharing: Sharing, fleet: Fleet, in_flight: InFlight, settings: VllmSettings) -> None:
         self._sharing = sharing
         self._fleet = fleet
         self._in_flight = in_flight
-        self._limits = limits
+        self._settings = settings
 
     async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
         """By vLLM's own template and tokenizer. Raises NoReplicaError, UpstreamError."""
@@ -79,7 +71,7 @@ class Router:
                 reason = "lookup_failed"
         elif request.mode is not SharingMode.OFF:
             reason = "short_prompt"
-        _leave_unplanned(request, reason)
+        request.plan, request.ticket = NoPlan(reason), None
         return self._next_replica()
 
     def reroute(self, request: RoutedRequest, tried: Sequence[Replica]) -> Replica:
@@ -90,7 +82,7 @@ class Router:
         """
         tried[-1].models = None
         self._sharing.counters[f"fallback:replica:{tried[-1].name}"] += 1
-        _leave_unplanned(request, "replica_gone")
+        request.plan, request.ticket = NoPlan("replica_gone"), None
         return self._next_replica(without=tried)
 
     @contextmanager
@@ -132,7 +124,7 @@ class Router:
         )
         lookups: dict[Replica, Lookup | None] = dict(zip(sharing, found, strict=True))
         lookups |= {replica: None for replica in self._fleet.serving() if not replica.shares}
-        best = choose(lookups, self._limits)
+        best = choose(lookups, self._settings)
         lookup = lookups[best]
         if not alone and lookup is not None and isinstance(lookup.plan, NoPlan):
             # Embedding is expensive: only where tokens found nothing, and once.
@@ -152,23 +144,21 @@ class Router:
         return replica
 
 
-def choose(lookups: Mapping[Replica, Lookup | None], limits: LoadLimits) -> Replica:
-    """The best of at least one replica. Load decides between equals, then the order of `lookups`."""
-    return min(
-        without_overloaded(list(lookups), limits),
-        key=lambda replica: (_prefill_s(lookups[replica]), replica.num_inflight),
-    )
+def choose(lookups: Mapping[Replica, Lookup | None], settings: VllmSettings) -> Replica:
+    """
+    The best of at least one replica; load decides between equals, then the order of `lookups`.
 
-
-def without_overloaded(replicas: Sequence[Replica], limits: LoadLimits) -> list[Replica]:
-    """The replicas that may be given more; all of them where all are overloaded."""
-    idlest = min(replica.num_inflight for replica in replicas)
+    A replica is overloaded if it has `max_inflight` requests, or `max_imbalance` more than the idlest one; it
+    is passed over unless all are.
+    """
+    idlest = min(replica.num_inflight for replica in lookups)
     allowed = [
         replica
-        for replica in replicas
-        if replica.num_inflight < limits.max_inflight and replica.num_inflight - idlest < limits.max_imbalance
+        for replica in lookups
+        if replica.num_inflight < settings.max_inflight
+        and replica.num_inflight - idlest < settings.max_imbalance
     ]
-    return allowed or list(replicas)
+    return min(allowed or lookups, key=lambda replica: (_prefill_s(lookups[replica]), replica.num_inflight))
 
 
 def ticket_for(
@@ -196,7 +186,6 @@ def _plan(request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
     """With a ticket: for the plan, or so that the prompt may be stored, or for both."""
     assert request.prompt is not None, "a lookup has a prompt"
     request.plan = lookup.plan
-    request.report = lookup.report(request.prompt.num_tokens)
     if isinstance(lookup.plan, Plan) or request.may_store:
         request.ticket = ticket_for(
             lookup.plan,
@@ -205,12 +194,6 @@ def _plan(request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
             namespace=replica.namespace(request.owner).digest,
             keep=request.may_store,
         )
-
-
-def _leave_unplanned(request: RoutedRequest, reason: str) -> None:
-    request.plan, request.ticket = NoPlan(reason), None
-    if request.prompt is not None:
-        request.report = Lookup(request.plan).report(request.prompt.num_tokens)
 
 
 def _prefill_s(lookup: Lookup | None) -> float:

@@ -18,7 +18,7 @@ from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.replica import NAMESPACE_FIELDS, Fleet, Replica
 from kvshare.safe_logging import classes_and_places
 from kvshare.settings import VllmSettings
-from kvshare.vllm_protocol.messages import Journal, ReplicaInfo
+from kvshare.vllm_protocol.messages import ReplicaInfo
 
 log = logging.getLogger(__name__)
 
@@ -108,47 +108,36 @@ class Watcher:
 
     async def _read_journal(self) -> None:
         """Returns where the state must be asked for anew: a gap, or another process."""
+        replica = self._replica
         while True:
-            journal = await self._replica.control.journal(
-                after=self._last, wait_s=self._settings.journal_wait_s
-            )
-            if self._is_broken(journal):
+            journal = await replica.control.journal(after=self._last, wait_s=self._settings.journal_wait_s)
+            assert replica.info is not None, "read only when connected"
+            is_new = journal.epoch != replica.info.epoch
+            if is_new or journal.gap or journal.last < self._last:
+                replica.is_connected, self._is_in_step = not is_new, False
+                what = "restarted: its KV is gone" if is_new else "events were missed: asking what it holds"
+                log.warning("replica %s: %s", replica.name, what)
                 return
             for event in journal.events:
-                await self._reconciler.apply(self._replica, event)
+                await self._reconciler.apply(replica, event)
             self._last = journal.last
-            await self._reconciler.tidy(self._replica)
-
-    def _is_broken(self, journal: Journal) -> bool:
-        assert self._replica.info is not None, "read only when connected"
-        if journal.epoch != self._replica.info.epoch:
-            log.warning("replica %s was restarted: its KV is gone", self._replica.name)
-            self._replica.is_connected = self._is_in_step = False
-            return True
-        if journal.gap or journal.last < self._last:
-            log.warning("replica %s: events were missed, asking what it holds", self._replica.name)
-            self._is_in_step = False
-            return True
-        return False
+            await self._reconciler.tidy(replica)
 
     async def _note_if_lost(self) -> None:
         """What fails here is tried again in the next round: the journal must go on being read."""
+        replica, now = self._replica, time.monotonic()
+        if replica.is_connected:
+            return
+        self._silent_since = self._silent_since or now
+        if now - self._silent_since < self._settings.lost_after_s or replica.info is None:
+            return
+        log.warning("replica %s is lost: %s", replica.name, self._logged)
         try:
-            await self._check_lost()
+            await self._reconciler.evict_replica(replica)
+            replica.info = None
         except Exception as exc:  # noqa: BLE001  logged, without its message
             what = classes_and_places(exc)
-            log.error("replica %s: its prompts could not be evicted: %s", self._replica.name, what)
-
-    async def _check_lost(self) -> None:
-        now = time.monotonic()
-        if self._replica.is_connected:
-            return
-        if self._silent_since is None:
-            self._silent_since = now
-        elif now - self._silent_since >= self._settings.lost_after_s and self._replica.info is not None:
-            log.warning("replica %s is lost: %s", self._replica.name, self._logged)
-            await self._reconciler.evict_replica(self._replica)
-            self._replica.info = None
+            log.error("replica %s: its prompts could not be evicted: %s", replica.name, what)
 
     def _log_failure(self, failure: str) -> None:
         """Each kind of failure once, whichever route it came from, until the connector is connected again."""

@@ -28,7 +28,3 @@ def owner_salt(owner: Owner, client_salt: str | None = None) -> str:
 def private_salt(request_id: str) -> str:
     """The salt of a request whose KV is approximate: no other request ever has it."""
     return f"kvshare-private-{request_id}"
-
-
-def is_private_salt(cache_salt: str | None, request_id: str) -> bool:
-    return cache_salt == private_salt(request_id)

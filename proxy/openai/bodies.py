@@ -2,20 +2,20 @@
 The bodies of the two generating routes: which parameters are read, their types and ranges.
 
 Unknown parameters pass, as OpenAI's clients send many; known ones must be right. A parameter that would
-change the answer and is not implemented is refused.
+change the answer and is not implemented is refused. Each error names the parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvshare.engines.base import SamplingParams
 from kvshare.errors import RequestError, UnsupportedParameterError
-from proxy.request_body import at_most, validated
+from proxy.request_body import at_most
 from proxy.request_options import KVShareField
 
 MAX_CHOICES = 8
@@ -24,6 +24,7 @@ MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 _INT32 = 2**31 - 1
+_SAMPLING = {"temperature", "top_p", "seed", "n", "presence_penalty", "frequency_penalty"}  # as in the engine
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
@@ -123,18 +124,23 @@ class GenerationBody(_Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raises RequestError."""
+        _refuse_unsupported(self.model_extra or {}, _NEUTRAL)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
+        return self
+
     def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """What the body leaves out is as `SamplingParams` says."""
+        given = self.model_dump(include=_SAMPLING, exclude_none=True)
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
             stop=tuple(self.stop or ()),
-            n=self.num_choices,
             logprobs=logprobs,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            **given,
         )
 
 
@@ -145,6 +151,15 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_messages(self) -> Self:
+        """Raises RequestError."""
+        for number, message in enumerate(self.messages):
+            _refuse_unsupported(message.model_extra or {}, _NEUTRAL_IN_MESSAGE, at=f"messages[{number}].")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+        return self
 
     @property
     def sampling(self) -> SamplingParams:
@@ -159,37 +174,17 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompt_list)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        """Raises UnsupportedParameterError."""
+        if (self.model_extra or {}).get("best_of") not in (None, self.num_choices):
+            raise UnsupportedParameterError("best_of", "only equal to 'n'")
+        return self
+
     @property
     def sampling(self) -> SamplingParams:
         limit = _COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self._sampling(max_tokens=limit, logprobs=self.logprobs)
-
-
-def parse_chat(document: Mapping[str, Any]) -> ChatBody:
-    """Raises RequestError or UnsupportedParameterError, naming the parameter."""
-    body = validated(ChatBody, document)
-    _refuse_unsupported(document)
-    for number, message in enumerate(document["messages"]):
-        _refuse_unsupported(message, _NEUTRAL_IN_MESSAGE, at=f"messages[{number}].")
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
-    _check_stream_options(body)
-    return body
-
-
-def parse_completion(document: Mapping[str, Any]) -> CompletionBody:
-    """Raises RequestError or UnsupportedParameterError, naming the parameter."""
-    body = validated(CompletionBody, document)
-    _refuse_unsupported(document)
-    if document.get("best_of") not in (None, body.num_choices):
-        raise UnsupportedParameterError("best_of", "only equal to 'n'")
-    _check_stream_options(body)
-    return body
-
-
-def _check_stream_options(body: GenerationBody) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
 
 
 # Parameters that this server does not implement and that would change the answer if it ignored them, each
@@ -224,11 +219,11 @@ _NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "func
 
 
 def _refuse_unsupported(
-    document: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]] = _NEUTRAL, at: str = ""
+    given: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]], at: str = ""
 ) -> None:
     """Raises UnsupportedParameterError for the first parameter of a body that asks for what is not there."""
     for name, accepted in neutral.items():
-        value = document.get(name)
+        value = given.get(name)
         if value is not None and not any(_same(value, entry) for entry in accepted):
             raise UnsupportedParameterError(f"{at}{name}", "not implemented by this server")
 

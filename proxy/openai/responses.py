@@ -41,15 +41,20 @@ class Response(ABC):
 
     def __init__(self, requests: Sequence[GenerationRequest], body: GenerationBody, *, model: str) -> None:
         """`requests` are the prompts of `body`; each has as many choices as it asks for."""
+        self.requests = requests
+        self.body = body
         answer_id = f"{self.id_prefix}-{requests[0].request_id}"
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
-        self._logprobs = requests[0].sampling.logprobs is not None
+        self._with_logprobs = requests[0].sampling.logprobs is not None
         self._no_usage_yet: dict[str, Any] = {"usage": None} if body.include_usage else {}
         self.choices = [Choice() for _ in range(len(requests) * body.num_choices)]
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The whole answer."""
-        choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
+        choices = [
+            self._choice(index, self._whole(choice.text), choice.logprobs, choice.finish_reason)
+            for index, choice in enumerate(self.choices)
+        ]
         return {**self._head, "object": self.object_name, "choices": choices, "usage": usage}
 
     def collect(self, delta: Delta) -> None:
@@ -62,11 +67,12 @@ class Response(ABC):
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """A delta's content, if there is any to send, then the end of its choice, if it is the end."""
         documents = []
-        if delta.text or (self._logprobs and delta.logprobs):
-            documents.append(self._chunk(self._content(delta)))
-        if delta.finish_reason is not None:
-            self.choices[delta.choice].finish_reason = delta.finish_reason
-            documents.append(self._chunk(self._end(delta.choice, delta.finish_reason)))
+        index, reason = delta.choice, delta.finish_reason
+        if delta.text or (self._with_logprobs and delta.logprobs):
+            documents.append(self._chunk(self._choice(index, self._part(delta.text), delta.logprobs)))
+        if reason is not None:
+            self.choices[index].finish_reason = reason
+            documents.append(self._chunk(self._choice(index, self._part(None), finish_reason=reason)))
         return documents
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
@@ -80,18 +86,31 @@ class Response(ABC):
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "object": self.chunk_object_name, "choices": [choice], **self._no_usage_yet}
 
-    @abstractmethod
+    def _choice(
+        self,
+        index: int,
+        content: dict[str, Any],
+        tokens: Sequence[TokenLogprob] | None = None,
+        finish_reason: FinishReason | None = None,
+    ) -> dict[str, Any]:
+        """A choice, or a piece of it; `tokens` are those of `content`, None where it has none."""
+        logprobs = None if tokens is None or not self._with_logprobs else self._logprobs(index, tokens)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+
     def opening(self) -> list[dict[str, Any]]:
         """The chunks before any text."""
+        return []
 
     @abstractmethod
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
+    def _whole(self, text: str) -> dict[str, Any]:
+        """The text of a whole choice."""
 
     @abstractmethod
-    def _content(self, delta: Delta) -> dict[str, Any]: ...
+    def _part(self, text: str | None) -> dict[str, Any]:
+        """More text of a choice; None at its end."""
 
     @abstractmethod
-    def _end(self, index: int, finish_reason: FinishReason) -> dict[str, Any]: ...
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]: ...
 
 
 class ChatResponse(Response):
@@ -102,31 +121,16 @@ class ChatResponse(Response):
     chunk_object_name = "chat.completion.chunk"
 
     def opening(self) -> list[dict[str, Any]]:
-        return [
-            self._chunk(self._delta(index, {"role": "assistant", "content": ""}))
-            for index in range(len(self.choices))
-        ]
+        first = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk(self._choice(index, first)) for index in range(len(self.choices))]
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._chat_logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
-        }
+    def _whole(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _content(self, delta: Delta) -> dict[str, Any]:
-        return self._delta(delta.choice, {"content": delta.text}, self._chat_logprobs(delta.logprobs))
+    def _part(self, text: str | None) -> dict[str, Any]:
+        return {"delta": {} if text is None else {"content": text}}
 
-    def _end(self, index: int, finish_reason: FinishReason) -> dict[str, Any]:
-        return self._delta(index, {}) | {"finish_reason": finish_reason}
-
-    def _delta(self, index: int, delta: dict[str, str], logprobs: object = None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-    def _chat_logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = [{**_token(token), "top_logprobs": [_token(top) for top in token.top]} for token in tokens]
         return {"content": content, "refusal": None}
 
@@ -138,27 +142,13 @@ class CompletionResponse(Response):
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
-    def opening(self) -> list[dict[str, Any]]:
-        return []
+    def _whole(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": choice.text,
-            "logprobs": self._text_logprobs(index, choice.logprobs),
-            "finish_reason": choice.finish_reason,
-        }
+    def _part(self, text: str | None) -> dict[str, Any]:
+        return {"text": text or ""}
 
-    def _content(self, delta: Delta) -> dict[str, Any]:
-        logprobs = self._text_logprobs(delta.choice, delta.logprobs)
-        return {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
-
-    def _end(self, index: int, finish_reason: FinishReason) -> dict[str, Any]:
-        return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}
-
-    def _text_logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         offsets = []
         choice = self.choices[index]
         for token in tokens:

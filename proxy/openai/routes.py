@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Awaitable, Iterable
 
 from aiohttp import web
 
 from kvshare.engines.base import GeneratingEngine, GenerationRequest
 from kvshare.errors import ContextLengthError, ModelNotFoundError
 from kvshare.requests import Prompt
-from proxy.context import accepting_server
-from proxy.errors import not_found
-from proxy.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
+from proxy.errors import HttpError
+from proxy.openai.bodies import ChatBody, CompletionBody
 from proxy.openai.responses import ChatResponse, CompletionResponse
-from proxy.openai.run import Job, answer
-from proxy.request_body import read_object
+from proxy.openai.run import answer
+from proxy.request_body import read_object, validated
 from proxy.request_log import RECORD
 from proxy.request_options import request_options
 
@@ -45,24 +45,21 @@ def add_routes(
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions"""
-    accepting_server(request)
-    body, chat = await _read_chat(request)
-    engine = request.app[ENGINE]
-    response = ChatResponse((chat,), body, model=engine.card.model_id)
-    return await answer(request, engine, Job((chat,), response, body))
+    return await answer(request, request.app[ENGINE], await _read_chat(request))
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions"""
-    accepting_server(request)
     engine = request.app[ENGINE]
-    body = parse_completion(await read_object(request))
+    body = validated(CompletionBody, await read_object(request))
     _check_model(engine, body.model)
-    prompts = await _encode_prompts(request, body)
-    requests = [_engine_request(request, body, prompt) for prompt in prompts]
-    response = CompletionResponse(requests, body, model=engine.card.model_id)
+    encoding = (
+        engine.encode_text(entry) if isinstance(entry, str) else engine.encode_tokens(entry)
+        for entry in body.prompt
+    )
+    requests = await _engine_requests(request, body, encoding)
     try:
-        return await answer(request, engine, Job(requests, response, body))
+        return await answer(request, engine, CompletionResponse(requests, body, model=engine.card.model_id))
     except ContextLengthError as exc:
         exc.param = "prompt"  # the class speaks of messages
         raise
@@ -70,67 +67,60 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 async def models(request: web.Request) -> web.Response:
     """GET /v1/models"""
-    accepting_server(request)
     return web.json_response({"object": "list", "data": [_card(request.app[ENGINE])]})
 
 
 async def model(request: web.Request) -> web.Response:
     """GET /v1/models/{model}"""
-    accepting_server(request)
     _check_model(request.app[ENGINE], request.match_info["model"])
     return web.json_response(_card(request.app[ENGINE]))
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses: refused with the way out, as newer clients call it by default."""
-    raise not_found(
+    message = (
         "This server has no Responses API; use /v1/chat/completions "
         "(with the openai client: client.chat.completions.create)."
     )
+    raise HttpError(404, "not_found", message)
 
 
 async def explain(request: web.Request) -> web.Response:
     """POST /admin/explain: the plan that this chat completion would get for the caller's own namespace."""
-    accepting_server(request)
-    _, chat = await _read_chat(request)
+    (chat,) = (await _read_chat(request)).requests
     return web.json_response(await request.app[ENGINE].explain(chat))
 
 
-async def _read_chat(request: web.Request) -> tuple[ChatBody, GenerationRequest]:
-    """A chat body and the engine's view of it."""
+async def _read_chat(request: web.Request) -> ChatResponse:
+    """A chat body and the engine's view of it, as the answer that is to be written."""
     engine = request.app[ENGINE]
-    body = parse_chat(await read_object(request))
+    body = validated(ChatBody, await read_object(request))
     _check_model(engine, body.model)
-    started = time.perf_counter()
-    prompt = await engine.encode_chat([message.for_template() for message in body.messages])
-    request[RECORD].tokenize_s = time.perf_counter() - started
-    return body, _engine_request(request, body, prompt)
+    encoding = [engine.encode_chat([message.for_template() for message in body.messages])]
+    requests = await _engine_requests(request, body, encoding)
+    return ChatResponse(requests, body, model=engine.card.model_id)
 
 
-async def _encode_prompts(request: web.Request, body: CompletionBody) -> list[Prompt]:
-    engine = request.app[ENGINE]
-    started = time.perf_counter()
-    prompts = [
-        await (engine.encode_text(entry) if isinstance(entry, str) else engine.encode_tokens(entry))
-        for entry in body.prompt
+async def _engine_requests(
+    request: web.Request, body: ChatBody | CompletionBody, encoding: Iterable[Awaitable[Prompt]]
+) -> list[GenerationRequest]:
+    """One for each prompt of a body, which is being tokenized."""
+    record, started = request[RECORD], time.perf_counter()
+    prompts = [await prompt for prompt in encoding]
+    record.tokenize_s = time.perf_counter() - started
+    options, owner = request_options(request, body.kvshare), record.caller.owner
+    namespace = request.app[ENGINE].namespace(tenant=owner.tenant, scope=owner.scope)
+    return [
+        GenerationRequest(
+            request_id=uuid.uuid4().hex,  # not the client's, which may come twice
+            namespace=namespace,
+            prompt=prompt,
+            sampling=body.sampling,
+            mode=options.mode,
+            store=options.store,
+        )
+        for prompt in prompts
     ]
-    request[RECORD].tokenize_s = time.perf_counter() - started
-    return prompts
-
-
-def _engine_request(
-    request: web.Request, body: ChatBody | CompletionBody, prompt: Prompt
-) -> GenerationRequest:
-    options = request_options(request, body.kvshare)
-    owner = request[RECORD].caller.owner
-    return GenerationRequest(
-        request_id=uuid.uuid4().hex,  # not the client's, which may come twice
-        namespace=request.app[ENGINE].namespace(tenant=owner.tenant, scope=owner.scope),
-        prompt=prompt,
-        sampling=body.sampling,
-        mode=options.mode,
-        store=options.store,
-    )
 
 
 def _check_model(engine: GeneratingEngine, name: str) -> None:

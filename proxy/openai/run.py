@@ -11,28 +11,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from aiohttp import web
 
-from kvshare.engines.base import Delta, Event, Finished, GeneratingEngine, GenerationRequest, Started
+from kvshare.engines.base import Delta, Event, GeneratingEngine, GenerationRequest, Started
 from kvshare.errors import EngineError, KVShareError
-from kvshare.requests import SharingReport
 from proxy.context import SERVER
 from proxy.errors import to_reply
-from proxy.openai.bodies import GenerationBody
 from proxy.openai.responses import Response, usage_object
 from proxy.request_log import RECORD, RequestRecord, combine, log_failure
-from proxy.sse import EventStream, dump
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """A request that is understood: what to run, and how its answer looks."""
-
-    requests: Sequence[GenerationRequest]
-    response: Response
-    body: GenerationBody
+from proxy.sse import DONE, HEADERS, KEEP_ALIVE, dump, frames
 
 
 class Run:
@@ -42,22 +31,15 @@ class Run:
     `wait_started` comes first and raises what the engine refuses; `deltas` raises what fails later.
     """
 
-    def __init__(self, engine: GeneratingEngine, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(
+        self, engine: GeneratingEngine, requests: Sequence[GenerationRequest], record: RequestRecord
+    ) -> None:
+        """`record` gets the reports of the requests."""
         self._engine = engine
         self._requests = requests
+        self._record = record
         self._queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()  # None: all have finished
-        self._started = asyncio.Event()  # set when all requests have started, or one never will
-        self._refusal: Exception | None = None
-        self._reports: dict[int, SharingReport] = {}
-        self._finished: dict[int, Finished] = {}
-
-    @property
-    def reports(self) -> tuple[SharingReport, ...]:
-        return tuple(self._reports.values())
-
-    @property
-    def finished(self) -> tuple[Finished, ...]:
-        return tuple(self._finished.values())
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Run]:
@@ -75,9 +57,7 @@ class Run:
 
     async def wait_started(self) -> None:
         """Returns when every request is admitted and planned."""
-        await self._started.wait()
-        if self._refusal is not None:
-            raise self._refusal
+        await self._started
 
     async def deltas(self, *, heartbeat_s: float | None = None) -> AsyncIterator[Delta | None]:
         """The deltas of all requests until all have finished; None after each `heartbeat_s` of silence."""
@@ -97,99 +77,96 @@ class Run:
     async def _generate(self, number: int, request: GenerationRequest) -> None:
         try:
             await self._engine.generate(request, lambda event: self._take(number, event))
-            if number not in self._finished:
+            if number not in self._record.finished:
                 raise EngineError("The engine ended without its last event.")
         except KVShareError as exc:
-            self.abort(exc)
+            self._fail(exc)
         except Exception as exc:  # noqa: BLE001  raised again, translated, where the deltas are read
             error = EngineError("The engine failed while it computed this answer.")
             error.__cause__ = exc
-            self.abort(error)
+            self._fail(error)
 
     def _take(self, number: int, event: Event) -> None:
         if isinstance(event, Delta):
             offset = number * self._requests[0].sampling.n
             self._queue.put_nowait(replace(event, choice=offset + event.choice) if offset else event)
             return
-        self._reports[number] = event.report
+        self._record.reports[number] = event.report
         if isinstance(event, Started):
-            if len(self._reports) == len(self._requests):
-                self._started.set()
+            if len(self._record.reports) == len(self._requests) and not self._started.done():
+                self._started.set_result(None)
         else:
-            self._finished[number] = event
-            if len(self._finished) == len(self._requests):
+            self._record.finished[number] = event
+            if len(self._record.finished) == len(self._requests):
                 self._queue.put_nowait(None)
 
-    def abort(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         """End `deltas` with `error`, or `wait_started`, where that is waited for."""
-        if not self._started.is_set():
-            self._refusal = error
-            self._started.set()
+        if not self._started.done():
+            self._started.set_exception(error)
         self._queue.put_nowait(error)
 
 
-async def answer(request: web.Request, engine: GeneratingEngine, job: Job) -> web.StreamResponse:
-    """Run the job to its end. Leaving early, by an error or a disconnect, frees the engine's slots."""
-    server, record = request.app[SERVER], request[RECORD]
-    record.mode = job.requests[0].mode
-    run = Run(engine, job.requests)
-    with server.lifecycle.running(run):
-        try:
-            async with run.open():
-                await run.wait_started()
-                if job.body.stream:
-                    return await _stream(request, job, run)
-                return await _collect(job, run, record)
-        finally:
-            record.reports = run.reports
-            record.finished = run.finished
+async def answer(request: web.Request, engine: GeneratingEngine, response: Response) -> web.StreamResponse:
+    """
+    Run the requests of `response` to their end. Leaving early, by an error or a disconnect, frees the slots.
 
-
-async def _collect(job: Job, run: Run, record: RequestRecord) -> web.Response:
-    async for delta in run.deltas():
-        if delta is not None:
-            record.note(delta)
-            job.response.collect(delta)
-    job.response.check_ended()
-    return web.Response(body=dump(job.response.whole(_usage(run))), content_type="application/json")
-
-
-async def _stream(request: web.Request, job: Job, run: Run) -> web.StreamResponse:
-    """From the first byte on, an error is an event, and `[DONE]` comes in any case."""
-    record = request[RECORD]
-    stream = EventStream(request)
+    From the first byte of a stream on, an error is an event, and `[DONE]` comes in any case.
+    """
+    record, stream = request[RECORD], web.StreamResponse(headers=HEADERS)
+    record.mode = response.requests[0].mode
+    run = Run(engine, response.requests, record)
     try:
-        await stream.begin()
         try:
-            await _send_chunks(request, job, run, stream)
+            async with request.app[SERVER].lifecycle.running(), run.open():
+                await run.wait_started()
+                if not response.body.stream:
+                    return await _collect(run, response, record)
+                await _send_chunks(request, stream, run, response)
         except ConnectionError:
             raise
-        except Exception as exc:  # noqa: BLE001  the status is out: the client gets the error as an event
+        except Exception as exc:
+            if not stream.prepared:
+                raise
             record.finish_reason = "error"
             reply = to_reply(exc)
             if reply.status >= 500:
                 log_failure(record.request_id, exc)
-            await stream.send(reply.body)
-        await stream.finish()
+            await stream.write(frames(reply.body))
+        await stream.write(DONE)
+        await stream.write_eof()
     except ConnectionError:
         record.disconnected = True
-    return stream.response
+    return stream
 
 
-async def _send_chunks(request: web.Request, job: Job, run: Run, stream: EventStream) -> None:
-    record, response = request[RECORD], job.response
-    await stream.send(*response.opening())
+async def _collect(run: Run, response: Response, record: RequestRecord) -> web.Response:
+    async for delta in run.deltas():
+        if delta is not None:
+            record.note(delta)
+            response.collect(delta)
+    response.check_ended()
+    return web.Response(body=dump(response.whole(_usage(record))), content_type="application/json")
+
+
+async def _send_chunks(
+    request: web.Request, stream: web.StreamResponse, run: Run, response: Response
+) -> None:
+    record = request[RECORD]
+    await stream.prepare(request)
+    await stream.write(frames(*response.opening()))
     async for delta in run.deltas(heartbeat_s=request.app[SERVER].settings.server.keep_alive_s):
         if delta is None:
-            await stream.keep_alive()
+            await stream.write(KEEP_ALIVE)
         else:
             record.note(delta)
-            await stream.send(*response.chunks(delta))
+            await stream.write(frames(*response.chunks(delta)))
     response.check_ended()
-    if job.body.include_usage:
-        await stream.send(response.usage_chunk(_usage(run)))
+    if response.body.include_usage:
+        await stream.write(frames(response.usage_chunk(_usage(record))))
 
 
-def _usage(run: Run) -> dict[str, object]:
-    num_completion_tokens = sum(entry.num_completion_tokens for entry in run.finished)
-    return usage_object(combine(run.reports), num_completion_tokens=num_completion_tokens)
+def _usage(record: RequestRecord) -> dict[str, object]:
+    return usage_object(
+        combine(record.reports.values()), num_completion_tokens=record.num_completion_tokens or 0
+    )

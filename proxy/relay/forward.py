@@ -7,9 +7,7 @@ as a stream that merely ends looks like success.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -17,39 +15,31 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvshare.errors import EngineError, UpstreamError
+from kvshare.errors import EngineError, KVShareError, UpstreamError
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.replica import Replica
 from kvshare.fleet.router import Router
 from kvshare.safe_logging import class_and_place
 from proxy.context import SERVER
-from proxy.errors import to_reply, upstream_timed_out
-from proxy.relay.json_members import JsonMembers
-from proxy.relay.sanitize import headers_to_client, headers_to_upstream, sanitized, takes_salt
+from proxy.errors import HttpError, to_reply
+from proxy.relay.sanitize import headers_to_client, headers_to_upstream, takes_salt, with_members
 from proxy.request_log import RECORD
-from proxy.sse import DONE, frame
+from proxy.sse import DONE, frames
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class RelayedRequest:
-    """One request on its way to vLLM and back. `abort` ends it from outside, with an error for the client."""
+    """One request on its way to vLLM and back."""
 
     request: web.Request
     router: Router
     routed: RoutedRequest
-    content: JsonMembers | bytes  # the body: bytes, unless it is JSON
+    body: bytes  # sanitized
+    is_json: bool = True
     ends_with_done: bool = False  # its streams are OpenAI's
-    _scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None), init=False)
-    _aborted: Exception | None = field(default=None, init=False)
     _answer: web.StreamResponse | None = field(default=None, init=False)  # once its status line is out
-
-    def abort(self, error: Exception) -> None:
-        """End the request with `error`."""
-        self._aborted = error
-        with suppress(RuntimeError):  # it has ended already
-            self._scope.reschedule(asyncio.get_running_loop().time())
 
     async def forward(self) -> web.StreamResponse:
         """
@@ -57,14 +47,11 @@ class RelayedRequest:
 
         Leaving early closes the connection, and vLLM aborts.
         """
-        with self.request.app[SERVER].lifecycle.running(self):
-            try:
-                async with self._scope:
-                    return await self._try_replicas(await self.router.route(self.routed))
-            except TimeoutError:
-                if self._aborted is None:
-                    raise
-                return await self._break_off(self._aborted)
+        try:
+            async with self.request.app[SERVER].lifecycle.running():
+                return await self._try_replicas(await self.router.route(self.routed))
+        except KVShareError as exc:
+            return await self._break_off(exc)
 
     async def _try_replicas(self, replica: Replica) -> web.StreamResponse:
         """Try replicas until one takes the request; nothing has been sent to the client before."""
@@ -86,25 +73,25 @@ class RelayedRequest:
 
     async def _send(self, replica: Replica) -> aiohttp.ClientResponse:
         request, record, report = self.request, self.request[RECORD], self.routed.report
-        record.reports = () if report is None else (report,)
+        record.reports = {} if report is None else {0: report}
         headers = headers_to_upstream(request.headers)
         headers["X-Request-Id"] = record.request_id
         path = request.rel_url.raw_path_qs  # as the client wrote it, with its query
         try:
-            return await replica.vllm.send(request.method, path, headers=headers, body=self._body(path))
+            return await replica.vllm.send(request.method, path, headers=headers, body=self._salted(path))
         except TimeoutError as exc:
-            raise upstream_timed_out(request.app[SERVER].settings.vllm.read_timeout_s) from exc
+            read_timeout_s = request.app[SERVER].settings.vllm.read_timeout_s
+            message = f"The model server said nothing for {read_timeout_s:g} s."
+            raise HttpError(504, "upstream_timeout", message) from exc
 
-    def _body(self, path: str) -> bytes:
+    def _salted(self, path: str) -> bytes:
         """The client's bytes with the salt and the ticket of this try."""
-        if isinstance(self.content, bytes):
-            return self.content
         added: dict[str, Any] = {}
-        if takes_salt(path):
+        if self.is_json and takes_salt(path):
             added["cache_salt"] = self.routed.salt
         if (params := self.routed.transfer_params) is not None:
             added["kv_transfer_params"] = params
-        return sanitized(self.content, added)
+        return with_members(self.body, added)
 
     async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
         self.routed.was_refused = response.status >= 400
@@ -120,7 +107,7 @@ class RelayedRequest:
                 except (aiohttp.ClientError, TimeoutError, OSError) as exc:
                     name = self.routed.replica
                     log.warning("replica %s broke off an answer: %s", name, class_and_place(exc))
-                    return await self._break_off(EngineError("The model server broke off this answer."))
+                    raise EngineError("The model server broke off this answer.") from exc
                 if not chunk:
                     break
                 self._note_chunk()
@@ -135,21 +122,25 @@ class RelayedRequest:
         if record.first_token_s is None and not self.routed.was_refused:
             record.first_token_s = perf_counter() - record.started
             if self._is_stream:
-                self.routed.note_first_byte()
+                # The first byte of a stream comes with the first token.
+                self.routed.first_byte_s = perf_counter() - self.routed.sent_at
 
     @property
     def _is_stream(self) -> bool:
         return self._answer is not None and self._answer.content_type == "text/event-stream"
 
-    async def _break_off(self, error: Exception) -> web.StreamResponse:
-        """Report to the client that its answer is incomplete, in the stream or by closing the connection."""
+    async def _break_off(self, error: KVShareError) -> web.StreamResponse:
+        """
+        Report to the client that its answer is incomplete, in the stream or by closing the connection. Raises
+        the error where the answer has not begun.
+        """
         if self._answer is None:
             raise error
         self.request[RECORD].finish_reason = "error"
         try:
             if self.ends_with_done and self._is_stream:
                 # The blank line ends what may be half a frame.
-                await self._answer.write(b"\n\n" + frame(to_reply(error).body) + DONE)
+                await self._answer.write(b"\n\n" + frames(to_reply(error).body) + DONE)
                 await self._answer.write_eof()
             elif self.request.transport is not None:
                 self.request.transport.abort()

@@ -1,7 +1,7 @@
 """
 The /v1 routes in front of vLLM: two of them are planned, everything else is passed through as it is.
 
-1. read      the body, as bytes with its members marked: `json_members.py`
+1. read      the body, as bytes and as values
 2. tokenize  with vLLM's own tokenizer: `tokenize.py`
 3. forward   plan, choose the replica, send the client's bytes with salt and ticket, pass on the answer's:
              `forward.py`
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -25,20 +26,18 @@ from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import class_and_place
 from proxy.auth import Role
-from proxy.context import SERVER, accepting_server
-from proxy.errors import wrong_content_type
+from proxy.context import SERVER
 from proxy.relay.forward import RelayedRequest
-from proxy.relay.json_members import JsonMembers, read_members
-from proxy.relay.sanitize import check_form, check_path, client_salt
+from proxy.relay.sanitize import check_form, check_path, client_salt, sanitized
 from proxy.relay.tokenize import Unplannable, chat_prompt, completion_prompt
-from proxy.request_body import check_is_json, read_raw
+from proxy.request_body import check_is_json, parse_object, read_raw
 from proxy.request_log import RECORD
 from proxy.request_options import parse_kvshare, request_options
 
 log = logging.getLogger(__name__)
 
 ENGINE: web.AppKey[VllmEngine] = web.AppKey("vllm_engine", VllmEngine)
-ToPrompt = Callable[[Mapping[str, Any], VllmEngine], Awaitable[Prompt | Unplannable]]
+ToPrompt = Callable[[Mapping[str, Any], VllmEngine], Awaitable[Prompt]]
 
 _OPERATORS_ONLY = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # they read files on the server
 
@@ -49,8 +48,8 @@ def add_routes(
     """All of /v1 for clients, `/admin/explain` for admins, and for both the list of models."""
     app[ENGINE] = engine
     if serves_clients:
-        app.router.add_post("/v1/chat/completions", chat_completions)
-        app.router.add_post("/v1/completions", completions)
+        app.router.add_post("/v1/chat/completions", partial(generate, to_prompt=chat_prompt))
+        app.router.add_post("/v1/completions", partial(generate, to_prompt=completion_prompt))
         app.router.add_route("*", "/v1/{path:.*}", pass_through)
     else:
         app.router.add_get("/v1/models", pass_through)
@@ -58,86 +57,80 @@ def add_routes(
         app.router.add_post("/admin/explain", explain)
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """POST /v1/chat/completions"""
-    return await _generate(request, chat_prompt)
-
-
-async def completions(request: web.Request) -> web.StreamResponse:
-    """POST /v1/completions"""
-    return await _generate(request, completion_prompt)
-
-
 async def pass_through(request: web.Request) -> web.StreamResponse:
     """Any other route under /v1, of vLLM's choice."""
-    accepting_server(request)
     check_path(request.rel_url.raw_path_qs)
     if request.path.rstrip("/") in _OPERATORS_ONLY:
         request.app[SERVER].keyring.require(request, Role.ADMIN)
     router, routed = request.app[ENGINE].server.router, RoutedRequest(request[RECORD].caller.owner)
     if request.content_type == "application/json" and request.can_read_body:
-        members = await _read_json(request)
-        routed.client_salt = client_salt(members)
-        return await RelayedRequest(request, router, routed, members).forward()
+        body, document = await _read_json(request)
+        routed.client_salt = client_salt(document)
+        return await RelayedRequest(request, router, routed, body).forward()
     form = await read_raw(request)
     if form and request.content_type != "multipart/form-data":
-        raise wrong_content_type()
+        check_is_json(request)
     check_form(form)
-    return await RelayedRequest(request, router, routed, form).forward()
+    return await RelayedRequest(request, router, routed, form, is_json=False).forward()
 
 
 async def explain(request: web.Request) -> web.Response:
     """POST /admin/explain: the plan that this chat completion would get in the caller's own namespace."""
-    accepting_server(request)
     engine = request.app[ENGINE]
-    members = await _read_json(request)
-    prompt = await chat_prompt(members.document, engine)
-    if isinstance(prompt, Unplannable):
-        raise RequestError(f"This request would not be planned: {prompt.reason}.")
-    routed = _untokenized(request, members)
+    _, document = await _read_json(request)
+    try:
+        prompt = await chat_prompt(document, engine)
+    except Unplannable as exc:
+        raise RequestError(f"This request would not be planned: {exc}.") from exc
+    routed = _untokenized(request, document)
     routed.prompt = prompt
     return web.json_response(await engine.server.router.explain(routed))
 
 
-async def _generate(request: web.Request, to_prompt: ToPrompt) -> web.StreamResponse:
-    accepting_server(request)
-    members = await _read_json(request)
-    routed = _untokenized(request, members)
+async def generate(request: web.Request, *, to_prompt: ToPrompt) -> web.StreamResponse:
+    """POST /v1/chat/completions and /v1/completions: planned if `to_prompt` tells its tokens."""
+    body, document = await _read_json(request)
+    routed = _untokenized(request, document)
     request[RECORD].mode = routed.mode
     if routed.mode is not SharingMode.OFF:
-        routed.prompt = await _tokenize(request, members, to_prompt)
+        routed.prompt = await _tokenize(request, document, to_prompt)
     router = request.app[ENGINE].server.router
-    return await RelayedRequest(request, router, routed, members, ends_with_done=True).forward()
+    return await RelayedRequest(request, router, routed, body, ends_with_done=True).forward()
 
 
-def _untokenized(request: web.Request, members: JsonMembers) -> RoutedRequest:
+def _untokenized(request: web.Request, document: Mapping[str, Any]) -> RoutedRequest:
     """What a request says of itself. Raises RequestError."""
-    options = request_options(request, parse_kvshare(members.document))
+    options = request_options(request, parse_kvshare(document))
     return RoutedRequest(
         owner=request[RECORD].caller.owner,
         mode=options.mode,
         may_store=options.store,
-        client_salt=client_salt(members),
+        client_salt=client_salt(document),
     )
 
 
-async def _tokenize(request: web.Request, members: JsonMembers, to_prompt: ToPrompt) -> Prompt | None:
+async def _tokenize(request: web.Request, document: Mapping[str, Any], to_prompt: ToPrompt) -> Prompt | None:
     """None where the request cannot be planned. A failure here costs the plan, not the request."""
     engine, record = request.app[ENGINE], request[RECORD]
     began = time.perf_counter()
     try:
-        prompt = await to_prompt(members.document, engine)
-    except (UpstreamError, NoReplicaError, DeltaTreeError, OverflowError) as exc:
+        prompt = await to_prompt(document, engine)
+    except (Unplannable, UpstreamError, NoReplicaError, DeltaTreeError, OverflowError) as exc:
         log.debug("request %s is not planned: %s", record.request_id, class_and_place(exc))
-        prompt = Unplannable("not_tokenized")
-    if isinstance(prompt, Unplannable):
-        engine.server.router.note_unshared(prompt.reason)
+        engine.server.router.note_unshared(str(exc) if isinstance(exc, Unplannable) else "not_tokenized")
         return None
     record.tokenize_s = time.perf_counter() - began
     return prompt
 
 
-async def _read_json(request: web.Request) -> JsonMembers:
-    """Raises HttpError for another content type, RequestError for what is not JSON."""
+async def _read_json(request: web.Request) -> tuple[bytes, dict[str, Any]]:
+    """
+    The body to send on, sanitized, and what the client wrote, as values.
+
+    Raises:  HttpError for another content type, RequestError for what is no JSON object: what cannot be read
+    cannot be searched. What only strict JSON forbids is for vLLM to judge
+    """
     check_is_json(request)
-    return read_members(await read_raw(request))
+    raw = await read_raw(request)
+    document = parse_object(raw, strict=False)
+    return sanitized(raw, document), document

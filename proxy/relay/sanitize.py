@@ -1,5 +1,6 @@
 """
-Removes from a relayed request the headers and members that would give a client more than it may ask for.
+Removes from a relayed request the headers and members that would give a client more than it may ask for, and
+adds the members that are the proxy's.
 
 A client must not name KV itself (`kv_transfer_params`) nor choose whose prefix cache it shares
 (`cache_salt`). Its key is not sent on. All of that is removed, on every route.
@@ -15,8 +16,8 @@ from urllib.parse import unquote
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvshare.errors import RequestError
-from proxy.errors import bad_path
-from proxy.relay.json_members import JsonMembers
+from proxy.errors import HttpError
+from proxy.sse import dump
 
 _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt"})
 _XARGS = "vllm_xargs"  # vLLM merges its entries with `kv_transfer_params`
@@ -40,19 +41,29 @@ _NOT_SENT_ON = _HOP_BY_HOP | frozenset(
 )
 
 
-def sanitized(members: JsonMembers, added: Mapping[str, Any]) -> bytes:
-    """The body without what the client may not say, and with `added`."""
-    without = set(_FORBIDDEN | {_OWN})
-    xargs = members.document.get(_XARGS)
+def sanitized(raw: bytes, document: Mapping[str, Any]) -> bytes:
+    """A body, given as bytes and as values, without what the client may not say: mostly the very bytes."""
+    clean = {name: value for name, value in document.items() if name not in _FORBIDDEN and name != _OWN}
+    xargs = document.get(_XARGS)
     if isinstance(xargs, Mapping) and not _FORBIDDEN.isdisjoint(xargs):
-        without.add(_XARGS)
-        added = {_XARGS: {name: value for name, value in xargs.items() if name not in _FORBIDDEN}, **added}
-    return members.spliced(without=without, added=added)
+        clean[_XARGS] = {name: value for name, value in xargs.items() if name not in _FORBIDDEN}
+    elif len(clean) == len(document):
+        return raw
+    return dump(clean)
 
 
-def client_salt(members: JsonMembers) -> str | None:
+def with_members(raw: bytes, added: Mapping[str, Any]) -> bytes:
+    """A JSON object with members at its end; every other byte stays."""
+    if not added:
+        return raw
+    close = raw.rindex(b"}")
+    comma = b"" if raw[:close].rstrip().endswith(b"{") else b","
+    return raw[:close] + comma + dump(added)[1:-1] + raw[close:]
+
+
+def client_salt(document: Mapping[str, Any]) -> str | None:
     """The `cache_salt` that a client asked for: it divides its own space, under its owner's."""
-    salt = members.document.get("cache_salt")
+    salt = document.get("cache_salt")
     return salt if isinstance(salt, str) and salt else None
 
 
@@ -78,7 +89,7 @@ def check_path(raw_path: str) -> None:
     segments = path.split("/")[1:]
     odd = "%" in path or "\\" in path or re.search(r"[\x00-\x1f\x7f]", path)
     if odd or segments[0] != "v1" or any(segment in (".", "..") for segment in segments):
-        raise bad_path()
+        raise HttpError(400, "bad_path", "This path cannot be passed on.")
 
 
 def headers_to_upstream(headers: CIMultiDictProxy[str]) -> dict[str, str]:

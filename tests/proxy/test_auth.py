@@ -10,7 +10,7 @@ from yarl import URL
 
 from kvshare.errors import ConfigError
 from kvshare.settings import KeySettings
-from proxy.auth import Caller, Keyring, Role
+from proxy.auth import Keyring, owner_of
 from tests.proxy.conftest import Server, chat, key_of, running_server
 
 TEXT = "the same long prompt for everybody"
@@ -103,14 +103,15 @@ async def test_the_body_cannot_choose_the_namespace(guarded: Server) -> None:
 
 async def test_names_cannot_be_made_to_collide() -> None:
     """Tenant and key name are framed: no choice of either reaches another's namespace."""
-    callers = [
-        Caller("b", "a", "private", Role.INFER),
-        Caller('b"]', 'a", "', "private", Role.INFER),
-        Caller("", '["a", "b"]', "private", Role.INFER),
-        Caller("x", '["a", "b"]', "tenant", Role.INFER),
-        Caller("b", "a", "tenant", Role.INFER),
+    keys = [
+        ("b", "a", "private"),
+        ('b"]', 'a", "', "private"),
+        ("", '["a", "b"]', "private"),
+        ("x", '["a", "b"]', "tenant"),
+        ("b", "a", "tenant"),
     ]
-    assert len({caller.owner for caller in callers}) == len(callers)
+    made = (KeySettings.model_construct(name=name, tenant=of, scope=scope) for name, of, scope in keys)
+    assert len({owner_of(key) for key in made}) == len(keys)
 
 
 async def test_without_keys_there_is_one_local_namespace(server: Server) -> None:

@@ -171,6 +171,16 @@ async def test_what_does_not_finish_in_time_ends_with_an_error(second_signal: bo
     assert front.engine.num_running == 0
 
 
+async def test_what_still_waits_to_start_ends_with_an_error_too() -> None:
+    """A drain ends a request that is being planned with 503, and frees its slot."""
+    async with running_server(Behaviour(plan_s=60)) as server:
+        asking = asyncio.create_task(server.post(CHAT, chat()))
+        await server.engine.running.wait()
+        await server.lifecycle.drain(0.01)
+        assert (await asyncio.wait_for(asking, 2)).status == 503
+        assert server.engine.num_running == server.lifecycle.num_running == 0
+
+
 async def test_the_client_can_retry_through_a_start() -> None:
     """The openai client's own retries get through while the model loads."""
     async with (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from delta_tree import SegmentId
 from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, WireCopy, digest_of
-from kvshare.vllm_protocol.salts import is_private_salt
+from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -85,7 +85,7 @@ def why_unshared(request: Request, ticket: Ticket, *, may_move_keys: bool) -> st
         request.prompt_token_ids
     ):
         return "prompt_mismatch"
-    if not ticket.is_exact and not is_private_salt(request.cache_salt, ticket.request_id):
+    if not ticket.is_exact and request.cache_salt != private_salt(ticket.request_id):
         return "not_private"  # others would find its blocks in vLLM's prefix cache
     if not may_move_keys and any(copy.shift for copy in ticket.copies):
         return "rotation_unknown"

@@ -80,7 +80,7 @@ async def test_the_next_request_waits_for_news_of_the_last() -> None:
     assert in_flight.take("r", "a") is entry
     await asyncio.sleep(0.01)
     assert not waiting.done()  # told, but not to be found yet
-    in_flight.note_reconciled(entry)
+    in_flight.forget(entry)
     await asyncio.wait_for(waiting, 1)
 
 

@@ -22,7 +22,7 @@ from vector_index import PromptText
 @pytest.fixture
 def keeper(tmp_path: Path) -> Iterator[ReplicaKeeper]:
     with DeltaTree.open(tmp_path / "tree.sqlite3", identity="test") as tree:
-        yield ReplicaKeeper(tree, RemoteTier(), min_tokens=8)
+        yield ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
 
 
 def prompt(seed: int, length: int = 50) -> TokenIds:
@@ -51,7 +51,8 @@ def offer(
     held: Collection[NodeId] = (),
 ) -> Node | None:
     """A replica has retained this of a prompt."""
-    return keeper.keep(request(tokens, replica=replica), finished, max_bytes, held)
+    keeper.tier.at(replica).max_bytes = max_bytes
+    return keeper.keep(request(tokens, replica=replica), finished, held)
 
 
 def keep(keeper: ReplicaKeeper, seed: int, *, replica: str = "a") -> Node:
@@ -65,7 +66,7 @@ def test_what_is_kept_counts_for_its_replica(keeper: ReplicaKeeper) -> None:
     keep(keeper, 1)
     keep(keeper, 2, replica="b")
     tier = keeper.tier
-    assert (tier.num_segments_at("a"), tier.num_bytes_at("b"), tier.num_bytes) == (1, 500, 1000)
+    assert (len(tier.at("a").segments), tier.at("b").num_bytes, tier.num_bytes) == (1, 500, 1000)
 
 
 def test_the_same_prompt_again_is_dropped_over_there(keeper: ReplicaKeeper) -> None:
@@ -93,7 +94,7 @@ def test_the_least_recently_used_prompt_leaves_for_a_new_one(keeper: ReplicaKeep
     assert offer(keeper, whole(), prompt(5), max_bytes=1500, held=[second.node_id]) is not None
     assert keeper.take_evicted() == [("a", third.node_id)]
     assert keeper.tier.take_dropped("a") == list(third.pieces.segment_ids)
-    assert keeper.tier.num_bytes_at("a") == 1500
+    assert keeper.tier.at("a").num_bytes == 1500
     assert {others.node_id, first.node_id, second.node_id} <= {node.node_id for node in keeper.tree.nodes()}
 
 
@@ -154,7 +155,7 @@ def test_a_lost_replica_takes_only_its_own(keeper: ReplicaKeeper) -> None:
     keeper.lose("a")
     assert [node.node_id for node in keeper.tree.nodes()] == [stays.node_id]
     assert len(keeper.take_evicted()) == 1
-    assert keeper.tier.num_segments_at("a") == 0
+    assert keeper.tier.held_by("a") == frozenset()
 
 
 def test_a_lost_replica_is_lost_on_a_full_disk_too(keeper: ReplicaKeeper) -> None:
@@ -171,24 +172,12 @@ def test_a_prompt_of_the_last_run_gives_way_to_the_same_one(tmp_path: Path) -> N
     """Its KV is gone with the replica's restart, while others are still waited for."""
     path = tmp_path / "tree.sqlite3"
     with DeltaTree.open(path, identity="test") as tree:
-        keep(ReplicaKeeper(tree, RemoteTier(), min_tokens=8), 1)
+        keep(ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8), 1)
     with DeltaTree.open(path, identity="test") as tree:
-        keeper = ReplicaKeeper(tree, RemoteTier(), min_tokens=8)
-        assert keeper.claim("a", []) == []
+        keeper = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
+        assert keeper.claim("a", [], 10**6) == []
         again = keep(keeper, 1)
         assert again.pieces.segment_ids <= keeper.tier.held_by("a")
-
-
-def test_nothing_is_noted_of_prompts_that_are_gone(keeper: ReplicaKeeper) -> None:
-    """However they left, or got other pieces."""
-    tokens = prompt(1)
-    half = Finished("r", "full", None, stored=(Stored(new_segment_id(), 0, 25, 250),))
-    offer(keeper, half, tokens[:25])
-    keep(keeper, 1)
-    keep(keeper, 2)
-    keeper.ask(QUESTIONS["evict"], {"node": keeper.tree.nodes()[0].node_id, "dry_run": False})
-    keeper.ask(QUESTIONS["evict"], {"all": True, "dry_run": False})
-    assert keeper._nodes_of == {}
 
 
 def test_an_operators_eviction_reaches_the_replica(keeper: ReplicaKeeper) -> None:
@@ -204,10 +193,9 @@ def test_a_resync_finds_what_went_unnoticed(keeper: ReplicaKeeper) -> None:
     """What is not held any more leaves; what nobody refers to is an orphan."""
     gone, stays = keep(keeper, 1), keep(keeper, 2)
     unknown = SegmentId(7)
-    assert keeper.claim("a", [*stays.pieces.segment_ids, unknown]) == []
+    assert keeper.claim("a", [*stays.pieces.segment_ids, unknown], 10**6) == []
     assert keeper.tree.get(gone.node_id) is None
-    assert keeper.orphans("a") == {unknown}
-    keeper.drop_unreferenced([unknown, *stays.pieces.segment_ids])
+    keeper.drop_orphans("a")
     assert keeper.tier.take_dropped("a") == [unknown]
 
 
@@ -215,16 +203,17 @@ def test_the_last_runs_prompts_wait_for_their_replica(tmp_path: Path) -> None:
     """Claimed by whoever holds all of their KV; at the end of the wait the others go."""
     path = tmp_path / "tree.sqlite3"
     with DeltaTree.open(path, identity="test") as tree:
-        before = ReplicaKeeper(tree, RemoteTier(), min_tokens=8)
+        before = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
         mine, theirs, nobodys = keep(before, 1), keep(before, 2, replica="b"), keep(before, 3)
     with DeltaTree.open(path, identity="test") as tree:
-        keeper = ReplicaKeeper(tree, RemoteTier(), min_tokens=8)
-        claimed = keeper.claim("a", mine.pieces.segment_ids)
+        keeper = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
+        claimed = keeper.claim("a", mine.pieces.segment_ids, 10**6)
         assert [node.node_id for node in claimed] == [mine.node_id]
-        assert keeper.tier.num_bytes_at("a") == 500
+        assert keeper.tier.at("a").num_bytes == 500
         keeper.lose("a")  # must not take those along that still wait
         assert {node.node_id for node in tree.nodes()} == {theirs.node_id, nobodys.node_id}
-        assert [node.node_id for node in keeper.claim("b", theirs.pieces.segment_ids)] == [theirs.node_id]
+        claimed = keeper.claim("b", theirs.pieces.segment_ids, 10**6)
+        assert [node.node_id for node in claimed] == [theirs.node_id]
         keeper.evict_unclaimed()
         assert [node.node_id for node in tree.nodes()] == [theirs.node_id]
         assert {node_id for _, node_id in keeper.take_evicted()} == {mine.node_id, nobodys.node_id}

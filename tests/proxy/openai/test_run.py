@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from kvshare.engines.base import Delta, GenerationRequest, SamplingParams
-from kvshare.errors import EngineError, ShuttingDownError
+from kvshare.errors import EngineError
 from kvshare.requests import Prompt
 from proxy.openai.run import Run
+from proxy.request_log import RequestRecord
 from tests.proxy.fake_engine import Behaviour, FakeEngine
 from vector_index import PromptText
 
 
-def asking(engine: FakeEngine, *texts: str, n: int = 1) -> Run:
+def asking(engine: FakeEngine, *texts: str, n: int = 1, record: RequestRecord | None = None) -> Run:
     return Run(
         engine,
         [
@@ -27,6 +28,7 @@ def asking(engine: FakeEngine, *texts: str, n: int = 1) -> Run:
             )
             for text in texts
         ],
+        record or RequestRecord("r"),
     )
 
 
@@ -40,11 +42,12 @@ async def read(run: Run, texts: dict[int, str]) -> dict[int, str]:
 
 async def test_choices_of_several_prompts_are_numbered_through() -> None:
     """The second prompt's choices follow the first one's."""
-    run = asking(FakeEngine(), "ab", "cd", n=2)
+    record = RequestRecord("r")
+    run = asking(FakeEngine(), "ab", "cd", n=2, record=record)
     async with run.open():
         await run.wait_started()
         assert await read(run, {}) == {0: "ab", 1: "ab", 2: "cd", 3: "cd"}
-    assert (len(run.reports), len(run.finished)) == (2, 2)
+    assert (len(record.reports), len(record.finished)) == (2, 2)
 
 
 async def test_prompts_that_wait_for_each_other_all_start() -> None:
@@ -74,18 +77,6 @@ async def test_silence_is_noticed() -> None:
         found = [delta async for delta in run.deltas(heartbeat_s=0.02)]
     assert found.count(None) >= 2
     assert [delta.text for delta in found if delta is not None] == ["a"]
-
-
-async def test_an_abort_ends_a_run_that_waits_to_start() -> None:
-    """The error reaches whoever waits, and leaving frees the slot."""
-    engine = FakeEngine(Behaviour(plan_s=60))
-    run = asking(engine, "a")
-    async with run.open():
-        await engine.running.wait()
-        run.abort(ShuttingDownError("bye"))
-        with pytest.raises(ShuttingDownError):
-            await run.wait_started()
-    assert engine.num_running == 0
 
 
 async def test_deltas_that_came_before_a_failure_are_read_first() -> None:

@@ -69,8 +69,10 @@ async def test_what_a_client_may_not_say_never_arrives(relay: Relay, vllm: FakeV
     )
     await relay.send("/v1/chat/completions", raw)
     (seen,) = vllm.generated
-    assert seen.ticket is None  # a short prompt
-    assert b"kv_transfer" not in seen.raw
+    assert seen.ticket is not None
+    assert seen.ticket.copies == ()  # the proxy's own
+    assert set(seen.body["kv_transfer_params"]) == {"kvshare"}
+    assert seen.raw.count(b"kv_transfer") == 1
     assert seen.body["vllm_xargs"] == {"a": 1}
     assert "kvshare" not in seen.body
     assert seen.body["cache_salt"] == owner_salt(Owner("local", "tenant"), "globex")

@@ -1,0 +1,93 @@
+"""What a client may not say is cut out of a body, what is the proxy's is added, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvshare.errors import RequestError
+from proxy.relay.sanitize import sanitized, with_members
+from proxy.request_body import parse_object
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
+    max_leaves=8,
+)
+FORBIDDEN = ["kvshare", "cache_salt", "kv_transfer_params", "ec_transfer_params"]
+names = st.sampled_from(["a", "b", "\u00e9", 'quo"te', "{", "", *FORBIDDEN])
+bodies = st.dictionaries(names, values, max_size=6)
+
+
+@settings(deadline=None)
+@given(bodies, st.sampled_from([None, 0, 2]), st.booleans())
+def test_what_is_not_touched_stays_as_it_was(
+    body: dict[str, object], indent: int | None, ascii_only: bool
+) -> None:
+    """Without a member that a client may not send, the result is the very bytes."""
+    allowed = {name: value for name, value in body.items() if name not in FORBIDDEN}
+    try:
+        raw = json.dumps(allowed, indent=indent, ensure_ascii=ascii_only).encode()
+    except UnicodeEncodeError:
+        return
+    assert sanitized(raw, parse_object(raw, strict=False)) == raw
+    assert with_members(raw, {}) == raw
+
+
+@settings(deadline=None)
+@given(bodies, st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2), st.sampled_from([None, 2]))
+def test_members_are_cut_and_added(
+    body: dict[str, object], added: dict[str, object], indent: int | None
+) -> None:
+    """The result is JSON with exactly the members that should be there."""
+    raw = json.dumps(body, indent=indent).encode() + b"\r\n"
+    clean = sanitized(raw, parse_object(raw, strict=False))
+    expected = {name: value for name, value in body.items() if name not in FORBIDDEN} | added
+    assert json.loads(with_members(clean, added)) == expected
+
+
+def test_every_one_of_equal_names_is_cut() -> None:
+    """Also the one that is written in another way; what only looks like one of them stays."""
+    raw = b'{"a":1, "cache_salt" : 2,"b":3,"cache\\u005fsalt":[{"kv":1}], "c":{"cache_salt":1} }'
+    clean = sanitized(raw, parse_object(raw, strict=False))
+    assert json.loads(clean) == {"a": 1, "b": 3, "c": {"cache_salt": 1}}
+    assert clean.count(b"salt") == 1
+
+
+def test_what_vllm_may_judge_is_passed_on() -> None:
+    """NaN and half a character are no JSON for the embedded engine; here they survive a cut, too."""
+    raw = b'{"kvshare": null, "a": NaN, "b": "\\ud800"}'
+    assert sanitized(raw, parse_object(raw, strict=False)) == b'{"a":NaN,"b":"\\ud800"}'
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b"3",
+        b'"x"',
+        b"{",
+        b'{"a"}',
+        b'{"a":}',
+        b'{"a":1,}',
+        b'{,"a":1}',
+        b'{"a":1 "b":2}',
+        b'{"a":1}}',
+        b"{'a':1}",
+        b'{1:"a"}',
+        b'\xef\xbb\xbf{"a":1}',
+        b'{"a":"\xff"}',
+        '{"a":1}'.encode("utf-16"),
+        b'{"a":' + b"[" * 100_000,
+        b'{"a":' + b"9" * 5000 + b"}",
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_no_object_is_refused(raw: bytes, strict: bool) -> None:
+    """What cannot be read cannot be searched."""
+    with pytest.raises(RequestError):
+        parse_object(raw, strict=strict)
