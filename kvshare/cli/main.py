@@ -10,7 +10,6 @@ import typer
 from kvshare.cli import (
     bench,
     doctor,
-    explain,
     fetch_model,
     keys,
     output,
@@ -47,7 +46,7 @@ app.command("vllm", context_settings=vllm_command.CONTEXT_SETTINGS)(vllm_command
 app.command("doctor")(doctor.doctor)
 app.command("version")(version.version)
 app.command("fetch-model")(fetch_model.fetch_model)
-app.command("explain")(explain.explain)
+app.command("explain")(store.explain)
 app.command("stats")(store.stats)
 app.command("tree")(store.tree)
 app.command("node")(store.node)

@@ -28,13 +28,13 @@ _NO_ROOM = (
 
 def check_store(settings: Settings) -> Check:
     """The metadata store is there and whole, or can be created; if not, what the server does about it."""
-    from delta_tree import StoreLockedError, StoreMissingError
-    from kvshare.cli.source import UnreadableStoreError, metadata_path, opened
+    from delta_tree import StoreLockedError
+    from kvshare.metadata import METADATA_FILE, UnreadableStoreError, opened
     from vector_index import DiskSpace, megabytes
 
     if settings.store.path is None:
         return Check("store", State.OK, "in memory (store.path is null)")
-    path = metadata_path(Path(settings.store.path))
+    path = Path(settings.store.path) / METADATA_FILE
     existing = path if path.exists() else next(above for above in path.absolute().parents if above.exists())
     folder = path.parent if existing == path else existing
     if not (folder.is_dir() and _is_writable(folder) and _is_writable(existing)):
@@ -42,21 +42,17 @@ def check_store(settings: Settings) -> Check:
     free = DiskSpace(path, 0).free_bytes()
     if free < _LEAST_METADATA_BYTES:
         return Check("store", State.WARN, f"{path}: {megabytes(free)} are free", _IN_MEMORY)
+    if existing != path:
+        return Check("store", State.OK, f"{path} will be created; {megabytes(free)} are free")
     try:
-        if existing != path:
-            raise StoreMissingError(path)
         with opened(path, read_only=True) as tree:
             num_nodes, identity = tree.stats().num_nodes, tree.identity
     except UnreadableStoreError as exc:
         return Check("store", State.WARN, exc.problem, _MOVED_ASIDE)
-    except (StoreError, StoreMissingError) as exc:
-        cause = exc.__cause__ or exc
-        if isinstance(cause, StoreMissingError):
-            return Check("store", State.OK, f"{path} will be created; {megabytes(free)} are free")
-        if isinstance(cause, StoreLockedError):
-            return Check(
-                "store", State.WARN, f"{path}: a running server has it", "ask that server with --url"
-            )
+    except StoreError as exc:
+        if isinstance(exc.__cause__, StoreLockedError):
+            detail = f"{path}: a running server has it"
+            return Check("store", State.WARN, detail, "ask that server with --url")
         return Check("store", State.WARN, str(exc), _IN_MEMORY)
     if not _is_for(settings, identity or ""):
         return Check("store", State.WARN, f"{path}: written for another model or dtype", _MOVED_ASIDE)
