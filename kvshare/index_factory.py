@@ -12,6 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 from kvshare.engines.base import IndexStatus
@@ -166,18 +167,9 @@ def _load_embedder(settings: IndexSettings) -> TextEmbedder | None:
 
 
 def nominator_settings(settings: IndexSettings) -> NominatorSettings:
-    """What config.yaml says of nomination."""
-    return NominatorSettings(
-        kgram=settings.kgram,
-        window=settings.window,
-        block_size=settings.block_size,
-        max_candidates=settings.max_candidates,
-        max_distance=settings.max_distance,
-        dense_min_tokens=settings.dense_min_tokens,
-        dense_min_uncovered=settings.dense_min_uncovered,
-        search_timeout_s=settings.search_timeout_s,
-        embed_timeout_s=settings.embed_timeout_s,
-    )
+    """What config.yaml says of nomination; the rest keeps its defaults."""
+    names = {field.name for field in fields(NominatorSettings)}
+    return NominatorSettings(**settings.model_dump(include=names))
 
 
 def _client_backend(settings: IndexSettings, schema: IndexSchema) -> VectorIndex:
