@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import importlib
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -20,8 +19,6 @@ from kvshare.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvshare.settings import Settings
-
-_OLDEST_PYTHON = (3, 11)
 
 
 class State(StrEnum):
@@ -40,14 +37,6 @@ class Check:
     state: State
     detail: str
     remedy: str = ""
-
-
-def check_python(version: Sequence[int]) -> Check:
-    """The interpreter is new enough."""
-    found = ".".join(str(part) for part in version)
-    if tuple(version[:2]) < _OLDEST_PYTHON:
-        return Check("python", State.FAIL, found, "install Python 3.11 or newer")
-    return Check("python", State.OK, found)
 
 
 def check_torch() -> Check:

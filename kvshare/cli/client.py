@@ -15,8 +15,16 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from kvshare.cli.exits import AnswerError
-from kvshare.errors import UnreachableError
+from kvshare.errors import KVShareError, UnreachableError
+
+
+class AnswerError(KVShareError):
+    """The server answered, but not with what was asked for."""
+
+    def __init__(self, url: str, status: int, message: str) -> None:
+        super().__init__(f"{url} answered {status}: {message}")
+        self.status = status
+        self.message = message
 
 
 class _NoRedirect(HTTPRedirectHandler):

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvshare import __version__
 from kvshare.cli.checks import Check, State, first_line
-from kvshare.cli.client import JsonClient
-from kvshare.cli.exits import AnswerError
+from kvshare.cli.client import AnswerError, JsonClient
 from kvshare.errors import KVShareError, UnreachableError, UpstreamError
 from kvshare.fleet.client import API_KEY_VARIABLE, ControlClient
 from kvshare.vllm_protocol.json_fields import WireError

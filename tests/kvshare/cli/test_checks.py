@@ -56,12 +56,6 @@ def test_sqlite_versions_with_the_wal_reset_bug(version: tuple[int, int, int], a
     assert checks.check_sqlite(version).state is (State.WARN if affected else State.OK)
 
 
-def test_an_old_python_fails() -> None:
-    """Python before 3.11 does not run this."""
-    assert checks.check_python((3, 10, 9)).state is State.FAIL
-    assert checks.check_python((3, 11, 0)).state is State.OK
-
-
 def test_a_taken_port_fails(tmp_path: Path) -> None:
     """A port that somebody listens on is told with what to do; a free one is fine."""
     assert checks.check_port(settings(tmp_path)).state is State.OK
