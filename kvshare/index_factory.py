@@ -128,8 +128,19 @@ class ServedIndex:
             log.warning("the index could not be maintained: %s", exc)
 
     def _backend(self, schema: IndexSchema) -> VectorIndex:
-        if self._settings.backend != "edge":
-            return _client_backend(self._settings, schema)
+        if self._settings.backend == "edge":
+            return self._edge(schema)
+        from vector_index import QdrantRemoteIndex
+
+        url, key = self._settings.url, os.environ.get("KVSHARE_QDRANT_API_KEY")
+        if self._settings.backend == "memory":
+            url, key = ":memory:", None
+        elif url is None:
+            problem = "expected a Qdrant server's address for backend 'server', got null"
+            raise ConfigError("index.url", problem)
+        return QdrantRemoteIndex(schema, url, api_key=key, collection=self._settings.collection)
+
+    def _edge(self, schema: IndexSchema) -> VectorIndex:
         from vector_index import QdrantEdgeIndex
 
         folder = None if self._store.path is None else _writable(Path(self._store.path) / "index")
@@ -170,18 +181,3 @@ def nominator_settings(settings: IndexSettings) -> NominatorSettings:
     """What config.yaml says of nomination; the rest keeps its defaults."""
     names = {field.name for field in fields(NominatorSettings)}
     return NominatorSettings(**settings.model_dump(include=names))
-
-
-def _client_backend(settings: IndexSettings, schema: IndexSchema) -> VectorIndex:
-    from vector_index import QdrantRemoteIndex
-
-    if settings.backend == "memory":
-        return QdrantRemoteIndex(schema, ":memory:", collection=settings.collection)
-    if settings.url is None:
-        raise ConfigError("index.url", "expected a Qdrant server's address for backend 'server', got null")
-    return QdrantRemoteIndex(
-        schema,
-        settings.url,
-        api_key=os.environ.get("KVSHARE_QDRANT_API_KEY"),
-        collection=settings.collection,
-    )

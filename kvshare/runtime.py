@@ -107,7 +107,7 @@ async def open_runtime(
         opened.callback(writer.shutdown)
         loop = asyncio.get_running_loop()
         tree, forgotten = await loop.run_in_executor(writer, open_tree)
-        opened.push_async_callback(_call_in, writer, tree.close)
+        opened.push_async_callback(loop.run_in_executor, writer, tree.close)
         index = ServedIndex(settings.index, settings.store)
         nominator = await index.open(forgotten)
         opened.push_async_callback(index.close)
@@ -124,7 +124,3 @@ async def open_runtime(
         runtime = Runtime(keeper, index, sharing, writer, Background(), Background())
         opened.push_async_callback(runtime.settle)
         yield runtime
-
-
-async def _call_in(executor: ThreadPoolExecutor, function: Callable[[], None]) -> None:
-    await asyncio.get_running_loop().run_in_executor(executor, function)

@@ -8,7 +8,6 @@ talks to the internet or leaves a file behind.
 from __future__ import annotations
 
 import errno
-import importlib
 import socket
 from dataclasses import dataclass
 from enum import StrEnum
@@ -42,14 +41,11 @@ class Check:
 def check_torch() -> Check:
     """torch can be imported, and what it computes on."""
     try:
-        torch = importlib.import_module("torch")
+        import torch
     except (ImportError, OSError) as exc:
         return Check("torch", State.FAIL, f"cannot be imported: {exc}", "reinstall it: pip install torch")
-    where = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
+    cpu = f"CPU, {torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
     return Check("torch", State.OK, f"{torch.__version__} on {where}")
 
 

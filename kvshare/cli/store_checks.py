@@ -122,9 +122,10 @@ def _is_for(settings: Settings, identity: str) -> bool:
 
 
 async def _create_and_drop(settings: Settings) -> None:
-    from vector_index import IndexSchema, QdrantEdgeIndex
+    from kvshare.index_factory import nominator_settings
+    from vector_index import QdrantEdgeIndex
 
-    schema = IndexSchema(kgram=settings.index.kgram, window=settings.index.window, max_fingerprints=64)
+    schema = nominator_settings(settings.index).schema(None)
     index = QdrantEdgeIndex(schema, min_free_bytes=settings.store.min_free_bytes)  # in a temporary folder
     try:
         await index.open()
