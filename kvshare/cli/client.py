@@ -83,6 +83,17 @@ class AdminClient(JsonClient):
 
     _key_hint = " (give an admin key with --key or KVSHARE_ADMIN_KEY)"
 
+    def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The document of a question, as `kvshare.cli.source` puts it."""
+        if what == "explain":
+            model = arguments.get("model") or self.get("/v1/models")["data"][0]["id"]
+            return self.post("/admin/explain", {**arguments, "model": model})
+        if what == "evict":
+            return self.post("/admin/evict", arguments)
+        if what == "node":
+            return self.get(f"/admin/node/{arguments['id']}")
+        return self.get(f"/admin/{what}", arguments)
+
 
 def _parse(payload: bytes) -> object:
     try:

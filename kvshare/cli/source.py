@@ -50,7 +50,7 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
 
 def open_source(
     *, url: str | None, key: str | None, store: Path | None, config: Path | None
-) -> ServerSource | StoreSource:
+) -> AdminClient | StoreSource:
     """
     The server at --url or KVSHARE_URL, else the store at --store or in the settings. Opens nothing yet.
 
@@ -66,24 +66,7 @@ def open_source(
         raise typer.BadParameter(f"expected http://host:port, got {url!r}", param_hint="--url")
     from kvshare.cli.client import AdminClient
 
-    return ServerSource(AdminClient(url, key=key or os.environ.get("KVSHARE_ADMIN_KEY")))
-
-
-class ServerSource:
-    """Asks a running server through its admin routes."""
-
-    def __init__(self, client: AdminClient) -> None:
-        self._client = client
-
-    def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        if what == "explain":
-            model = arguments.get("model") or self._client.get("/v1/models")["data"][0]["id"]
-            return self._client.post("/admin/explain", {**arguments, "model": model})
-        if what == "evict":
-            return self._client.post("/admin/evict", arguments)
-        if what == "node":
-            return self._client.get(f"/admin/node/{arguments['id']}")
-        return self._client.get(f"/admin/{what}", arguments)
+    return AdminClient(url, key=key or os.environ.get("KVSHARE_ADMIN_KEY"))
 
 
 class StoreSource:
