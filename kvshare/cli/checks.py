@@ -1,5 +1,6 @@
 """
-What `kvshare doctor` looks at: one small function per question, each answering with a `Check`.
+What `kvshare doctor` looks at: one small function per question, each answering with a `Check`. What it may
+find is in doctor.yaml.
 
 Here: the machine and the config. `model_checks` and `store_checks` ask the rest. No check loads weights,
 talks to the internet or leaves a file behind.
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import yaml
 
 from kvshare.errors import ConfigError
 
@@ -38,30 +41,33 @@ class Check:
     remedy: str = ""
 
 
+_FINDINGS = yaml.safe_load(Path(__file__).with_name("doctor.yaml").read_text(encoding="utf-8"))
+
+
+def found(finding: str, **words: object) -> Check:
+    """A finding of doctor.yaml, as "port.taken": the name of the check, and what came of it."""
+    name, _, kind = finding.partition(".")
+    state, *texts = _FINDINGS[name][kind]
+    return Check(name, State(state), *(text.format(**words) for text in texts))
+
+
 def check_torch() -> Check:
     """torch can be imported, and what it computes on."""
     try:
         import torch
     except (ImportError, OSError) as exc:
-        return Check("torch", State.FAIL, f"cannot be imported: {exc}", "reinstall it: pip install torch")
+        return found("torch.broken", problem=exc)
     cpu = f"CPU, {torch.get_num_threads()} threads"
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
-    return Check("torch", State.OK, f"{torch.__version__} on {where}")
+    return found("torch.computes", version=torch.__version__, where=where)
 
 
 def check_sqlite(version: tuple[int, int, int]) -> Check:
     """SQLite has no known bug that corrupts a WAL database: two connections that write at once."""
     from delta_tree.storage import journal_mode_for
 
-    found = ".".join(str(part) for part in version)
-    if journal_mode_for(version) == "WAL":
-        return Check("sqlite", State.OK, found)
-    return Check(
-        "sqlite",
-        State.WARN,
-        f"{found} has the WAL-reset bug (3.7.0 to 3.51.2); one writer per store, as here, does not meet it",
-        "open the store with no other program while the server runs, or install SQLite 3.51.3 or newer",
-    )
+    fine = journal_mode_for(version) == "WAL"
+    return found("sqlite.fine" if fine else "sqlite.wal reset", version=".".join(map(str, version)))
 
 
 def check_config(path: Path | None) -> tuple[Settings | None, Check]:
@@ -69,15 +75,15 @@ def check_config(path: Path | None) -> tuple[Settings | None, Check]:
     from kvshare.settings import load_settings
 
     try:
-        settings = load_settings(path)
+        return load_settings(path), found("config.read", where=path or "the defaults")
     except ConfigError as exc:
-        return None, Check("config", State.FAIL, str(exc), "correct this key; config.yaml explains each")
-    return settings, Check("config", State.OK, "the defaults" if path is None else str(path))
+        return None, found("config.wrong", problem=exc)
 
 
 def check_port(settings: Settings) -> Check:
     """The server's address can be listened on."""
     host, port = settings.server.host, settings.server.port
+    where = f"{host}:{port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -85,9 +91,8 @@ def check_port(settings: Settings) -> Check:
             probe.bind(address)
     except OSError as exc:
         taken = exc.errno == errno.EADDRINUSE
-        remedy = "stop the server that listens there, or set server.port" if taken else "set server.host"
-        return Check("port", State.FAIL, f"{host}:{port}: {exc.strerror or exc}", remedy)
-    return Check("port", State.OK, f"{host}:{port} is free")
+        return found("port.taken" if taken else "port.refused", where=where, problem=exc.strerror or exc)
+    return found("port.free", where=where)
 
 
 def first_line(error: Exception) -> str:

@@ -72,7 +72,7 @@ def run_checks(config: Path | None) -> list[Check]:
     from kvshare.cli import checks, model_checks, store_checks, vllm_checks
 
     settings, readable = checks.check_config(config)
-    python = checks.Check("python", checks.State.OK, platform.python_version())
+    python = checks.found("python.found", version=platform.python_version())
     found = [python, checks.check_sqlite(sqlite3.sqlite_version_info), readable]
     if settings is None:
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvshare.cli.checks import Check, State, first_line
+from kvshare.cli.checks import Check, first_line, found
 from kvshare.errors import ModelError
 
 if TYPE_CHECKING:
@@ -16,15 +16,12 @@ def check_model(settings: Settings) -> Check:
     from kvshare import chat_model
 
     if settings.model.path is None and not chat_model.is_prepared():
-        detail = f"{chat_model.NAME} is not here yet; `kvshare serve` downloads it once (93 MB)"
-        remedy = "get it now: kvshare fetch-model. The checks below are of the bundled forms model"
-        return Check("model", State.WARN, detail, remedy)
+        return found("model.to download", name=chat_model.NAME)
     try:
         config = _model_config(settings)
     except ModelError as exc:
-        remedy = "download the model, or set model.path to a folder in Hugging Face format"
-        return Check("model", State.FAIL, str(exc), remedy)
-    return Check("model", State.OK, f"{model_path(settings)} ({config.model_type})")
+        return found("model.missing", problem=exc)
+    return found("model.found", path=model_path(settings), kind=config.model_type)
 
 
 def check_tokenizer(settings: Settings) -> Check:
@@ -34,11 +31,9 @@ def check_tokenizer(settings: Settings) -> Check:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path(settings), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as exc:
-        return Check("tokenizer", State.FAIL, first_line(exc), "put the tokenizer's files beside the weights")
-    if not tokenizer.chat_template:
-        detail = f"{len(tokenizer):,} tokens, no chat template"
-        return Check("tokenizer", State.WARN, detail, "only /v1/completions can be served without one")
-    return Check("tokenizer", State.OK, f"{len(tokenizer):,} tokens, with a chat template")
+        return found("tokenizer.missing", problem=first_line(exc))
+    complete = bool(tokenizer.chat_template)
+    return found("tokenizer.complete" if complete else "tokenizer.no template", num_tokens=len(tokenizer))
 
 
 def check_geometry(settings: Settings) -> Check:
@@ -48,14 +43,12 @@ def check_geometry(settings: Settings) -> Check:
     try:
         model = EmbeddedModel(_one_layer_of(_model_config(settings)), name="the model")
     except ModelError as exc:
-        return Check("geometry", State.FAIL, str(exc), "choose another model")
+        return found("geometry.wrong", problem=exc)
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as exc:
-        remedy = "the server proves it again on the real weights when it starts"
-        return Check("geometry", State.WARN, f"not proved without weights: {first_line(exc)}", remedy)
+        return found("geometry.not proved", problem=first_line(exc))
     if model.rotation is None:
-        remedy = "equal prefixes are still shared; choose a model with standard RoPE for the rest"
-        return Check("geometry", State.WARN, model.rotation_refusal, remedy)
-    return Check("geometry", State.OK, "keys can be moved")
+        return found("geometry.fixed", reason=model.rotation_refusal)
+    return found("geometry.moves")
 
 
 def model_path(settings: Settings) -> str:

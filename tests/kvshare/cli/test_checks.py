@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 import socket
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig
 
-from kvshare.cli import checks, doctor, model_checks, store_checks
+from kvshare.cli import checks, doctor, model_checks, store_checks, vllm_checks
 from kvshare.cli.checks import State
 from kvshare.settings import Settings, load_settings
 from tests.kvshare.cli.family import write_store
@@ -161,3 +165,24 @@ def test_doctor_asks_everything_once(tmp_path: Path) -> None:
         "python", "sqlite", "config", "torch", "model", "tokenizer", "geometry",
         "store", "index", "embedder", "port",
     ]  # fmt: skip
+
+
+def test_every_finding_can_be_told() -> None:
+    """doctor.yaml has exactly the findings that the checks name, with the very words that they give."""
+    asked = {f"control.{kind}": {"problem"} for kind in ("silent", "locked", "unknown")}
+    for name, _ in vllm_checks._JUDGED.values():
+        asked |= {f"{name}.good": {"value"}, f"{name}.bad": {"value"}}
+    for module in (checks, doctor, model_checks, store_checks, vllm_checks):
+        for call in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("found"):
+                words = {str(word.arg) for word in call.keywords}
+                literals = (each.value for each in ast.walk(call.args[0]) if isinstance(each, ast.Constant))
+                asked |= {name: words for name in literals if re.fullmatch(r"\w+\.[\w ]+", str(name))}
+    told = {
+        f"{name}.{kind}": text for name, kinds in checks._FINDINGS.items() for kind, text in kinds.items()
+    }
+    assert told.keys() == asked.keys()
+    for finding, (state, *texts) in told.items():
+        assert state in set(State)
+        fields = {field for text in texts for _, field, _, _ in Formatter().parse(text) if field}
+        assert fields <= asked[finding], finding
