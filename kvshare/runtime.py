@@ -17,7 +17,6 @@ from typing import Any, Generic, TypeVar
 from delta_tree import DeltaTree, Node
 from kvshare.background import Background
 from kvshare.engines.base import EngineStatus
-from kvshare.errors import RequestError
 from kvshare.index_factory import ServedIndex
 from kvshare.inspection import QUESTIONS
 from kvshare.settings import Settings
@@ -60,10 +59,7 @@ class Runtime(Generic[KeeperT]):
 
     async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """An administrator's question: a key of `QUESTIONS`. Raises RequestError for one that is wrong."""
-        question = QUESTIONS.get(what)
-        if question is None:
-            raise RequestError(f"unknown question {what!r}; expected one of: {', '.join(sorted(QUESTIONS))}")
-        answer = await self.write(self.keeper.ask, question, arguments)
+        answer = await self.write(self.keeper.ask, QUESTIONS[what], arguments)
         await self.sharing.forget_evicted()
         return answer.document
 

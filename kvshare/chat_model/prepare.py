@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def prepare(cancelled: threading.Event | None = None) -> Path:
         return model_folder()
     try:
         cancelled = cancelled or threading.Event()
-        with _alone(cancelled):
+        with _locked(cancelled):
             if not is_prepared():
                 _make(SMOLLM2, cancelled)
     except OSError as exc:
@@ -78,23 +78,17 @@ def prepare(cancelled: threading.Event | None = None) -> Path:
     return model_folder()
 
 
-@contextmanager
-def _alone(cancelled: threading.Event) -> Iterator[None]:
-    """Holds the lock of the cache folder, which dies with the process."""
+def _locked(cancelled: threading.Event) -> AbstractContextManager[object]:
+    """The lock of the cache folder, taken until the context ends; it dies with the process."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     lock = FileLock(cache_folder() / ".lock")
+    with suppress(Timeout):
+        return lock.acquire(blocking=False)
+    log.info("another process prepares the model %s; waiting for it", NAME)
     try:
-        lock.acquire(blocking=False)
+        return lock.acquire(poll_interval=_POLL_S, cancel_check=cancelled.is_set)
     except Timeout:
-        log.info("another process prepares the model %s; waiting for it", NAME)
-        try:
-            lock.acquire(poll_interval=_POLL_S, cancel_check=cancelled.is_set)
-        except Timeout:
-            raise ModelError("stopped while waiting for another process") from None
-    try:
-        yield
-    finally:
-        lock.release()
+        raise ModelError("stopped while waiting for another process") from None
 
 
 def _make(package: Package, cancelled: threading.Event) -> None:
