@@ -5,10 +5,8 @@ computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from string import Formatter
-from typing import Any
 
 import typer
 import yaml
@@ -19,12 +17,11 @@ from rich.text import Text
 from rich.tree import Tree
 
 from kvshare.cli import replay_views
-
-Document = Mapping[str, Any]
+from kvshare.cli.templates import Document, Templates
 
 _WIDTH_OFF_TERMINAL = 140
 _STATE_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-_TEMPLATES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_TEMPLATES = Templates(Path(__file__).with_suffix(".yaml"))
 
 
 def draw(view: str, document: Document) -> None:
@@ -40,7 +37,8 @@ def draw(view: str, document: Document) -> None:
 
 
 def stats(document: Document) -> list[RenderableType]:
-    return [_table("stats", document["namespaces"], total={"namespace": "all", **document["totals"]})]
+    total = {"namespace": "all", **document["totals"]}
+    return [_TEMPLATES.table("stats", document["namespaces"], total=total)]
 
 
 def tree(document: Document) -> list[RenderableType]:
@@ -55,21 +53,21 @@ def node(document: Document) -> list[RenderableType]:
         "parents": " < ".join(map(str, document["parents"])) or "none: a root",
         "children": ", ".join(map(str, document["children"])) or "none",
     }
-    facts = {name: _fill(template, {**document, **words}) for name, template in _TEMPLATES["node"].items()}
-    parts: list[RenderableType] = [_facts(facts)]
+    parts: list[RenderableType] = [_facts(_TEMPLATES.cells("node", {**document, **words}))]
     if document["edits"] is not None:
         parts += ["\n[bold]edits of the parent[/]", _edit_table(document["edits"])]
-    parts += ["\n[bold]pieces[/]", _table("pieces", document["pieces"])]
-    return [*parts, "", _table("shared", shared)] if (shared := document["shared_with"]) else parts
+    parts += ["\n[bold]pieces[/]", _TEMPLATES.table("pieces", document["pieces"])]
+    return [*parts, "", _TEMPLATES.table("shared", shared)] if (shared := document["shared_with"]) else parts
 
 
 def diff(document: Document) -> list[RenderableType]:
-    return [_say("diff", document), _edit_table(document["edits"])]
+    return [_TEMPLATES.say("diff", document), _edit_table(document["edits"])]
 
 
 def evict(document: Document) -> list[RenderableType]:
     verb = "would drop" if document["dry_run"] else "dropped"
-    return [_say("evict unreadable" if "unreadable" in document else "evict", {**document, "verb": verb})]
+    line = "evict unreadable" if "unreadable" in document else "evict"
+    return [_TEMPLATES.say(line, {**document, "verb": verb})]
 
 
 def explain(document: Document) -> list[RenderableType]:
@@ -82,12 +80,12 @@ def explain(document: Document) -> list[RenderableType]:
     donors = [{**donor, "found_by": ", ".join(donor["sources"])} for donor in document["donors"]]
     parts: list[RenderableType] = [
         f"[bold]{document['decision']}[/]" + (f": {escape(reason)}" if reason else ""),
-        _table("kinds", kinds, total={"kind": "all", "count": num_tokens, "share": None}),
-        _say("explain", document),
+        _TEMPLATES.table("kinds", kinds, total={"kind": "all", "count": num_tokens, "share": None}),
+        _TEMPLATES.say("explain", document),
         "\n[bold]spans[/]",
-        _table("spans", spans),
+        _TEMPLATES.table("spans", spans),
         "\n[bold]donors[/]",
-        _table("donors", donors) if donors else "none was nominated",
+        _TEMPLATES.table("donors", donors) if donors else "none was nominated",
     ]
     stages = ", ".join(f"{name} {value:.2f} ms" for name, value in document["stage_ms"].items())
     return [*parts, f"\nplanned in: {stages}"] if stages else parts
@@ -117,47 +115,11 @@ def settings(document: Document) -> list[RenderableType]:
 
 
 def ready(document: Document) -> list[RenderableType]:
-    return [_say("ready", document)]
+    return [_TEMPLATES.say("ready", document)]
 
 
 def bench(document: Document) -> list[RenderableType]:
     return [_facts(dict(_flat(document)))]
-
-
-class _Filler(Formatter):
-    """Fills the templates of views.yaml."""
-
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        if value is None:
-            return ""
-        if unit := _UNITS.get(format_spec):
-            return unit(value)
-        if format_spec.startswith("count "):
-            return f"{value:,} {format_spec.removeprefix('count ')}" + ("" if value == 1 else "s")
-        return super().format_field(value, format_spec)
-
-
-def _fill(template: str, document: Document) -> str:
-    return _Filler().vformat(template, (), document)
-
-
-def _say(name: str, document: Document) -> Text:
-    """One line, taken as it is: no markup is read out of the document."""
-    return Text(_fill(_TEMPLATES[name], document))
-
-
-def _table(name: str, rows: Iterable[Document], *, total: Document | None = None) -> Table:
-    """The first column to the left, the others to the right; the total below all rows."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    columns = _TEMPLATES[name]
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*(_fill(template, row) for template in columns.values()))
-    if total is not None:
-        table.add_section()
-        table.add_row(*(_fill(template, total) for template in columns.values()))
-    return table
 
 
 def _facts(rows: Mapping[str, object]) -> Table:
@@ -177,12 +139,13 @@ def _branch(entry: Document, into: Tree) -> Tree:
 
 
 def _node_label(entry: Document) -> str:
-    return _fill(_TEMPLATES["tree"], entry) + (" [yellow]pinned[/]" if entry["pinned"] else "")
+    return _TEMPLATES.fill("tree", entry) + (" [yellow]pinned[/]" if entry["pinned"] else "")
 
 
-def _edit_table(edits: Document) -> Table:
+def _edit_table(edits: Document) -> RenderableType:
     ends = ((edit, edit["source"], edit["target"]) for edit in edits["ops"])
-    return _table("edits", ({**edit, "length": max(a[1] - a[0], b[1] - b[0])} for edit, a, b in ends))
+    rows = ({**edit, "length": max(a[1] - a[0], b[1] - b[0])} for edit, a, b in ends)
+    return _TEMPLATES.table("edits", rows)
 
 
 def _flat(document: Document, at: str = "") -> list[tuple[str, str]]:
@@ -198,28 +161,6 @@ def _flat(document: Document, at: str = "") -> list[tuple[str, str]]:
             rows.append((f"{at}{name}", f"{value:.4g}" if isinstance(value, float) else str(value)))
     return rows
 
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def _seconds(duration_s: float) -> str:
-    return f"{duration_s * 1000:.0f} ms" if abs(duration_s) < 1 else f"{duration_s:.2f} s"
-
-
-def _ago(duration_s: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if duration_s >= length:
-            return f"{duration_s / length:.0f} {unit} ago"
-    return f"{duration_s:.0f} s ago"
-
-
-_UNITS: Mapping[str, Callable[[float], str]] = {"bytes": _bytes, "ago": _ago, "duration": _seconds}
-"""Format specs of templates beside those of Python."""
 
 _OWN = (stats, tree, node, diff, evict, explain, doctor, version, key, settings, ready, bench)
 VIEWS: Mapping[str, Callable[[Document], list[RenderableType]]] = {
