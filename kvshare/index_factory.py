@@ -49,7 +49,6 @@ class ServedIndex:
         self._store = store
         self._space: DiskSpace | None = None
         self._opened = False
-        self._maintenance: asyncio.Task[None] | None = None
 
     async def open(self, forgotten: Iterable[tuple[str, int]]) -> Nominator:
         """
@@ -67,9 +66,9 @@ class ServedIndex:
         return self.nominator
 
     async def close(self) -> None:
-        if self._maintenance is not None:
-            self._maintenance.cancel()
-            await asyncio.gather(self._maintenance, return_exceptions=True)
+        """After `open`, whatever it found."""
+        self._maintenance.cancel()
+        await asyncio.gather(self._maintenance, return_exceptions=True)
         self.nominator.close()
         try:
             await self._index.close()

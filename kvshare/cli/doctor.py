@@ -59,11 +59,7 @@ def version(output_format: Format = OutputFormat.TERMINAL) -> None:
     from kvshare.vllm_protocol.versions import installed_version
 
     libraries = {name: _installed(name) for name in _LIBRARIES} | {"vllm": installed_version()}
-    document = {
-        "kvshare": __version__,
-        "python": platform.python_version(),
-        "libraries": libraries,
-    }
+    document = {"kvshare": __version__, "python": platform.python_version(), "libraries": libraries}
     show("version", document, output_format)
 
 

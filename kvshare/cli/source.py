@@ -21,6 +21,7 @@ from kvshare.errors import StoreError
 
 if TYPE_CHECKING:
     from kvshare.cli.client import AdminClient
+    from kvshare.settings import Settings
 
 Ask = Callable[[str, Mapping[str, Any]], None]
 
@@ -61,7 +62,7 @@ def open_source(
     if store is None:
         url = url or os.environ.get("KVSHARE_URL")
     if url is None:
-        return StoreSource(store, config)
+        return _open_store(store, config)
     if not url.startswith(("http://", "https://")):
         raise typer.BadParameter(f"expected http://host:port, got {url!r}", param_hint="--url")
     from kvshare.cli.client import AdminClient
@@ -69,20 +70,32 @@ def open_source(
     return AdminClient(url, key=key or os.environ.get("KVSHARE_ADMIN_KEY"))
 
 
+def _open_store(folder: Path | None, config: Path | None) -> StoreSource:
+    from kvshare.settings import load_settings
+
+    settings = load_settings(config)
+    path = folder or settings.store.path
+    if path is None:
+        raise StoreError("store.path is null: the server has its store in memory; ask it with --url")
+    return StoreSource(Path(path), settings)
+
+
 class StoreSource:
     """Reads the metadata of a stopped server; evicting is the one thing that writes."""
 
-    def __init__(self, folder: Path | None, config: Path | None) -> None:
+    def __init__(self, folder: Path, settings: Settings) -> None:
         self._folder = folder
-        self._config = config
+        self._settings = settings
 
     def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if what == "explain":
+            from kvshare.cli.offline import explain_offline
+
+            return explain_offline(self._folder, self._settings, arguments["messages"])
         from kvshare.inspection import QUESTIONS
         from kvshare.metadata import METADATA_FILE, UnreadableStoreError, opened
 
-        if what == "explain":
-            return self._explain(arguments)
-        path = self._where() / METADATA_FILE
+        path = self._folder / METADATA_FILE
         read_only = what != "evict" or bool(arguments["dry_run"])
         whole = bool(arguments.get("all"))
         drop_file = whole and not read_only  # also forgets for which model it was written
@@ -98,22 +111,6 @@ class StoreSource:
                 _delete(path)
             document = {"dry_run": read_only, "unreadable": exc.problem}
         return document
-
-    def _explain(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        from kvshare.cli.offline import explain_offline
-        from kvshare.settings import load_settings
-
-        return explain_offline(self._where(), load_settings(self._config), request["messages"])
-
-    def _where(self) -> Path:
-        if self._folder is not None:
-            return self._folder
-        from kvshare.settings import load_settings
-
-        path = load_settings(self._config).store.path
-        if path is None:
-            raise StoreError("store.path is null: the server has its store in memory; ask it with --url")
-        return Path(path)
 
 
 def _delete(path: Path) -> None:
