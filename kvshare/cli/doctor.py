@@ -83,19 +83,12 @@ def run_checks(config: Path | None) -> list[Check]:
 
 
 def run_vllm_checks(url: str, control_url: str | None) -> list[Check]:
-    """All checks of one running vLLM. Raises a usage error for an address that is none."""
-    from pydantic import ValidationError
-
+    """All checks of one running vLLM. Raises ConfigError for an address that is none."""
     from kvshare.cli import vllm_checks
-    from kvshare.settings import ReplicaSettings
+    from kvshare.settings import load_settings
 
-    try:
-        replica = ReplicaSettings(url=url, control_url=control_url)
-    except ValidationError as exc:
-        wrong = exc.errors()[0]
-        option = "--vllm-url" if wrong["loc"] == ("url",) else "--vllm-control-url"
-        raise typer.BadParameter(f"{wrong['msg']}, got {wrong['input']!r}", param_hint=option) from exc
-    return vllm_checks.check_vllm(replica.url, replica.control)
+    settings = load_settings(overrides={"vllm.replicas": [{"url": url, "control_url": control_url}]})
+    return vllm_checks.check_replicas(settings.vllm.replicas)
 
 
 def _installed(name: str) -> str | None:
