@@ -65,7 +65,7 @@ def version(output_format: Format = OutputFormat.TERMINAL) -> None:
 
 def run_checks(config: Path | None) -> list[Check]:
     """All checks; those that need the settings only when the config can be read."""
-    from kvshare.cli import checks, model_checks, store_checks, vllm_checks
+    from kvshare.cli import checks, store_checks, vllm_checks
 
     settings, readable = checks.check_config(config)
     python = checks.found("python.found", version=platform.python_version())
@@ -76,7 +76,7 @@ def run_checks(config: Path | None) -> list[Check]:
     if settings.engine.kind == "vllm":
         found += vllm_checks.check_replicas(settings.vllm.replicas)
     else:
-        of_model = (model_checks.check_model, model_checks.check_tokenizer, model_checks.check_geometry)
+        of_model = (checks.check_model, checks.check_tokenizer, checks.check_geometry)
         found += [check(settings) for check in of_model]
     of_store = (store_checks.check_store, store_checks.check_index, store_checks.check_embedder)
     return found + [check(settings) for check in (*of_store, checks.check_port)]

