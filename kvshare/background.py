@@ -34,8 +34,7 @@ class Background:
 
     async def settle(self) -> None:
         """Wait until nothing runs."""
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        await self.below(1)
 
     async def cancel(self) -> None:
         """End everything that runs."""

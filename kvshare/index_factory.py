@@ -128,7 +128,12 @@ class ServedIndex:
 
     def _backend(self, schema: IndexSchema) -> VectorIndex:
         if self._settings.backend == "edge":
-            return self._edge(schema)
+            from vector_index import QdrantEdgeIndex
+
+            folder = None if self._store.path is None else _writable(Path(self._store.path) / "index")
+            index = QdrantEdgeIndex(schema, folder, min_free_bytes=self._store.min_free_bytes)
+            self._space = index.space
+            return index
         from vector_index import QdrantRemoteIndex
 
         url, key = self._settings.url, os.environ.get("KVSHARE_QDRANT_API_KEY")
@@ -138,14 +143,6 @@ class ServedIndex:
             problem = "expected a Qdrant server's address for backend 'server', got null"
             raise ConfigError("index.url", problem)
         return QdrantRemoteIndex(schema, url, api_key=key, collection=self._settings.collection)
-
-    def _edge(self, schema: IndexSchema) -> VectorIndex:
-        from vector_index import QdrantEdgeIndex
-
-        folder = None if self._store.path is None else _writable(Path(self._store.path) / "index")
-        index = QdrantEdgeIndex(schema, folder, min_free_bytes=self._store.min_free_bytes)
-        self._space = index.space
-        return index
 
 
 def _writable(folder: Path) -> Path | None:

@@ -55,26 +55,22 @@ def open_source(
     """
     The server at --url or KVSHARE_URL, else the store at --store or in the settings. Opens nothing yet.
 
-    Raises:  a usage error for both at once or for a URL that is none
+    Raises:  a usage error for both at once or for a URL that is none; StoreError if there is no such store
     """
     if url is not None and store is not None:
         raise typer.BadParameter("expected either --url (a running server) or --store (a stopped one)")
     if store is None:
         url = url or os.environ.get("KVSHARE_URL")
-    if url is None:
-        return _open_store(store, config)
-    if not url.startswith(("http://", "https://")):
-        raise typer.BadParameter(f"expected http://host:port, got {url!r}", param_hint="--url")
-    from kvshare.cli.client import AdminClient
+    if url is not None:
+        if not url.startswith(("http://", "https://")):
+            raise typer.BadParameter(f"expected http://host:port, got {url!r}", param_hint="--url")
+        from kvshare.cli.client import AdminClient
 
-    return AdminClient(url, key=key or os.environ.get("KVSHARE_ADMIN_KEY"))
-
-
-def _open_store(folder: Path | None, config: Path | None) -> StoreSource:
+        return AdminClient(url, key=key or os.environ.get("KVSHARE_ADMIN_KEY"))
     from kvshare.settings import load_settings
 
     settings = load_settings(config)
-    path = folder or settings.store.path
+    path = store or settings.store.path
     if path is None:
         raise StoreError("store.path is null: the server has its store in memory; ask it with --url")
     return StoreSource(Path(path), settings)
