@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -39,23 +40,22 @@ class JsonClient:
     def get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object at `path`; None values are left out of the query."""
         pairs = {name: str(value) for name, value in (query or {}).items() if value is not None}
-        return self._document(self._send("GET", path, params=pairs))
+        return self._object(self._send("GET", path, params=pairs))
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The JSON object that the server answers to this body."""
-        return self._document(self._send("POST", path, json=body))
+        return self._object(self._send("POST", path, json=body))
 
     def ping(self, path: str) -> None:
         """Raises as the others do, whatever the answer's body is."""
         self._send("GET", path)
 
-    def _document(self, payload: bytes) -> dict[str, Any]:
-        document = _parse(payload)
+    def _object(self, document: object) -> dict[str, Any]:
         if not isinstance(document, dict):
             raise AnswerError(self._url, 200, "not a JSON object; is that a KVShare server?")
         return document
 
-    def _send(self, method: str, path: str, **content: Any) -> bytes:
+    def _send(self, method: str, path: str, **content: Any) -> object:
         try:
             return asyncio.run(self._exchange(method, self._url + path, **content))
         except aiohttp.ClientConnectorError as exc:
@@ -63,15 +63,17 @@ class JsonClient:
         except (aiohttp.ClientError, OSError) as exc:
             raise UnreachableError(self._url, str(exc) or type(exc).__name__) from exc
 
-    async def _exchange(self, method: str, url: str, **content: Any) -> bytes:
+    async def _exchange(self, method: str, url: str, **content: Any) -> object:
+        """The answer's JSON; None for what is none."""
+        document = None
         async with (
             aiohttp.ClientSession(headers=self._headers, timeout=self._timeout) as session,
             session.request(method, url, allow_redirects=False, **content) as response,
         ):
-            payload = await response.read()
+            with suppress(ValueError):
+                document = json.loads(await response.read())
         if response.status == 200:
-            return payload
-        document = _parse(payload)
+            return document
         error = document.get("error") if isinstance(document, dict) else None
         message = error.get("message") if isinstance(error, dict) else error  # the connector's are plain text
         hint = self._key_hint if response.status in (401, 403) else ""
@@ -93,10 +95,3 @@ class AdminClient(JsonClient):
         if what == "node":
             return self.get(f"/admin/node/{arguments['id']}")
         return self.get(f"/admin/{what}", arguments)
-
-
-def _parse(payload: bytes) -> object:
-    try:
-        return json.loads(payload)
-    except ValueError:
-        return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,22 +77,22 @@ def open_source(
     return StoreSource(Path(path), settings)
 
 
+@dataclass(frozen=True, slots=True)
 class StoreSource:
     """Reads the metadata of a stopped server; evicting is the one thing that writes."""
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
-        self._folder = folder
-        self._settings = settings
+    folder: Path
+    settings: Settings
 
     def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if what == "explain":
             from kvshare.cli.offline import explain_offline
 
-            return explain_offline(self._folder, self._settings, arguments["messages"])
+            return explain_offline(self.folder, self.settings, arguments["messages"])
         from kvshare.inspection import QUESTIONS
         from kvshare.metadata import METADATA_FILE, UnreadableStoreError, opened
 
-        path = self._folder / METADATA_FILE
+        path = self.folder / METADATA_FILE
         read_only = what != "evict" or bool(arguments["dry_run"])
         whole = bool(arguments.get("all"))
         drop_file = whole and not read_only  # also forgets for which model it was written
