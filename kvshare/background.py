@@ -16,8 +16,7 @@ class Background:
     """Tasks of one event loop. The next request of a namespace can wait for what was spawned for it."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._pending: dict[str, set[asyncio.Task[None]]] = {}
+        self._tasks: dict[asyncio.Task[None], str | None] = {}  # with the namespace each is for
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -25,28 +24,23 @@ class Background:
     def spawn(self, work: Coroutine[Any, Any, None], *, namespace: str | None = None) -> None:
         """Run `work`, owned here; what it raises is logged."""
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = namespace
         task.add_done_callback(self._done)
-        if namespace is not None:
-            self._pending.setdefault(namespace, set()).add(task)
-            task.add_done_callback(lambda done: self._forget(namespace, done))
 
     async def caught_up(self, namespace: str, *, timeout_s: float) -> None:
         """Wait for what was spawned for a namespace so far, at most `timeout_s`."""
-        if pending := self._pending.get(namespace):
-            await asyncio.wait(set(pending), timeout=timeout_s)
+        if pending := {task for task, owner in self._tasks.items() if owner == namespace}:
+            await asyncio.wait(pending, timeout=timeout_s)
 
     async def settle(self) -> None:
         """Wait until nothing runs."""
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        await self.below(1)
 
     async def cancel(self) -> None:
         """End everything that runs."""
-        tasks = set(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def below(self, limit: int) -> None:
         """Wait until fewer than `limit` tasks run: what they hold on to stays bounded."""
@@ -54,12 +48,6 @@ class Background:
             await asyncio.wait(set(self._tasks), return_when=asyncio.FIRST_COMPLETED)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        del self._tasks[task]
         if not task.cancelled() and (exc := task.exception()) is not None:
             log.error("work after an answer failed: %s", classes_and_places(exc))
-
-    def _forget(self, namespace: str, task: asyncio.Task[None]) -> None:
-        pending = self._pending[namespace]
-        pending.discard(task)
-        if not pending:
-            del self._pending[namespace]

@@ -12,6 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 from kvshare.engines.base import IndexStatus
@@ -48,7 +49,6 @@ class ServedIndex:
         self._store = store
         self._space: DiskSpace | None = None
         self._opened = False
-        self._maintenance: asyncio.Task[None] | None = None
 
     async def open(self, forgotten: Iterable[tuple[str, int]]) -> Nominator:
         """
@@ -66,9 +66,9 @@ class ServedIndex:
         return self.nominator
 
     async def close(self) -> None:
-        if self._maintenance is not None:
-            self._maintenance.cancel()
-            await asyncio.gather(self._maintenance, return_exceptions=True)
+        """After `open`, whatever it found."""
+        self._maintenance.cancel()
+        await asyncio.gather(self._maintenance, return_exceptions=True)
         self.nominator.close()
         try:
             await self._index.close()
@@ -127,14 +127,22 @@ class ServedIndex:
             log.warning("the index could not be maintained: %s", exc)
 
     def _backend(self, schema: IndexSchema) -> VectorIndex:
-        if self._settings.backend != "edge":
-            return _client_backend(self._settings, schema)
-        from vector_index import QdrantEdgeIndex
+        if self._settings.backend == "edge":
+            from vector_index import QdrantEdgeIndex
 
-        folder = None if self._store.path is None else _writable(Path(self._store.path) / "index")
-        index = QdrantEdgeIndex(schema, folder, min_free_bytes=self._store.min_free_bytes)
-        self._space = index.space
-        return index
+            folder = None if self._store.path is None else _writable(Path(self._store.path) / "index")
+            index = QdrantEdgeIndex(schema, folder, min_free_bytes=self._store.min_free_bytes)
+            self._space = index.space
+            return index
+        from vector_index import QdrantRemoteIndex
+
+        url, key = self._settings.url, os.environ.get("KVSHARE_QDRANT_API_KEY")
+        if self._settings.backend == "memory":
+            url, key = ":memory:", None
+        elif url is None:
+            problem = "expected a Qdrant server's address for backend 'server', got null"
+            raise ConfigError("index.url", problem)
+        return QdrantRemoteIndex(schema, url, api_key=key, collection=self._settings.collection)
 
 
 def _writable(folder: Path) -> Path | None:
@@ -166,30 +174,6 @@ def _load_embedder(settings: IndexSettings) -> TextEmbedder | None:
 
 
 def nominator_settings(settings: IndexSettings) -> NominatorSettings:
-    """What config.yaml says of nomination."""
-    return NominatorSettings(
-        kgram=settings.kgram,
-        window=settings.window,
-        block_size=settings.block_size,
-        max_candidates=settings.max_candidates,
-        max_distance=settings.max_distance,
-        dense_min_tokens=settings.dense_min_tokens,
-        dense_min_uncovered=settings.dense_min_uncovered,
-        search_timeout_s=settings.search_timeout_s,
-        embed_timeout_s=settings.embed_timeout_s,
-    )
-
-
-def _client_backend(settings: IndexSettings, schema: IndexSchema) -> VectorIndex:
-    from vector_index import QdrantRemoteIndex
-
-    if settings.backend == "memory":
-        return QdrantRemoteIndex(schema, ":memory:", collection=settings.collection)
-    if settings.url is None:
-        raise ConfigError("index.url", "expected a Qdrant server's address for backend 'server', got null")
-    return QdrantRemoteIndex(
-        schema,
-        settings.url,
-        api_key=os.environ.get("KVSHARE_QDRANT_API_KEY"),
-        collection=settings.collection,
-    )
+    """What config.yaml says of nomination; the rest keeps its defaults."""
+    names = {field.name for field in fields(NominatorSettings)}
+    return NominatorSettings(**settings.model_dump(include=names))

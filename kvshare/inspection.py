@@ -11,7 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import wraps
+from inspect import getfullargspec
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, validate_call
 
 from delta_tree import (
     DeltaTree,
@@ -27,21 +31,13 @@ from delta_tree import (
     align,
 )
 from kvshare.errors import RequestError
-from kvshare.query_arguments import QueryArguments
 
-Arguments = Mapping[str, Any]
-Clock = Callable[[], float]
+_Number = Annotated[int, BeforeValidator(str), Field(ge=1, le=2**53 - 1)]  # as text, JSON's `true` is none
+_Digest = Annotated[str, Field(min_length=4)]  # of a namespace, or its first digits
 
-_SIBLING_ORDER: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
-    "bytes": lambda entry: -entry["subtree_bytes"],
-    "hits": lambda entry: -entry["num_hits"],
-    "age": lambda entry: -entry["age_s"],
-    "tokens": lambda entry: -entry["num_tokens"],
-}
+_SORTED_BY = {"bytes": "subtree_bytes", "hits": "num_hits", "age": "age_s", "tokens": "num_tokens"}
 _MIN_RUN = 16  # of the edits from a parent: one-token matches would tell nothing
-_DEFAULT_DEPTH = 4
 _MAX_DEPTH = 64  # of the document; the tree may be deeper, and `root` starts further down
-_SHORTEST_DIGEST = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,64 +49,96 @@ class Answer:
     removed_nodes: tuple[tuple[str, int], ...] = ()  # namespace and node id
 
 
-def stats(tree: DeltaTree, arguments: Arguments) -> Answer:
-    """
-    How much is stored, in all and per namespace.
+Question = Callable[[DeltaTree, Mapping[str, Any]], Answer]
 
-    Arguments:  namespace
+
+def _question(answer: Callable[..., Answer]) -> Question:
     """
-    given = QueryArguments(arguments, "namespace")
-    chosen = _namespace(tree, given)
+    A question whose arguments are the keywords of `answer`: text of a query string, or values of JSON.
+
+    None is as good as not given.
+    Raises:  RequestError that names the argument, for one that is missing, wrong or unknown: a misspelt
+             `dry_run` must not evict
+    """
+    known = getfullargspec(answer).kwonlyargs
+    checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(answer)
+
+    @wraps(answer)
+    def question(tree: DeltaTree, arguments: Mapping[str, Any]) -> Answer:
+        given = {name: value for name, value in arguments.items() if value is not None or name not in known}
+        try:
+            return checked(tree, **given)
+        except ValidationError as exc:
+            wrong = exc.errors(include_url=False)[0]
+            param = str(wrong["loc"][0])
+            problem = f"{wrong['msg']}, got {wrong['input']!r}"
+            if param not in known:
+                problem = f"unknown argument; expected one of: {', '.join(known)}"
+            elif param not in given:
+                problem = "is required"
+            raise RequestError(f"{param}: {problem}", param=param) from exc
+
+    return question
+
+
+@_question
+def stats(tree: DeltaTree, /, *, namespace: _Digest | None = None) -> Answer:
+    """How much is stored, in all and per namespace."""
+    chosen = _namespace(tree, namespace)
     digests = sorted({node.namespace for node in tree.nodes()}) if chosen is None else [chosen]
     rows = [{"namespace": digest, **asdict(tree.stats(digest))} for digest in digests]
     return Answer({"totals": asdict(tree.stats(chosen)), "namespaces": rows})
 
 
-def tree(tree: DeltaTree, arguments: Arguments, *, clock: Clock = time.time) -> Answer:
-    """
-    Prompts below their parents.
-
-    Arguments:  root (a node id), namespace, depth (levels), sort (of siblings: bytes, hits, age, tokens)
-    """
-    given = QueryArguments(arguments, "root", "namespace", "depth", "sort")
-    order = _SIBLING_ORDER[given.choice("sort", _SIBLING_ORDER, default="bytes")]
-    depth = given.integer("depth", default=_DEFAULT_DEPTH, maximum=_MAX_DEPTH)
-    now = clock()
+@_question
+def tree(
+    tree: DeltaTree,
+    /,
+    *,
+    root: _Number | None = None,
+    namespace: _Digest | None = None,
+    depth: Annotated[_Number, Field(le=_MAX_DEPTH)] = 4,
+    sort: Literal["bytes", "hits", "age", "tokens"] = "bytes",
+) -> Answer:
+    """Prompts below their parents, `depth` levels of them; of siblings, those that have most come first."""
+    now = time.time()
 
     def branches(nodes: Collection[Node], levels: int) -> list[dict[str, Any]]:
         if not levels:
             return []
-        found = []
+        entries = []
         for node in nodes:
             try:
                 children = [tree.node(child) for child in tree.children(node.node_id)]
                 entry = {**_summary(tree, node, now), "num_children": len(children)}
             except UnknownNodeError:
                 continue  # evicted since we began; a running server does not wait for us
-            found.append({**entry, "children": branches(children, levels - 1)})
-        return sorted(found, key=order)
+            entries.append({**entry, "children": branches(children, levels - 1)})
+        return sorted(entries, key=lambda entry: -entry[_SORTED_BY[sort]])
 
-    return Answer({"depth": depth, "roots": branches(_roots(tree, given), depth)})
+    chosen = _namespace(tree, namespace)
+    if root is None:
+        roots = [node for node in tree.nodes(chosen) if not tree.ancestors(node.node_id)]
+    else:
+        found = _node(tree, "root", root)
+        roots = [found] if chosen in (None, found.namespace) else []
+    return Answer({"depth": depth, "roots": branches(roots, depth)})
 
 
-def node(tree: DeltaTree, arguments: Arguments, *, clock: Clock = time.time) -> Answer:
-    """
-    One prompt: whom it was edited from, where its KV lies, and with whom it shares it.
-
-    Arguments:  id
-    """
-    given = QueryArguments(arguments, "id")
-    found = _node(tree, given, "id")
+@_question
+def node(tree: DeltaTree, /, *, id: _Number) -> Answer:
+    """One prompt: whom it was edited from, where its KV lies, and with whom it shares it."""
+    found = _node(tree, "id", id)
     try:
         parents, shared_with = tree.ancestors(found.node_id), tree.shared_with(found.node_id)
         origin = tree.node(parents[0]) if parents else found
         script = align(origin.token_ids, found.token_ids, min_run=_MIN_RUN)
         document = {
-            **_summary(tree, found, clock()),
+            **_summary(tree, found, time.time()),
             "parents": list(parents),
             "children": list(tree.children(found.node_id)),
             "edits": _edits(script) if parents else None,
-            "pieces": _pieces(tree, found),
+            "pieces": [_piece(tree, *row) for row in found.pieces.rows()],
             "shared_with": [{"id": other.node_id, "num_tokens": other.num_tokens} for other in shared_with],
         }
     except (UnknownNodeError, UnknownSegmentError) as exc:  # evicted since we began
@@ -118,58 +146,57 @@ def node(tree: DeltaTree, arguments: Arguments, *, clock: Clock = time.time) -> 
     return Answer(document)
 
 
-def diff(tree: DeltaTree, arguments: Arguments) -> Answer:
-    """
-    The token-level edits from prompt `a` to prompt `b`, which must be of one namespace.
-
-    Arguments:  a, b, min_run (a shorter match counts as a change; 1 unless told)
-    """
-    given = QueryArguments(arguments, "a", "b", "min_run")
-    a, b = _node(tree, given, "a"), _node(tree, given, "b")
-    if a.namespace != b.namespace:
+@_question
+def diff(tree: DeltaTree, /, *, a: _Number, b: _Number, min_run: _Number = 1) -> Answer:
+    """The token-level edits from prompt `a` to `b` of one namespace; a match below `min_run` is a change."""
+    source, target = _node(tree, "a", a), _node(tree, "b", b)
+    if source.namespace != target.namespace:
         raise RequestError(
             "b: expected a node of the same namespace as a", param="b", code="namespace_mismatch"
         )
-    script = align(a.token_ids, b.token_ids, min_run=given.integer("min_run", default=1))
+    script = align(source.token_ids, target.token_ids, min_run=min_run)
     prefix = next((keep.length for keep in script.keeps if keep.source == keep.target == 0), 0)
     document = {
-        "a": a.node_id,
-        "b": b.node_id,
-        "namespace": a.namespace,
+        "a": a,
+        "b": b,
+        "namespace": source.namespace,
         "num_common_prefix": prefix,
-        "kept_share_of_a": script.num_kept / a.num_tokens,
-        "kept_share_of_b": script.num_kept / b.num_tokens,
+        "kept_share_of_a": script.num_kept / source.num_tokens,
+        "kept_share_of_b": script.num_kept / target.num_tokens,
         "edits": _edits(script),
     }
     return Answer(document)
 
 
-def evict(tree: DeltaTree, arguments: Arguments) -> Answer:
+@_question
+def evict(
+    tree: DeltaTree,
+    /,
+    *,
+    node: _Number | None = None,
+    namespace: _Digest | None = None,
+    all: bool = False,
+    dry_run: bool | None = None,
+) -> Answer:
     """
     Drop one prompt, a namespace or everything; only the last two drop pinned prompts. KV still needed stays.
 
-    Arguments:  exactly one of node, namespace, all=true; dry_run (unless told: false for node, else true)
+    Exactly one of `node`, `namespace` and `all`. Unless told, `dry_run` is false for `node`, else true.
     """
-    given = QueryArguments(arguments, "node", "namespace", "all", "dry_run")
-    everything = given.boolean("all", default=False)
-    if ("node" in given) + ("namespace" in given) + everything != 1:
+    if (node is not None) + (namespace is not None) + all != 1:
         raise RequestError("node: expected exactly one of node, namespace and all=true", param="node")
-    dry_run = given.boolean("dry_run", default="node" not in given)
-    if "node" in given:
-        return _evict_node(tree, _node(tree, given, "node"), dry_run=dry_run)
-    return _purge(tree, _namespace(tree, given), dry_run=dry_run)
+    if node is not None:
+        return _evict_node(tree, _node(tree, "node", node), dry_run=bool(dry_run))
+    chosen = _namespace(tree, namespace)
+    nodes = tree.nodes(chosen)
+    if dry_run is False:
+        return _evicted(nodes, tree.purge_all() if chosen is None else tree.purge(chosen), dry_run)
+    segments = tuple(segment.segment_id for segment in tree.segments(chosen))
+    return _evicted(nodes, Eviction(len(nodes), segments, tree.stats(chosen).num_bytes), dry_run=True)
 
 
-Question = Callable[[DeltaTree, Arguments], Answer]
-
-QUESTIONS: Mapping[str, Question] = {
-    "stats": stats,
-    "tree": tree,
-    "node": node,
-    "diff": diff,
-    "evict": evict,
-}
-"""What may be asked. Each raises RequestError for an argument that is wrong, naming it."""
+QUESTIONS: Mapping[str, Question] = {"stats": stats, "tree": tree, "node": node, "diff": diff, "evict": evict}
+"""What may be asked."""
 
 
 def _evict_node(tree: DeltaTree, node: Node, *, dry_run: bool) -> Answer:
@@ -177,35 +204,27 @@ def _evict_node(tree: DeltaTree, node: Node, *, dry_run: bool) -> Answer:
         if node.pinned:
             raise PinnedNodeError(node.node_id)
         if dry_run:
-            owned = [piece for piece in node.pieces.segment_ids if tree.reference_count(piece) == 1]
-            return Answer(_eviction(True, 1, len(owned), tree.owned_bytes(node.node_id)))
-        return _evicted(tree.evict(node.node_id), [node])
+            owned = tuple(piece for piece in node.pieces.segment_ids if tree.reference_count(piece) == 1)
+            gone = Eviction(1, owned, tree.owned_bytes(node.node_id))
+        else:
+            gone = tree.evict(node.node_id)
     except PinnedNodeError as exc:
         raise RequestError(f"node: {exc}", param="node", code="node_pinned") from exc
     except UnknownNodeError as exc:
         raise _not_found("node", node.node_id) from exc
+    return _evicted([node], gone, dry_run)
 
 
-def _purge(tree: DeltaTree, namespace: str | None, *, dry_run: bool) -> Answer:
-    if dry_run:
-        found = tree.stats(namespace)
-        return Answer(_eviction(True, found.num_nodes, found.num_segments, found.num_bytes))
-    nodes = tree.nodes(namespace)
-    return _evicted(tree.purge_all() if namespace is None else tree.purge(namespace), nodes)
-
-
-def _evicted(gone: Eviction, nodes: Collection[Node]) -> Answer:
-    document = _eviction(False, len(nodes), len(gone.freed_segments), gone.freed_bytes)
-    return Answer(document, gone.freed_segments, tuple((node.namespace, node.node_id) for node in nodes))
-
-
-def _eviction(dry_run: bool, num_nodes: int, num_segments: int, freed_bytes: int) -> dict[str, Any]:
-    return {
+def _evicted(nodes: Collection[Node], gone: Eviction, dry_run: bool) -> Answer:
+    document = {
         "dry_run": dry_run,
-        "num_nodes": num_nodes,
-        "num_segments": num_segments,
-        "freed_bytes": freed_bytes,
+        "num_nodes": gone.num_nodes,
+        "num_segments": len(gone.freed_segments),
+        "freed_bytes": gone.freed_bytes,
     }
+    if dry_run:
+        return Answer(document)
+    return Answer(document, gone.freed_segments, tuple((node.namespace, node.node_id) for node in nodes))
 
 
 def _summary(tree: DeltaTree, node: Node, now: float) -> dict[str, Any]:
@@ -235,37 +254,24 @@ def _edits(script: EditScript) -> dict[str, Any]:
     return {"counts": counts, "ops": ops}
 
 
-def _pieces(tree: DeltaTree, node: Node) -> list[dict[str, Any]]:
-    """Where the KV of each stretch lies; a shift is how far it is from where it was computed."""
-    rows = []
-    for start, segment_id, offset, length in node.pieces.rows():
-        segment = tree.segment(segment_id)
-        rows.append(
-            {
-                "start": start,
-                "end": start + length,
-                "segment": f"{segment_id:016x}",
-                "offset": offset,
-                "shift": start - (segment.first_position + offset),
-                "generation": segment.generation,
-                "num_references": tree.reference_count(segment_id),
-                "num_bytes": round(segment.bytes_per_token * length),
-            }
-        )
-    return rows
+def _piece(tree: DeltaTree, start: int, segment_id: SegmentId, offset: int, length: int) -> dict[str, Any]:
+    """Where the KV of a stretch lies; a shift is how far it is from where it was computed."""
+    segment = tree.segment(segment_id)
+    return {
+        "start": start,
+        "end": start + length,
+        "segment": f"{segment_id:016x}",
+        "offset": offset,
+        "shift": start - (segment.first_position + offset),
+        "generation": segment.generation,
+        "num_references": tree.reference_count(segment_id),
+        "num_bytes": round(segment.bytes_per_token * length),
+    }
 
 
-def _roots(tree: DeltaTree, given: QueryArguments) -> list[Node]:
-    namespace = _namespace(tree, given)
-    if "root" in given:
-        root = _node(tree, given, "root")
-        return [root] if namespace in (None, root.namespace) else []
-    return [node for node in tree.nodes(namespace) if not tree.ancestors(node.node_id)]
-
-
-def _node(tree: DeltaTree, given: QueryArguments, name: str) -> Node:
-    node_id = NodeId(given.integer(name))
-    found = tree.get(node_id)
+def _node(tree: DeltaTree, name: str, node_id: int) -> Node:
+    """The node that the argument `name` names."""
+    found = tree.get(NodeId(node_id))
     if found is None:
         raise _not_found(name, node_id)
     return found
@@ -276,19 +282,14 @@ def _not_found(name: str, node_id: int) -> RequestError:
     return RequestError(message, param=name, code="node_not_found")
 
 
-def _namespace(tree: DeltaTree, given: QueryArguments) -> str | None:
+def _namespace(tree: DeltaTree, digits: str | None) -> str | None:
     """The stored namespace whose digest is, or begins with, what was given."""
-    if "namespace" not in given:
+    if digits is None:
         return None
-    wanted = given.text("namespace")
-    if len(wanted) < _SHORTEST_DIGEST:
-        raise RequestError(
-            f"namespace: expected at least {_SHORTEST_DIGEST} digits of a digest", param="namespace"
-        )
-    found = {node.namespace for node in tree.nodes() if node.namespace.startswith(wanted)}
+    found = {node.namespace for node in tree.nodes() if node.namespace.startswith(digits)}
     if len(found) != 1:
         raise RequestError(
-            f"namespace: expected the digest of one stored namespace, {len(found)} begin with {wanted}",
+            f"namespace: expected the digest of one stored namespace, {len(found)} begin with {digits}",
             param="namespace",
             code="namespace_not_found",
         )

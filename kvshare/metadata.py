@@ -5,20 +5,24 @@ The metadata store of a server, opened without keeping the server from starting:
     not to be written, or another program's   left alone; the tree is in memory until the next start
     open in another process                   StoreError: a mistake that only its maker can correct
 
-What happened is one warning. Commands that look into a stopped store open it themselves and refuse.
+What happened is one warning. Commands that look into a stopped store get it from `opened`, which refuses.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from delta_tree import (
     DeltaTree,
+    DeltaTreeError,
     StoreCorruptError,
     StoreForeignError,
     StoreLockedError,
     StoreMismatchError,
+    StoreMissingError,
     StoreUnavailableError,
     check_unlocked,
     set_aside,
@@ -29,6 +33,38 @@ from kvshare.errors import StoreError
 log = logging.getLogger(__name__)
 
 METADATA_FILE = "tree.sqlite3"
+
+
+class UnreadableStoreError(StoreError):
+    """
+    The store is damaged or of another version. It is only a cache: `kvshare evict --all` may delete it.
+
+    `problem` says what is wrong without saying what to do.
+    """
+
+    def __init__(self, message: str, problem: str) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
+@contextmanager
+def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
+    """
+    The tree in a metadata file that exists, whatever model it was written for.
+
+    Raises:  StoreError, saying what to do, if it is missing or held by a server; UnreadableStoreError
+    """
+    try:
+        if not path.exists():
+            raise StoreMissingError(path)  # opening it for writing would leave an empty file
+        with DeltaTree.open(path, identity=None, read_only=read_only) as tree:
+            yield tree
+    except StoreForeignError as exc:
+        raise StoreError(f"{path}: this is no KVShare store; set another store path") from exc
+    except (StoreCorruptError, StoreMismatchError) as exc:
+        raise UnreadableStoreError(str(exc), f"{path} {_problem_of(exc)}") from exc
+    except DeltaTreeError as exc:
+        raise StoreError(str(exc)) from exc
 
 
 def check_not_in_use(folder: str | None) -> None:
@@ -66,7 +102,7 @@ def open_tree(folder: str | None, *, identity: str, loss: str) -> DeltaTree:
                 "the store %s %s: it is %s now, in the place of an earlier one, and a new one was begun. %s. "
                 "Delete that file, or move it back and give this server another store.path",
                 path,
-                problem_of(exc),
+                _problem_of(exc),
                 moved.name,
                 loss,
             )
@@ -93,7 +129,7 @@ def open_emptied_tree(folder: str | None, *, identity: str) -> tuple[DeltaTree, 
     return tree, forgotten
 
 
-def problem_of(exc: TreeStoreError) -> str:
+def _problem_of(exc: TreeStoreError) -> str:
     """What is wrong with a store, to follow its name: without advice, and without a model's digests."""
     if isinstance(exc, StoreForeignError):
         return "belongs to another program"
@@ -113,6 +149,6 @@ def _in_memory(path: Path, exc: TreeStoreError, identity: str) -> DeltaTree:
         "the store %s %s: what is known of prompts is in memory until the next start, and is lost then. "
         "Check disk space and permissions, or set another store.path (null: memory, without this warning)",
         path,
-        problem_of(exc),
+        _problem_of(exc),
     )
     return DeltaTree.open(None, identity=identity)

@@ -17,7 +17,6 @@ from typing import Any, Generic, TypeVar
 from delta_tree import DeltaTree, Node
 from kvshare.background import Background
 from kvshare.engines.base import EngineStatus
-from kvshare.errors import RequestError
 from kvshare.index_factory import ServedIndex
 from kvshare.inspection import QUESTIONS
 from kvshare.settings import Settings
@@ -62,10 +61,7 @@ class Runtime(Generic[KeeperT]):
 
     async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """An administrator's question: a key of `QUESTIONS`. Raises RequestError for one that is wrong."""
-        question = QUESTIONS.get(what)
-        if question is None:
-            raise RequestError(f"unknown question {what!r}; expected one of: {', '.join(sorted(QUESTIONS))}")
-        answer = await self.write(self.keeper.ask, question, arguments)
+        answer = await self.write(self.keeper.ask, QUESTIONS[what], arguments)
         return answer.document
 
     def status(self) -> EngineStatus:
@@ -108,7 +104,7 @@ async def open_runtime(
         opened.callback(writer.shutdown)
         loop = asyncio.get_running_loop()
         tree, forgotten = await loop.run_in_executor(writer, open_tree)
-        opened.push_async_callback(_call_in, writer, tree.close)
+        opened.push_async_callback(loop.run_in_executor, writer, tree.close)
         index = ServedIndex(settings.index, settings.store)
         nominator = await index.open(forgotten)
         opened.push_async_callback(index.close)
@@ -125,7 +121,3 @@ async def open_runtime(
         runtime = Runtime(keeper, index, sharing, writer, Background(), Background())
         opened.push_async_callback(runtime.settle)
         yield runtime
-
-
-async def _call_in(executor: ThreadPoolExecutor, function: Callable[[], None]) -> None:
-    await asyncio.get_running_loop().run_in_executor(executor, function)

@@ -1,5 +1,6 @@
 """
-What a log says of an exception that is not ours: classes and places. Its message may quote a prompt.
+What a log says of an exception that is not ours: classes and places. Its message may quote a prompt. And how
+our programs log: one handler on stderr, as text or as one JSON object a line.
 
 Errors that were written to be read (`KVShareError`, the disk's `StoreError`) are logged by their messages,
 where they are caught.
@@ -7,9 +8,45 @@ where they are caught.
 
 from __future__ import annotations
 
+import json
+import logging
 import traceback
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+
+def configure(*, level: str, json_lines: bool) -> None:
+    """Send our records from `level` ("info", ...) up to stderr, and those of libraries from warnings up."""
+    handler = logging.StreamHandler()
+    text = Discreet("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if json_lines else text)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    for package in ("kvshare", "proxy", "delta_tree", "vector_index"):
+        logging.getLogger(package).setLevel(level.upper())
+
+
+class Discreet(logging.Formatter):
+    """Exceptions by class and place, also those that asyncio and libraries log."""
+
+    def formatException(self, ei: tuple[Any, ...]) -> str:
+        return classes_and_places(ei[1]) if ei[1] is not None else ""
+
+
+class JsonLines(Discreet):
+    """A record as one JSON object: time, level, logger, message, and the traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
 
 
 def class_and_place(exc: BaseException) -> str:

@@ -57,9 +57,7 @@ def find_model(
 
 
 def _chat_model(download: bool, cancelled: threading.Event | None) -> Path:
-    if chat_model.is_prepared():
-        return chat_model.model_folder()
-    if not download:
+    if not download and not chat_model.is_prepared():
         raise ModelError(f"it is not in {chat_model.cache_folder()} yet")
     from kvshare.chat_model.prepare import prepare
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from kvshare.errors import ConfigError
 
@@ -57,17 +57,29 @@ class EngineSettings(_Section):
     num_threads: int | None = Field(gt=0)
 
 
+def _base_url(url: str) -> str:
+    """Raises ValueError with what is wrong about an address."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("expected an address like http://host:8000")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError("expected an address without user, query or fragment")
+    parts.port  # noqa: B018  raises ValueError for a port that is none
+    path = parts.path.rstrip("/")
+    if path.endswith("/v1"):
+        raise ValueError("expected the server's address without /v1")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+_BaseUrl = Annotated[str, AfterValidator(_base_url)]
+
+
 class ReplicaSettings(_Section):
     """One `vllm serve`. `control_url` is the connector's; by default the next port of the same host."""
 
-    url: str
-    control_url: str | None = None
+    url: _BaseUrl
+    control_url: _BaseUrl | None = None
     name: str | None = Field(default=None, min_length=1)
-
-    @field_validator("url", "control_url")
-    @classmethod
-    def _check_url(cls, url: str | None) -> str | None:
-        return None if url is None else _base_url(url)
 
     @property
     def control(self) -> str:
@@ -83,20 +95,6 @@ class ReplicaSettings(_Section):
     def label(self) -> str:
         """What it is called in logs, metrics and namespaces."""
         return self.name or urlsplit(self.url).netloc
-
-
-def _base_url(url: str) -> str:
-    """Raises ValueError with what is wrong about an address."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("expected an address like http://host:8000")
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError("expected an address without user, query or fragment")
-    parts.port  # noqa: B018  raises ValueError for a port that is none
-    path = parts.path.rstrip("/")
-    if path.endswith("/v1"):
-        raise ValueError("expected the server's address without /v1")
-    return f"{parts.scheme}://{parts.netloc}{path}"
 
 
 class VllmSettings(_Section):
@@ -198,10 +196,9 @@ def load_settings(path: Path | None = None, overrides: Mapping[str, object] | No
     if path is not None:
         _overlay(tree, _read(path), at="")
     for key_path, value in (overrides or {}).items():
-        *sections, key = key_path.split(".")
-        branch: dict[str, Any] = {key: value}
-        for section in reversed(sections):
-            branch = {section: branch}
+        branch: Any = value
+        for key in reversed(key_path.split(".")):
+            branch = {key: branch}
         _overlay(tree, branch, at="")
     if url := os.environ.get("KVSHARE_QDRANT_URL"):
         tree["index"]["url"] = url

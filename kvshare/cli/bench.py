@@ -17,9 +17,8 @@ from typing import Any, Literal
 
 import typer
 
-from kvshare.cli.exits import ExitCode
 from kvshare.cli.options import Format, OutputFormat
-from kvshare.cli.output import show
+from kvshare.cli.output import ExitCode, show
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every published figure comes from one of these.")
 

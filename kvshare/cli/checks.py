@@ -1,27 +1,26 @@
 """
-What `kvshare doctor` looks at: one small function per question, each answering with a `Check`.
+What `kvshare doctor` looks at: one small function per question, each answering with a `Check`. What it may
+find is in doctor.yaml.
 
-Here: the machine and the config. `model_checks` and `store_checks` ask the rest. No check loads weights,
-talks to the internet or leaves a file behind.
+Here: the machine, the config and the model. `store_checks` and `vllm_checks` ask the rest. No check loads
+weights, talks to the internet or leaves a file behind.
 """
 
 from __future__ import annotations
 
 import errno
-import importlib
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvshare.errors import ConfigError
+import yaml
+
+from kvshare.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from kvshare.settings import Settings
-
-_OLDEST_PYTHON = (3, 11)
 
 
 class State(StrEnum):
@@ -42,41 +41,33 @@ class Check:
     remedy: str = ""
 
 
-def check_python(version: Sequence[int]) -> Check:
-    """The interpreter is new enough."""
-    found = ".".join(str(part) for part in version)
-    if tuple(version[:2]) < _OLDEST_PYTHON:
-        return Check("python", State.FAIL, found, "install Python 3.11 or newer")
-    return Check("python", State.OK, found)
+_FINDINGS = yaml.safe_load(Path(__file__).with_name("doctor.yaml").read_text(encoding="utf-8"))
+
+
+def found(finding: str, **words: object) -> Check:
+    """A finding of doctor.yaml, as "port.taken": the name of the check, and what came of it."""
+    name, _, kind = finding.partition(".")
+    state, *texts = _FINDINGS[name][kind]
+    return Check(name, State(state), *(text.format(**words) for text in texts))
 
 
 def check_torch() -> Check:
     """torch can be imported, and what it computes on."""
     try:
-        torch = importlib.import_module("torch")
+        import torch
     except (ImportError, OSError) as exc:
-        return Check("torch", State.FAIL, f"cannot be imported: {exc}", "reinstall it: pip install torch")
-    where = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
-    return Check("torch", State.OK, f"{torch.__version__} on {where}")
+        return found("torch.broken", problem=exc)
+    cpu = f"CPU, {torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
+    return found("torch.computes", version=torch.__version__, where=where)
 
 
 def check_sqlite(version: tuple[int, int, int]) -> Check:
     """SQLite has no known bug that corrupts a WAL database: two connections that write at once."""
     from delta_tree.storage import journal_mode_for
 
-    found = ".".join(str(part) for part in version)
-    if journal_mode_for(version) == "WAL":
-        return Check("sqlite", State.OK, found)
-    return Check(
-        "sqlite",
-        State.WARN,
-        f"{found} has the WAL-reset bug (3.7.0 to 3.51.2); one writer per store, as here, does not meet it",
-        "open the store with no other program while the server runs, or install SQLite 3.51.3 or newer",
-    )
+    fine = journal_mode_for(version) == "WAL"
+    return found("sqlite.fine" if fine else "sqlite.wal reset", version=".".join(map(str, version)))
 
 
 def check_config(path: Path | None) -> tuple[Settings | None, Check]:
@@ -84,15 +75,15 @@ def check_config(path: Path | None) -> tuple[Settings | None, Check]:
     from kvshare.settings import load_settings
 
     try:
-        settings = load_settings(path)
+        return load_settings(path), found("config.read", where=path or "the defaults")
     except ConfigError as exc:
-        return None, Check("config", State.FAIL, str(exc), "correct this key; config.yaml explains each")
-    return settings, Check("config", State.OK, "the defaults" if path is None else str(path))
+        return None, found("config.wrong", problem=exc)
 
 
 def check_port(settings: Settings) -> Check:
     """The server's address can be listened on."""
     host, port = settings.server.host, settings.server.port
+    where = f"{host}:{port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -100,9 +91,81 @@ def check_port(settings: Settings) -> Check:
             probe.bind(address)
     except OSError as exc:
         taken = exc.errno == errno.EADDRINUSE
-        remedy = "stop the server that listens there, or set server.port" if taken else "set server.host"
-        return Check("port", State.FAIL, f"{host}:{port}: {exc.strerror or exc}", remedy)
-    return Check("port", State.OK, f"{host}:{port} is free")
+        return found("port.taken" if taken else "port.refused", where=where, problem=exc.strerror or exc)
+    return found("port.free", where=where)
+
+
+def check_model(settings: Settings) -> Check:
+    """The model's configuration is here; its weights are not read."""
+    from kvshare import chat_model
+
+    if settings.model.path is None and not chat_model.is_prepared():
+        return found("model.to download", name=chat_model.NAME)
+    try:
+        config = _model_config(settings)
+    except ModelError as exc:
+        return found("model.missing", problem=exc)
+    return found("model.found", path=model_path(settings), kind=config.model_type)
+
+
+def check_tokenizer(settings: Settings) -> Check:
+    """The tokenizer loads and has a chat template."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path(settings), local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as exc:
+        return found("tokenizer.missing", problem=first_line(exc))
+    complete = bool(tokenizer.chat_template)
+    return found("tokenizer.complete" if complete else "tokenizer.no template", num_tokens=len(tokenizer))
+
+
+def check_geometry(settings: Settings) -> Check:
+    """KV of this kind of model can be moved: proved on one layer with random weights."""
+    from kvshare.engines.embedded.model import EmbeddedModel
+
+    try:
+        model = EmbeddedModel(_one_layer_of(_model_config(settings)), name="the model")
+    except ModelError as exc:
+        return found("geometry.wrong", problem=exc)
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as exc:
+        return found("geometry.not proved", problem=first_line(exc))
+    if model.rotation is None:
+        return found("geometry.fixed", reason=model.rotation_refusal)
+    return found("geometry.moves")
+
+
+def model_path(settings: Settings) -> str:
+    """The folder or name of the model that would be served now, without a download."""
+    from kvshare import chat_model
+    from kvshare.served_model import DEMO, find_model
+
+    chosen = settings.model.path
+    return find_model(DEMO if chosen is None and not chat_model.is_prepared() else chosen).path
+
+
+def _model_config(settings: Settings) -> Any:
+    from transformers import AutoConfig
+
+    path = model_path(settings)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as exc:
+        raise ModelError(f"{path}: {first_line(exc)}") from exc
+
+
+def _one_layer_of(config: Any) -> Any:
+    """A model of the same attention geometry, as small as it gets, with random weights."""
+    from transformers import AutoModelForCausalLM
+
+    changes: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": min(config.vocab_size, 256)}
+    changes |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    if getattr(config, "layer_types", None):
+        changes["layer_types"] = config.layer_types[:1]
+    if getattr(config, "intermediate_size", None):
+        changes["intermediate_size"] = 64
+    smallest = type(config)(**{**config.to_dict(), **changes})
+    return AutoModelForCausalLM.from_config(smallest)  # type: ignore[no-untyped-call]  # transformers has none
 
 
 def first_line(error: Exception) -> str:

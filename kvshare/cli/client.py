@@ -7,21 +7,24 @@ Neither proxies nor redirects are followed: a key goes to the named host and now
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import urlencode
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from kvshare.cli.exits import AnswerError
-from kvshare.errors import UnreachableError
+import aiohttp
+
+from kvshare.errors import KVShareError, UnreachableError
 
 
-class _NoRedirect(HTTPRedirectHandler):
-    def redirect_request(self, *_: object) -> None:
-        """None: urllib then raises the redirect as an HTTPError."""
+class AnswerError(KVShareError):
+    """The server answered, but not with what was asked for."""
+
+    def __init__(self, url: str, status: int, message: str) -> None:
+        super().__init__(f"{url} answered {status}: {message}")
+        self.status = status
+        self.message = message
 
 
 class JsonClient:
@@ -31,55 +34,50 @@ class JsonClient:
 
     def __init__(self, url: str, *, key: str | None, timeout_s: float = 10.0) -> None:
         self._url = url.rstrip("/")
-        self._headers = {"Accept": "application/json"}
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
-        self._timeout_s = timeout_s
-        self._opener = build_opener(ProxyHandler({}), _NoRedirect())
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
 
     def get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object at `path`; None values are left out of the query."""
-        pairs = {name: _text(value) for name, value in (query or {}).items() if value is not None}
-        return self._document(self._open(f"{path}?{urlencode(pairs)}" if pairs else path))
+        pairs = {name: str(value) for name, value in (query or {}).items() if value is not None}
+        return self._object(self._send("GET", path, params=pairs))
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The JSON object that the server answers to this body."""
-        return self._document(self._open(path, json.dumps(body).encode()))
+        return self._object(self._send("POST", path, json=body))
 
     def ping(self, path: str) -> None:
         """Raises as the others do, whatever the answer's body is."""
-        self._open(path)
+        self._send("GET", path)
 
-    def _document(self, payload: bytes) -> dict[str, Any]:
-        document = _parse(payload)
+    def _object(self, document: object) -> dict[str, Any]:
         if not isinstance(document, dict):
             raise AnswerError(self._url, 200, "not a JSON object; is that a KVShare server?")
         return document
 
-    def _open(self, path: str, body: bytes | None = None) -> bytes:
-        """What comes back of a GET, or of a POST where there is a body."""
-        type_of_body = {} if body is None else {"Content-Type": "application/json"}
-        request = Request(self._url + path, data=body, headers={**self._headers, **type_of_body})
+    def _send(self, method: str, path: str, **content: Any) -> object:
         try:
-            with self._opener.open(request, timeout=self._timeout_s) as response:
-                payload: bytes = response.read()
-        except HTTPError as exc:
-            with exc:
-                raise self._refusal(exc.code, exc.read()) from exc
-        except URLError as exc:
-            raise UnreachableError(self._url, str(exc.reason)) from exc
-        except (OSError, http.client.HTTPException) as exc:
+            return asyncio.run(self._exchange(method, self._url + path, **content))
+        except aiohttp.ClientConnectorError as exc:
+            raise UnreachableError(self._url, exc.strerror or str(exc)) from exc
+        except (aiohttp.ClientError, OSError) as exc:
             raise UnreachableError(self._url, str(exc) or type(exc).__name__) from exc
-        return payload
 
-    def _refusal(self, status: int, payload: bytes) -> AnswerError:
-        document = _parse(payload)
+    async def _exchange(self, method: str, url: str, **content: Any) -> object:
+        """The answer's JSON; None for what is none."""
+        document = None
+        async with (
+            aiohttp.ClientSession(headers=self._headers, timeout=self._timeout) as session,
+            session.request(method, url, allow_redirects=False, **content) as response,
+        ):
+            with suppress(ValueError):
+                document = json.loads(await response.read())
+        if response.status == 200:
+            return document
         error = document.get("error") if isinstance(document, dict) else None
         message = error.get("message") if isinstance(error, dict) else error  # the connector's are plain text
-        text = str(message or http.client.responses.get(status, "no reason given"))
-        if status in (401, 403):
-            text += self._key_hint
-        return AnswerError(self._url, status, text)
+        hint = self._key_hint if response.status in (401, 403) else ""
+        raise AnswerError(self._url, response.status, f"{message or response.reason}{hint}")
 
 
 class AdminClient(JsonClient):
@@ -87,13 +85,13 @@ class AdminClient(JsonClient):
 
     _key_hint = " (give an admin key with --key or KVSHARE_ADMIN_KEY)"
 
-
-def _parse(payload: bytes) -> object:
-    try:
-        return json.loads(payload)
-    except ValueError:
-        return None
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The document of a question, as `kvshare.cli.source` puts it."""
+        if what == "explain":
+            model = arguments.get("model") or self.get("/v1/models")["data"][0]["id"]
+            return self.post("/admin/explain", {**arguments, "model": model})
+        if what == "evict":
+            return self.post("/admin/evict", arguments)
+        if what == "node":
+            return self.get(f"/admin/node/{arguments['id']}")
+        return self.get(f"/admin/{what}", arguments)

@@ -1,21 +1,27 @@
-"""`kvshare doctor`: will it serve here, and if not, what to do. Or, with --vllm-url: how is that vLLM."""
+"""
+`kvshare doctor`: will it serve here, and if not, what to do. Or, with --vllm-url: how is that vLLM. And
+`kvshare version`: what is installed.
+"""
 
 from __future__ import annotations
 
+import platform
 import sqlite3
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvshare.cli.exits import ExitCode
+from kvshare import __version__
 from kvshare.cli.options import Config, Format, OutputFormat
-from kvshare.cli.output import show
+from kvshare.cli.output import ExitCode, show
 
 if TYPE_CHECKING:
     from kvshare.cli.checks import Check
+
+
+_LIBRARIES = ("torch", "transformers", "qdrant-edge-py", "qdrant-client", "sentence-transformers")
 
 
 def doctor(
@@ -48,39 +54,47 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
+def version(output_format: Format = OutputFormat.TERMINAL) -> None:
+    """What is installed: KVShare, Python and the libraries that matter."""
+    from kvshare.vllm_protocol.versions import installed_version
+
+    libraries = {name: _installed(name) for name in _LIBRARIES} | {"vllm": installed_version()}
+    document = {"kvshare": __version__, "python": platform.python_version(), "libraries": libraries}
+    show("version", document, output_format)
+
+
 def run_checks(config: Path | None) -> list[Check]:
     """All checks; those that need the settings only when the config can be read."""
-    from kvshare.cli import checks, model_checks, store_checks, vllm_checks
+    from kvshare.cli import checks, store_checks, vllm_checks
 
     settings, readable = checks.check_config(config)
-    found = [
-        checks.check_python(sys.version_info[:3]),
-        checks.check_sqlite(sqlite3.sqlite_version_info),
-        readable,
-    ]
+    python = checks.found("python.found", version=platform.python_version())
+    found = [python, checks.check_sqlite(sqlite3.sqlite_version_info), readable]
     if settings is None:
         return found
     found.append(checks.check_torch())
     if settings.engine.kind == "vllm":
         found += vllm_checks.check_replicas(settings.vllm.replicas)
     else:
-        of_model = (model_checks.check_model, model_checks.check_tokenizer, model_checks.check_geometry)
+        of_model = (checks.check_model, checks.check_tokenizer, checks.check_geometry)
         found += [check(settings) for check in of_model]
     of_store = (store_checks.check_store, store_checks.check_index, store_checks.check_embedder)
     return found + [check(settings) for check in (*of_store, checks.check_port)]
 
 
 def run_vllm_checks(url: str, control_url: str | None) -> list[Check]:
-    """All checks of one running vLLM. Raises a usage error for an address that is none."""
-    from pydantic import ValidationError
-
+    """All checks of one running vLLM. Raises ConfigError for an address that is none."""
     from kvshare.cli import vllm_checks
-    from kvshare.settings import ReplicaSettings
+    from kvshare.settings import load_settings
+
+    settings = load_settings(overrides={"vllm.replicas": [{"url": url, "control_url": control_url}]})
+    return vllm_checks.check_replicas(settings.vllm.replicas)
+
+
+def _installed(name: str) -> str | None:
+    from importlib import metadata  # a third of the time that --help takes
 
     try:
-        replica = ReplicaSettings(url=url, control_url=control_url)
-    except ValidationError as exc:
-        wrong = exc.errors()[0]
-        option = "--vllm-url" if wrong["loc"] == ("url",) else "--vllm-control-url"
-        raise typer.BadParameter(f"{wrong['msg']}, got {wrong['input']!r}", param_hint=option) from exc
-    return vllm_checks.check_vllm(replica.url, replica.control)
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -23,12 +23,11 @@ def hash_key(
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """Hash an API key for `auth.keys`. The key is read from stdin, or made with --generate."""
+    key = _PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES) if generate else _read_key()
+    digest = {"sha256": hashlib.sha256(key.encode()).hexdigest()}
     if generate:
-        key = _PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
         note("Keep the key: it is not stored anywhere.")
-        show("key", {"key": key, "sha256": _sha256(key)}, output_format)
-        return
-    show("key", {"sha256": _sha256(_read_key())}, output_format)
+    show("key", {"key": key, **digest} if generate else digest, output_format)
 
 
 def _read_key() -> str:
@@ -40,7 +39,3 @@ def _read_key() -> str:
     if not key:
         raise typer.BadParameter("expected an API key on stdin, or --generate")
     return key
-
-
-def _sha256(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()

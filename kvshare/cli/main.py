@@ -10,18 +10,14 @@ import typer
 from kvshare.cli import (
     bench,
     doctor,
-    explain,
-    fetch_model,
     keys,
     output,
     replay,
     serve,
     store,
-    version,
     vllm_command,
     workload,
 )
-from kvshare.cli.exits import exit_code
 from kvshare.errors import KVShareError
 
 app = typer.Typer(
@@ -45,9 +41,9 @@ def kvshare(
 app.command("serve")(serve.serve)
 app.command("vllm", context_settings=vllm_command.CONTEXT_SETTINGS)(vllm_command.vllm)
 app.command("doctor")(doctor.doctor)
-app.command("version")(version.version)
-app.command("fetch-model")(fetch_model.fetch_model)
-app.command("explain")(explain.explain)
+app.command("version")(doctor.version)
+app.command("fetch-model")(serve.fetch_model)
+app.command("explain")(store.explain)
 app.command("stats")(store.stats)
 app.command("tree")(store.tree)
 app.command("node")(store.node)
@@ -65,7 +61,7 @@ def main() -> None:
         app()
     except KVShareError as exc:
         output.fail(str(exc))
-        sys.exit(exit_code(exc))
+        sys.exit(output.exit_code(exc))
 
 
 if __name__ == "__main__":

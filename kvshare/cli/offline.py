@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from delta_tree import DeltaTree, DeltaTreeError, Node
+from delta_tree import DeltaTree, Node
 from kvshare.cli.output import note
 from kvshare.errors import StoreError
 from kvshare.index_factory import nominator_settings
 from kvshare.kv.tier import EverySegment
-from kvshare.metadata import METADATA_FILE
+from kvshare.metadata import METADATA_FILE, opened
 from kvshare.requests import Prompt, SharingMode
 from kvshare.served_model import find_model
 from kvshare.settings import IndexSettings, Settings
@@ -32,7 +32,7 @@ _BATCH = 256
 
 
 def explain_offline(
-    store_path: Path, settings: Settings, messages_or_prompt: Sequence[Mapping[str, Any]] | str
+    store_path: Path, settings: Settings, messages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """
     The plan a prompt would have got from the prompts of a stopped store, were their KV still there.
@@ -47,17 +47,9 @@ def explain_offline(
     from kvshare.engines.embedded.tokenizer import PromptEncoder  # imports transformers
 
     model_path = find_model(settings.model.path).path
-    encoder = PromptEncoder.load(model_path)
-    if isinstance(messages_or_prompt, str):
-        prompt = encoder.encode_text(messages_or_prompt)
-    else:
-        prompt = encoder.encode_chat(messages_or_prompt)
+    prompt = PromptEncoder.load(model_path).encode_chat(messages)
     limits = PlannerLimits.from_settings(settings, can_move_keys=can_move_keys(model_path))
-    try:
-        tree = DeltaTree.open(store_path / METADATA_FILE, identity=None, read_only=True)
-    except DeltaTreeError as exc:
-        raise StoreError(str(exc)) from exc
-    with tree:
+    with opened(store_path / METADATA_FILE, read_only=True) as tree:
         return asyncio.run(_explain(tree, prompt, settings, limits))
 
 

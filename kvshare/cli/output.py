@@ -1,16 +1,36 @@
-"""stdout is data, stderr is for people: a document goes out as JSON or through its view, notes beside it."""
+"""
+How a command answers and ends: stdout is data, as JSON or through its view; stderr is for people; exit codes.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any
 
 import typer
 
 from kvshare.cli.options import OutputFormat
+from kvshare.errors import ConfigError, KVShareError, UnreachableError
 
 _quiet = False
+
+
+class ExitCode(IntEnum):
+    """Stable; scripts rely on them."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2  # wrong arguments or a wrong config file
+    UNREACHABLE = 3  # no server answers
+
+
+def exit_code(error: KVShareError) -> ExitCode:
+    """The exit code of a command that ended with this error."""
+    if isinstance(error, UnreachableError):
+        return ExitCode.UNREACHABLE
+    return ExitCode.USAGE if isinstance(error, ConfigError) else ExitCode.FAILED
 
 
 def hush() -> None:

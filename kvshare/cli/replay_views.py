@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
-import yaml
 from rich import box
 from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
-Document = Mapping[str, Any]
+from kvshare.cli.templates import Document, Templates
 
 _NUM_LINES = 5  # of those that could not be read
-_TEMPLATES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+
+class _Figures(Templates):
+    """A percent sign stands apart from its number."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        text = super().format_field(value, format_spec)
+        return text.replace("%", " %") if format_spec.endswith("%") else text
+
+
+_TEMPLATES = _Figures(Path(__file__).with_suffix(".yaml"))
+_say, _table = _TEMPLATES.say, partial(_TEMPLATES.table, box=box.SIMPLE_HEAD)
 
 
 def replay(document: Document) -> list[RenderableType]:
@@ -85,31 +92,3 @@ def _unreadable(document: Document) -> list[RenderableType]:
         *(_say("line", line) for line in lines),
         *([_say("more", {"num_more": num_more})] if num_more else []),
     ]
-
-
-class _Filler(Formatter):
-    """Fills the templates; a percent sign stands apart from its number."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        text = str(super().format_field(value, format_spec))
-        return text.replace("%", " %") if format_spec.endswith("%") else text
-
-
-def _fill(template: str, document: Document) -> str:
-    return _Filler().vformat(template, (), document)
-
-
-def _say(name: str, document: Document) -> Text:
-    """One line, taken as it is: no markup is read out of the document."""
-    return Text(_fill(_TEMPLATES[name], document))
-
-
-def _table(name: str, rows: Iterable[Document], *, title: str | None = None) -> Table:
-    """Names to the left, numbers to the right."""
-    columns = _TEMPLATES[name]
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("arm", "figure", "prediction") else "right")
-    for row in rows:
-        table.add_row(*(_fill(template, row) for template in columns.values()))
-    return table

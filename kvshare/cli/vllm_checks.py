@@ -9,32 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvshare import __version__
-from kvshare.cli.checks import Check, State, first_line
-from kvshare.cli.client import JsonClient
-from kvshare.cli.exits import AnswerError
+from kvshare.cli.checks import Check, first_line, found
+from kvshare.cli.client import AnswerError, JsonClient
 from kvshare.errors import KVShareError, UnreachableError, UpstreamError
 from kvshare.fleet.client import API_KEY_VARIABLE, ControlClient
 from kvshare.vllm_protocol.json_fields import WireError
-from kvshare.vllm_protocol.messages import PROTOCOL, TOKEN_VARIABLE, ReplicaInfo
+from kvshare.vllm_protocol.messages import PROTOCOL, ReplicaInfo
 from kvshare.vllm_protocol.versions import TESTED, untested
 
 if TYPE_CHECKING:
     from kvshare.settings import ReplicaSettings
 
 _LOCKED = (401, 403)
-_START = "start it with `kvshare vllm MODEL`"
-_ADDRESS = "give the connector's address: --vllm-control-url, or control_url in the config"
+_JUDGED = {
+    "kv_load_failure_policy": ("policy", "recompute"),
+    "prefix_caching": ("prefixes", True),
+    "prompt_tokens_details": ("details", True),
+}
+"""Settings that sharing depends on: the name of their check, what they must be. Others are only shown."""
 
 
 def check_replicas(replicas: Sequence[ReplicaSettings]) -> list[Check]:
     """The findings of each vLLM that the settings name."""
     if not replicas:
-        detail = "engine.kind is vllm, and vllm.replicas names none"
-        return [Check("vllm", State.FAIL, detail, f"{_START}, and add its address")]
+        return [found("vllm.none")]
     return [check for replica in replicas for check in check_vllm(replica.url, replica.control)]
 
 
@@ -57,28 +59,28 @@ def _check_server(server: JsonClient, url: str) -> tuple[list[Check], Sequence[M
     try:
         server.ping("/health")
     except UnreachableError as exc:
-        return [Check("vllm", State.FAIL, f"{url}: {exc.problem}", f"{_START}, or correct the address")], ()
+        return [found("vllm.silent", url=url, problem=exc.problem)], ()
     except AnswerError as exc:
-        return [Check("vllm", State.FAIL, f"/health: {exc.status} {exc.message}", "restart this vLLM")], ()
-    checks = [Check("vllm", State.OK, f"{url} is healthy"), _check_version(server)]
+        return [found("vllm.dead", status=exc.status, problem=exc.message)], ()
+    checks = [found("vllm.healthy", url=url), _check_version(server)]
     try:
         models = server.get("/v1/models")["data"]
-        detail = ", ".join(str(model["id"]) for model in models)
+        names = ", ".join(str(model["id"]) for model in models)
     except (KVShareError, KeyError, TypeError) as exc:
-        remedy = f"set {API_KEY_VARIABLE} to its --api-key" if _is_locked(exc) else "is that a vLLM?"
-        return [*checks, Check("models", State.FAIL, f"/v1/models: {first_line(exc)}", remedy)], ()
-    return [*checks, Check("models", State.OK, detail)], models
+        locked = isinstance(exc, AnswerError) and exc.status in _LOCKED
+        refused = found("models.locked" if locked else "models.unknown", problem=first_line(exc))
+        return [*checks, refused], ()
+    return [*checks, found("models.served", names=names)], models
 
 
 def _check_version(server: JsonClient) -> Check:
     try:
         version = str(server.get("/version")["version"])
     except (KVShareError, KeyError) as exc:
-        return Check("version", State.FAIL, f"/version: {first_line(exc)}", "is that a vLLM?")
-    reason = untested(version)
-    if reason is not None:
-        return Check("version", State.WARN, reason, f"install vllm{','.join(TESTED)}")
-    return Check("version", State.OK, version)
+        return found("version.unknown", problem=first_line(exc))
+    if (reason := untested(version)) is not None:
+        return found("version.untested", reason=reason, tested=",".join(TESTED))
+    return found("version.tested", version=version)
 
 
 async def _check_control(url: str) -> tuple[ReplicaInfo | None, Check]:
@@ -88,92 +90,47 @@ async def _check_control(url: str) -> tuple[ReplicaInfo | None, Check]:
             info = await control.info()
     except UpstreamError as exc:
         if isinstance(exc.__cause__, WireError):
-            remedy = "install the same kvshare here and there, and restart this vLLM"
-            return None, Check("protocol", State.FAIL, str(exc.__cause__), remedy)
-        remedy = f"no connector, or on another port: {_START}, or {_ADDRESS}"
-        if exc.status in _LOCKED:
-            remedy = f"set {TOKEN_VARIABLE} to what this vLLM was started with"
-        elif exc.status is not None:
-            remedy = f"is that the connector's port? {_START}, or {_ADDRESS}"
-        return None, Check("control", State.FAIL, str(exc), remedy)
-    return info, Check("control", State.OK, f"{url}, protocol {PROTOCOL}")
+            return None, found("protocol.other", problem=exc.__cause__)
+        kind = "locked" if exc.status in _LOCKED else "silent" if exc.status is None else "unknown"
+        return None, found(f"control.{kind}", problem=exc)
+    return info, found("control.answers", url=url, protocol=PROTOCOL)
 
 
 def _check_info(info: ReplicaInfo, models: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     """What the connector says of its model, its limits and its memory."""
     served = {str(model.get(name)) for model in models for name in ("id", "root")}
     if served and info.model not in served:
-        remedy = _ADDRESS
-        yield Check("model", State.WARN, f"the connector's is {info.model}: another vLLM?", remedy)
+        yield found("model.elsewhere", model=info.model)
     for refusal in info.refusals:
-        remedy = "requests are served unshared; docs/vllm.md says what is handled"
-        yield Check("sharing", State.FAIL, refusal, remedy)
-    if info.shares and info.can_move_keys:
-        yield Check("sharing", State.OK, "equal prefixes and moved copies")
-    elif info.shares:
-        remedy = "choose a model with standard RoPE for the rest"
-        yield Check("sharing", State.WARN, "equal prefixes only: keys of this model cannot be moved", remedy)
+        yield found("sharing.none", reason=refusal)
+    if info.shares:
+        yield found("sharing.all" if info.can_move_keys else "sharing.prefixes")
     for warning in info.warnings:
-        yield Check("connector", State.WARN, warning)
-    yield _check_kvshare(info.versions.get("kvshare", "unknown"))
-    yield _check_memory(info)
-
-
-def _check_kvshare(there: str) -> Check:
-    if there != __version__:
-        remedy = "install the same version here and there"
-        return Check("kvshare", State.WARN, f"{there} in that vLLM, {__version__} here", remedy)
-    return Check("kvshare", State.OK, there)
-
-
-def _check_memory(info: ReplicaInfo) -> Check:
-    used, most = info.num_bytes / 2**30, info.max_bytes / 2**30
-    detail = f"{used:.2f} of {most:.2f} GiB of KV in {info.num_segments:,} segments"
-    if info.max_bytes < info.bytes_per_token * info.max_model_len:
-        remedy = "restart it with a larger --kv-bytes"
-        return Check("memory", State.WARN, f"{detail}, too little for one prompt of full length", remedy)
-    return Check("memory", State.OK, detail)
+        yield found("connector.warns", warning=warning)
+    there = info.versions.get("kvshare", "unknown")
+    yield found("kvshare.same" if there == __version__ else "kvshare.other", there=there, here=__version__)
+    small = info.max_bytes < info.bytes_per_token * info.max_model_len
+    yield found(
+        "memory.small" if small else "memory.enough",
+        used=info.num_bytes / 2**30,
+        most=info.max_bytes / 2**30,
+        num_segments=info.num_segments,
+    )
 
 
 def _check_settings(settings: Mapping[str, Any]) -> Iterator[Check]:
     """vLLM's settings. One that is not told is not judged."""
-    for name, judge in _JUDGES.items():
+    for name in _JUDGED:
         if name in settings:
-            yield judge(settings[name])
-    others = {name: value for name, value in settings.items() if name not in _JUDGES}
+            yield _judged(name, settings[name])
+    others = ", ".join(f"{name} {value}" for name, value in settings.items() if name not in _JUDGED)
     if others:
-        detail = ", ".join(f"{name} {value}" for name, value in others.items())
-        yield Check("settings", State.OK, detail)
+        yield found("settings.others", told=others)
 
 
-def _policy(policy: object) -> Check:
-    if policy == "recompute":
-        return Check("policy", State.OK, "KV that is gone is computed")
-    detail = f"kv_load_failure_policy is {policy}: a request whose KV is gone would fail"
-    remedy = f'{_START}, or give "recompute" in --kv-transfer-config'
-    return Check("policy", State.FAIL, detail, remedy)
-
-
-def _prefix_cache(on: object) -> Check:
-    if on:
-        return Check("prefixes", State.OK, "vLLM's own prefix cache is on")
-    remedy = "start it without --no-enable-prefix-caching"
-    return Check("prefixes", State.WARN, "vLLM's own prefix cache is off", remedy)
-
-
-def _details(on: object) -> Check:
-    if on:
-        return Check("details", State.OK, "answers tell how many prompt tokens were cached")
-    detail = "answers do not tell how many prompt tokens were cached"
-    return Check("details", State.WARN, detail, "start it with --enable-prompt-tokens-details")
-
-
-_JUDGES: Mapping[str, Callable[[object], Check]] = {
-    "kv_load_failure_policy": _policy,
-    "prefix_caching": _prefix_cache,
-    "prompt_tokens_details": _details,
-}
-"""Settings that sharing depends on; the others are only shown."""
+def _judged(setting: str, value: object) -> Check:
+    check, wanted = _JUDGED[setting]
+    return found(f"{check}.good" if value == wanted else f"{check}.bad", value=value)
 
 
 def _probe_details(server: JsonClient, model: str) -> Check:
@@ -181,10 +138,6 @@ def _probe_details(server: JsonClient, model: str) -> Check:
     try:
         answer = server.post("/v1/completions", {"model": model, "prompt": "a", "max_tokens": 1})
     except KVShareError as exc:
-        detail = f"a completion of one token failed: {first_line(exc)}"
-        return Check("details", State.WARN, detail, "see the log of that vLLM")
-    return _details((answer.get("usage") or {}).get("prompt_tokens_details") is not None)
-
-
-def _is_locked(error: Exception) -> bool:
-    return isinstance(error, AnswerError) and error.status in _LOCKED
+        return found("details.not asked", problem=first_line(exc))
+    told = (answer.get("usage") or {}).get("prompt_tokens_details") is not None
+    return _judged("prompt_tokens_details", told)

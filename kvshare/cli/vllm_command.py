@@ -91,7 +91,8 @@ def vllm(
     if print_command:
         typer.echo(shlex.join(command))
         return
-    note(f"the connector will answer on {_url(control_host, port)}")
+    host = f"[{control_host}]" if ":" in control_host else control_host
+    note(f"the connector will answer on http://{host}:{port}")
     _become(command)
 
 
@@ -183,10 +184,6 @@ def _check_version() -> None:
     reason = untested(version)
     if reason is not None:
         note(f"WARNING: {reason}. Sharing may be refused or fail; install a tested one for production.")
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _become(command: list[str]) -> None:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from kvshare.cli.output import note
 
-
-class WorkloadName(StrEnum):
-    """As in `kvshare.replay.workloads.WORKLOADS`; named here so that --help need not import it."""
-
-    TEMPLATE = "template"
-    HEADER = "header"
-    WINDOW = "window"
-    RESUBMIT = "resubmit"
-    RAG = "rag"
-    AGENT = "agent"
-
+# As in `kvshare.replay.workloads.WORKLOADS`; named here so that --help need not import it.
+WorkloadName = Literal["template", "header", "window", "resubmit", "rag", "agent"]
 
 Out = Annotated[
     Path, typer.Option("--out", "-o", help="JSON lines; compressed if it ends with .gz; - is stdout.")
@@ -47,7 +37,7 @@ def workload(
     """
     from kvshare.replay.workloads import generate, write_rows
 
-    rows = generate(name.value, source or (), num_requests=requests, seed=seed)
+    rows = generate(name, source or (), num_requests=requests, seed=seed)
     try:
         number = write_rows(rows, out)
     except OSError as exc:

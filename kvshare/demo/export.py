@@ -11,12 +11,12 @@ sqrt(D), which the queries make up for.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvshare.demo import MODEL_PATH
@@ -71,13 +71,10 @@ def _pad_pairs(weight: torch.Tensor, head_dim: int, wider: int) -> torch.Tensor:
     return _pad(weight, head_dim // 2, wider // 2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the demo model with wider heads, for vLLM on CPU.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--head-dim", type=int, default=HEAD_DIM)
-    arguments = parser.parse_args()
-    print(export(arguments.folder, head_dim=arguments.head_dim))  # noqa: T201  a command's answer
+def main(folder: Path, head_dim: int = HEAD_DIM) -> None:
+    """Write the demo model with wider heads, for vLLM on CPU."""
+    typer.echo(export(folder, head_dim=head_dim))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -10,7 +10,7 @@ import pytest
 
 from delta_tree import DeltaTree
 from kvshare.errors import RequestError
-from kvshare.inspection import QUESTIONS, node, tree
+from kvshare.inspection import QUESTIONS
 from tests.kvshare.cli.family import BYTES_PER_TOKEN, IDENTITY, OURS, THEIRS, Family, grow
 
 
@@ -94,11 +94,15 @@ def test_tree_puts_first_what_was_asked_for(store: DeltaTree, family: Family, so
     assert roots[0]["id"] == getattr(family, first)
 
 
-def test_ages_are_read_from_the_clock(store: DeltaTree, family: Family) -> None:
-    """Age counts from when a prompt was stored, idleness from its last use, both by the given clock."""
-    entry = node(store, {"id": family.root}, clock=lambda: 1060.0).document
+def test_ages_are_read_from_the_clock(
+    store: DeltaTree, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Age counts from when a prompt was stored, idleness from its last use; no clock makes them negative."""
+    monkeypatch.setattr("time.time", lambda: 1060.0)
+    entry = ask(store, "node", id=family.root)
     assert (entry["age_s"], entry["idle_s"]) == (60.0, 60.0)
-    (root, _) = tree(store, {}, clock=lambda: 999.0).document["roots"]
+    monkeypatch.setattr("time.time", lambda: 999.0)
+    (root, _) = ask(store, "tree")["roots"]
     assert root["age_s"] == 0.0
 
 

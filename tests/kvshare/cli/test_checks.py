@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 import socket
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig
 
-from kvshare.cli import checks, doctor, model_checks, store_checks
+from kvshare.cli import checks, doctor, store_checks, vllm_checks
 from kvshare.cli.checks import State
 from kvshare.settings import Settings, load_settings
 from tests.kvshare.cli.family import write_store
@@ -54,12 +58,6 @@ def settings(tmp_path: Path, **overrides: Any) -> Settings:
 def test_sqlite_versions_with_the_wal_reset_bug(version: tuple[int, int, int], affected: bool) -> None:
     """The bug came with 3.7.0 and went with 3.51.3, 3.50.7 and 3.44.6; where it is, doctor warns."""
     assert checks.check_sqlite(version).state is (State.WARN if affected else State.OK)
-
-
-def test_an_old_python_fails() -> None:
-    """Python before 3.11 does not run this."""
-    assert checks.check_python((3, 10, 9)).state is State.FAIL
-    assert checks.check_python((3, 11, 0)).state is State.OK
 
 
 def test_a_taken_port_fails(tmp_path: Path) -> None:
@@ -135,7 +133,7 @@ def test_the_embedder_is_looked_for(tmp_path: Path) -> None:
 def test_a_missing_model_fails(tmp_path: Path) -> None:
     """A model that is not there fails in every check that needs it, each in one line."""
     chosen = settings(tmp_path, **{"model.path": str(tmp_path / "nowhere")})
-    looks = (model_checks.check_model, model_checks.check_tokenizer, model_checks.check_geometry)
+    looks = (checks.check_model, checks.check_tokenizer, checks.check_geometry)
     for check in [look(chosen) for look in looks]:
         assert check.state is State.FAIL
         assert "\n" not in check.detail
@@ -146,14 +144,14 @@ def test_the_geometry_is_proved_without_weights(tmp_path: Path) -> None:
     """A folder with nothing but a configuration is enough to know that keys can be moved."""
     LlamaConfig(**_TINY, rope_parameters=_LLAMA3).save_pretrained(tmp_path)
     chosen = settings(tmp_path, **{"model.path": str(tmp_path)})
-    assert model_checks.check_model(chosen).state is State.OK
-    assert model_checks.check_geometry(chosen).state is State.OK
+    assert checks.check_model(chosen).state is State.OK
+    assert checks.check_geometry(chosen).state is State.OK
 
 
 def test_a_geometry_that_is_not_handled_is_a_warning(tmp_path: Path) -> None:
     """Where keys cannot be moved the server still shares prefixes; doctor says why."""
     LlamaConfig(**_TINY, rope_parameters=_DYNAMIC).save_pretrained(tmp_path)
-    check = model_checks.check_geometry(settings(tmp_path, **{"model.path": str(tmp_path)}))
+    check = checks.check_geometry(settings(tmp_path, **{"model.path": str(tmp_path)}))
     assert check.state is State.WARN
     assert "dynamic" in check.detail
 
@@ -167,3 +165,24 @@ def test_doctor_asks_everything_once(tmp_path: Path) -> None:
         "python", "sqlite", "config", "torch", "model", "tokenizer", "geometry",
         "store", "index", "embedder", "port",
     ]  # fmt: skip
+
+
+def test_every_finding_can_be_told() -> None:
+    """doctor.yaml has exactly the findings that the checks name, with the very words that they give."""
+    asked = {f"control.{kind}": {"problem"} for kind in ("silent", "locked", "unknown")}
+    for name, _ in vllm_checks._JUDGED.values():
+        asked |= {f"{name}.good": {"value"}, f"{name}.bad": {"value"}}
+    for module in (checks, doctor, store_checks, vllm_checks):
+        for call in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("found"):
+                words = {str(word.arg) for word in call.keywords}
+                literals = (each.value for each in ast.walk(call.args[0]) if isinstance(each, ast.Constant))
+                asked |= {name: words for name in literals if re.fullmatch(r"\w+\.[\w ]+", str(name))}
+    told = {
+        f"{name}.{kind}": text for name, kinds in checks._FINDINGS.items() for kind, text in kinds.items()
+    }
+    assert told.keys() == asked.keys()
+    for finding, (state, *texts) in told.items():
+        assert state in set(State)
+        fields = {field for text in texts for _, field, _, _ in Formatter().parse(text) if field}
+        assert fields <= asked[finding], finding
