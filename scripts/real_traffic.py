@@ -28,10 +28,11 @@ from typing import Any
 
 import openai
 import yaml
+from openai.types.chat import ChatCompletionMessageParam
 
 KEYS = {"ada": "north", "ben": "north", "cleo": "south", "dan": "south"}
 SOURCES = ("exact", "copied", "recomputed", "repaired")
-Messages = list[dict[str, str]]
+Messages = list[ChatCompletionMessageParam]
 
 
 def main() -> None:
@@ -46,7 +47,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(yaml.safe_dump(_config(folder)), encoding="utf-8")
-        command = [Path(sys.executable).with_name("kvshare"), "serve", "--config", config, "--format", "json"]
+        kvshare = Path(sys.executable).with_name("kvshare")
+        command: list[str | Path] = [kvshare, "serve", "--config", config, "--format", "json"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None
@@ -69,7 +71,7 @@ def _requests(file: Path) -> Iterator[Messages]:
     opener = gzip.open if file.suffix == ".gz" else open
     with opener(file, "rt", encoding="utf-8") as lines:
         for line in lines:
-            turns = [
+            turns: Messages = [
                 {"role": turn["role"], "content": turn["content"]} for turn in json.loads(line)["messages"]
             ]
             for number, turn in enumerate(turns):
@@ -137,7 +139,7 @@ class Traffic:
         try:
             stream = await client.chat.completions.create(
                 model="kvshare-demo",
-                messages=messages,  # type: ignore[arg-type]  # plain dictionaries
+                messages=messages,
                 stream=True,
                 stream_options={"include_usage": True},
                 max_tokens=self._max_tokens,
@@ -153,7 +155,7 @@ class Traffic:
             return f"failed: {type(exc).__name__}"
         if usage is None or not finished:
             return "failed: stream ended without usage or finish_reason"
-        details = usage.model_extra["kvshare"]
+        details = (usage.model_extra or {})["kvshare"]
         self._tokens.update({source: details[source] for source in SOURCES})
         self._tokens.update(prompt=usage.prompt_tokens, completion=usage.completion_tokens)
         self._decisions[details["decision"]] += 1
