@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import TokenIds, token_ids
+from kvshare.errors import ConfigError
 
 MIN_TOKENS = 64
 _WORDS, _ZIPF = 20_000, 1.1
@@ -64,7 +65,7 @@ class TextLikePrompts:
 
     def __init__(self, rng: np.random.Generator, num_tokens: int) -> None:
         if num_tokens < MIN_TOKENS:
-            raise ValueError(f"prompts need at least {MIN_TOKENS} tokens, got {num_tokens}")
+            raise ConfigError("--prompt-tokens", f"must be at least {MIN_TOKENS}, got {num_tokens}")
         self._rng = rng
         self.num_tokens = num_tokens
         self._words = ZipfWords(rng)

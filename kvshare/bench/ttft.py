@@ -23,6 +23,7 @@ from kvshare.bench.random_models import timing_model
 from kvshare.chat_model import EXAMPLE_TEXT
 from kvshare.demo.pairs import near_duplicate_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.errors import ConfigError
 from kvshare.requests import SharingMode
 
 _FORMS = 64  # behind the example text
@@ -42,7 +43,7 @@ async def run(
     Medians over `repeats` recipients, each new to the store. `model`: what `model.path` may be; None: random
     weights in float32.
 
-    Raises:  ValueError for prompts longer than the real text is; ModelError
+    Raises:  ConfigError for prompts longer than the real text is; ModelError
     """
     rng = np.random.default_rng(seed)
     arms: dict[str, list[Answer]] = {"full": [], "shared": [], "exact_prefix": [], "ideal": []}
@@ -100,7 +101,8 @@ def _text(
     texts = [EXAMPLE_TEXT.read_text(encoding="utf-8"), *forms]
     tokens = np.concatenate([engine.encoder.encode_text(text).token_ids for text in texts])
     if len(tokens) < 2 * num_tokens:
-        raise ValueError(f"prompts of real text have at most {len(tokens) // 2:,} tokens, got {num_tokens:,}")
+        problem = f"prompts of real text have at most {len(tokens) // 2:,} tokens, got {num_tokens:,}"
+        raise ConfigError("--prompt-tokens", problem)
     others = tokens[num_tokens:]
 
     def draw(length: int) -> TokenIds:
