@@ -50,6 +50,11 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "phi3": lambda: Phi3Config(**TINY, sliding_window=None),
 }
 
+_LLAMAS = {  # hidden and intermediate size, layers, heads, heads of K and V
+    "small": (256, 512, 4, 4, 2),  # about 3 M parameters
+    "timing": (768, 2304, 14, 12, 4),  # about 100 M parameters
+}
+
 
 def tiny_model(
     name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, max_position_embeddings: int = 1024
@@ -64,38 +69,28 @@ def tiny_model(
     return tiny
 
 
-def small_model(*, max_position_embeddings: int, vocab_size: int, seed: int = 0) -> PreTrainedModel:
-    """A Llama of about 3 M parameters whose answers depend on the whole prompt."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+def llama_config(size: str, *, max_position_embeddings: int, vocab_size: int) -> LlamaConfig:
+    """Of the "small" or the "timing" model."""
+    hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = _LLAMAS[size]
+    return LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
         max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=size == "timing",
         eos_token_id=None,
     )
-    return _spread(LlamaForCausalLM(config), 0.08)  # type: ignore[no-untyped-call]  # no types
 
 
-def timing_model(*, max_position_embeddings: int, vocab_size: int, seed: int = 0) -> PreTrainedModel:
-    """A Llama of about 100 M parameters: 14 layers of 768, 12 heads, 4 of them for K and V."""
+def llama(size: str, *, max_position_embeddings: int, vocab_size: int, seed: int = 0) -> PreTrainedModel:
+    """The "small" one's answers depend on the whole prompt; the "timing" one is large enough to time."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=768,
-        intermediate_size=2304,
-        num_hidden_layers=14,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-    )
+    config = llama_config(size, max_position_embeddings=max_position_embeddings, vocab_size=vocab_size)
     model: PreTrainedModel = LlamaForCausalLM(config).train(False)  # type: ignore[no-untyped-call]  # no types
-    return model
+    return _spread(model, 0.08) if size == "small" else model
 
 
 def _spread(model: PreTrainedModel, std: float) -> PreTrainedModel:

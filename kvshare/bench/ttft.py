@@ -19,7 +19,7 @@ import numpy as np
 
 from delta_tree import TokenIds, token_ids
 from kvshare.bench.harness import Answer, ask, edited, environment, median, random_prompt, running_engine
-from kvshare.bench.random_models import timing_model
+from kvshare.bench.random_models import llama
 from kvshare.chat_model import EXAMPLE_TEXT
 from kvshare.demo.pairs import near_duplicate_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
@@ -85,7 +85,7 @@ async def _engine(model: str | None, num_tokens: int, seed: int) -> AsyncIterato
         async with running_engine(None, {"model.path": model, "model.dtype": "auto"}) as engine:
             yield engine
         return
-    random_model = timing_model(max_position_embeddings=num_tokens + 64, vocab_size=16384, seed=seed)
+    random_model = llama("timing", max_position_embeddings=num_tokens + 64, vocab_size=16384, seed=seed)
     async with running_engine(random_model) as engine:
         yield engine
 
