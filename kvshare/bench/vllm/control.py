@@ -23,7 +23,6 @@ class Watch:
     num_dropped: int = 0  # segments
     finished: list[Finished] = field(default_factory=list)
     last: int = 0  # event that was read
-    num_gaps: int = 0  # times that the journal had forgotten events before they were read
 
     async def look(self, control: ControlClient) -> None:
         """Read what is new."""
@@ -31,7 +30,6 @@ class Watch:
         self.max_bytes = info.max_bytes
         self.peak_bytes = max(self.peak_bytes, info.num_bytes)
         journal = await control.journal(after=self.last, wait_s=0)
-        self.num_gaps += journal.gap
         self.last = journal.last
         for event in journal.events:
             if isinstance(event, Dropped):

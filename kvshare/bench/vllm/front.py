@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,27 +19,24 @@ from kvshare.errors import EngineError
 _POLL_S = 0.02
 _KEEP_S = 60.0
 
-Labels = frozenset[tuple[str, str]]
-
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """All samples of a `/metrics` page."""
+    """All samples of a `/metrics` page, by name and labels."""
 
-    samples: Mapping[tuple[str, Labels], float]
+    samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
-    def total(self, name: str, **labels: str) -> float:
-        """The sum of the samples that have at least these labels; 0 where there is none."""
-        wanted = set(labels.items())
-        return sum(value for (found, has), value in self.samples.items() if found == name and wanted <= has)
+    def by(self, name: str, *labels: str) -> dict[str, float]:
+        """Sums of the samples of that name, by the values of these labels."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for (sample, pairs), value in self.samples.items():
+            if sample == name:
+                given = dict(pairs)
+                found[": ".join(given[label] for label in labels if given[label])] += value
+        return dict(found)
 
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for (sample, labels), value in self.samples.items():
-            key = dict(labels).get(label)
-            if sample == name and key is not None:
-                found[key] = found.get(key, 0.0) + value
-        return found
+    def total(self, name: str) -> float:
+        return sum(self.by(name).values())
 
     def since(self, before: Counters) -> Counters:
         return Counters({key: value - before.samples.get(key, 0.0) for key, value in self.samples.items()})
@@ -45,29 +44,20 @@ class Counters:
     @property
     def stage_ms(self) -> dict[str, float]:
         """Mean milliseconds per stage of the proxy's requests."""
-        seconds = self.by_label("kvshare_stage_duration_seconds_sum", "stage")
-        counts = self.by_label("kvshare_stage_duration_seconds_count", "stage")
+        seconds = self.by("kvshare_stage_duration_seconds_sum", "stage")
+        counts = self.by("kvshare_stage_duration_seconds_count", "stage")
         return {stage: 1e3 * seconds[stage] / count for stage, count in counts.items() if count}
 
     @property
     def lookups(self) -> dict[str, int]:
         """Requests by what sharing planned for them, and why not more."""
-        found: dict[str, int] = {}
-        for (sample, labels), value in self.samples.items():
-            if sample == "kvshare_lookup_requests_total" and value:
-                given = dict(labels)
-                key = ": ".join(filter(None, (given["result"], given["reason"])))
-                found[key] = found.get(key, 0) + int(value)
-        return found
-
-    @property
-    def tokens_by_source(self) -> dict[str, float]:
-        return self.by_label("kvshare_prompt_tokens_by_source_total", "source")
+        found = self.by("kvshare_lookup_requests_total", "result", "reason")
+        return {said: int(count) for said, count in found.items() if count}
 
 
 async def read_counters(client: Client) -> Counters:
     """Of the proxy, or of a vLLM."""
-    text = await client.get_text("/metrics")
+    text = await client.get("/metrics")
     return Counters(
         {
             (sample.name, frozenset(sample.labels.items())): sample.value
@@ -79,7 +69,7 @@ async def read_counters(client: Client) -> Counters:
 
 async def read_stats(proxy: Client) -> Mapping[str, Any]:
     """Totals over all that is kept: num_nodes, num_segments, num_bytes."""
-    totals: Mapping[str, Any] = (await proxy.get_json("/admin/stats"))["totals"]
+    totals: Mapping[str, Any] = json.loads(await proxy.get("/admin/stats"))["totals"]
     return totals
 
 
@@ -104,18 +94,17 @@ async def settle(proxy: Client, quiet_s: float = 0.5) -> Mapping[str, Any]:
 
 
 async def evict_all(proxy: Client) -> None:
-    await proxy.post_json("/admin/evict", {"all": True, "dry_run": False})
+    await proxy.post("/admin/evict", {"all": True, "dry_run": False})
 
 
 async def evict_one(proxy: Client, rng: np.random.Generator) -> None:
     """A prompt of the first levels of the tree, if there is any; that it is gone already is no error."""
-    roots = (await proxy.get_json("/admin/tree", depth="3"))["roots"]
-    node_ids = _node_ids(roots)
+    node_ids = _node_ids(json.loads(await proxy.get("/admin/tree", depth="3"))["roots"])
     if not node_ids:
         return
     chosen = node_ids[int(rng.integers(len(node_ids)))]
     try:
-        await proxy.post_json("/admin/evict", {"node": chosen})
+        await proxy.post("/admin/evict", {"node": chosen})
     except EngineError as exc:
         if "node_not_found" not in str(exc):
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -27,6 +28,6 @@ def write_model(name: str, folder: Path, *, dtype: str, max_model_len: int, seed
 
 def timing_bytes_per_token(dtype: str) -> int:
     """K and V of one token of the timing model, all layers."""
-    config = llama_config("timing", max_position_embeddings=64, vocab_size=64)
+    config: Any = llama_config("timing", max_position_embeddings=64, vocab_size=64)
     width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * width * getattr(torch, dtype).itemsize)

@@ -81,7 +81,7 @@ async def measure(servers: Stack, config: Config) -> dict[str, Any]:
         "within_bytes": watch.peak_bytes <= watch.max_bytes,
         "decisions": watch.decisions,
         "lookups": counted.lookups,
-        "tokens_by_source": counted.tokens_by_source,
+        "tokens_by_source": counted.by("kvshare_prompt_tokens_by_source_total", "source"),
     }
 
 

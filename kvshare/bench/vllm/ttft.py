@@ -23,8 +23,8 @@ from kvshare.bench.harness import median
 from kvshare.bench.vllm import front
 from kvshare.bench.vllm.client import Answer, Client, connected
 from kvshare.bench.vllm.control import Watch
-from kvshare.bench.vllm.prompts import near_duplicate, stranger
-from kvshare.bench.vllm.stack import BenchConfig, Stack, StackOptions, document, stack
+from kvshare.bench.vllm.prompts import stranger
+from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
 from kvshare.fleet.client import ControlClient
 
 _ARMS = ("full", "full_proxied", "prefix_cache", "shared", "ideal")
@@ -34,10 +34,8 @@ _FRONT_REPEATS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(BenchConfig):
+class Config(EditedConfig):
     prompt_tokens: int = 4000
-    changed: float = 0.1
-    edits: int = 5
     repeats: int = 3
 
 
@@ -97,7 +95,7 @@ class _Ttft:
 
     async def repeat(self) -> _Repeat:
         config, rng = self._config, self._rng
-        edited = near_duplicate(rng, self._donor, changed=config.changed, edits=config.edits)
+        edited = config.edited(rng, self._donor)
         full = await self._plain.complete(self._stranger())
         proxied, unrelated_stages = await self._keep(self._stranger())
         cached = await self._plain.complete(edited)
@@ -151,7 +149,7 @@ class _Ttft:
 
 
 async def _block_size(plain: Client) -> int:
-    sizes = (await front.read_counters(plain)).by_label("vllm:cache_config_info", "block_size")
+    sizes = (await front.read_counters(plain)).by("vllm:cache_config_info", "block_size")
     return int(next(iter(sizes)))
 
 

@@ -134,7 +134,7 @@ def test_counters_add_up_by_label() -> None:
     )
     assert after.since(before).stage_ms == pytest.approx({"plan": 50.0, "search": 100.0})
     assert after.total(f"{name}_count") == 22.0
-    assert after.total(f"{name}_count", stage="plan") == 20.0
+    assert after.by(f"{name}_count", "stage") == {"plan": 20.0, "search": 2.0}
 
 
 def test_a_steady_store_is_smaller_than_what_comes() -> None:
