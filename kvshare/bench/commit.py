@@ -55,11 +55,7 @@ def run(
         for store in stores:
             store.tree.close()
     return {
-        "benchmark": "commit",
-        "stored": stored,
-        "prompt_tokens": prompt_tokens,
         "commits": in_full.size,
-        "seed": seed,
         "fill_s": fill_s,
         **arms,
         # Of neighbouring blocks, by all their commits: what comes with every hundredth is in it.

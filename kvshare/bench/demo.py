@@ -54,9 +54,6 @@ async def run(*, pairs: int = 150, seed: int = _HELD_OUT_SEED) -> dict[str, Any]
             reports.append(report)
     stale = fmean(found["full_reuse"] == pair.stale_answer for pair, found in answers)
     return {
-        "benchmark": "demo",
-        "pairs": pairs,
-        "seed": seed,
         **_accuracy(answers),
         "full_reuse_gave_the_donors_answer": stale,
         "kvshare_computed_fraction": fmean(1 - r.num_cached / r.num_prompt_tokens for r in reports),

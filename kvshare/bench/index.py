@@ -52,13 +52,8 @@ async def run(
         nominator.close()
         await index.close()
     return {
-        "benchmark": "index",
-        "stored": stored,
         "points": num_points,
-        "prompt_tokens": prompt_tokens,
         "dimension": corpus.dimension if dense else 0,
-        "queries": queries,
-        "seed": seed,
         **measured,
         "optimiser_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
     }

@@ -58,11 +58,6 @@ async def run(
         for name, dense in (("without_dense", False), ("with_dense", True)):
             arms[name] = await _measure(sharing, variants, texts, queries, dense=dense)
     return {
-        "benchmark": "plan",
-        "stored": stored,
-        "prompt_tokens": prompt_tokens,
-        "queries": queries,
-        "seed": seed,
         **arms,
         "p50_ms": arms["without_dense"]["p50_ms"],
         "p99_ms": arms["without_dense"]["p99_ms"],

@@ -50,13 +50,8 @@ async def run(
         times = await _measure(rng, sharing, prompts, long, short, queries)
         failures = {name: count for name, count in sharing.counters.items() if name.startswith("fallback:")}
     return {
-        "benchmark": "plan",
         "workload": "agent",
-        "stored": stored,
-        "prompt_tokens": prompt_tokens,
-        "queries": queries,
         "edits": prompts.num_edits,
-        "seed": seed,
         **_figures(times),
         "failures": failures,
         "build_s": build_s,

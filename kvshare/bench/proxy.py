@@ -52,10 +52,7 @@ async def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str
         await runner.cleanup()
     added = 1e3 * (median(through) - median(straight))
     return {
-        "benchmark": "proxy",
-        "repeats": repeats,
         "prompt_tokens": num_tokens,
-        "seed": seed,
         "added_ms": added,
         "through_http_p50_ms": 1e3 * median(through),
         "model_only_p50_ms": 1e3 * median(straight),

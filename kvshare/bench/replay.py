@@ -63,12 +63,6 @@ def run(
     finally:
         arm.close()
     return {
-        "benchmark": "replay",
-        "stored": stored,
-        "prompt_tokens": prompt_tokens,
-        "requests": requests,
-        "dense": dense,
-        "seed": seed,
         "requests_per_s": windows[-1]["requests_per_s"],
         "plan_p99_ms": windows[-1]["plan"]["p99_ms"],
         "windows": windows,

@@ -11,8 +11,7 @@ a given model and real text:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,12 @@ async def run(
     """
     rng = np.random.default_rng(seed)
     arms: dict[str, list[Answer]] = {"full": [], "shared": [], "exact_prefix": [], "ideal": []}
-    async with _engine(model, prompt_tokens, seed) as engine:
+    given = {} if model is None else {"model.path": model, "model.dtype": "auto"}
+    random_model = None
+    if model is None:
+        length = prompt_tokens + 64
+        random_model = llama("timing", max_position_embeddings=length, vocab_size=16384, seed=seed)
+    async with running_engine(random_model, given) as engine:
         donor, draw = _text(engine, rng, prompt_tokens, is_real=model is not None)
         await ask(engine, donor, mode=SharingMode.OFF, store=True)
         for repeat in range(repeats + 1):
@@ -65,29 +69,13 @@ async def run(
                 arms[name].append(answer)
         dtype = str(engine.model.geometry.dtype).removeprefix("torch.")
         name = engine.model.name if model else "random weights, 100 M"
-    shape = {"prompt_tokens": prompt_tokens, "changed": changed, "edits": edits, "seed": seed}
     return {
-        "benchmark": "ttft",
         "engine": "embedded",
         "model": name,
         "dtype": dtype,
-        **shape,
-        "repeats": repeats,
         **_summary(arms, prompt_tokens),
         "environment": environment(),
     }
-
-
-@asynccontextmanager
-async def _engine(model: str | None, num_tokens: int, seed: int) -> AsyncIterator[EmbeddedEngine]:
-    """A given model as `kvshare serve` runs it, or random weights."""
-    if model is not None:
-        async with running_engine(None, {"model.path": model, "model.dtype": "auto"}) as engine:
-            yield engine
-        return
-    random_model = llama("timing", max_position_embeddings=num_tokens + 64, vocab_size=16384, seed=seed)
-    async with running_engine(random_model) as engine:
-        yield engine
 
 
 def _text(

@@ -15,9 +15,9 @@ def test_parity_holds_on_every_architecture() -> None:
         assert oracles["identity"] == 0.0
 
 
-def test_near_duplicates_cost_a_part_of_their_whole() -> None:
+async def test_near_duplicates_cost_a_part_of_their_whole() -> None:
     """Owned bytes are counted by the tier, the whole by tokens."""
-    document = storage.run(prompts=5, prompt_tokens=1000)
+    document = await storage.run(prompts=5, prompt_tokens=1000)
     assert document["nodes"] == 5
     assert 0.2 < document["ratio"] < 0.5
     assert document["whole_bytes"] == 5 * 1000 * 2 * 3 * 2 * 16 * 4
