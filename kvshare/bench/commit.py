@@ -21,7 +21,7 @@ from delta_tree import DeltaTree
 from delta_tree.forest import Change
 from delta_tree.storage import Storage
 from kvshare.bench.counted_store import CountedStore, Variants
-from kvshare.bench.harness import milliseconds
+from kvshare.bench.figures import percentiles
 from kvshare.replay.arms.weightless import WeightlessKV
 
 _TEMPLATES = 200
@@ -100,7 +100,7 @@ class _Store(CountedStore):
     def describe(self, seconds: NDArray[np.float64]) -> dict[str, float]:
         """Of all commits, and what is in the store after them."""
         return {
-            **milliseconds(seconds.ravel().tolist()),
+            **percentiles(seconds.ravel().tolist()),
             "num_prompts": self.tree.stats().num_nodes,
             "evictions_per_commit": self.keeper.counters["evictions"] / seconds.size,
         }

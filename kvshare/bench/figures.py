@@ -1,4 +1,4 @@
-"""Percentiles, this process's memory and files' sizes, for the benchmarks that run without a model."""
+"""Percentiles, this process's memory and files' sizes."""
 
 from __future__ import annotations
 

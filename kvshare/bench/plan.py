@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from delta_tree import DeltaTree
 from kvshare.bench.counted_store import NAMESPACE, CountedStore, Variants, nomination_s
-from kvshare.bench.figures import MemoryPerPrompt
-from kvshare.bench.harness import milliseconds
+from kvshare.bench.figures import MemoryPerPrompt, percentiles
 from kvshare.index_factory import nominator_settings
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings
@@ -90,8 +89,8 @@ async def _measure(
         nomination.append(nomination_s(lookup))
         saved.append(1 - lookup.plan.charged_budget if isinstance(lookup.plan, Plan) else 0.0)
     return {
-        **milliseconds(total),
-        "nomination": milliseconds(nomination),
+        **percentiles(total),
+        "nomination": percentiles(nomination),
         "saved_fraction": float(np.mean(saved)),
     }
 

@@ -20,8 +20,7 @@ import numpy as np
 from delta_tree import DeltaTree, Node, TokenIds
 from kvshare.bench.agent_prompts import AgentPrompts
 from kvshare.bench.counted_store import NAMESPACE, CountedStore, nomination_s
-from kvshare.bench.figures import MemoryPerPrompt
-from kvshare.bench.harness import milliseconds
+from kvshare.bench.figures import MemoryPerPrompt, percentiles
 from kvshare.index_factory import nominator_settings
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings
@@ -60,14 +59,14 @@ async def run(
 
 
 def _figures(times: Mapping[str, list[float]]) -> dict[str, Any]:
-    blocked = milliseconds(times["blocked"])
+    blocked = percentiles(times["blocked"])
     return {
-        **milliseconds(times["total"]),
-        **{stage: milliseconds(times[stage]) for stage in ("nomination", "planning", "cpu")},
+        **percentiles(times["total"]),
+        **{stage: percentiles(times[stage]) for stage in ("nomination", "planning", "cpu")},
         "blocked_p50_ms": blocked["p50_ms"],
         "blocked_p99_ms": blocked["p99_ms"],
         "short_prompt_tokens": _SHORT_TOKENS,
-        "short": milliseconds(times["short"]),
+        "short": percentiles(times["short"]),
         "candidates": fmean(times["candidates"]),
         "copied_fraction": fmean(times["copied"]),
     }

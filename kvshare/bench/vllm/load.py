@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from delta_tree import TokenIds
-from kvshare.bench.harness import median, milliseconds
+from kvshare.bench.figures import percentiles
+from kvshare.bench.harness import median
 from kvshare.bench.vllm import front
 from kvshare.bench.vllm.client import Answer, Client
 from kvshare.bench.vllm.control import watching
@@ -110,7 +111,7 @@ async def measure(servers: Stack, config: Config, given: FilePrompts | None = No
         **{kind: {name: figures(own) for name, own in both.items()} for kind, both in loads.items()},
         "decisions": watch.decisions,
     }
-    return summary if given is None else {**summary, "workload": given.to_json()}
+    return summary if given is None else {**summary, "workload": given.description}
 
 
 async def _both(clients: dict[str, Client], loads: _Loads, sequence: list[Request], config: Config) -> None:
@@ -212,6 +213,6 @@ def figures(loads: Sequence[Load]) -> dict[str, Any]:
     return {
         "requests": sum(len(load.answers) for load in loads),
         "completed_per_s": [load.completed_per_s for load in loads],
-        "ttft": {name: milliseconds(values) for name, values in ttft.items() if values},
-        "inter_token": milliseconds(gaps) if gaps else None,
+        "ttft": {name: percentiles(values) for name, values in ttft.items() if values},
+        "inter_token": percentiles(gaps) if gaps else None,
     }

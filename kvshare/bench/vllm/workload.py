@@ -21,19 +21,8 @@ from kvshare.served_model import DEMO
 class FilePrompts:
     """The first prompts of a file, in its order, in the tokens of the benchmarks' models."""
 
-    name: str  # of the file, without its folder
     prompts: Sequence[TokenIds]
-    num_cut: int
-    unreadable: dict[str, object]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "file": self.name,
-            "num_prompts": len(self.prompts),
-            "num_tokens": sum(map(len, self.prompts)),
-            "num_cut": self.num_cut,
-            "unreadable": self.unreadable,
-        }
+    description: dict[str, Any]  # for the benchmark's document
 
 
 def read_prompts(path: Path, *, num_prompts: int, max_tokens: int) -> FilePrompts:
@@ -48,12 +37,15 @@ def read_prompts(path: Path, *, num_prompts: int, max_tokens: int) -> FilePrompt
     if len(whole) < num_prompts:
         bad = f", and {report.num_unreadable} lines that cannot be read" if report.num_unreadable else ""
         raise LogError(f"{path.name} has {len(whole)} prompts{bad}; {num_prompts} are to be sent")
-    return FilePrompts(
-        name=path.name,
-        prompts=[token_ids(prompt[:max_tokens]) for prompt in whole],
-        num_cut=sum(len(prompt) > max_tokens for prompt in whole),
-        unreadable=report.to_dict(),
-    )
+    prompts = [token_ids(prompt[:max_tokens]) for prompt in whole]
+    description = {
+        "file": path.name,  # without its folder
+        "num_prompts": len(prompts),
+        "num_tokens": sum(map(len, prompts)),
+        "num_cut": sum(len(prompt) > max_tokens for prompt in whole),
+        "unreadable": report.to_dict(),
+    }
+    return FilePrompts(prompts, description)
 
 
 def _checked(request: TokenizedRequest) -> TokenIds:
