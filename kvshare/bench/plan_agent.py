@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from delta_tree import DeltaTree, Node, TokenIds
-from kvshare.bench.agent_prompts import AgentPrompts
 from kvshare.bench.counted_store import NAMESPACE, CountedStore, nomination_s
 from kvshare.bench.figures import MemoryPerPrompt, percentiles
+from kvshare.bench.text_like import AgentPrompts
 from kvshare.index_factory import nominator_settings
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings

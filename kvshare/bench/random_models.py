@@ -1,8 +1,13 @@
-"""Random-weight models made on the fly: tiny ones of every architecture, and one large enough to time."""
+"""
+Random-weight models made on the fly: tiny ones of every architecture, and Llamas, on disk too, as vLLM wants
+them: one large enough to time, one small and talkative.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +22,13 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.utils import logging
+
+from kvshare.demo import MODEL_PATH
 
 VOCAB_SIZE = 300
+DEMO_VOCAB_SIZE = 1536  # the demo tokenizer's, which serves every model on disk
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -100,3 +110,20 @@ def _spread(model: PreTrainedModel, std: float) -> PreTrainedModel:
             if "norm" not in name:
                 parameter.normal_(0.0, std)  # biases too: Qwen2's are zero by default
     return model
+
+
+def write_model(name: str, folder: Path, *, dtype: str, max_model_len: int, seed: int = 0) -> Path:
+    """The "timing" or the "small" model. Returns its folder."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no types
+    model = llama(name, max_position_embeddings=max_model_len, vocab_size=DEMO_VOCAB_SIZE, seed=seed)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    for file in _FILES:
+        shutil.copy(MODEL_PATH / file, folder)
+    return folder
+
+
+def timing_bytes_per_token(dtype: str) -> int:
+    """K and V of one token of the timing model, all layers."""
+    config: Any = llama_config("timing", max_position_embeddings=64, vocab_size=64)
+    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * width * getattr(torch, dtype).itemsize)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -144,9 +145,5 @@ def _arm(meanings: Meanings | None, *, seed: int) -> SharingArm:
 
 def _stops(stored: int) -> list[int]:
     """How many requests are in the store when a window begins: 1,000, 10,000, ... and `stored`."""
-    stops = []
-    stop = _FIRST_STOP
-    while stop < stored:
-        stops.append(stop)
-        stop *= 10
-    return [*stops, stored]
+    powers = (_FIRST_STOP * 10**power for power in count())
+    return [*takewhile(lambda stop: stop < stored, powers), stored]

@@ -22,9 +22,9 @@ import numpy as np
 from delta_tree import TokenIds
 from kvshare.bench.figures import percentiles
 from kvshare.bench.harness import median
-from kvshare.bench.vllm import front
+from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client
-from kvshare.bench.vllm.control import watching
+from kvshare.bench.vllm.reports import watching
 from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
 from kvshare.bench.vllm.workload import FilePrompts, read_prompts
 
@@ -94,7 +94,7 @@ async def measure(servers: Stack, config: Config, given: FilePrompts | None = No
         donated = [Request(donor, config.min_output, is_near=False) for donor in donors]
         for client in clients.values():
             await play(client, donated, concurrency=config.concurrency)
-        await front.settle(proxy)
+        await reports.settle(proxy)
         async with watching(control) as watch:
             for repeat in range(config.repeats):
                 if given is None:
@@ -119,7 +119,7 @@ async def _both(clients: dict[str, Client], loads: _Loads, sequence: list[Reques
     order = _ARMS if len(loads["plain"]) % 2 else tuple(reversed(_ARMS))
     for name in order:
         loads[name].append(await play(clients[name], sequence, concurrency=config.concurrency))
-        await front.settle(clients["shared"])
+        await reports.settle(clients["shared"])
 
 
 def _ratios(loads: Mapping[str, _Loads]) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from delta_tree import Span, TokenIds, gaps
-from kvshare.bench.vllm import front
+from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client, connected
-from kvshare.bench.vllm.control import Watch
 from kvshare.bench.vllm.prompts import stranger
+from kvshare.bench.vllm.reports import Watch
 from kvshare.bench.vllm.stack import BenchConfig, Pair, StackOptions, document, pair
 from kvshare.errors import EngineError
 from kvshare.fleet.client import ControlClient
@@ -96,9 +96,9 @@ async def measure(servers: Pair, config: Config, *, copies: int = 2) -> dict[str
         batch = [*_CASES, "plain"] * copies
         errors["mixed_batch"] = await bench.error(batch)
         foreign = await bench.error(["identity"], foreign=True)
-        before = await front.read_counters(shared)
+        before = await reports.read_counters(shared)
         errors["preempted"] = await bench.error(batch, _LONG)
-        counted = (await front.read_counters(shared)).since(before)
+        counted = (await reports.read_counters(shared)).since(before)
     return {
         "max_abs_logprob_error": max(errors.values()),
         "errors": errors,

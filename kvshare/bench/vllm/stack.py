@@ -16,9 +16,9 @@ import numpy as np
 from delta_tree import TokenIds
 from kvshare import __version__
 from kvshare.bench.harness import environment
+from kvshare.bench.random_models import write_model
 from kvshare.bench.vllm import servers
 from kvshare.bench.vllm.client import Client, connected
-from kvshare.bench.vllm.models import write_model
 from kvshare.bench.vllm.prompts import near_duplicate, stranger
 from kvshare.bench.vllm.servers import Server, VllmOptions
 from kvshare.fleet.client import ControlClient

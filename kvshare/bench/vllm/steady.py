@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from delta_tree import TokenIds
-from kvshare.bench.vllm import front
+from kvshare.bench.random_models import timing_bytes_per_token
+from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Client
-from kvshare.bench.vllm.control import Watch, watching
-from kvshare.bench.vllm.models import timing_bytes_per_token
+from kvshare.bench.vllm.reports import Watch, watching
 from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
 
 _ROOM = 64  # tokens of context beyond the prompt
@@ -75,7 +75,7 @@ async def measure(servers: Stack, config: Config) -> dict[str, Any]:
         for prompt in popular:
             await plain.complete(config.stranger(rng))  # warm
             await proxy.complete(prompt)
-        await front.settle(proxy)
+        await reports.settle(proxy)
         batches: list[_Batch] = []
         last: list[TokenIds] = popular
         async with watching(control) as watch:
@@ -111,14 +111,14 @@ async def _batch(
     every = max(1, len(prompts) // max(1, config.strangers))
     for number, prompt in enumerate(prompts):
         answer = await proxy.complete(prompt)
-        await front.settle(proxy)
+        await reports.settle(proxy)
         (batch.recent_s if number % 2 else batch.popular_s).append(answer.ttft_s)
         batch.computed.append(watch.finished[-1].num_computed)
         if number % every == every - 1:
             batch.full_s.append((await plain.complete(config.stranger(rng))).ttft_s)
             await proxy.complete(config.stranger(rng))
-            await front.settle(proxy)
-    batch.num_bytes = int((await front.read_stats(proxy))["num_bytes"])
+            await reports.settle(proxy)
+    batch.num_bytes = int((await reports.read_stats(proxy))["num_bytes"])
     batch.num_dropped = watch.num_dropped - dropped_before
     return batch
 

@@ -20,10 +20,10 @@ import numpy as np
 
 from delta_tree import TokenIds, token_ids
 from kvshare.bench.harness import median
-from kvshare.bench.vllm import front
+from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client, connected
-from kvshare.bench.vllm.control import Watch
 from kvshare.bench.vllm.prompts import stranger
+from kvshare.bench.vllm.reports import Watch
 from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
 from kvshare.fleet.client import ControlClient
 
@@ -133,15 +133,15 @@ class _Ttft:
 
     async def _keep(self, prompt: TokenIds) -> tuple[Answer, dict[str, float]]:
         """A request through the proxy, its milliseconds per stage, and the wait until its KV is kept."""
-        before = await front.read_counters(self._proxy)
-        num_nodes = (await front.read_stats(self._proxy))["num_nodes"]
+        before = await reports.read_counters(self._proxy)
+        num_nodes = (await reports.read_stats(self._proxy))["num_nodes"]
         answer = await self._proxy.complete(prompt)
-        await front.wait_stats(self._proxy, lambda stats: stats["num_nodes"] > num_nodes)
+        await reports.wait_stats(self._proxy, lambda stats: stats["num_nodes"] > num_nodes)
         await self.watch.look(self._control)
         inside = {
             f"vllm_{stage}": 1e3 * value for stage, value in self.watch.finished[-1].stage_seconds.items()
         }
-        counted = (await front.read_counters(self._proxy)).since(before)
+        counted = (await reports.read_counters(self._proxy)).since(before)
         return answer, {**counted.stage_ms, **inside}
 
     def _stranger(self) -> TokenIds:
@@ -149,7 +149,7 @@ class _Ttft:
 
 
 async def _block_size(plain: Client) -> int:
-    sizes = (await front.read_counters(plain)).by("vllm:cache_config_info", "block_size")
+    sizes = (await reports.read_counters(plain)).by("vllm:cache_config_info", "block_size")
     return int(next(iter(sizes)))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from delta_tree import TokenIds, token_ids
-from kvshare.bench.vllm.models import VOCAB_SIZE
+from kvshare.bench.random_models import DEMO_VOCAB_SIZE
 from kvshare.errors import LogError
 from kvshare.replay.readers import ReadReport, read_requests
 from kvshare.replay.requests import TokenizedRequest
@@ -52,6 +52,6 @@ def _checked(request: TokenizedRequest) -> TokenIds:
     place = f"{request.logged.source}, line {request.logged.line}"
     if not request.num_tokens:
         raise LogError(f"{place}: a prompt without tokens")
-    if (highest := int(request.token_ids.max())) >= VOCAB_SIZE:
-        raise LogError(f"{place}: token {highest}; the benchmarks' models have {VOCAB_SIZE} tokens")
+    if (highest := int(request.token_ids.max())) >= DEMO_VOCAB_SIZE:
+        raise LogError(f"{place}: token {highest}; the benchmarks' models have {DEMO_VOCAB_SIZE} tokens")
     return request.token_ids

@@ -1,13 +1,17 @@
-"""What the proxy tells its operator, as the benchmarks read it: what is kept, and what was counted."""
+"""
+What the proxy and the connector tell their operator, as the benchmarks read it: what is kept, what was
+counted, and what the connector's control server reports while a benchmark runs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,8 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvshare.bench.vllm.client import Client
 from kvshare.errors import EngineError
+from kvshare.fleet.client import ControlClient
+from kvshare.vllm_protocol.messages import Dropped, Finished
 
-_POLL_S = 0.02
+_POLL_S, _WATCH_S = 0.02, 0.05
 _KEEP_S = 60.0
 
 
@@ -112,3 +118,54 @@ async def evict_one(proxy: Client, rng: np.random.Generator) -> None:
 
 def _node_ids(branches: list[Mapping[str, Any]]) -> list[int]:
     return [node_id for branch in branches for node_id in (int(branch["id"]), *_node_ids(branch["children"]))]
+
+
+@dataclass(slots=True)
+class Watch:
+    """What was seen of the connector since the watch began."""
+
+    max_bytes: int = 0  # that it may hold
+    peak_bytes: int = 0  # that it held
+    num_dropped: int = 0  # segments
+    finished: list[Finished] = field(default_factory=list)
+    last: int = 0  # event that was read
+
+    async def look(self, control: ControlClient) -> None:
+        """Read what is new."""
+        info = await control.info()
+        self.max_bytes = info.max_bytes
+        self.peak_bytes = max(self.peak_bytes, info.num_bytes)
+        journal = await control.journal(after=self.last, wait_s=0)
+        self.last = journal.last
+        for event in journal.events:
+            if isinstance(event, Dropped):
+                self.num_dropped += len(event.segment_ids)
+            else:
+                self.finished.append(event)
+
+    @property
+    def decisions(self) -> dict[str, int]:
+        """How many requests ended in each decision, and why less was shared than planned."""
+        found = Counter(event.decision for event in self.finished)
+        found.update(f"reason:{event.reason}" for event in self.finished if event.reason is not None)
+        return dict(sorted(found.items()))
+
+
+@asynccontextmanager
+async def watching(control: ControlClient) -> AsyncIterator[Watch]:
+    """A watch that looks twenty times a second, and once more at the end. What came before is not counted."""
+    watch = Watch()
+    watch.last = (await control.journal(after=0, wait_s=0)).last
+
+    async def keep_looking() -> None:
+        while True:
+            await watch.look(control)
+            await asyncio.sleep(_WATCH_S)
+
+    task = asyncio.create_task(keep_looking())
+    try:
+        yield watch
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await watch.look(control)
