@@ -7,7 +7,8 @@ earlier one with a stretch rewritten.
 
 Or long prompts like an agent's transcripts: a system prompt, then calls and their results, run again and
 again. Runs of one task have the same steps; between two runs hundreds of places differ by a few tokens, and
-all that follows has moved. Documents are popular or rare, come up in several tasks, and are opened twice in one.
+all that follows has moved. Documents are popular or rare, come up in several tasks, and are opened twice in
+one.
 """
 
 from __future__ import annotations

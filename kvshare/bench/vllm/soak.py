@@ -137,10 +137,8 @@ class _Soak:
             extra={"kvshare": {"mode": op.mode}},
             abort_after=op.abort_after,
         )
-        if op.abort_s is None:
-            return await asking
         try:
-            return await asyncio.wait_for(asking, op.abort_s)
+            return await asyncio.wait_for(asking, op.abort_s)  # None: as long as it takes
         except TimeoutError:
             return None
 
