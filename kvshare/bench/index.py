@@ -8,7 +8,6 @@ hundred small namespaces.
 
 from __future__ import annotations
 
-import gc
 import resource
 import tempfile
 import time
@@ -64,7 +63,6 @@ async def _build_and_ask(
 ) -> dict[str, Any]:
     """Leaves the index open."""
     await index.open()
-    gc.collect()
     before = memory_bytes()
     seconds, memory, arms = {}, {}, {}
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from delta_tree import DeltaTree
 from kvshare.bench.counted_store import NAMESPACE, CountedStore, Variants, nomination_s
-from kvshare.bench.figures import MemoryPerPrompt, percentiles
+from kvshare.bench.figures import grown, memory_bytes, per_prompt, percentiles
 from kvshare.index_factory import nominator_settings
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings
@@ -47,12 +47,12 @@ async def run(
     store = CountedStore(DeltaTree.open(None, identity="bench"))
     store.limits = replace(store.limits, dense_min_prefill_s=0.0)
     async with store.sharing(nomination, embedder) as sharing:
-        memory = MemoryPerPrompt(stored)
+        before = memory_bytes()
         variants = Variants(rng, store, num_templates=len(texts), num_tokens=prompt_tokens)
         embedder.replay = True
         await sharing.nominator.remember_all(_stored(store, variants, texts, stored))
         embedder.replay = False
-        per_prompt = memory.figures()
+        memory = per_prompt(grown(before), stored)
         arms = {}
         for name, dense in (("without_dense", False), ("with_dense", True)):
             arms[name] = await _measure(sharing, variants, texts, queries, dense=dense)
@@ -60,7 +60,7 @@ async def run(
         **arms,
         "p50_ms": arms["without_dense"]["p50_ms"],
         "p99_ms": arms["without_dense"]["p99_ms"],
-        **per_prompt,
+        **memory,
     }
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from delta_tree import DeltaTree, Node, TokenIds
 from kvshare.bench.counted_store import NAMESPACE, CountedStore, nomination_s
-from kvshare.bench.figures import MemoryPerPrompt, percentiles
+from kvshare.bench.figures import grown, memory_bytes, per_prompt, percentiles
 from kvshare.bench.text_like import AgentPrompts
 from kvshare.index_factory import nominator_settings
 from kvshare.requests import Prompt, SharingMode
@@ -42,10 +42,10 @@ async def run(
     prompts = AgentPrompts(rng, prompt_tokens)
     store = CountedStore(DeltaTree.open(None, identity="bench"))
     async with store.sharing(nominator_settings(load_settings().index)) as sharing:
-        memory, began = MemoryPerPrompt(stored), time.perf_counter()
+        before, began = memory_bytes(), time.perf_counter()
         long, short = await _fill(store, sharing, prompts, stored)
         build_s = time.perf_counter() - began
-        per_prompt = memory.figures()
+        memory = per_prompt(grown(before), stored)
         times = await _measure(rng, sharing, prompts, long, short, queries)
         failures = {name: count for name, count in sharing.counters.items() if name.startswith("fallback:")}
     return {
@@ -54,7 +54,7 @@ async def run(
         **_figures(times),
         "failures": failures,
         "build_s": build_s,
-        **per_prompt,
+        **memory,
     }
 
 

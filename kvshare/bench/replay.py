@@ -5,7 +5,6 @@ falls as the store grows. No log and no model: prompts are drawn like text from 
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Sequence
 from itertools import count, takewhile
@@ -53,7 +52,6 @@ def run(
     arm = _arm(meanings, seed=seed)
     prompts = TextLikePrompts(np.random.default_rng(seed), prompt_tokens)
     stream = _Stream(arm, prompts, words)
-    gc.collect()
     before = memory_bytes()
     windows = []
     try:

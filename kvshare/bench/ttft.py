@@ -60,9 +60,8 @@ async def run(
             shared = await ask(engine, recipient, mode=SharingMode.APPROX)
             prefix = await ask(engine, recipient, mode=SharingMode.EXACT)
             computed = shared.report.num_recomputed + shared.report.num_repaired
-            same_head = np.array(donor)
-            same_head[prompt_tokens - computed :] = draw(computed)
-            ideal = await ask(engine, same_head.astype(np.int32), mode=SharingMode.EXACT)
+            same_head = token_ids(np.concatenate([donor[: prompt_tokens - computed], draw(computed)]))
+            ideal = await ask(engine, same_head, mode=SharingMode.EXACT)
             if repeat == 0:
                 continue  # caches and allocator are warm from here on
             for name, answer in zip(arms, (full, shared, prefix, ideal), strict=True):
