@@ -7,10 +7,8 @@ Every question is asked alone, in a fresh chat, and answered greedily under full
 exact match counts.
 """
 
-import argparse
 import json
 import random
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvshare.demo import MODEL_PATH
@@ -94,16 +93,10 @@ def summary(outcomes: list[Outcome]) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Read the command line, evaluate and print."""
-    parser = argparse.ArgumentParser(description="Held-out accuracy of the demo model, as JSON.")
-    parser.add_argument("--model", type=Path, default=MODEL_PATH)
-    parser.add_argument("--questions", type=int, default=1100)
-    parser.add_argument("--seed", type=int, default=HELD_OUT_SEED)
-    arguments = parser.parse_args()
-    figures = summary(evaluate(arguments.model, arguments.questions, seed=arguments.seed))
-    sys.stdout.write(json.dumps(figures, indent=2) + "\n")
+def main(*, model: Path = MODEL_PATH, questions: int = 1100, seed: int = HELD_OUT_SEED) -> None:
+    """Held-out accuracy of the demo model, as JSON."""
+    typer.echo(json.dumps(summary(evaluate(model, questions, seed=seed)), indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

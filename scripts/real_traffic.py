@@ -9,7 +9,6 @@ tenants, and stopped at the end. Prints one JSON document: requests, errors by c
 prompt text.
 """
 
-import argparse
 import asyncio
 import gzip
 import hashlib
@@ -24,9 +23,10 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import openai
+import typer
 import yaml
 from openai.types.chat import ChatCompletionMessageParam
 
@@ -35,15 +35,16 @@ SOURCES = ("exact", "copied", "recomputed", "repaired")
 Messages = list[ChatCompletionMessageParam]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--requests", type=int, default=240, help="in all, evenly from the files")
-    parser.add_argument("--max-tokens", type=int, default=16)
-    parser.add_argument("--concurrency", type=int, default=2, help="requests in flight per key")
-    arguments = parser.parse_args()
-    share = arguments.requests // len(arguments.files)
-    requests = [request for file in arguments.files for request in islice(_requests(file), share)]
+def main(
+    files: list[Path],
+    *,
+    requests: Annotated[int, typer.Option(help="in all, evenly from the files")] = 240,
+    max_tokens: int = 16,
+    concurrency: Annotated[int, typer.Option(help="requests in flight per key")] = 2,
+) -> None:
+    """Real prompts through a real server: requests, errors by code, tokens by source, as JSON."""
+    share = requests // len(files)
+    given = [request for file in files for request in islice(_requests(file), share)]
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(yaml.safe_dump(_config(folder)), encoding="utf-8")
@@ -56,15 +57,13 @@ def main() -> None:
                 if not ready:
                     raise SystemExit(f"the server did not start: exit code {server.wait()}")
                 url = json.loads(ready + "}")["url"]
-                traffic = Traffic(url, arguments.max_tokens)
-                result = asyncio.run(traffic.send_all(requests, arguments.concurrency))
+                result = asyncio.run(Traffic(url, max_tokens).send_all(given, concurrency))
                 with urllib.request.urlopen(f"{url}/health", timeout=10) as response:
                     result["alive_afterwards"] = response.status == 200
             finally:
                 server.terminate()
                 result_code = server.wait(timeout=60)
-    json.dump({**result, "server_exit_code": result_code}, sys.stdout, indent=1)
-    sys.stdout.write("\n")
+    typer.echo(json.dumps({**result, "server_exit_code": result_code}, indent=1))
 
 
 def _requests(file: Path) -> Iterator[Messages]:
@@ -163,4 +162,4 @@ class Traffic:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -9,15 +9,15 @@ tokenizer and each run's folder with its report. A document here is a run's resu
 report needs. No prompt text in any of them.
 """
 
-import argparse
 import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 import yaml
 
 from measure import TEMPLATES
@@ -29,27 +29,27 @@ LOGS, WORKLOADS, VIEWS, KEPT = (CONFIG[key] for key in ("logs", "workloads", "vi
 Document = dict[str, Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*LOGS, *WORKLOADS]))
-    parser.set_defaults(view="found")
-    for name, help_text in (("gates", "what each gate costs"), ("stores", "what a finite store costs")):
-        parser.add_argument(f"--{name}", dest="view", action="store_const", const=name, help=help_text)
-    given = parser.parse_intermixed_args()
-    if unknown := set(given.names) - {*LOGS, *WORKLOADS}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    given.out.mkdir(parents=True, exist_ok=True)
+def main(
+    data: Path,
+    out: Path,
+    names: Annotated[list[str] | None, typer.Argument(help=", ".join([*LOGS, *WORKLOADS]))] = None,
+    *,
+    gates: Annotated[bool, typer.Option("--gates", help="What each gate costs.")] = False,
+    stores: Annotated[bool, typer.Option("--stores", help="What a finite store costs.")] = False,
+) -> None:
+    """Run the replays that docs/replay.md quotes, all or those named, and print their tables."""
+    if unknown := {*(names or ())} - {*LOGS, *WORKLOADS}:
+        raise typer.BadParameter(f"unknown: {', '.join(sorted(unknown))}")
+    out.mkdir(parents=True, exist_ok=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    view, runs = VIEWS[given.view], []
-    for name in given.names or (*LOGS, *WORKLOADS):
-        log = LOGS.get(name) or _workload(name, given.data, given.out)
+    view, runs = VIEWS["gates" if gates else "stores" if stores else "found"], []
+    for name in names or (*LOGS, *WORKLOADS):
+        log = LOGS.get(name) or _workload(name, data, out)
         log = {**log, "options": [*log.get("options", []), *view["options"]]}
-        document = _replay(name + view["suffix"], log, view.get("arms", log["arms"]), given)
+        document = _replay(name + view["suffix"], log, view.get("arms", log["arms"]), data, out)
         runs.append((log["title"], document))
     tables = ("\n".join(table(columns, rows(runs, view["rows"]))) for columns in view["tables"])
-    sys.stdout.write("\n\n".join(tables) + "\n")
+    typer.echo("\n\n".join(tables))
 
 
 def table(columns: dict[str, str], rows: Iterable[Document]) -> Iterator[str]:
@@ -88,11 +88,11 @@ def _tokenizer(out: Path) -> Path:
     return folder
 
 
-def _replay(name: str, log: Document, arms: list[str], given: argparse.Namespace) -> Document:
+def _replay(name: str, log: Document, arms: list[str], data: Path, out: Path) -> Document:
     """What is kept of a run's document; it is written, too."""
-    files = [given.data / file for file in log["files"]]  # a workload's path is absolute
+    files = [data / file for file in log["files"]]  # a workload's path is absolute
     command: list[str | Path] = [PROGRAM, "replay", *files, *log["options"], "--arms", ",".join(arms)]
-    command += ["--tokenizer", _tokenizer(given.out), "--out", given.out / name, "--json"]
+    command += ["--tokenizer", _tokenizer(out), "--out", out / name, "--json"]
     run = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     document = kept(json.loads(run.stdout))
     (FOLDER / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -116,4 +116,4 @@ def _picked(whole: Document, kind: str) -> Document:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -7,7 +7,6 @@ DIR gets a model that loads like the shipped one, and the log of the run. What i
 demo_curriculum.py.
 """
 
-import argparse
 import json
 import logging
 import math
@@ -17,9 +16,10 @@ import time
 from collections import deque
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -35,6 +35,7 @@ DECAY_SHARE = 0.3
 """Over this last share of the time the learning rate falls to nothing."""
 TEXT_WEIGHT = 0.05
 REPORT_EVERY = 20
+NUM_CORES = os.cpu_count() or 1
 
 EMBEDDING_STD = 0.06
 CONSTANT = 0.36
@@ -179,18 +180,14 @@ def train(folder: Path, *, minutes: float, seed: int) -> None:
     model.save_pretrained(folder)
 
 
-def main() -> None:
-    """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Train the KVShare demo model.")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=68.0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    arguments = parser.parse_args()
+def main(
+    *, out: Annotated[Path, typer.Option()], minutes: float = 68.0, seed: int = 1, threads: int = NUM_CORES
+) -> None:
+    """Train the KVShare demo model."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.set_num_threads(arguments.threads)
-    train(arguments.out, minutes=arguments.minutes, seed=arguments.seed)
+    torch.set_num_threads(threads)
+    train(out, minutes=minutes, seed=seed)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
