@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -44,15 +45,21 @@ async def run(*, pairs: int = 150, seed: int = _HELD_OUT_SEED) -> dict[str, Any]
             tenant = f"pair-{number}"  # a namespace of its own: the donor is this one and no other
             donor = await engine.encode_chat(pair.donor_messages)
             recipient = await engine.encode_chat(pair.recipient_messages)
-            await _answer(engine, tenant, donor, SharingMode.OFF, store=True)
-            found = {"full": (await _answer(engine, tenant, recipient, SharingMode.OFF))[0]}
+            asked = partial(ask, engine, tenant=tenant, max_tokens=_MAX_TOKENS)
+            await asked(donor.token_ids, mode=SharingMode.OFF, store=True)
+            full = await asked(recipient.token_ids, mode=SharingMode.OFF)
             engine.sharing.limits = configured
-            found["kvshare"], report = await _answer(engine, tenant, recipient, SharingMode.APPROX)
+            shared = await asked(recipient.token_ids, mode=SharingMode.APPROX)
             engine.sharing.limits = replace(configured, repair=bare)
-            found["placeholders_only"], _ = await _answer(engine, tenant, recipient, SharingMode.APPROX)
-            found["full_reuse"] = await asyncio.to_thread(_full_reuse, engine, donor, recipient)
+            bare_answer = await asked(recipient.token_ids, mode=SharingMode.APPROX)
+            found = {
+                "full": full.text.strip(),
+                "kvshare": shared.text.strip(),
+                "placeholders_only": bare_answer.text.strip(),
+                "full_reuse": await asyncio.to_thread(_full_reuse, engine, donor, recipient),
+            }
             answers.append((pair, found))
-            reports.append(report)
+            reports.append(shared.report)
     stale = fmean(found["full_reuse"] == pair.stale_answer for pair, found in answers)
     return {
         **_accuracy(answers),
@@ -81,14 +88,6 @@ def _accuracy(answers: list[tuple[Pair, dict[str, str]]]) -> dict[str, Any]:
             arm: 100 * (accuracy["full"] - value) for arm, value in accuracy.items() if arm != "full"
         },
     }
-
-
-async def _answer(
-    engine: EmbeddedEngine, tenant: str, prompt: Prompt, mode: SharingMode, *, store: bool = False
-) -> tuple[str, SharingReport]:
-    tokens = prompt.token_ids
-    answer = await ask(engine, tokens, mode=mode, tenant=tenant, store=store, max_tokens=_MAX_TOKENS)
-    return answer.text.strip(), answer.report
 
 
 def _full_reuse(engine: EmbeddedEngine, donor: Prompt, recipient: Prompt) -> str:

@@ -43,11 +43,6 @@ def near_duplicate(rng: np.random.Generator, donor: TokenIds, *, changed: float,
     return token_ids(tokens)
 
 
-def continued(rng: np.random.Generator, head: TokenIds, num_new: int) -> TokenIds:
-    """The same prompt with other tokens after it."""
-    return token_ids(np.concatenate([head, stranger(rng, num_new)]))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
     """One request. `abort_s`: hang up after so long; `abort_after`: after so many tokens."""
@@ -104,7 +99,8 @@ class Mixture:
             return near_duplicate(self._rng, before, changed=changed, edits=edits)
         head = token_ids(before[: int(self._rng.integers(1, len(before) + 1))])
         num_new = int(self._rng.integers(1, self._max_prompt // 2))
-        return continued(self._rng, head[: 2 * self._max_prompt - num_new - 1], num_new)
+        head = head[: 2 * self._max_prompt - num_new - 1]
+        return token_ids(np.concatenate([head, stranger(self._rng, num_new)]))
 
     def _one_of(self, shares: dict[str, float]) -> str:
         names = list(shares)
