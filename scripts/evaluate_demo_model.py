@@ -93,7 +93,7 @@ def summary(outcomes: list[Outcome]) -> dict[str, object]:
     }
 
 
-def main(*, model: Path = MODEL_PATH, questions: int = 1100, seed: int = HELD_OUT_SEED) -> None:
+def main(model: Path = MODEL_PATH, questions: int = 1100, seed: int = HELD_OUT_SEED) -> None:
     """Held-out accuracy of the demo model, as JSON."""
     typer.echo(json.dumps(summary(evaluate(model, questions, seed=seed)), indent=2))
 

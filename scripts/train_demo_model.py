@@ -35,7 +35,6 @@ DECAY_SHARE = 0.3
 """Over this last share of the time the learning rate falls to nothing."""
 TEXT_WEIGHT = 0.05
 REPORT_EVERY = 20
-NUM_CORES = os.cpu_count() or 1
 
 EMBEDDING_STD = 0.06
 CONSTANT = 0.36
@@ -181,7 +180,10 @@ def train(folder: Path, *, minutes: float, seed: int) -> None:
 
 
 def main(
-    *, out: Annotated[Path, typer.Option()], minutes: float = 68.0, seed: int = 1, threads: int = NUM_CORES
+    out: Annotated[Path, typer.Option()],
+    minutes: float = 68.0,
+    seed: int = 1,
+    threads: int = os.cpu_count() or 1,
 ) -> None:
     """Train the KVShare demo model."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
