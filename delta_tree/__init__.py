@@ -8,6 +8,7 @@ no tensors, no HTTP, no vector index.
 
 from delta_tree.align import align, common_suffix_length
 from delta_tree.anchors import common_runs
+from delta_tree.change import Eviction, Insertion
 from delta_tree.compose import compose
 from delta_tree.composition import Composition, Copy, DonorReason
 from delta_tree.edits import Edit, EditScript, Match, Op
@@ -29,6 +30,7 @@ from delta_tree.errors import (
     UnknownSegmentError,
 )
 from delta_tree.node import (
+    SEGMENT_TOKENS,
     Node,
     NodeDraft,
     NodeId,
@@ -39,12 +41,13 @@ from delta_tree.node import (
 from delta_tree.pieces import Piece, PieceTable
 from delta_tree.reading import SharedKV
 from delta_tree.runs import common_prefix_length
-from delta_tree.spans import Span, TokenIds, gaps, merge, token_ids
+from delta_tree.spans import Span, TokenIds, gaps, merge, split, token_ids
 from delta_tree.store_files import check_unlocked, set_aside
 from delta_tree.totals import TreeStats
-from delta_tree.tree import DeltaTree, Eviction, Insertion
+from delta_tree.tree import DeltaTree
 
 __all__ = [
+    "SEGMENT_TOKENS",
     "Composition",
     "Copy",
     "DeltaTree",
@@ -91,5 +94,6 @@ __all__ = [
     "merge",
     "new_segment_id",
     "set_aside",
+    "split",
     "token_ids",
 ]

@@ -18,7 +18,7 @@ from delta_tree.edits import Match
 from delta_tree.kgrams import Hashes, Sieve, quick_hashes
 from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.runs import Pair
-from delta_tree.spans import Span, TokenIds, gaps, token_ids
+from delta_tree.spans import Span, TokenIds, token_ids
 
 # Alignment is the dearest step. A donor that can cover hardly more than the best so far is not
 # aligned, and no more than the three most promising are: `fill` asks all of them anyway.
@@ -180,7 +180,6 @@ class _Layout:
             num_tokens=len(self._target),
             exact_length=self.exact_length,
             copies=copies,
-            gaps=gaps((copy.target for copy in copies), len(self._target)),
             reasons=tuple(donor.reason for donor in donors),
         )
 

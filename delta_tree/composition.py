@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from delta_tree.node import NodeId, SegmentId
-from delta_tree.spans import Span
+from delta_tree.spans import Span, gaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,12 @@ class Composition:
     num_tokens: int
     exact_length: int
     copies: tuple[Copy, ...]
-    gaps: tuple[Span, ...]
     reasons: tuple[DonorReason, ...] = ()  # by candidate, for `kvshare explain`
+
+    @property
+    def gaps(self) -> tuple[Span, ...]:
+        """Positions that no copy covers."""
+        return gaps((copy.target for copy in self.copies), self.num_tokens)
 
     @property
     def num_copied(self) -> int:

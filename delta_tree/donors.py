@@ -52,22 +52,20 @@ class Donor:
         self.pair: Pair | None = None  # with the new prompt; hashed by the crowd if anything is usable
         self.places: Places = np.empty(0, dtype=np.int64)  # of k-grams that may stand in what is open
         self._target = target
-        rows = node.pieces.rows()
-        self._starts = [start for start, _, _, _ in rows]
-        try:
-            # (position in the prompt, offset, length, segment)
-            self._pieces = [
-                (start, offset, length, segment_of(entry)) for start, entry, offset, length in rows
-            ]
-        except UnknownSegmentError:
-            return  # evicted since the candidate was nominated
-        if any(segment.namespace != node.namespace for _, _, _, segment in self._pieces):
-            return
-        hidden = [
-            Span(start, start + length)
-            for start, _, length, segment in self._pieces
-            if segment.generation > max_generation
-        ]
+        self._starts: list[int] = []
+        self._pieces: list[tuple[int, int, int, Segment]] = []  # start in the prompt, offset, length, segment
+        hidden: list[Span] = []
+        for start, entry, offset, length in node.pieces.rows():
+            try:
+                segment = segment_of(entry)
+            except UnknownSegmentError:
+                return  # evicted since the candidate was nominated
+            if segment.namespace != node.namespace:
+                return
+            self._starts.append(start)
+            self._pieces.append((start, offset, length, segment))
+            if segment.generation > max_generation:
+                hidden.append(Span(start, start + length))
         if hidden:
             masked = node.token_ids.copy()
             for span in hidden:

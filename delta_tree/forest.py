@@ -7,30 +7,19 @@ memory and what is on disk never differ. The forest neither locks nor stores; tr
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
 
+from delta_tree.change import Change
 from delta_tree.errors import InvalidNodeError
 from delta_tree.lineage import Lineage
 from delta_tree.node import Node, NodeId, Segment, SegmentId
 from delta_tree.spans import TokenIds
 from delta_tree.totals import Totals
 from delta_tree.use_order import UseOrder
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What one operation does: all of it or nothing. A put node replaces one with its id."""
-
-    put_segments: tuple[Segment, ...] = ()
-    put_nodes: tuple[Node, ...] = ()
-    parents: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of those new nodes that are no roots
-    dropped_nodes: tuple[NodeId, ...] = ()
-    heirs: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of dropped nodes: get their children
-    dropped_segments: tuple[SegmentId, ...] = ()
 
 
 def prompt_key(namespace: str, tokens: TokenIds) -> bytes:
@@ -141,9 +130,19 @@ class Forest:
             self._refer(node, unclaimed)
             if old is not None:
                 self._release(old)
-        self.use_order.put(node)  # all changes of a node come with a use, or are pins
+        if old is not None and old.num_tokens != node.num_tokens:
+            self._shorten(old, node)
+        else:
+            self.use_order.put(node)  # all other changes of a node come with a use, or are pins
         for totals in self._totals_with(node.namespace):
             totals.note_pin(node)
+
+    def _shorten(self, old: Node, node: Node) -> None:
+        """It stays where it is in the order of use: an eviction is no use."""
+        del self._by_prompt[prompt_key(old.namespace, old.token_ids)]
+        self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
+        for totals in self._totals_with(node.namespace):
+            totals.add_tokens(node.num_tokens - old.num_tokens)
 
     def _drop(self, node_id: NodeId) -> None:
         node = self.nodes.pop(node_id)

@@ -8,15 +8,27 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NewType
+from typing import Final, NewType
 
 from delta_tree.pieces import PieceTable, SegmentId
 from delta_tree.spans import TokenIds
 
-__all__ = ["Node", "NodeDraft", "NodeId", "NodeIds", "Segment", "SegmentId", "new_segment_id"]
+__all__ = [
+    "SEGMENT_TOKENS",
+    "Node",
+    "NodeDraft",
+    "NodeId",
+    "NodeIds",
+    "Segment",
+    "SegmentId",
+    "new_segment_id",
+]
 
 NodeId = NewType("NodeId", int)
 """A positive integer below 2**53 (exact in JSON), higher for later prompts, stable across reopening."""
+
+SEGMENT_TOKENS: Final = 256
+"""KV is cut into segments of so many tokens (see `split`), so that a prompt can be evicted from its end."""
 
 
 _YEAR_2026 = 1_767_225_600.0  # Unix time

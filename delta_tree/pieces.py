@@ -83,6 +83,14 @@ class PieceTable:
         """The segments referred to."""
         return frozenset(SegmentId(row) for row in self._table()[:, 0].tolist())
 
+    def first(self, num_tokens: int) -> "PieceTable":
+        """The pieces of the first `num_tokens` positions."""
+        pieces = []
+        for start, segment_id, offset, length in self.rows():
+            if start < num_tokens:
+                pieces.append(Piece(segment_id, offset, min(length, num_tokens - start)))
+        return PieceTable(pieces)
+
     def to_bytes(self) -> bytes:
         """The table's rows (segment id, offset, length) as little-endian int64."""
         return self._rows

@@ -41,7 +41,8 @@ SELECT_PARENTS = "SELECT node_id, parent, row_sum = node_id + parent FROM parent
 PUT_SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 # An upsert, not REPLACE: replacing a row deletes it first, and its children would become roots.
 PUT_NODE = """INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-    ON CONFLICT (node_id) DO UPDATE SET pieces = excluded.pieces,
+    ON CONFLICT (node_id) DO UPDATE SET prompt_key = excluded.prompt_key,
+    token_ids = excluded.token_ids, pieces = excluded.pieces,
     exact_length = excluded.exact_length, pinned = excluded.pinned, row_crc = excluded.row_crc,
     last_used_at = excluded.last_used_at, num_hits = excluded.num_hits"""
 PUT_PARENT = "INSERT INTO parents VALUES (:node_id, :parent, :node_id + :parent)"

@@ -75,6 +75,16 @@ def gaps(covered: Iterable[Span], length: int) -> tuple[Span, ...]:
     return tuple(found)
 
 
+def split(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
+    """The same spans in parts of `length` tokens; the last part of each also has what is left over."""
+    parts: list[Span] = []
+    for span in spans:
+        starts = range(span.start, max(span.start, span.end - length) + 1, length)
+        parts += [Span(start, start + length) for start in starts[:-1]]
+        parts.append(Span(starts[-1], span.end))
+    return tuple(parts)
+
+
 def token_ids(values: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
     """
     Token ids as a read-only array that nobody else can write to.

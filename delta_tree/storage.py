@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from delta_tree import rows, version_1
+from delta_tree.change import Change
 from delta_tree.errors import (
     EditRangeError,
     InvalidTokensError,
@@ -25,7 +26,6 @@ from delta_tree.errors import (
     StoreReadOnlyError,
     StoreUnavailableError,
 )
-from delta_tree.forest import Change
 from delta_tree.node import Node, NodeId
 from delta_tree.rows import RowError
 

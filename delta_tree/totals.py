@@ -65,5 +65,9 @@ class Totals:
             if not self._num_at[depth]:
                 del self._num_at[depth]
 
+    def add_tokens(self, num_tokens: int) -> None:
+        """A node has become longer or, with a negative number, shorter."""
+        self._num_tokens += num_tokens
+
     def note_pin(self, node: Node) -> None:
         (self.pinned.add if node.pinned else self.pinned.discard)(node.node_id)

@@ -8,10 +8,11 @@ stored, nothing has happened. KV bytes live elsewhere; each answer says which se
 import logging
 import time
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+from delta_tree.change import Change, Eviction, Insertion
 from delta_tree.checks import SegmentLookup, check_draft, check_forest, check_node, quality
 from delta_tree.errors import (
     InvalidNodeError,
@@ -20,7 +21,7 @@ from delta_tree.errors import (
     StoreCorruptError,
     StoreError,
 )
-from delta_tree.forest import Change, Forest
+from delta_tree.forest import Forest
 from delta_tree.node import Node, NodeDraft, NodeId, NodeIds, SegmentId
 from delta_tree.reading import TreeReader
 from delta_tree.spans import TokenIds, token_ids
@@ -29,24 +30,6 @@ from delta_tree.storage import Storage
 log = logging.getLogger(__name__)
 
 _MAX_UNWRITTEN_USES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Insertion:
-    """The node of the inserted prompt, and the segments whose KV nobody needs."""
-
-    node: Node
-    created: bool  # False: the prompt was known, its node was touched and perhaps improved
-    freed_segments: tuple[SegmentId, ...]  # the draft's own ones included, if not needed
-
-
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """What left the tree."""
-
-    num_nodes: int
-    freed_segments: tuple[SegmentId, ...]
-    freed_bytes: int
 
 
 class DeltaTree(TreeReader):
@@ -171,6 +154,35 @@ class DeltaTree(TreeReader):
                 raise PinnedNodeError(node_id)
             return self._drop([node_id], lazily=lazily)
 
+    def shorten(self, node_id: NodeId, num_tokens: int, *, lazily: bool = False) -> Eviction:
+        """
+        Drop the end of a prompt; its first `num_tokens` keep its id and its place in the order of use.
+
+        `lazily`: see `evict`
+        Raises:  UnknownNodeError; PinnedNodeError; InvalidNodeError where that is no shorter, or a prompt
+                 that the namespace has already
+        """
+        with self._lock:
+            node = self.node(node_id)
+            if node.pinned:
+                raise PinnedNodeError(node_id)
+            if not 0 < num_tokens < node.num_tokens:
+                raise InvalidNodeError(f"a prompt of {node.num_tokens} tokens cannot keep {num_tokens}")
+            kept = token_ids(node.token_ids[:num_tokens])
+            if self._forest.find(node.namespace, kept) is not None:
+                raise InvalidNodeError(
+                    f"the first {num_tokens} tokens of node {node_id} are a prompt already"
+                )
+            shorter = replace(
+                node,
+                token_ids=kept,
+                pieces=node.pieces.first(num_tokens),
+                exact_length=min(node.exact_length, num_tokens),
+            )
+            freed, num_bytes = self._forest.freed_by([shorter], ())
+            self._make(Change(put_nodes=(shorter,), dropped_segments=freed), lazily=lazily)
+            return Eviction(0, freed, num_bytes)
+
     def purge(self, namespace: str) -> Eviction:
         """Drop everything of a namespace, pinned nodes too."""
         with self._lock:
@@ -200,12 +212,15 @@ class DeltaTree(TreeReader):
             if node.pinned != pinned:
                 self._make(Change(put_nodes=(replace(node, pinned=pinned),)))
 
-    def _make(self, change: Change) -> None:
-        """Store, then make in memory; what was not written yet goes along."""
-        if self._storage is not None:
-            self._storage.write([*self._unwritten, change], self._due_uses())
-        self._unwritten.clear()
-        self._used.clear()
+    def _make(self, change: Change, *, lazily: bool = False) -> None:
+        """Store, with what was not written yet, then make in memory; `lazily`: store with the next change."""
+        if lazily and self._storage is not None and self._storage.is_writable:
+            self._unwritten.append(change)
+        else:
+            if self._storage is not None:
+                self._storage.write([*self._unwritten, change], self._due_uses())
+            self._unwritten.clear()
+            self._used.clear()
         self._forest.apply(change)
 
     def _write_uses(self) -> None:
@@ -226,12 +241,7 @@ class DeltaTree(TreeReader):
         freed, num_bytes = self._forest.freed_by((), dropped)
         if dropped:
             heirs = self._forest.lineage.heirs(dropped)
-            change = Change(dropped_nodes=dropped, heirs=heirs, dropped_segments=freed)
-            if lazily and self._storage is not None and self._storage.is_writable:
-                self._unwritten.append(change)
-                self._forest.apply(change)
-            else:
-                self._make(change)
+            self._make(Change(dropped_nodes=dropped, heirs=heirs, dropped_segments=freed), lazily=lazily)
         return Eviction(len(dropped), freed, num_bytes)
 
     def _insert_first(self, draft: NodeDraft, tokens: TokenIds) -> Insertion:

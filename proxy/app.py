@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from kvshare.collector import calm_collector
 from kvshare.engines.base import Engine, EngineStatus, GeneratingEngine
 from kvshare.fleet.engine import VllmEngine
 from kvshare.settings import Settings
@@ -96,9 +96,7 @@ async def serve(
             url = _base_url(runners[0])
             on_listening(url)
             await _first_of(app[SERVER].lifecycle.wait_started(), first.wait())
-            # What is there now stays. Python's full collections, which stop everything, would scan it again
-            # and again: 0.3 s for the modules of torch and transformers.
-            gc.freeze()
+            calm_collector()
             if on_ready is not None and app[SERVER].lifecycle.is_engine_up:
                 on_ready(url)
             await _until_stopped(app[SERVER], first, second)

@@ -6,8 +6,7 @@ Replay, the embedded engine and vLLM with one replica: whether they decide the s
 
 A source is a log in any format that `kvshare replay` reads, a workload with or without a file that it is made
 from, or `wildchat` and `sharegpt`: logs of these formats, made of the samples in the package. The comparison
-is that of tests/kvshare/replay/test_same_as_served.py. Exit status 1: they differ. Expected of logs with very
-short prompts: one that only its answer makes as long as sharing.min_prompt_tokens is stored, but not by vLLM.
+is that of tests/kvshare/replay/test_same_as_served.py. Exit status 1: they differ.
 """
 
 import argparse

@@ -21,6 +21,7 @@ from delta_tree import DeltaTree, Node, TokenIds
 from kvshare.bench.counted_store import NAMESPACE, CountedStore, nomination_s
 from kvshare.bench.figures import grown, memory_bytes, per_prompt, percentiles
 from kvshare.bench.text_like import AgentPrompts
+from kvshare.collector import calm_collector
 from kvshare.index_factory import nominator_settings
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings
@@ -42,6 +43,7 @@ async def run(
     prompts = AgentPrompts(rng, prompt_tokens)
     store = CountedStore(DeltaTree.open(None, identity="bench"))
     async with store.sharing(nominator_settings(load_settings().index)) as sharing:
+        calm_collector()  # as a server does
         before, began = memory_bytes(), time.perf_counter()
         long, short = await _fill(store, sharing, prompts, stored)
         build_s = time.perf_counter() - began

@@ -196,6 +196,12 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         self._note(insertion.node)
         return insertion
 
+    def _shorten(self, node: Node, num_tokens: int) -> Node:
+        self._unnote(node)
+        shorter = super()._shorten(node, num_tokens)
+        self._note(shorter)
+        return shorter
+
     def _evict(self, node: Node) -> None:
         super()._evict(node)
         self._unnote(node)

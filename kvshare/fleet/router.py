@@ -61,9 +61,12 @@ class Router:
         Raises:  NoReplicaError
         """
         prompt, reason = request.prompt, "off"
-        if prompt is not None and self._sharing.wants(prompt, request.mode):
-            await self._in_flight.wait_reconciled(request.owner, timeout_s=_RECONCILE_S)
-            reason = "no_connector"  # unless there is a lookup
+        if prompt is not None and request.mode is not SharingMode.OFF:
+            # One too short to look up goes the same way: its answer may make it long enough to be stored.
+            reason = "short_prompt"
+            if self._sharing.wants(prompt, request.mode):
+                await self._in_flight.wait_reconciled(request.owner, timeout_s=_RECONCILE_S)
+                reason = "no_connector"  # unless there is a lookup
             try:
                 replica, lookup = await self._find(request)
                 if replica is not None and replica.serves and lookup is not None:

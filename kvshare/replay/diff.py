@@ -12,14 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from kvshare.errors import LogError
+from kvshare.replay.measures import SUMMED, each_request, grouped
 from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, SHARES, Document, arm_label
+from kvshare.replay.rows import read_arm
 
-_COLUMNS = ["index", "arm", "capacity_tokens", "conversation", "num_tokens", "num_hit", "false_hit"]
+_COLUMNS = ["index", "conversation", *SUMMED]
 _DRAWS_AT_ONCE = 50
 _LOW, _HIGH = 2.5, 97.5
 
@@ -28,12 +29,12 @@ Table = NDArray[np.float64]
 
 # Ratios of two sums over requests.
 _FIGURES = {
-    "token_hit_rate": ("hit", "tokens"),
-    "request_hit_rate": ("with_hit", "requests"),
+    "token_hit_rate": ("num_hit", "num_tokens"),
+    "request_hit_rate": ("with_0", "requests"),
     **{f"request_hit_rate_{share}": (f"with_{share}", "requests") for share in SHARES},
-    "false_hits_per_request": ("false", "requests"),
+    "false_hits_per_request": ("false_hit", "requests"),
 }
-_SUMS = ("requests", "tokens", "hit", "with_hit", *(f"with_{share}" for share in SHARES), "false")
+_SUMS = sorted({name for pair in _FIGURES.values() for name in pair})
 
 
 def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
@@ -42,7 +43,8 @@ def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
 
     `a` and `b` are folders of results. Raises LogError if they cannot be read or replayed different logs.
     """
-    _check_same_log(_results(a), _results(b))
+    if _results(a)["data"]["sha256"] != _results(b)["data"]["sha256"]:
+        raise LogError("the two runs replayed different logs, limits, orders or tokenizers: nothing to pair")
     rows_a, rows_b = _rows(a), _rows(b)
     rng = np.random.default_rng(seed)
     labels = [label for label in rows_a if label in rows_b]
@@ -61,38 +63,33 @@ def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
 
 
 def _compare(a: pa.Table, b: pa.Table, rng: np.random.Generator, resamples: int) -> list[Document]:
-    sums_a, sums_b = _sums_by_conversation(a), _sums_by_conversation(b)
-    drawn_a, drawn_b = _resampled(sums_a, sums_b, rng, resamples)
-    whole_a, whole_b = sums_a.sum(axis=0), sums_b.sum(axis=0)
+    both = np.stack([_sums_by_conversation(a), _sums_by_conversation(b)])
+    whole, drawn = both.sum(axis=1), _resampled(both, rng, resamples)
     documents = []
     for name in _FIGURES:
-        of_a, of_b = float(_ratio(whole_a, name)), float(_ratio(whole_b, name))
-        differences = _ratio(drawn_b, name) - _ratio(drawn_a, name)
-        low, high = np.percentile(differences, [_LOW, _HIGH])
+        of_a, of_b = _ratio(whole, name).tolist()
+        drawn_a, drawn_b = _ratio(drawn, name)
+        low, high = np.percentile(drawn_b - drawn_a, [_LOW, _HIGH]).tolist()
         documents.append(
             {
                 "name": name,
                 "a": of_a,
                 "b": of_b,
                 "difference": of_b - of_a,
-                "low": float(low),
-                "high": float(high),
-                "differs": bool(low > 0 or high < 0),
+                "low": low,
+                "high": high,
+                "differs": low > 0 or high < 0,
             }
         )
     return documents
 
 
-def _resampled(a: Table, b: Table, rng: np.random.Generator, resamples: int) -> tuple[Table, Table]:
-    """(R, S) each: the sums over conversations drawn with replacement, the same ones in both runs."""
-    num = len(a)
-    drawn_a, drawn_b = [], []
-    for start in range(0, resamples, _DRAWS_AT_ONCE):
-        size = min(_DRAWS_AT_ONCE, resamples - start)
-        weights = rng.multinomial(num, np.full(num, 1 / num), size=size).astype(np.float64)
-        drawn_a.append(weights @ a)
-        drawn_b.append(weights @ b)
-    return np.concatenate(drawn_a), np.concatenate(drawn_b)
+def _resampled(both: Table, rng: np.random.Generator, resamples: int) -> Table:
+    """(2, C, S) -> (2, R, S): sums over conversations drawn with replacement, the same ones in both runs."""
+    num = both.shape[1]
+    sizes = (min(_DRAWS_AT_ONCE, resamples - start) for start in range(0, resamples, _DRAWS_AT_ONCE))
+    drawn = [rng.multinomial(num, np.full(num, 1 / num), size=size) @ both for size in sizes]
+    return np.concatenate(drawn, axis=1)
 
 
 def _ratio(sums: Table, name: str) -> Table:
@@ -102,39 +99,19 @@ def _ratio(sums: Table, name: str) -> Table:
 
 def _sums_by_conversation(rows: pa.Table) -> Table:
     """(C, S): the sums of each conversation's requests."""
-    columns = {name: rows.column(name).to_numpy() for name in ("conversation", "num_tokens", "num_hit")}
-    tokens, hit = columns["num_tokens"].astype(np.float64), columns["num_hit"].astype(np.float64)
-    each = {
-        "requests": np.ones(len(tokens)),
-        "tokens": tokens,
-        "hit": hit,
-        "with_hit": (hit > 0).astype(np.float64),
-        **{
-            f"with_{share}": ((hit > 0) & (100 * hit >= share * tokens)).astype(np.float64)
-            for share in SHARES
-        },
-        "false": rows.column("false_hit").to_numpy(zero_copy_only=False).astype(np.float64),
-    }
-    _, group = np.unique(columns["conversation"], return_inverse=True)
-    return np.stack([np.bincount(group, weights=each[name]) for name in _SUMS], axis=1)
+    sums = grouped(each_request(rows), rows["conversation"])
+    return np.array([[own[name] for name in _SUMS] for own in sums.values()], np.float64)
 
 
 def _rows(folder: Path) -> dict[str, pa.Table]:
     """The rows of each arm, by request."""
+    path = folder / REQUESTS_FILE
     try:
-        table = pq.read_table(folder / REQUESTS_FILE, columns=_COLUMNS)
+        arms = pq.read_table(path, columns=["arm", "capacity_tokens"])
+        stores = arms.group_by(arms.column_names, use_threads=False).aggregate([]).to_pylist()
+        return {arm_label(**store): read_arm(path, **store, columns=_COLUMNS) for store in stores}
     except (OSError, pa.ArrowInvalid) as exc:
         raise _not_results(folder, REQUESTS_FILE, exc) from exc
-    pairs = table.group_by(["arm", "capacity_tokens"], use_threads=False).aggregate([])
-    rows = {}
-    for pair in pairs.to_pylist():
-        arm, capacity = pair["arm"], pair["capacity_tokens"]
-        held = pc.field("capacity_tokens")
-        chosen = table.filter(
-            (pc.field("arm") == arm) & (held.is_null() if capacity is None else held == capacity)
-        )
-        rows[arm_label(arm, capacity)] = chosen.sort_by("index")
-    return rows
 
 
 def _results(folder: Path) -> Document:
@@ -154,8 +131,3 @@ def _not_results(folder: Path, name: str, exc: Exception) -> LogError:
         f"{folder}: {name} cannot be read ({type(exc).__name__}); "
         "expected a folder that `kvshare replay --out` has written"
     )
-
-
-def _check_same_log(a: Document, b: Document) -> None:
-    if a["data"]["sha256"] != b["data"]["sha256"]:
-        raise LogError("the two runs replayed different logs, limits, orders or tokenizers: nothing to pair")

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Final
@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from delta_tree import token_ids
 from kvshare.errors import ConfigError
-from kvshare.replay.arms import Arm, Meanings, opened_arms
+from kvshare.replay.arms import Meanings, opened_arms
 from kvshare.replay.live_client import Answered, connected
 from kvshare.replay.live_figures import summarise
 from kvshare.replay.options import (
@@ -46,6 +46,8 @@ LIVE_FILE: Final = "live.json"
 LIVE_REQUESTS_FILE: Final = "live.parquet"
 LIVE_ARMS: Final = "prefix,kvshare-fingerprints"
 _NO_ANSWER: Final = token_ids([])
+
+Predict = Callable[[TokenizedRequest], Awaitable[dict[str, int]]]  # -> tokens not computed, by arm
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,9 @@ def replay_live(
         tokenizer = RequestTokenizer.load(options.tokenizer)
         total, requests = len(stream), tokenizer.tokenize(stream)
         rows: list[Row] = []
-        with Predictor(options) as predictor:
-            complete = _run(_send_all(requests, live, predictor, rows, lambda n: report(n, total)), rows)
-            config = config_document(options, tokenizer, predictor.meanings)
+        meanings = make_meanings(options, None)
+        with _predicting(options, meanings) as predict:
+            complete = _run(_send_all(requests, live, predict, rows, lambda n: report(n, total)), rows)
         rows.sort(key=itemgetter("index"))
         wall_s = max((row["sent_s"] + row["seconds"] for row in rows), default=0.0)
         document: Document = {
@@ -84,7 +86,7 @@ def replay_live(
             "kind": "replay-live",
             "complete": complete,
             "config": {
-                **config,
+                **config_document(options, tokenizer, meanings),
                 "concurrency": live.concurrency,
                 "speedup": live.speedup,
                 "max_tokens": live.max_tokens,
@@ -99,41 +101,25 @@ def replay_live(
     return document
 
 
-class Predictor:
+@contextmanager
+def _predicting(options: ReplayOptions, meanings: Meanings | None) -> Iterator[Predict]:
     """Arms in a thread of their own: they have event loops, and planning must not hold up the sending."""
+    bench = make_bench(options, meanings, explain_losses=False)
+    capacity = next(iter(options.capacities_tokens), None)
+    opening = opened_arms(((spec, capacity) for spec in options.arms), bench)
+    opened = ExitStack()
 
-    def __init__(self, options: ReplayOptions) -> None:
-        self._options = options
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-predict")
-        self._stack = ExitStack()
-        self.meanings: Meanings | None = None
-        self._arms: list[Arm] = []
+    def predict(request: TokenizedRequest) -> dict[str, int]:
+        if meanings is not None:
+            meanings.prepare([request])
+        return {arm.name: arm.observe(request).num_hit for arm in arms}
 
-    def __enter__(self) -> Predictor:
-        self._thread.submit(self._open).result()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.submit(self._stack.close).result()
-        self._thread.shutdown()
-
-    async def predict(self, request: TokenizedRequest) -> dict[str, int]:
-        """Tokens not computed, by arm."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._predict, request)
-
-    def _open(self) -> None:
-        options = self._options
-        self.meanings = make_meanings(options, None)
-        bench = make_bench(options, self.meanings, explain_losses=False)
-        capacity = next(iter(options.capacities_tokens), None)
-        stores = ((spec, capacity) for spec in options.arms)
-        self._arms = self._stack.enter_context(opened_arms(stores, bench))
-
-    def _predict(self, request: TokenizedRequest) -> dict[str, int]:
-        if self.meanings is not None:
-            self.meanings.prepare([request])
-        return {arm.name: arm.observe(request).num_hit for arm in self._arms}
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-predict") as thread:
+        try:
+            arms = thread.submit(opened.enter_context, opening).result()
+            yield lambda request: asyncio.get_running_loop().run_in_executor(thread, predict, request)
+        finally:
+            thread.submit(opened.close).result()
 
 
 def _run(sending: Coroutine[Any, Any, None], rows: Sequence[Row]) -> bool:
@@ -167,7 +153,7 @@ class Pace:
 async def _send_all(
     requests: Iterator[TokenizedRequest],
     live: LiveOptions,
-    predictor: Predictor,
+    predict: Predict,
     rows: list[Row],
     done: Callable[[int], None],
 ) -> None:
@@ -195,7 +181,7 @@ async def _send_all(
 
         async with asyncio.TaskGroup() as tasks:
             for request in requests:
-                predicted = await predictor.predict(replace(request, answer_ids=_NO_ANSWER))
+                predicted = await predict(replace(request, answer_ids=_NO_ANSWER))
                 if pace is not None:
                     await asyncio.sleep(pace.wait_s(request, time.perf_counter()))
                 await slots.acquire()

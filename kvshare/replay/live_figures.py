@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvshare.replay.counts import Times
+from kvshare.replay.counts import milliseconds
 from kvshare.replay.results import Document, Row
 
 _SHARE_EDGES: Final = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
@@ -31,10 +31,9 @@ def summarise(rows: Sequence[Row], arms: Sequence[str]) -> Document:
         "num_requests": len(rows),
         "num_failed": len(rows) - len(served),
         "errors": dict(sorted(Counter(row["error"] for row in rows if row["error"]).items())),
-        "ttft_ms": _milliseconds(served),
+        "ttft_ms": _ttft_ms(served),
         "ttft_ms_by_cached_share": [
-            {"from": low, **_milliseconds(chosen), "num_requests": len(chosen)}
-            for low, chosen in _by_share(told)
+            {"from": low, **_ttft_ms(chosen), "num_requests": len(chosen)} for low, chosen in _by_share(told)
         ],
         "reported": {
             "num_requests": len(told),
@@ -87,8 +86,5 @@ def _by_share(told: Sequence[Row]) -> Iterator[tuple[float, list[Row]]]:
         yield low, [row for row in told if low <= row["num_cached"] / row["num_prompt_tokens"] < high]
 
 
-def _milliseconds(rows: Sequence[Row]) -> Document:
-    times = Times()
-    for row in rows:
-        times.add(row["ttft_s"])
-    return times.milliseconds().model_dump()
+def _ttft_ms(rows: Sequence[Row]) -> Document:
+    return milliseconds([row["ttft_s"] for row in rows]).model_dump()

@@ -1,240 +1,235 @@
-"""Rows -> figures: what `results.json` says of each arm. A pure function of the rows, in one pass."""
+"""
+Rows -> figures: what `results.json` says of the log and of each arm. Pure functions of tables of rows.py's
+schema; the rows of one arm in one table, in the stream's order.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from kvshare.replay import results as schema
 from kvshare.replay.counts import (
     COUNT_EDGES,
     DISTANCE_EDGES,
     DISTANCE_THRESHOLDS,
+    LENGTH_BUCKETS,
+    LENGTH_EDGES,
     OVERLAP_EDGES,
     SHIFT_EDGES,
-    Buckets,
-    Series,
-    Times,
-    key_within,
-    length_bucket,
+    buckets,
+    histogram,
+    milliseconds,
+    stretches,
 )
-from kvshare.replay.results import SHARES, Row, arm_label
+from kvshare.replay.results import SHARES
 
-_SUMMED = ("num_tokens", "num_hit", "num_repaired", "num_refused", "num_refused_generation", "embedded")
-_ORIGINS = {True: "cross_user", False: "same_user", None: "unknown"}
+_ORIGINS = ("same_user", "cross_user", "unknown")
+_MAX_LANGUAGES = 60  # a log with more has made them up
+_CLOCKS = ("lookup_s", "plan_s", "observe_s")
+SUMMED = (
+    *("num_tokens", "num_hit", "num_exact", "num_repaired", "num_refused", "num_refused_generation"),
+    *("answered", "false_hit", "embedded"),
+)
 
-
-class FigureSums:
-    """The figures of one arm over some of the requests, as sums."""
-
-    def __init__(self, prefill_tokens_per_s: float) -> None:
-        self._prefill = prefill_tokens_per_s
-        self._sums: Counter[str] = Counter()
-
-    def add(self, row: Row) -> None:
-        sums, num_tokens, num_hit = self._sums, row["num_tokens"], row["num_hit"]
-        sums["requests"] += 1
-        sums["tokens"] += num_tokens
-        sums["hit"] += num_hit
-        sums["exact"] += row["num_exact"]
-        sums["repaired"] += row["num_repaired"]
-        sums["with_hit"] += num_hit > 0
-        for share in SHARES:
-            sums[f"with_{share}"] += num_hit > 0 and 100 * num_hit >= share * num_tokens
-        sums["answered"] += row["answered"]
-        sums["false"] += row["false_hit"]
-
-    def figures(self) -> schema.Figures:
-        sums = self._sums
-        requests, tokens = max(sums["requests"], 1), max(sums["tokens"], 1)
-        rate, saved_s = sums["hit"] / tokens, sums["hit"] / self._prefill
-        return schema.Figures(
-            num_requests=sums["requests"],
-            num_tokens=sums["tokens"],
-            num_hit_tokens=sums["hit"],
-            num_exact_tokens=sums["exact"],
-            num_repaired_tokens=sums["repaired"],
-            token_hit_rate=rate,
-            request_hit_rate=sums["with_hit"] / requests,
-            request_hit_rate_50=sums["with_50"] / requests,
-            request_hit_rate_70=sums["with_70"] / requests,
-            request_hit_rate_90=sums["with_90"] / requests,
-            recomputed_fraction=1 - rate,
-            num_answered=sums["answered"],
-            num_false_hits=sums["false"],
-            false_hit_share=sums["false"] / sums["answered"] if sums["answered"] else 0.0,
-            ttft_saved_s=schema.Saved(mean=saved_s / requests, total=saved_s, share=rate),
-        )
+Sums = Mapping[str, Any]
 
 
-class ArmMeasures:
-    """One arm with one store, measured row by row."""
-
-    def __init__(self, *, prefill_tokens_per_s: float) -> None:
-        self._prefill = prefill_tokens_per_s
-        self._all = FigureSums(prefill_tokens_per_s)
-        self._groups: dict[str, dict[str, FigureSums]] = {
-            name: {} for name in ("language", "length", "turn", "origin")
-        }
-        self._coverage = [0] * 101
-        self._copies, self._donors = Buckets(COUNT_EDGES), Buckets(COUNT_EDGES)
-        self._shifts = Buckets(SHIFT_EDGES)
-        self._reasons: Counter[str] = Counter()
-        self._series = Series()
-        self._final_bytes = self._peak_bytes = 0
-        self._clocks = {name: Times() for name in ("lookup_s", "plan_s", "observe_s")}
-        self.sums: Counter[str] = Counter()  # of the rows' columns
-
-    def add(self, row: Row) -> None:
-        num_tokens, num_hit, num_bytes = row["num_tokens"], row["num_hit"], row["num_stored_bytes"]
-        self._all.add(row)
-        for group, key in _keys(row).items():
-            sums = self._groups[group]
-            sums.setdefault(key_within(sums, key), FigureSums(self._prefill)).add(row)
-        self._coverage[100 * num_hit // num_tokens if num_tokens else 0] += 1
-        self._copies.add(row["num_copies"])
-        self._donors.add(row["num_donors"])
-        for shift in row["shifts"]:
-            self._shifts.add(abs(shift))
-        if row["reason"] is not None:
-            self._reasons[row["reason"]] += 1
-        self._series.add(row["index"], num_tokens=num_tokens, num_hit=num_hit, num_bytes=num_bytes)
-        self._final_bytes, self._peak_bytes = num_bytes, max(self._peak_bytes, num_bytes)
-        for name, times in self._clocks.items():
-            times.add(row[name])
-        for name in _SUMMED:
-            self.sums[name] += row[name]
-        self.sums["num_requests"] += 1
-
-    def results(self, store: schema.Store, tree: schema.Tree | None = None) -> schema.ArmResults:
-        return schema.ArmResults(
-            **dict(store),
-            **dict(self._all.figures()),
-            coverage_histogram=tuple(self._coverage),
-            num_copies=self._copies.histogram(),
-            num_donors=self._donors.histogram(),
-            shift_tokens=self._shifts.histogram(),
-            reasons=dict(sorted(self._reasons.items())),
-            storage=schema.Storage(
-                final_bytes=self._final_bytes,
-                peak_bytes=self._peak_bytes,
-                bytes_per_request=self._final_bytes / max(1, self.sums["num_requests"]),
-            ),
-            series=tuple(self._series.stretches),
-            by={
-                group: {key: one.figures() for key, one in sorted(sums.items())}
-                for group, sums in self._groups.items()
-            },
-            tree=tree,
-        )
-
-    def times(self, *, embedding_s: float = 0.0) -> schema.ArmTimes:
-        """What a clock had a part in. `embedding_s`: one text's, made ahead and so not in the look-up."""
-        num_requests = self.sums["num_requests"]
-        lookup, plan, observe = self._clocks.values()
-        spent_s = lookup.total_s + plan.total_s + self.sums["embedded"] * embedding_s
-        net_s = self.sums["num_hit"] / self._prefill - spent_s
-        return schema.ArmTimes(
-            lookup_ms=lookup.milliseconds(),
-            plan_ms=plan.milliseconds(),
-            observe_ms=observe.milliseconds(),
-            requests_per_s=num_requests / observe.total_s if observe.total_s else 0.0,
-            ttft_saved_net_s=schema.NetSaved(mean=net_s / max(1, num_requests), total=net_s),
-        )
+def each_request(rows: pa.Table) -> pa.Table:
+    """
+    What each request adds to the sums that figures are made of: `SUMMED`, "requests", and "with_50" if at
+    least that share of its tokens, and any, need not be computed.
+    """
+    tokens, hit = _tokens_and_hits(rows)
+    each = rows.select(SUMMED).append_column("requests", pa.array(np.ones(len(rows), np.int64)))
+    for share in (0, *SHARES):
+        each = each.append_column(f"with_{share}", pa.array((hit > 0) & (100 * hit >= share * tokens)))
+    return each
 
 
-class Likeness:
-    """How near in meaning the nearest earlier prompt is, against how many tokens could be shared."""
-
-    def __init__(self, overlap: str) -> None:
-        self._overlap = overlap
-        self._counts = [[0] * len(OVERLAP_EDGES) for _ in DISTANCE_EDGES]
-        self._within: Counter[float] = Counter()
-        self._num_requests = 0
-
-    def add(self, distance: float | None, overlap: float) -> None:
-        """`distance` None: there was no earlier prompt."""
-        self._num_requests += 1
-        if distance is None:
-            return
-        row = bisect_right(DISTANCE_EDGES, distance) - 1
-        self._counts[row][bisect_right(OVERLAP_EDGES, overlap) - 1] += 1
-        for threshold in DISTANCE_THRESHOLDS:
-            self._within[threshold] += distance <= threshold
-
-    def similarity(self) -> schema.Similarity:
-        num_requests = max(1, self._num_requests)
-        return schema.Similarity(
-            distance_edges=DISTANCE_EDGES,
-            overlap_edges=OVERLAP_EDGES,
-            counts=tuple(map(tuple, self._counts)),
-            overlap=self._overlap,
-            thresholds=tuple(
-                schema.Threshold(distance=threshold, share=self._within[threshold] / num_requests)
-                for threshold in DISTANCE_THRESHOLDS
-            ),
-        )
+def grouped(each: pa.Table, keys: pa.Array | pa.ChunkedArray) -> dict[Any, Sums]:
+    """The sums of the requests that have a key in common, in the order in which the keys first come."""
+    names = each.column_names
+    table = each.append_column("key", keys).group_by("key", use_threads=False)
+    summed = table.aggregate([(name, "sum") for name in names]).rename_columns(["key", *names])
+    return {row.pop("key"): row for row in summed.to_pylist()}
 
 
-class Measures:
-    """All arms of a run. `families` tells each label's family; labels in the order of the results."""
-
-    def __init__(self, families: Mapping[str, str], *, prefill_tokens_per_s: float) -> None:
-        self._families = families
-        self.arms = {label: ArmMeasures(prefill_tokens_per_s=prefill_tokens_per_s) for label in families}
-        endless = [label for label in families if " @ " not in label]
-        self._oracle = next((label for label in endless if families[label] == "oracle"), None)
-        self._meaning = next((label for label in endless if families[label] == "response"), None)
-        self._kvshare = [label for label in endless if families[label] == "kvshare"]
-        self._overlap = self._oracle or next(iter(self._kvshare), None)
-        self._likeness = Likeness(self._overlap or "")
-        self._too_short: Counter[str] = Counter()  # what the oracle has of prompts that are not looked up
-
-    def add(self, rows: Iterable[Row]) -> None:
-        """The rows of one request, one an arm."""
-        by_label = {arm_label(row["arm"], row["capacity_tokens"]): row for row in rows}
-        for label, row in by_label.items():
-            self.arms[label].add(row)
-        if self._oracle is not None:
-            num_covered = by_label[self._oracle]["num_hit"]
-            for label in self._kvshare:
-                self._too_short[label] += num_covered * (by_label[label]["reason"] == "short_prompt")
-        if self._meaning is not None and self._overlap is not None:
-            overlap = by_label[self._overlap]
-            self._likeness.add(
-                by_label[self._meaning]["distance"], overlap["num_hit"] / max(1, overlap["num_tokens"])
-            )
-
-    def similarity(self) -> schema.Similarity | None:
-        return None if self._meaning is None or self._overlap is None else self._likeness.similarity()
-
-    def waterfalls(self) -> tuple[schema.Waterfall, ...]:
-        """Where what the oracle covers goes, for each kvshare arm."""
-        return () if self._oracle is None else tuple(map(self._waterfall, self._kvshare))
-
-    def _waterfall(self, label: str) -> schema.Waterfall:
-        sums, covered = self.arms[label].sums, self.arms[self._oracle or ""].sums["num_hit"]
-        hit, repaired, refused = sums["num_hit"], sums["num_repaired"], sums["num_refused"]
-        too_short, generation = self._too_short[label], sums["num_refused_generation"]
-        losses = {
-            "oracle": covered,
-            "not_found": hit + repaired + refused + too_short - covered,
-            "too_short": -too_short,
-            "generation": -generation,
-            "refused": generation - refused,
-            "repaired": -repaired,
-            "hit": hit,
-        }
-        steps = tuple(schema.Step(name=name, num_tokens=value) for name, value in losses.items())
-        return schema.Waterfall(arm=label, num_tokens=sums["num_tokens"], steps=steps)
+def _totals(each: pa.Table) -> Sums:
+    return {name: pc.sum(each[name]).as_py() or 0 for name in each.column_names}
 
 
-def _keys(row: Row) -> dict[str, str]:
-    origin = "none" if not row["num_hit"] else _ORIGINS[row["cross_user"]]
+def _figures(sums: Sums, prefill_tokens_per_s: float) -> schema.Figures:
+    requests, tokens = max(sums["requests"], 1), max(sums["num_tokens"], 1)
+    rate, saved_s = sums["num_hit"] / tokens, sums["num_hit"] / prefill_tokens_per_s
+    return schema.Figures(
+        num_requests=sums["requests"],
+        num_tokens=sums["num_tokens"],
+        num_hit_tokens=sums["num_hit"],
+        num_exact_tokens=sums["num_exact"],
+        num_repaired_tokens=sums["num_repaired"],
+        token_hit_rate=rate,
+        request_hit_rate=sums["with_0"] / requests,
+        **{f"request_hit_rate_{share}": sums[f"with_{share}"] / requests for share in SHARES},
+        recomputed_fraction=1 - rate,
+        num_answered=sums["answered"],
+        num_false_hits=sums["false_hit"],
+        false_hit_share=sums["false_hit"] / max(sums["answered"], 1),
+        ttft_saved_s=schema.Saved(mean=saved_s / requests, total=saved_s, share=rate),
+    )
+
+
+def _languages(rows: pa.Table) -> pa.ChunkedArray:
+    """Those that come first, "other" from then on."""
+    languages = rows["language"]
+    return pc.if_else(pc.is_in(languages, languages.unique()[:_MAX_LANGUAGES]), languages, "other")
+
+
+def _keys(rows: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
+    """Each request's key in each grouping of `by`."""
+    lengths = np.array(LENGTH_BUCKETS)[buckets(LENGTH_EDGES, rows["num_tokens"].to_numpy())]
+    others = pa.array(_ORIGINS).take(rows["cross_user"].cast(pa.int8()).fill_null(2))
     return {
-        "language": row["language"],
-        "length": length_bucket(row["num_tokens"]),
-        "turn": "unknown" if row["turn"] is None else "later" if row["turn"] else "first",
-        "origin": origin,
+        "language": _languages(rows),
+        "length": pa.array(lengths),
+        "turn": pc.if_else(pc.greater(rows["turn"], 0), "later", "first").fill_null("unknown"),
+        "origin": pc.if_else(pc.equal(rows["num_hit"], 0), "none", others),
     }
+
+
+def describe_data(
+    rows: pa.Table, *, sha256: str, files: tuple[schema.LogFile, ...], unreadable: schema.Unreadable
+) -> schema.Data:
+    """What of the log was replayed; `rows` are any arm's."""
+    numbered = ("conversation", "user", "namespace")
+    return schema.Data(
+        files=files,
+        sha256=sha256,
+        num_requests=len(rows),
+        num_tokens=pc.sum(rows["num_tokens"]).as_py() or 0,
+        num_answer_tokens=pc.sum(rows["num_answer_tokens"]).as_py() or 0,
+        **{f"num_{name}s": pc.count_distinct(rows[name]).as_py() for name in numbered},
+        languages=_counted(_languages(rows)),
+        length_histogram=histogram(LENGTH_EDGES, rows["num_tokens"]),
+        unreadable=unreadable,
+    )
+
+
+def arm_results(
+    rows: pa.Table, store: schema.Store, tree: schema.Tree | None = None, *, prefill_tokens_per_s: float
+) -> schema.ArmResults:
+    """Everything of one arm with one store that no clock had a part in."""
+    each, (tokens, hit) = each_request(rows), _tokens_and_hits(rows)
+    final_bytes = pc.last(rows["num_stored_bytes"]).as_py() or 0
+    by = {
+        group: {
+            key: _figures(sums, prefill_tokens_per_s) for key, sums in sorted(grouped(each, keys).items())
+        }
+        for group, keys in _keys(rows).items()
+    }
+    return schema.ArmResults(
+        **dict(store),
+        **dict(_figures(_totals(each), prefill_tokens_per_s)),
+        coverage_histogram=tuple(np.bincount(100 * hit // np.maximum(tokens, 1), minlength=101).tolist()),
+        num_copies=histogram(COUNT_EDGES, rows["num_copies"]),
+        num_donors=histogram(COUNT_EDGES, rows["num_donors"]),
+        shift_tokens=histogram(SHIFT_EDGES, np.abs(pc.list_flatten(rows["shifts"]))),
+        reasons=_counted(rows["reason"]),
+        storage=schema.Storage(
+            final_bytes=final_bytes,
+            peak_bytes=pc.max(rows["num_stored_bytes"]).as_py() or 0,
+            bytes_per_request=final_bytes / max(1, len(rows)),
+        ),
+        series=stretches(rows),
+        by=by,
+        tree=tree,
+    )
+
+
+def arm_times(rows: pa.Table, *, prefill_tokens_per_s: float, embedding_s: float = 0.0) -> schema.ArmTimes:
+    """What a clock had a part in. `embedding_s`: one text's, made ahead and so not in the look-up."""
+    sums, num_requests = _totals(rows.select(["num_hit", "embedded", *_CLOCKS])), len(rows)
+    spent_s = sums["lookup_s"] + sums["plan_s"] + sums["embedded"] * embedding_s
+    net_s = sums["num_hit"] / prefill_tokens_per_s - spent_s
+    return schema.ArmTimes(
+        lookup_ms=milliseconds(rows["lookup_s"]),
+        plan_ms=milliseconds(rows["plan_s"]),
+        observe_ms=milliseconds(rows["observe_s"]),
+        requests_per_s=num_requests / sums["observe_s"] if sums["observe_s"] else 0.0,
+        ttft_saved_net_s=schema.NetSaved(mean=net_s / max(1, num_requests), total=net_s),
+    )
+
+
+def similarity(families: Mapping[str, str], rows_of: Callable[[str], pa.Table]) -> schema.Similarity | None:
+    """
+    How near in meaning the nearest earlier prompt is, against how many tokens could be shared.
+
+    `families` of the arms with infinite stores, in the order asked for; None if none looked at meaning.
+    """
+    arms = {family: arm for arm, family in reversed(list(families.items()))}  # the first of each family
+    overlap = arms.get("oracle", arms.get("kvshare"))
+    if "response" not in arms or overlap is None:
+        return None
+    distances = rows_of(arms["response"])["distance"].to_numpy().astype(np.float64)  # NaN: no earlier prompt
+    tokens, hit = _tokens_and_hits(rows_of(overlap))
+    edges = [*DISTANCE_EDGES, np.inf], [*OVERLAP_EDGES, np.inf]
+    counts = np.histogram2d(distances, hit / np.maximum(tokens, 1), edges)[0].astype(int)
+    num_requests = max(1, len(distances))
+    return schema.Similarity(
+        distance_edges=DISTANCE_EDGES,
+        overlap_edges=OVERLAP_EDGES,
+        counts=tuple(map(tuple, counts.tolist())),
+        overlap=overlap,
+        thresholds=tuple(
+            schema.Threshold(distance=limit, share=int((distances <= limit).sum()) / num_requests)
+            for limit in DISTANCE_THRESHOLDS
+        ),
+    )
+
+
+def waterfalls(
+    families: Mapping[str, str], rows_of: Callable[[str], pa.Table]
+) -> tuple[schema.Waterfall, ...]:
+    """Where what the oracle covers goes, for each kvshare arm with an infinite store."""
+    oracle = next((arm for arm, family in families.items() if family == "oracle"), None)
+    if oracle is None:
+        return ()
+    covered = rows_of(oracle)["num_hit"].to_numpy()
+    kvshare = (arm for arm, family in families.items() if family == "kvshare")
+    return tuple(_waterfall(arm, rows_of(arm), covered) for arm in kvshare)
+
+
+def _waterfall(arm: str, rows: pa.Table, covered: NDArray[np.int32]) -> schema.Waterfall:
+    """`covered`: of each request, what the oracle has."""
+    sums = _totals(each_request(rows))
+    hit, repaired, refused = sums["num_hit"], sums["num_repaired"], sums["num_refused"]
+    generation, num_covered = sums["num_refused_generation"], int(covered.sum())
+    is_short = pc.equal(rows["reason"], "short_prompt").fill_null(False).to_numpy(zero_copy_only=False)
+    too_short = int(covered[is_short].sum())  # prompts that are not looked up
+    losses = {
+        "oracle": num_covered,
+        "not_found": hit + repaired + refused + too_short - num_covered,
+        "too_short": -too_short,
+        "generation": -generation,
+        "refused": generation - refused,
+        "repaired": -repaired,
+        "hit": hit,
+    }
+    steps = tuple(schema.Step(name=name, num_tokens=value) for name, value in losses.items())
+    return schema.Waterfall(arm=arm, num_tokens=sums["num_tokens"], steps=steps)
+
+
+def _tokens_and_hits(rows: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    tokens, hit = (rows[name].to_numpy().astype(np.int64) for name in ("num_tokens", "num_hit"))
+    return tokens, hit
+
+
+def _counted(column: pa.ChunkedArray) -> dict[str, int]:
+    """How often each value occurs, in alphabetical order; no value is none."""
+    counts = column.drop_null().value_counts().to_pylist()
+    return dict(sorted((one["values"], one["counts"]) for one in counts))

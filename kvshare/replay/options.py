@@ -18,6 +18,7 @@ from kvshare.settings import Settings
 from vector_index import TextEmbedder
 
 LLAMA3_8B_BYTES_PER_TOKEN = 131_072  # 32 layers, 8 KV heads of 128, K and V, bfloat16
+_FIGURED = ("bytes_per_token", "prefill_tokens_per_s", "limit", "seed", "interleave")
 _LIBRARIES = {
     "numpy": "numpy",
     "pyarrow": "pyarrow",
@@ -80,7 +81,6 @@ def make_bench(
         settings=options.settings,
         bytes_per_token=options.bytes_per_token,
         prefill_tokens_per_s=options.prefill_tokens_per_s,
-        seed=options.seed,
         meanings=meanings,
         light_ids=light_ids,
         explain_losses=explain_losses,
@@ -102,18 +102,12 @@ def config_document(
     return {
         "arms": [spec.text for spec in options.arms],
         "capacities_tokens": list(options.capacities_tokens),
-        "bytes_per_token": options.bytes_per_token,
-        "prefill_tokens_per_s": options.prefill_tokens_per_s,
-        "limit": options.limit,
-        "seed": options.seed,
-        "interleave": options.interleave,
+        **{name: getattr(options, name) for name in _FIGURED},
         "format": options.format_name,
         "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.digest},
         "embedder": None if meanings is None else Path(meanings.name).name,  # a path would tell folders
         "settings": {
-            "sharing": settings.sharing.model_dump(),
-            "repair": settings.repair.model_dump(),
-            "cost": settings.cost.model_dump(),
+            **{name: getattr(settings, name).model_dump() for name in ("sharing", "repair", "cost")},
             "index": settings.index.model_dump(exclude={"url", "embedder", "collection", "backend"}),
         },
     }

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -33,25 +34,25 @@ from numpy.typing import NDArray
 from kvshare.errors import LogError
 from kvshare.replay.arms import ArmSpec, Meanings, opened_arms
 from kvshare.replay.arms.base import with_room
-from kvshare.replay.counts import DISTANCE_THRESHOLDS
+from kvshare.replay.counts import DISTANCE_THRESHOLDS, buckets
 from kvshare.replay.options import (
     ReplayOptions,
     Report,
     bundled_embedder,
+    config_document,
     data_document,
     make_bench,
     make_stream,
     versions,
 )
-from kvshare.replay.report.files import write_png
 from kvshare.replay.report.shapes import draw_figure_2, draw_figure_4
 from kvshare.replay.requests import TokenizedRequest, batches
-from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document, write_document
+from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document, write_document, write_whole
 from kvshare.replay.tokens import RequestTokenizer
 from vector_index import TextEmbedder
 
 PAPER_FILE: Final = "paper.json"
-MAX_DISTANCE: Final = 0.05
+MAX_DISTANCE: Final = 0.05  # one of `DISTANCE_THRESHOLDS`
 PAPER_ARMS: Final = "prefix,chunks,kvshare,kvshare-open,kvshare-semantic,kvshare-semantic-open,oracle"
 _EDGES: Final = tuple(share / 10 for share in range(10))
 _BATCH: Final = 32
@@ -97,14 +98,15 @@ def replay_paper(
             nearness.add([(request, meanings.of(request)) for request in batch])
         if not nearness.num_prompts:
             raise LogError("--paper: the log has no first turns, or does not say which requests are")
-        chosen = nearness.similar_subset()
+        chosen = nearness.similar
         subset = ([request for request in batch if request.index in chosen] for batch in first_turns(total))
         figure_4 = _figure_4(subset, options, meanings)
         report(2 * total, 2 * total)
+        config = config_document(options, tokenizer, meanings)
     document: Document = {
         "schema_version": SCHEMA_VERSION,
         "kind": "replay-paper",
-        "config": _config(options, meanings, tokenizer),
+        "config": {name: config[name] for name in ("arms", "embedder", "limit", "seed", "tokenizer")},
         "data": data_document(options, stream),
         "figure_2": nearness.figure_2(),
         "figure_4": {"num_prompts": len(chosen), "num_duplicates": nearness.num_identical, **figure_4},
@@ -116,22 +118,15 @@ def replay_paper(
     return document
 
 
-def _config(options: ReplayOptions, meanings: Meanings, tokenizer: RequestTokenizer) -> Document:
-    return {
-        "arms": [spec.text for spec in options.arms],
-        "embedder": meanings.name.rsplit("/", 1)[-1],
-        "limit": options.limit,
-        "seed": options.seed,
-        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.digest},
-    }
-
-
 def _write(out: Path, document: Document) -> None:
     write_document(out / PAPER_FILE, document)
     for name, draw in (("figure_2", draw_figure_2), ("figure_4", draw_figure_4)):
-        path = out / f"{name.replace('_', '-')}.svg"
-        path.write_text(picture := draw(document[name], _REPORTED[name]), encoding="utf-8")
-        write_png(path.with_suffix(".png"), picture)
+        path, picture = out / f"{name.replace('_', '-')}.svg", draw(document[name], _REPORTED[name])
+        write_whole(path, picture.svg.encode())
+        write_whole(path.with_suffix(".png"), picture.png)
+
+
+Vector = NDArray[np.float32]
 
 
 class _Shelf:
@@ -141,16 +136,16 @@ class _Shelf:
         self.indexes: list[int] = []
         self._vectors = np.empty((64, dimension), np.float32)
 
-    def add(self, indexes: Sequence[int], vectors: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
-        """The distances of each of these prompts to all before it, in the order of `indexes`."""
+    def add(self, indexes: Sequence[int], vectors: Sequence[Vector]) -> Iterator[tuple[int, Vector]]:
+        """Each of these prompts, with its distances to all before it, in the order of `self.indexes`."""
         before = len(self.indexes)
         self.indexes += indexes
         self._vectors = with_room(self._vectors, len(self.indexes))
         self._vectors[before : len(self.indexes)] = vectors
         # One product for all of them: one for each reads all vectors again, and takes several times as long.
-        products = vectors @ self._vectors[: len(self.indexes)].T
-        for row, likenesses in enumerate(products):
-            yield np.maximum(1.0 - likenesses[: before + row], 0.0)
+        products = self._vectors[before : len(self.indexes)] @ self._vectors[: len(self.indexes)].T
+        for row, (index, likenesses) in enumerate(zip(indexes, products, strict=True)):
+            yield index, np.maximum(1.0 - likenesses[: before + row], 0.0)
 
 
 class _Nearness:
@@ -158,23 +153,23 @@ class _Nearness:
 
     def __init__(self) -> None:
         self.num_identical = 0
+        self.similar: set[int] = set()  # places in the stream of the "Similar" subset
         self._distances: list[float] = []  # of the prompts that are no duplicates; 2.0: none before
-        self._similar: set[int] = set()
         self._seen: set[bytes] = set()
         self._shelves: dict[str, _Shelf] = {}
 
-    def add(self, prompts: Iterable[tuple[TokenizedRequest, NDArray[np.float32] | None]]) -> None:
+    def add(self, prompts: Iterable[tuple[TokenizedRequest, Vector | None]]) -> None:
         """The stream's next prompts, each with its meaning."""
-        placed: dict[str, list[tuple[int, NDArray[np.float32]]]] = {}
+        placed: defaultdict[str, dict[int, Vector]] = defaultdict(dict)
         for request, vector in prompts:
             if self._is_identical(request):
                 self.num_identical += 1
             elif vector is None:
                 self._distances.append(2.0)
             else:
-                placed.setdefault(request.logged.namespace, []).append((request.index, vector))
+                placed[request.logged.namespace][request.index] = vector
         for namespace, own in placed.items():
-            self._compare(namespace, [index for index, _ in own], np.stack([vector for _, vector in own]))
+            self._compare(namespace, list(own), list(own.values()))
 
     def _is_identical(self, request: TokenizedRequest) -> bool:
         """To an earlier one of its namespace."""
@@ -183,42 +178,31 @@ class _Nearness:
         self._seen.add(content.digest())
         return len(self._seen) == known
 
-    def _compare(self, namespace: str, indexes: Sequence[int], vectors: NDArray[np.float32]) -> None:
-        shelf = self._shelves.setdefault(namespace, _Shelf(vectors.shape[1]))
-        for index, distances in zip(indexes, shelf.add(indexes, vectors), strict=True):
+    def _compare(self, namespace: str, indexes: Sequence[int], vectors: Sequence[Vector]) -> None:
+        shelf = self._shelves.setdefault(namespace, _Shelf(len(vectors[0])))
+        for index, distances in shelf.add(indexes, vectors):
             self._distances.append(float(distances.min(initial=2.0)))
             near = np.flatnonzero(distances <= MAX_DISTANCE)
             if len(near):
-                self._similar.add(index)
-                self._similar.update(shelf.indexes[row] for row in near)
-
-    def similar_subset(self) -> frozenset[int]:
-        """Places in the stream of the "Similar" subset."""
-        return frozenset(self._similar)
+                self.similar |= {index, *(shelf.indexes[row] for row in near)}
 
     @property
     def num_prompts(self) -> int:
         return self.num_identical + len(self._distances)
 
     def figure_2(self) -> Document:
-        num_prompts = self.num_prompts
-        distances = np.array(self._distances)
-        similar = int((distances <= MAX_DISTANCE).sum())
+        distances, num_prompts, identical = np.array(self._distances), self.num_prompts, self.num_identical
+        within = {limit: identical + int((distances <= limit).sum()) for limit in DISTANCE_THRESHOLDS}
+        nums = {
+            "identical": identical,
+            "similar": within[MAX_DISTANCE] - identical,
+            "unique": num_prompts - within[MAX_DISTANCE],
+        }
         return {
             "num_prompts": num_prompts,
             "max_distance": MAX_DISTANCE,
-            "shares": {
-                "identical": self.num_identical / num_prompts,
-                "similar": similar / num_prompts,
-                "unique": (len(self._distances) - similar) / num_prompts,
-            },
-            "by_distance": [
-                {
-                    "distance": threshold,
-                    "share": (self.num_identical + int((distances <= threshold).sum())) / num_prompts,
-                }
-                for threshold in DISTANCE_THRESHOLDS
-            ],
+            "shares": {name: num / num_prompts for name, num in nums.items()},
+            "by_distance": [{"distance": limit, "share": num / num_prompts} for limit, num in within.items()],
         }
 
 
@@ -226,28 +210,28 @@ def _figure_4(
     subset: Iterable[list[TokenizedRequest]], options: ReplayOptions, meanings: Meanings
 ) -> Document:
     bench = make_bench(options, meanings, explain_losses=False)
-    hits: list[list[tuple[int, int]]] = [[] for _ in options.arms]
+    tokens: list[int] = []
+    hits: list[list[int]] = []  # of each request, by arm
     with opened_arms(((spec, None) for spec in options.arms), bench) as arms:
         for batch in subset:
             meanings.prepare(batch)
-            for request in batch:
-                for arm, own in zip(arms, hits, strict=True):
-                    own.append((arm.observe(request).num_hit, request.num_tokens))
+            tokens += [request.num_tokens for request in batch]
+            hits += [[arm.observe(request).num_hit for arm in arms] for request in batch]
+    by_arm = np.array(hits, np.int64).reshape(-1, len(options.arms)).T
     return {
-        "num_tokens": sum(num_tokens for _, num_tokens in hits[0]) if hits else 0,
-        "arms": [_distribution(spec, own) for spec, own in zip(options.arms, hits, strict=True)],
+        "num_tokens": sum(tokens),
+        "arms": [_distribution(spec, own, tokens) for spec, own in zip(options.arms, by_arm, strict=True)],
     }
 
 
-def _distribution(spec: ArmSpec, hits: Sequence[tuple[int, int]]) -> Document:
+def _distribution(spec: ArmSpec, hits: NDArray[np.int64], tokens: Sequence[int]) -> Document:
     """How the requests' hit rates are spread."""
-    table = np.array(hits, dtype=np.float64).reshape(-1, 2)
-    rates = table[:, 0] / np.maximum(table[:, 1], 1)
-    counts = np.bincount(np.searchsorted(_EDGES, rates, side="right") - 1, minlength=len(_EDGES))
+    rates = hits / np.maximum(np.array(tokens, np.int64), 1)
+    counts = np.bincount(buckets(_EDGES, rates), minlength=len(_EDGES))
     num = max(1, len(rates))
     return {
         "arm": spec.text,
-        "token_hit_rate": float(table[:, 0].sum() / max(1.0, table[:, 1].sum())),
+        "token_hit_rate": int(hits.sum()) / max(1, sum(tokens)),
         "edges": list(_EDGES),
         "shares": [int(count) / num for count in counts],
         "at_least": {str(share): int((100 * rates >= share).sum()) / num for share in SHARES},

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from delta_tree import Span, TokenIds
 
@@ -83,7 +86,7 @@ class TokenizedRequest:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """
-    What one arm would have reused of one request.
+    What one arm would have reused of one request. Its names are columns of rows.py.
 
     `hits` are the prompt's positions that need no computing, ascending and disjoint. Only equal tokens count:
     a response cache's answer to another prompt is a `false_hit`.
@@ -101,24 +104,24 @@ class Outcome:
     num_stored_bytes: int = 0  # in the arm's store, after this request
     distance: float | None = None  # cosine distance to the nearest earlier prompt, where the arm looks
     reason: str | None = None  # why nothing or no more was shared, one of a few fixed words
-    details: Mapping[str, float] = field(default_factory=dict)
+    answered: bool = False  # by a response cache
+    embedded: bool = False  # for the look-up
+    num_refused: int = 0  # tokens a gate refused, that the arm's candidates had
+    num_refused_generation: int = 0  # of these, taken if only the generation did not matter
 
     @property
     def num_hit(self) -> int:
         return sum(len(span) for span in self.hits)
 
+    @property
+    def num_copies(self) -> int:
+        return len(self.shifts)
 
-def spans_of(flags: Sequence[bool]) -> tuple[Span, ...]:
+
+def spans_of(flags: ArrayLike) -> tuple[Span, ...]:
     """The stretches where `flags` is true."""
-    spans: list[Span] = []
-    start: int | None = None
-    for position, flag in enumerate([*flags, False]):
-        if flag and start is None:
-            start = position
-        elif not flag and start is not None:
-            spans.append(Span(start, position))
-            start = None
-    return tuple(spans)
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)).tolist()
+    return tuple(map(Span, edges[::2], edges[1::2]))
 
 
 def batches(requests: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -48,11 +48,16 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Saved(Part):
-    """Seconds to the first token. `share` is of all prefill."""
+class NetSaved(Part):
+    """Seconds; less look-up, plan and, for each text embedded for the look-up, the mean time of a text."""
 
     mean: Number = None
     total: Number = None
+
+
+class Saved(NetSaved):
+    """Seconds to the first token, nothing taken off. `share` is of all prefill."""
+
     share: Number = None
 
 
@@ -237,13 +242,6 @@ class Milliseconds(Part):
     max: Number = None
 
 
-class NetSaved(Part):
-    """Seconds; less look-up, plan and, for each text embedded for the look-up, the mean time of a text."""
-
-    mean: Number = None
-    total: Number = None
-
-
 class ArmTimes(Part):
     """Of one arm with one store."""
 
@@ -290,8 +288,13 @@ class Results(Part):
 
 def write_document(path: Path, document: Document) -> None:
     """JSON that appears whole or not at all."""
+    write_whole(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A file that appears whole or not at all."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.write_bytes(content)
     partial.replace(path)
 
 

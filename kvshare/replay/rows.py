@@ -2,10 +2,9 @@
 One row a request and arm: what is kept of a replay, as numbers, and how it goes into Parquet and comes back.
 
 All measures are functions of these rows, so that a resumed run, or a later one, finds the same from the file.
-How far a replay came lies in parts, and a small state that names them:
+How far a replay came lies in parts of it, each with whole requests only, that appear whole or not at all:
 
-    OUT/checkpoint/rows-00000.parquet ...   whole requests only
-    OUT/checkpoint/state.json               written last, replaced whole
+    OUT/checkpoint/rows-00000.parquet ...   in its metadata, how far the run had come with it
 
 What the arms hold is not kept (it would be prompts); on resuming they observe the log's beginning once more,
 unmeasured.
@@ -13,17 +12,17 @@ unmeasured.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvshare.errors import LogError
@@ -31,8 +30,7 @@ from kvshare.replay.arms.base import Arm
 from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.results import Row
 
-CHECKPOINT_FOLDER = "checkpoint"
-_STATE_FILE = "state.json"
+_PROGRESS = b"kvshare.progress"
 SCHEMA = pa.schema(
     {
         "index": pa.int64(),  # place in the stream, from 0
@@ -66,35 +64,29 @@ SCHEMA = pa.schema(
         "observe_s": pa.float32(),  # all the arm did: look up, plan, tell what gates cost, store
     }
 )
+_OF_OUTCOME = tuple(name for name in SCHEMA.names if hasattr(Outcome, name))
 _LANGUAGE = re.compile(r"[A-Za-z][A-Za-z_()-]{0,23}( [A-Za-z()-]{1,23})?")
 
 
-class Numbering:
+def numbering() -> defaultdict[str, int]:
     """Names -> numbers, in the order they first come: logs' names are nobody's business."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def __call__(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers))
+    return defaultdict(itertools.count().__next__)
 
 
 class RowMaker:
     """Makes rows; numbers users, conversations and namespaces over the whole stream."""
 
     def __init__(self) -> None:
-        self.users = Numbering()
-        self.conversations = Numbering()
-        self.namespaces = Numbering()
+        self._users, self._conversations, self._namespaces = numbering(), numbering(), numbering()
 
     def common(self, request: TokenizedRequest) -> Row:
         """What the rows of all arms have in common."""
         logged = request.logged
         return {
             "index": request.index,
-            "namespace": self.namespaces(logged.namespace),
-            "user": None if logged.user is None else self.users(logged.user),
-            "conversation": self.conversations(logged.conversation),
+            "namespace": self._namespaces[logged.namespace],
+            "user": None if logged.user is None else self._users[logged.user],
+            "conversation": self._conversations[logged.conversation],
             "turn": logged.turn,
             "language": language_label(logged.language),
             "time_s": request.time_s,
@@ -104,29 +96,12 @@ class RowMaker:
 
 
 def make_row(common: Row, arm: Arm, outcome: Outcome, *, observe_s: float) -> Row:
-    """What an arm made of a request, with everything as Parquet will give it back."""
-    distance = None if outcome.distance is None else float(np.float32(outcome.distance))
+    """What an arm made of a request."""
     return {
         **common,
         "arm": arm.name,
         "capacity_tokens": arm.capacity_tokens,
-        "num_hit": outcome.num_hit,
-        "num_exact": outcome.num_exact,
-        "num_repaired": outcome.num_repaired,
-        "num_copies": len(outcome.shifts),
-        "num_donors": outcome.num_donors,
-        "shifts": list(outcome.shifts),
-        "cross_user": outcome.cross_user,
-        "answered": bool(outcome.details.get("answered", 0)),
-        "false_hit": outcome.false_hit,
-        "distance": distance,
-        "reason": outcome.reason,
-        "num_refused": int(outcome.details.get("num_refused", 0)),
-        "num_refused_generation": int(outcome.details.get("num_refused_generation", 0)),
-        "embedded": bool(outcome.details.get("embedded", 0)),
-        "num_stored_bytes": outcome.num_stored_bytes,
-        "lookup_s": outcome.lookup_s,
-        "plan_s": outcome.plan_s,
+        **{name: getattr(outcome, name) for name in _OF_OUTCOME},
         "observe_s": observe_s,
     }
 
@@ -136,29 +111,23 @@ def language_label(language: str) -> str:
     return language if _LANGUAGE.fullmatch(language) else "other"
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
+def write_rows(path: Path, rows: Sequence[Row], *, schema: pa.Schema = SCHEMA) -> None:
     """Rows into a Parquet file that appears whole or not at all."""
     partial = path.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), partial, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), partial, compression="zstd")
     partial.replace(path)
 
 
-def read_rows(path: Path, *, batch_size: int = 4096) -> Iterator[Row]:
-    """The rows of a file, in order, a batch in memory at a time."""
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=batch_size):
-            yield from batch.to_pylist()
-
-
-def join_files(parts: Sequence[Path], path: Path) -> None:
-    """All parts, one after the other, as one file."""
-    partial = path.with_suffix(".partial")
-    with pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
-        for part in parts:
-            with pq.ParquetFile(part) as file:
-                for batch in file.iter_batches(batch_size=65_536):
-                    writer.write_batch(batch)
-    partial.replace(path)
+def read_arm(
+    path: Path, arm: str, capacity_tokens: int | None = None, *, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """The rows of one arm with one store, in the stream's order."""
+    capacity = pc.field("capacity_tokens")
+    same_store = capacity.is_null() if capacity_tokens is None else capacity == capacity_tokens
+    wanted = (pc.field("arm") == arm) & same_store
+    # Reading ahead, in threads or into buffers, takes several times the memory and saves no time.
+    table = pq.read_table(path, columns=columns, filters=wanted, use_threads=False, pre_buffer=False)
+    return table.sort_by("index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +136,6 @@ class Progress:
 
     run: str
     num_requests: int = 0
-    num_parts: int = 0
     digest: str = ""
     num_resumed: int = 0
     wall_s: float = 0.0
@@ -177,12 +145,16 @@ class Checkpoint:
     """The checkpoint folder of one run."""
 
     def __init__(self, out: Path) -> None:
-        self._folder = out / CHECKPOINT_FOLDER
+        self._folder = out / "checkpoint"
 
     @property
     def has_progress(self) -> bool:
         """Whether there is anything to resume."""
-        return (self._folder / _STATE_FILE).is_file()
+        return bool(self._parts)
+
+    @property
+    def _parts(self) -> list[Path]:
+        return sorted(self._folder.glob("rows-*.parquet"))
 
     def begin(self, run: str) -> Progress:
         """Forget whatever was there and start anew."""
@@ -199,9 +171,8 @@ class Checkpoint:
         if not self.has_progress:
             return self.begin(run)
         try:
-            state = self._folder / _STATE_FILE
-            progress = Progress(**json.loads(state.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as exc:
+            progress = Progress(**json.loads(pq.read_schema(self._parts[-1]).metadata[_PROGRESS]))
+        except (OSError, ValueError, TypeError, LookupError) as exc:
             raise LogError("the checkpoint cannot be read; start without --resume") from exc
         if progress.run != run:
             raise LogError(
@@ -214,27 +185,20 @@ class Checkpoint:
         if digest != progress.digest:
             raise LogError("the log is another than the interrupted run's; start without --resume")
 
-    def save(self, progress: Progress, rows: list[Row]) -> None:
-        """Add a part, then say so."""
-        if rows:
-            write_rows(self._part(progress.num_parts - 1), rows)
-        partial = self._folder / "state.partial"
-        partial.write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        partial.replace(self._folder / _STATE_FILE)
+    def save(self, progress: Progress, rows: Sequence[Row]) -> None:
+        """Add a part."""
+        metadata = {_PROGRESS: json.dumps(asdict(progress))}
+        path = self._folder / f"rows-{len(self._parts):05}.parquet"
+        write_rows(path, rows, schema=SCHEMA.with_metadata(metadata))
 
-    def rows(self, progress: Progress) -> Iterator[list[Row]]:
-        """The rows so far, request by request."""
-        for number in range(progress.num_parts):
-            for _, rows in groupby(read_rows(self._part(number)), key=itemgetter("index")):
-                yield list(rows)
-
-    def join(self, progress: Progress, path: Path) -> None:
-        """All rows as one file."""
-        join_files([self._part(number) for number in range(progress.num_parts)], path)
+    def join(self, path: Path) -> None:
+        """All parts, one after the other, as one file."""
+        partial = path.with_suffix(".partial")
+        with pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
+            for part in self._parts:
+                writer.write_table(pq.read_table(part))
+        partial.replace(path)
 
     def clear(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _part(self, number: int) -> Path:
-        return self._folder / f"rows-{number:05}.parquet"

@@ -10,7 +10,9 @@ made-up tokens, the same for the same hash. Knows nothing of arms.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +31,10 @@ _ELLIPSIS = "\n"
 
 
 class RequestTokenizer:
-    """Turns the stream into tokens. `num_refused` counts prompts that the chat template would not take."""
+    """Turns the stream into tokens."""
 
     def __init__(self, backend: Tokenizer, *, encoder: PromptEncoder | None = None, name: str = "") -> None:
         self.name = name
-        self.num_refused = 0
         self._backend = backend
         self._backend.no_truncation()  # some tokenizers come with a limit switched on
         self._backend.no_padding()
@@ -78,50 +79,44 @@ class RequestTokenizer:
             if not any(map(str.isalnum, text)) and "\ufffd" not in text
         )
 
-    def tokenize(
-        self, requests: Iterable[LoggedRequest], *, first_index: int = 0
-    ) -> Iterator[TokenizedRequest]:
+    def tokenize(self, requests: Iterable[LoggedRequest]) -> Iterator[TokenizedRequest]:
         """
         The same requests in the same order, with times that never decrease; 0.0 until one has a time.
 
         Raises LogError for a request of which the log tells only the length.
         """
-        index, time_s = first_index, 0.0
+        index, time_s = itertools.count(), 0.0
         for batch in batches(requests, _BATCH):
-            prompts = self._prompts(batch)
             answers = self._encode([request.answer or "" for request in batch], special=False)
-            for request, prompt, answer in zip(batch, prompts, answers, strict=True):
+            for request, prompt, answer in zip(batch, self._prompts(batch), answers, strict=True):
                 time_s = max(time_s, time_s if request.time_s is None else request.time_s)
-                yield TokenizedRequest(index, request, prompt, answer, embedder_text(request), time_s)
-                index += 1
+                yield TokenizedRequest(next(index), request, prompt, answer, embedder_text(request), time_s)
 
-    def _prompts(self, batch: Sequence[LoggedRequest]) -> list[TokenIds]:
-        result: list[TokenIds | None] = [self._given(request) for request in batch]
-        chats = [number for number, request in enumerate(batch) if request.messages is not None]
-        texts = [number for number, request in enumerate(batch) if request.prompt is not None]
-        rendered = self._encode(
-            [self._render(batch[number].messages or ()) for number in chats], special=False
-        )
-        encoded = self._encode([batch[number].prompt or "" for number in texts], special=True)
-        for number, ids in zip([*chats, *texts], [*rendered, *encoded], strict=True):
-            result[number] = ids
-        return [ids for ids in result if ids is not None]
+    def _prompts(self, batch: Sequence[LoggedRequest]) -> Iterator[TokenIds]:
+        """Texts of one kind are encoded together, which takes several cores."""
+        layouts = [self._render(one.messages) for one in batch if one.messages is not None]
+        prompts = [one.prompt for one in batch if one.prompt is not None]
+        chats = iter(self._encode(layouts, special=False))
+        texts = iter(self._encode(prompts, special=True))
+        for request in batch:
+            if request.messages is not None:
+                yield next(chats)
+            elif request.prompt is not None:
+                yield next(texts)
+            else:
+                yield self._given(request)
 
-    def _given(self, request: LoggedRequest) -> TokenIds | None:
+    def _given(self, request: LoggedRequest) -> TokenIds:
         if request.token_ids is not None:
             return token_ids(np.asarray(request.token_ids, dtype=np.int32))
         if request.block_hashes is not None:
             return block_tokens(request, num_tokens=self._num_tokens)
-        if request.messages is None and request.prompt is None:
-            raise LogError(f"{request.source}, line {request.line}: a length alone cannot be replayed")
-        return None
+        raise LogError(f"{request.source}, line {request.line}: a length alone cannot be replayed")
 
     def _render(self, messages: Sequence[Message]) -> str:
         if self._encoder is not None:
-            try:
+            with suppress(RequestError):  # a template that does not take these messages
                 return self._encoder.render_chat(messages)
-            except RequestError:
-                self.num_refused += 1
         return plain_layout(messages)
 
     def _encode(self, texts: Sequence[str], *, special: bool) -> list[TokenIds]:

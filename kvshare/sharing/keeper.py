@@ -46,6 +46,7 @@ class Keeper(Generic[TierT]):
         self._min_tokens = min_tokens
         self._writing = threading.RLock()  # held for milliseconds: never taken on the event loop
         self._evicted: deque[tuple[str, int]] = deque()
+        self._shortened: dict[NodeId, Node] = {}
         self._num_unstored = 0  # since the store fails
 
     def discard_unreadable(self, donors: Iterable[NodeId]) -> None:
@@ -73,6 +74,11 @@ class Keeper(Generic[TierT]):
     def take_evicted(self) -> list[tuple[str, int]]:
         """Namespaces and ids of the nodes that left since the last call; the index still has them."""
         return [self._evicted.popleft() for _ in range(len(self._evicted))]
+
+    def take_shortened(self) -> list[Node]:
+        """The nodes that lost their end since the last call; the index still has them whole."""
+        taken = (self._shortened.pop(node_id, None) for node_id in list(self._shortened))
+        return [node for node in taken if node is not None]
 
     def _insert(self, draft: NodeDraft) -> Insertion:
         """Make a prompt a node; raises what the tree raises, and the draft's segments are then let go."""
@@ -118,7 +124,8 @@ class Keeper(Generic[TierT]):
         namespaces: Collection[str] | None = None,
     ) -> bool:
         """
-        Evict the least recently used prompts until `num_bytes` fit; held and pinned ones stay.
+        Evict the least recently used prompts until `num_bytes` fit; held and pinned ones stay. The last of
+        them loses only its end, where that keeps a useful prefix.
 
         `namespaces` are those whose prompts take the budget's bytes; None: there are no others.
         """
@@ -128,8 +135,13 @@ class Keeper(Generic[TierT]):
             self.counters["fallback:commit:no_room"] += 1
             return False  # evicting all the others would not be enough: evict nobody
         while (candidate := self._least_recently_used(namespaces, held)) is not None:
-            self._evict(candidate)
-            self.counters["evictions"] += 1
+            excess = budget.num_bytes + num_bytes - budget.max_bytes
+            if num_kept := self._useful_prefix(candidate, excess, budget):
+                self._shorten(candidate, num_kept)
+                self.counters["evictions:end"] += 1
+            else:
+                self._evict(candidate)
+                self.counters["evictions"] += 1
             if budget.num_bytes + num_bytes <= budget.max_bytes:
                 return True
         self.counters["fallback:commit:no_room"] += 1
@@ -145,6 +157,27 @@ class Keeper(Generic[TierT]):
             (node for node in oldest if node is not None), key=lambda node: node.last_used_at, default=None
         )
 
+    def _useful_prefix(self, node: Node, num_bytes: int, budget: Budget) -> int:
+        """
+        How many of its first tokens a prompt may keep when `num_bytes` are to leave from its end; 0: none.
+
+        What stays must be worth a lookup, and some of it be this prompt's alone: the rest stays anyway.
+        """
+        rows = node.pieces.rows()
+        first_use = {segment_id: start for start, segment_id, _, _ in reversed(rows)}
+        own = {entry for entry in first_use if self.tree.reference_count(entry) == 1 and entry in budget}
+        num_kept = node.num_tokens
+        for start, segment_id, _, _ in reversed(rows):
+            num_kept = start
+            if segment_id in own and first_use[segment_id] == start:
+                own.discard(segment_id)
+                num_bytes -= self.tree.segment(segment_id).num_bytes
+            if num_bytes <= 0 or num_kept < self._min_tokens:
+                break
+        if num_bytes > 0 or not own or num_kept < self._min_tokens:
+            return 0
+        return 0 if self.tree.find(node.namespace, node.token_ids[:num_kept]) is not None else num_kept
+
     def _bytes_of(self, node_ids: Iterable[NodeId], budget: Budget) -> int:
         """Of the segments in a budget that these nodes point to."""
         nodes = (self.tree.get(node_id) for node_id in node_ids)
@@ -154,7 +187,14 @@ class Keeper(Generic[TierT]):
     def _has_all(self, node: Node) -> bool:
         return not self.tier.fetch(node.pieces.segment_ids).missing
 
+    def _shorten(self, node: Node, num_tokens: int) -> Node:
+        self.tier.drop(self.tree.shorten(node.node_id, num_tokens, lazily=True).freed_segments)
+        shorter = self.tree.node(node.node_id)
+        self._shortened[node.node_id] = shorter
+        return shorter
+
     def _evict(self, node: Node) -> None:
         # Written with the next prompt: a full store pays one transaction for both.
         self.tier.drop(self.tree.evict(node.node_id, lazily=True).freed_segments)
+        self._shortened.pop(node.node_id, None)
         self._evicted.append((node.namespace, int(node.node_id)))

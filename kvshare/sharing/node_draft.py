@@ -10,7 +10,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from delta_tree import Node, NodeDraft, NodeId, Piece, PieceTable, Segment, SegmentId, Span, TokenIds, merge
+from delta_tree import (
+    SEGMENT_TOKENS,
+    Node,
+    NodeDraft,
+    NodeId,
+    Piece,
+    PieceTable,
+    Segment,
+    SegmentId,
+    Span,
+    TokenIds,
+    merge,
+    split,
+)
 from kvshare.sharing.plan import NoPlan, Plan
 
 
@@ -25,11 +38,12 @@ class StoredSpan:
 
 
 def computed_spans(plan: Plan | NoPlan, num_tokens: int) -> tuple[Span, ...]:
-    """What was computed of so many tokens: the placeholders, and everything that was generated."""
-    if isinstance(plan, NoPlan):
-        return (Span(0, num_tokens),)
-    spans = [Span(span.start, min(span.end, num_tokens)) for span in plan.placeholders]
-    return merge([*spans, Span(min(plan.num_tokens, num_tokens), num_tokens)])
+    """What was computed of so many tokens, by segment: the placeholders, and everything generated."""
+    spans = [Span(0, num_tokens)]
+    if isinstance(plan, Plan):
+        spans = [Span(span.start, min(span.end, num_tokens)) for span in plan.placeholders]
+        spans.append(Span(min(plan.num_tokens, num_tokens), num_tokens))
+    return split(merge(spans), SEGMENT_TOKENS)
 
 
 def draft_node(

@@ -183,15 +183,24 @@ class Sharing:
         Index a node (without text only prefix and fingerprints), and take evicted ones out of the index.
         """
         await self.forget_evicted()
-        if self.tree.get(node.node_id) is None:
+        await self._index(node, text)
+
+    async def _index(self, node: Node, text: PromptText | None) -> None:
+        stored = self.tree.get(node.node_id)
+        if stored is None:
             return
-        await self.nominator.remember(node.node_id, node.namespace, node.token_ids, text)
+        if stored.num_tokens < node.num_tokens:  # it lost its end, while the text waited to be embedded
+            text = None
+        await self.nominator.remember(node.node_id, node.namespace, stored.token_ids, text)
         if self.tree.get(node.node_id) is None:  # evicted while it was embedded: it must not come back
             await self.forget([(node.namespace, node.node_id)])
 
     async def forget_evicted(self) -> None:
-        """Take what left the tree out of the index."""
+        """Take what left the tree out of the index, whole prompts and ends of prompts."""
         await self.forget(self.keeper.take_evicted())
+        for node in self.keeper.take_shortened():
+            # Without the meaning of the whole, which is not that of its beginning.
+            await self._index(node, None)
 
     async def forget(self, nodes: Iterable[tuple[str, int]]) -> None:
         """Take nodes out of the index. Stale entries are never used, but they crowd out living donors."""

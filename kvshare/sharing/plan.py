@@ -130,6 +130,9 @@ def without(copies: Iterable[Copy], holes: Iterable[Span]) -> tuple[Copy, ...]:
         start, end = copy.target_start, copy.target_start + copy.length
         while first < len(sorted_holes) and sorted_holes[first].end <= start:
             first += 1
+        if first == len(sorted_holes) or sorted_holes[first].start >= end:
+            kept.append(copy)
+            continue
         at = first
         while at < len(sorted_holes) and (hole := sorted_holes[at]).start < end:
             if hole.start > start and (part := clip(copy, Span(start, hole.start))):

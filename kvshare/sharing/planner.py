@@ -7,8 +7,10 @@ repair asks for, is a placeholder.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Self
 
 from delta_tree import (
@@ -196,5 +198,12 @@ def _small_shift(sharing: SharingSettings, num_tokens: int) -> int:
 
 
 def _within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:
-    """The copies clipped to a span, in the order given."""
-    return tuple(part for copy in copies if (part := clip(copy, span)) is not None)
+    """The copies, ascending by target and apart, clipped to a span."""
+    if not span:
+        return ()
+    first = bisect_right(copies, span.start, key=lambda copy: copy.target_start + copy.length)
+    inside = list(copies[first : bisect_left(copies, span.end, key=attrgetter("target_start"))])
+    for edge in (0, -1) if inside else ():
+        if (part := clip(inside[edge], span)) is not None:
+            inside[edge] = part
+    return tuple(inside)

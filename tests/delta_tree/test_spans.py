@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta_tree import EditRangeError, InvalidTokensError, Span, gaps, merge, token_ids
+from delta_tree import EditRangeError, InvalidTokensError, Span, gaps, merge, split, token_ids
 from delta_tree.spans import tokens_from_bytes
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda p: Span(p[0], p[0] + p[1])))
@@ -22,6 +22,18 @@ def test_merge_and_gaps_divide_all_positions(covered: list[Span]) -> None:
     everything = sorted((*merged, *open_spans))
     assert [p for span in everything for p in range(span.start, span.end)] == list(range(40))
     assert all(a.end < b.start for a, b in pairwise(merged))
+
+
+@given(spans, st.integers(1, 12))
+def test_parts_are_the_same_positions(covered: list[Span], length: int) -> None:
+    """Each part has `length` tokens, the last of a span up to as many again less one."""
+    merged = merge(covered)
+    parts = split(merged, length)
+    assert merge(parts) == merged
+    assert all(a.end <= b.start for a, b in pairwise(parts))
+    ends = {span.end for span in merged}
+    assert all(len(part) == length for part in parts if part.end not in ends)
+    assert all(len(part) < 2 * length for part in parts)
 
 
 def test_span_relations() -> None:

@@ -228,6 +228,20 @@ def test_lazy_evictions_are_written_with_the_next_change(filled: Path) -> None:
         assert content(tree) == before
 
 
+def test_a_shortened_prompt_is_stored_short(filled: Path) -> None:
+    """Lazily with the next change, which may make its old tokens a prompt again."""
+    with DeltaTree.open(filled, identity=IDENTITY) as tree:
+        node = tree.nodes()[2]
+        tree.shorten(node.node_id, 1, lazily=True)
+        again = tree.insert(fresh_draft(node.token_ids.tolist(), namespace=node.namespace)).node
+        assert again.node_id != node.node_id
+        before = content(tree)
+    with DeltaTree.open(filled, identity=IDENTITY) as tree:
+        assert content(tree) == before
+        assert tree.node(node.node_id).num_tokens == 1
+        assert tree.find(again.namespace, node.token_ids) is tree.node(again.node_id)
+
+
 def test_lazy_evictions_outlast_a_write_that_fails(filled: Path) -> None:
     """They are made in memory; the next change that can be stored takes them along."""
     with DeltaTree.open(filled, identity=IDENTITY) as tree:

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from delta_tree import DeltaTree, Node, NodeId, PinnedNodeError, SegmentId
+from delta_tree import DeltaTree, InvalidNodeError, Node, NodeId, PinnedNodeError, SegmentId
 from tests.delta_tree.fake_prompts import child_draft, fresh_draft
 
 NAMESPACES = ("tenant-a", "tenant-b")
@@ -41,7 +41,7 @@ class Known:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Inserts, evicts, pins, purges and reopens, beside a dictionary keyed by prompt."""
+    """Inserts, evicts, shortens, pins, purges and reopens, beside a dictionary keyed by prompt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,6 +120,28 @@ class TreeMachine(RuleBasedStateMachine):
         for other in self.model.values():
             if other.parent == known.node_id:
                 other.parent = known.parent
+        assert set(gone.freed_segments) == self.freed(before)
+        assert gone.freed_bytes == sum(self.num_bytes[s] for s in gone.freed_segments)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), lazily=st.booleans())
+    def shorten(self, data: st.DataObject, lazily: bool) -> None:
+        """Evict a prompt's end, unless it is pinned or what is left is a prompt already."""
+        namespace, ids = key = self.key_of(data)
+        num_kept = data.draw(st.integers(0, len(ids)))
+        known, shorter = self.model[key], (namespace, ids[:num_kept])
+        last_used_at = self.tree.node(known.node_id).last_used_at
+        try:
+            gone = self.tree.shorten(known.node_id, num_kept, lazily=lazily)
+        except (PinnedNodeError, InvalidNodeError):
+            assert known.pinned or num_kept in (0, len(ids)) or shorter in self.model
+            return
+        assert not known.pinned
+        before, node = self.referred(), self.tree.node(known.node_id)
+        self.model[shorter] = self.model.pop(key)
+        known.segment_ids = node.pieces.segment_ids
+        assert (node.num_tokens, node.last_used_at) == (num_kept, last_used_at)
+        assert self.tree.find(*key) is None
         assert set(gone.freed_segments) == self.freed(before)
         assert gone.freed_bytes == sum(self.num_bytes[s] for s in gone.freed_segments)
 

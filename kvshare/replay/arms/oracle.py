@@ -68,7 +68,7 @@ class OracleArm(Arm):
         starts = np.flatnonzero(self._same_tokens(stored[:num_prompt_grams], tokens))
         covered = _covered(starts, self.min_run, request.num_tokens)
         outcome = Outcome(
-            hits=spans_of(covered.tolist()) if len(starts) else (),
+            hits=spans_of(covered) if len(starts) else (),
             cross_user=self._is_others(stored[starts], request.logged.asker),
             lookup_s=time.perf_counter() - began,
         )

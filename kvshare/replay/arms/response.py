@@ -118,11 +118,12 @@ class ResponseArm(Arm):
             num_donors=int(answered),
             shifts=(0,) if is_right else (),
             cross_user=answered and nearest is not None and request.logged.asker.is_other(nearest.asker),
+            answered=answered,
             false_hit=answered and not is_right,
             lookup_s=lookup_s,
             num_stored_bytes=self._num_bytes,
             distance=distance,
-            details={"answered": float(answered), "embedded": True},
+            embedded=True,
         )
 
     def _content(self, tokens: TokenIds) -> bytes:

@@ -118,9 +118,9 @@ class SharingArm(Arm):
         return self.sharing.as_document()
 
     @property
-    def node_ids(self) -> list[int]:
+    def tree(self) -> DeltaTree:
         """What is stored now."""
-        return [int(node.node_id) for node in self._keeper.tree.nodes()]
+        return self._keeper.tree
 
     def observe(self, request: TokenizedRequest) -> Outcome:
         return self._loop.run_until_complete(self._observe(request))
@@ -158,13 +158,9 @@ class SharingArm(Arm):
             plan_s=plan_s,
             num_stored_bytes=self._keeper.tier.num_bytes,
             distance=_distance(lookup),
-            details={
-                "num_refused": losses.num_refused,
-                "num_refused_generation": losses.num_generation,
-                "embedded": "meaning" in lookup.stage_seconds and bool(request.text.strip()),
-                "num_candidates": len(nodes),
-                "num_failures": lookup.num_failures,
-            },
+            num_refused=losses.num_refused,
+            num_refused_generation=losses.num_generation,
+            embedded="meaning" in lookup.stage_seconds and bool(request.text.strip()),
         )
 
     def _check_counters(self) -> None:
@@ -196,6 +192,7 @@ class SharingArm(Arm):
         for _, node_id in evicted:
             self._owners.pop(NodeId(node_id), None)
         await self._core.forget(evicted)
+        await self._core.forget_evicted()
         if node is not None:
             self._owners[node.node_id] = logged.asker
             text = prompt_text(request) if self.sharing.uses_meaning else None

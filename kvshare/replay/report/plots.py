@@ -1,195 +1,176 @@
-"""The plots that put the arms side by side: values in, SVG out; None where there is nothing to draw."""
+"""Which plots there are, and those that put the arms side by side, a curve each; None: nothing to draw."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvshare.replay.report import svg
-from kvshare.replay.report.svg import Plane, Point, Scale
-from kvshare.replay.report.tables import counted, percent, short, size
-from kvshare.replay.results import ArmResults, Stretch
+from kvshare.replay.report import shapes
+from kvshare.replay.report.formats import percent, short, size
+from kvshare.replay.report.picture import COLOURS, Picture, drawing, tip
+from kvshare.replay.report.reading import Report
+from kvshare.replay.results import ArmResults
 
-WIDTH: Final = 880
-_LEFT, _RIGHT, _TOP, _HEIGHT = 72, 580, 34, 300  # of the area where data are drawn
-_LEGEND = 596
-_SMOOTHED = 20  # a point over time averages this part of the stream
-_NUM_SHADES, _NUM_DASHES = 6, 4
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
-Values = Callable[[Stretch], float]
+_SMOOTHED: Final = 20  # a point over time averages this part of the stream
+_FAMILIES: Final = {name: name for name in ("nothing", "prefix", "chunks", "response")} | {"oracle": "ink"}
+_NUM_SHADES: Final = 6  # of KVShare's variants
+_DASHES: Final = ("-", "--", ":", "-.")
+_SPACE: Final = "\u2007"  # as wide as a digit
 
 
-def styles(arms: Sequence[ArmResults]) -> dict[str, str]:
+class Curve(NamedTuple):
+    """An arm's, with its value for the legend."""
+
+    arm: ArmResults
+    x: Sequence[float]
+    y: Sequence[float]
+    value: str
+
+
+def draw(report: Report) -> dict[str, Picture | None]:
+    """All plots by the names of their files."""
+    kvshare = report.kvshare
+    return {
+        "savings": shapes.savings(kvshare),
+        "oracle-losses": shapes.oracle_losses(report),
+        "hit-rate-over-time": hit_rate_over_time(report.keeping),
+        "hit-rate-against-capacity": hit_rate_against_capacity(report.arms),
+        "coverage": coverage(report.keeping),
+        "similarity": shapes.likeness(report.similarity),
+        "similarity-points": shapes.likeness_points(report),
+        "tree": shapes.tree_shape(kvshare.tree if kvshare else None),
+        "store-over-time": store_over_time(report.keeping),
+    }
+
+
+def looks(arms: Iterable[ArmResults]) -> dict[str, dict[str, Any]]:
     """
-    Arm -> the class of its colour and dash: a colour a family, KVShare's variants one each.
+    Arm -> colour and dashes of its curve: a colour a family, KVShare's variants one each.
 
     Arms of one colour differ in their dashes, so that nobody needs to tell colours apart.
     """
-    found: dict[str, str] = {}
-    used: dict[str, int] = {}
+    found: dict[str, dict[str, Any]] = {}
+    used: list[str] = []
     num_kvshare = 0
-    known = ("nothing", "prefix", "chunks", "response", "oracle")
     for arm in arms:
-        if arm.arm in found:
-            continue
-        colour = arm.family if arm.family in known else f"kv{num_kvshare % _NUM_SHADES}"
-        num_kvshare += arm.family not in known
-        dash = used.get(colour, 0) + ("open" in arm.arm) + 2 * (colour == "oracle")
-        used[colour] = used.get(colour, 0) + 1
-        found[arm.arm] = f"line c-{colour} d{dash % _NUM_DASHES}"
+        colour = _FAMILIES.get(arm.family, f"kv{num_kvshare % _NUM_SHADES}")
+        num_kvshare += arm.family not in _FAMILIES
+        dash = used.count(colour) + ("open" in arm.arm) + 2 * (arm.family == "oracle")
+        used.append(colour)
+        found[arm.arm] = {"color": COLOURS[colour], "linestyle": _DASHES[dash % len(_DASHES)]}
     return found
 
 
-def hit_rate_over_time(arms: Sequence[ArmResults]) -> str | None:
+def hit_rate_over_time(arms: Sequence[ArmResults]) -> Picture | None:
     """Tokens not computed along the stream, averaged over a twentieth of it."""
-    return _along_the_stream(
-        [arm for arm in arms if arm.family != "nothing"],
-        lambda arm: _moving_rate(arm.series),
-        title="Hit rate over time",
-        y_name="prompt tokens not computed, %",
-        y_high=100,
-        value=lambda arm: percent(arm.token_hit_rate),
-        y_label=short,
-    )
-
-
-def store_over_time(arms: Sequence[ArmResults]) -> str | None:
-    """What each arm's store holds along the stream."""
-    holding = [arm for arm in arms if any(stretch.num_bytes for stretch in arm.series)]
-    return _along_the_stream(
-        holding,
-        lambda arm: [(s.first + s.num_requests, s.num_bytes) for s in arm.series],
-        title="Store size over time",
-        y_name="KV in the store",
-        y_high=max((s.num_bytes for arm in holding for s in arm.series), default=0),
-        value=lambda arm: size(arm.storage.final_bytes),
-        y_label=size,
-    )
-
-
-def coverage(arms: Sequence[ArmResults]) -> str | None:
-    """The share of requests of whose tokens at least x percent need no computing."""
-    drawn = [arm for arm in arms if sum(arm.coverage_histogram) and arm.family != "nothing"]
-    if not drawn:
-        return None
-    plane = _plane(Scale(0, 100, _LEFT, _RIGHT), 100)
-    parts = [_percent_axes(plane, "at least so many of a request's tokens not computed, %", "requests, %")]
-    for share in (50, 70, 90):
-        parts.append(svg.rule((plane.x(share), _TOP), (plane.x(share), _HEIGHT), "guide"))
-    classes = styles(arms)
-    for arm in reversed(drawn):  # the first asked for on top, where curves are the same
-        total, left = sum(arm.coverage_histogram), sum(arm.coverage_histogram)
-        points: list[Point] = [(0.0, 100.0)]
-        for bucket, num_requests in enumerate(arm.coverage_histogram):
-            points.append((float(bucket), 100 * left / total))
-            left -= num_requests
-        parts.append(svg.line(plane, points, classes[arm.arm], arm.label))
-    entries = [(classes[arm.arm], arm.label, percent(arm.at_least[0])) for arm in drawn]
-    parts.append(_legend(entries, "with at least 50 %"))
-    return _document("Coverage of requests", "One curve an arm; higher is better.", len(drawn), parts)
-
-
-def hit_rate_against_capacity(arms: Sequence[ArmResults]) -> str | None:
-    """Tokens not computed by what the store may hold; the infinite store at the right."""
-    by_arm: dict[str, list[ArmResults]] = {}
+    curves = []
     for arm in arms:
-        if arm.family != "nothing" and arm.token_hit_rate is not None:
-            by_arm.setdefault(arm.arm, []).append(arm)
-    capacities = sorted({arm.capacity_tokens for arm in arms if arm.capacity_tokens})
-    if not capacities or not by_arm:
+        if arm.series:
+            width = max(1, len(arm.series) // _SMOOTHED)
+            windows = [arm.series[max(0, end - width) : end] for end in range(1, len(arm.series) + 1)]
+            sums = [(sum(one.num_hit for one in w), sum(one.num_tokens for one in w)) for w in windows]
+            rates = [100 * num_hit / num_tokens if num_tokens else math.nan for num_hit, num_tokens in sums]
+            curves.append(Curve(arm, _ends(arm), rates, percent(arm.token_hit_rate)))
+    return _along_the_stream("Hit rate over time", curves, "prompt tokens not computed, %", short, top=100)
+
+
+def store_over_time(arms: Sequence[ArmResults]) -> Picture | None:
+    """What each arm's store holds along the stream."""
+    curves = []
+    for arm in arms:
+        num_bytes = [one.num_bytes for one in arm.series]
+        if any(num_bytes):
+            curves.append(Curve(arm, _ends(arm), num_bytes, size(arm.storage.final_bytes)))
+    return _along_the_stream("Store size over time", curves, "KV in the store", size)
+
+
+def coverage(arms: Sequence[ArmResults]) -> Picture | None:
+    """The share of requests of whose tokens at least x percent need no computing."""
+    curves = []
+    for arm in arms:
+        if total := sum(arm.coverage_histogram):
+            fewer = accumulate(arm.coverage_histogram[:-1], initial=0)
+            left = [100 * (total - number) / total for number in fewer]
+            curves.append(Curve(arm, range(len(left)), left, percent(arm.at_least[0])))
+    if not curves:
         return None
-    low, high = capacities[0], max(capacities[-1], capacities[0] * 1.01)
-    plane = _plane(Scale(low, high, _LEFT + 24, _RIGHT - 76, log=True), 100)
-    endless = _RIGHT - 16.0
-    edge = Plane(Scale(0, 1, endless, endless), plane.y)
-    frame = Plane(Scale(0, 1, _LEFT, _RIGHT), plane.y)
-    parts = [_percent_axes(frame, "store capacity, tokens", "prompt tokens not computed, %", x_ticks=())]
-    ticks = [*svg.labelled(_thinned(capacities, plane.x), short)]
-    parts += [svg.text(plane.x(at), _HEIGHT + 19, label, "tick", "middle") for at, label in ticks]
-    parts.append(svg.text(endless, _HEIGHT + 19, "infinite", "tick", "middle"))
-    classes = styles(arms)
-    entries: list[tuple[str, str, str]] = []
-    for name, stores in reversed(by_arm.items()):
-        css, dot = classes[name], classes[name].replace("line", "dot")
-        finite = sorted((s.capacity_tokens, _percent_of(s)) for s in stores if s.capacity_tokens)
-        final = [s for s in stores if s.capacity_tokens is None]
-        parts += [svg.line(plane, finite, css, name), svg.dots(plane, finite, dot, tip=name)]
-        parts.append(svg.dots(edge, [(0, _percent_of(s)) for s in final], dot, radius=4, tip=name))
-        entries.insert(0, (css, name, percent(final[0].token_hit_rate if final else None)))
-    parts.append(_legend(entries, "with an infinite store"))
-    return _document("Hit rate against capacity", "One line an arm.", len(entries), parts)
+    with _curves("Coverage of requests", curves, "requests, %", "with at least 50 %") as (picture, axes):
+        for share in (50, 70, 90):
+            axes.axvline(share, color=COLOURS["axis"], linestyle=":", linewidth=1)
+        axes.set_xticks([0, 10, 30, 50, 70, 90, 100])
+        axes.set(xlabel="at least so many of a request's tokens not computed, %", ylim=(0, 100))
+    return picture
+
+
+def hit_rate_against_capacity(arms: Sequence[ArmResults]) -> Picture | None:
+    """Tokens not computed by what the store may hold; the infinite store at the right."""
+    known = [arm for arm in arms if arm.family != "nothing" and arm.token_hit_rate is not None]
+    capacities = sorted({arm.capacity_tokens for arm in known if arm.capacity_tokens})
+    if not capacities:
+        return None
+    infinite = capacities[-1] * max(2.0, (capacities[-1] / capacities[0]) ** 0.2)
+    curves = []
+    for arm in {one.arm: one for one in known}.values():
+        rates = {one.capacity_tokens: one.token_hit_rate for one in known if one.arm == arm.arm}
+        own = [rates.get(at) for at in (*capacities, 0, None)]  # of 0 none: a gap before the last
+        y = [math.nan if rate is None else 100 * rate for rate in own]
+        curves.append(Curve(arm, [*capacities, infinite, infinite], y, percent(rates.get(None))))
+    y_name, heading = "prompt tokens not computed, %", "with an infinite store"
+    with _curves("Hit rate against capacity", curves, y_name, heading, marker="o") as (picture, axes):
+        axes.set(xlabel="store capacity, tokens", xscale="log", xmargin=0.05, ylim=(0, 100))
+        step = (infinite / capacities[0]) ** (1 / 12)  # what a label needs
+        ticks: list[float] = []
+        for at in capacities:
+            if not ticks or at >= ticks[-1] * step:
+                ticks.append(at)
+        axes.set_xticks([*ticks, infinite], [*map(short, ticks), "infinite"])
+        axes.minorticks_off()
+    return picture
 
 
 def _along_the_stream(
-    arms: Sequence[ArmResults],
-    points: Callable[[ArmResults], list[Point]],
-    *,
-    title: str,
-    y_name: str,
-    y_high: float,
-    value: Callable[[ArmResults], str],
-    y_label: Callable[[float], str],
-) -> str | None:
-    drawn = [arm for arm in arms if arm.series]
-    if not drawn or y_high <= 0:
+    title: str, curves: Sequence[Curve], y_name: str, label: Callable[[float], str], top: float | None = None
+) -> Picture | None:
+    if not curves:
         return None
-    last = max(arm.series[-1].first + arm.series[-1].num_requests for arm in drawn)
-    plane = _plane(Scale(0, last, _LEFT, _RIGHT), y_high)
-    x_ticks = svg.labelled([t for t in svg.linear_ticks(0, last) if t == int(t)], short)
-    y_ticks = svg.labelled(svg.linear_ticks(0, y_high), y_label)
-    parts = [
-        svg.axes(
-            plane, x_ticks=x_ticks, y_ticks=y_ticks, x_name="requests, in the log's order", y_name=y_name
-        )
-    ]
-    classes = styles(arms)
-    parts += [svg.line(plane, points(arm), classes[arm.arm], arm.label) for arm in reversed(drawn)]
-    parts.append(_legend([(classes[arm.arm], arm.label, value(arm)) for arm in drawn], "over all requests"))
-    return _document(title, f"One line an arm over {counted(last)} requests.", len(drawn), parts)
+    with _curves(title, curves, y_name, "over all requests") as (picture, axes):
+        axes.set(xlabel="requests, in the log's order", xlim=(0, None), ylim=(0, top))
+        axes.locator_params(axis="x", integer=True)
+        axes.xaxis.set_major_formatter(lambda value, _: short(value))
+        axes.yaxis.set_major_formatter(lambda value, _: label(value))
+    return picture
 
 
-def _percent_of(arm: ArmResults) -> float:
-    return 100 * (arm.token_hit_rate or 0.0)
+@contextmanager
+def _curves(
+    title: str, curves: Sequence[Curve], y_name: str, heading: str, *, marker: str = ""
+) -> Iterator[tuple[Picture, Axes]]:
+    """With a legend: the value and name of each, and below them the arm's options. Scales are left to do."""
+    width = max(len(curve.value) for curve in curves)
+    styles = looks(curve.arm for curve in curves)
+    num_rows = sum(curve.arm.arm.count(":") + 1 for curve in curves)
+    rows: list[tuple[Line2D, str]] = []
+    with drawing(title, height=max(350, 50 + 20 * num_rows)) as picture:
+        axes = picture.figure.add_subplot(title=y_name)
+        (blank,) = axes.plot([], [], linestyle="")
+        for depth, (arm, x, y, value) in enumerate(curves):  # the first on top, where curves are the same
+            look = {"marker": "o" if len(y) == 1 else marker, "zorder": 3 - depth / 100, **styles[arm.arm]}
+            (line,) = axes.plot(x, y, clip_on=False, **look)
+            tip(line, f"{arm.arm}: {value}")
+            name, *options = arm.arm.split(":")
+            rows.append((line, f"{value:{_SPACE}>{width}}{_SPACE}{name}"))
+            rows += [(blank, f"{_SPACE * (width + 2)}{option}") for option in options]
+        lines, labels = zip(*rows, strict=True)
+        picture.figure.legend(lines, labels, title=heading, loc="outside right upper", alignment="left")
+        yield picture, axes
 
 
-def _moving_rate(series: Sequence[Stretch]) -> list[Point]:
-    width = max(1, len(series) // _SMOOTHED)
-    points: list[Point] = []
-    for end in range(1, len(series) + 1):
-        window = series[max(0, end - width) : end]
-        num_tokens = sum(stretch.num_tokens for stretch in window)
-        last = window[-1]
-        if num_tokens:
-            rate = 100 * sum(stretch.num_hit for stretch in window) / num_tokens
-            points.append((last.first + last.num_requests, rate))
-    return points
-
-
-def _plane(x: Scale, y_high: float) -> Plane:
-    return Plane(x, Scale(0, y_high, _HEIGHT, _TOP))
-
-
-def _percent_axes(
-    plane: Plane, x_name: str, y_name: str, x_ticks: Sequence[float] = (0, 10, 30, 50, 70, 90, 100)
-) -> str:
-    ticks = svg.labelled((0, 20, 40, 60, 80, 100), short)
-    return svg.axes(plane, x_ticks=svg.labelled(x_ticks, short), y_ticks=ticks, x_name=x_name, y_name=y_name)
-
-
-def _thinned(values: Sequence[float], scale: Scale) -> list[float]:
-    """Those that leave room for each other's labels."""
-    kept: list[float] = []
-    for value in values:
-        if not kept or abs(scale(value) - scale(kept[-1])) >= 44:
-            kept.append(value)
-    return kept
-
-
-def _legend(entries: Sequence[tuple[str, str, str]], heading: str) -> str:
-    head = svg.text(_LEGEND, _TOP - 12, heading, "tick")
-    return head + svg.legend(_LEGEND, _TOP + 10, entries, width=WIDTH - _LEGEND - 4)
-
-
-def _document(title: str, description: str, num_entries: int, parts: Sequence[str]) -> str:
-    height = max(_HEIGHT + 50, _TOP + 20 + 19 * num_entries)
-    return svg.document(WIDTH, height, title=title, description=description, parts=parts)
+def _ends(arm: ArmResults) -> list[int]:
+    return [stretch.first + stretch.num_requests for stretch in arm.series]

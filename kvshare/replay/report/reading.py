@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Final
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -17,11 +16,13 @@ from kvshare.replay.results import (
     SCHEMA_VERSION,
     ArmResults,
     Document,
+    Figures,
     Results,
     finite,
 )
 
 _MAX_POINTS: Final = 1500  # of a scatter plot: more only make the file large
+_POOR, _MIN_PART = 0.01, 0.03  # a gain below, by a group with at least that part of the tokens, is told
 
 Point = tuple[float, float]
 
@@ -37,6 +38,11 @@ class Report(Results):
         return tuple(arm for arm in self.arms if arm.capacity_tokens is None)
 
     @property
+    def keeping(self) -> tuple[ArmResults, ...]:
+        """Those of them that keep anything."""
+        return tuple(arm for arm in self.endless if arm.family != "nothing")
+
+    @property
     def kvshare(self) -> ArmResults | None:
         """KVShare as it would be served: not with its gates open, if there is another."""
         found = [arm for arm in self.endless if arm.family == "kvshare"]
@@ -46,6 +52,30 @@ class Report(Results):
     def find(self, family: str) -> ArmResults | None:
         """The first arm of a family, with an infinite store."""
         return next((arm for arm in self.endless if arm.family == family), None)
+
+    def groups(self, by: str) -> dict[str, Figures]:
+        """Of KVShare, or else of the first arm: length buckets by length, words by the alphabet."""
+        first = self.kvshare or next(iter(self.keeping), None)
+        return dict(sorted(first.by.get(by, {}).items(), key=_natural)) if first else {}
+
+    def poor_groups(self, *names: str) -> list[tuple[str, str, float, float]]:
+        """Where KVShare brings next to nothing over prefix caching: name, key, gain, part of all tokens."""
+        kvshare, prefix = self.kvshare, self.find("prefix")
+        if kvshare is None:
+            return []
+        return [
+            (name, key, gained, part)
+            for name in names
+            for key, figures in kvshare.by.get(name, {}).items()
+            if (gained := gain(figures, prefix.by.get(name, {}).get(key) if prefix else None)) < _POOR
+            and (part := figures.num_tokens / max(1, kvshare.num_tokens)) >= _MIN_PART
+            and len(kvshare.by[name]) > 1
+        ]
+
+
+def gain(figures: Figures, base: Figures | None) -> float:
+    """How many more of the tokens need no computing, as a difference of shares."""
+    return (figures.token_hit_rate or 0.0) - ((base.token_hit_rate or 0.0) if base else 0.0)
 
 
 def read_report(folder: Path) -> Report:
@@ -79,19 +109,20 @@ def _points(path: Path, report: Report) -> tuple[Point, ...]:
     meaning, similarity = report.find("response"), report.similarity
     if not path.is_file() or similarity is None or meaning is None:
         return ()
-    stride = max(1, -(-meaning.num_requests // _MAX_POINTS))
-    distances: dict[int, float] = {}
-    overlaps: dict[int, float] = {}
-    wanted = pa.array([meaning.arm, similarity.overlap])
-    names = ["index", "arm", "capacity_tokens", "num_tokens", "num_hit", "distance"]
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=65_536, columns=names):
-            chosen = pc.and_(pc.is_in(batch["arm"], value_set=wanted), pc.is_null(batch["capacity_tokens"]))
-            for row in batch.filter(chosen).to_pylist():
-                if row["index"] % stride:
-                    continue
-                if row["arm"] == meaning.arm and (distance := finite(row["distance"])) is not None:
-                    distances[row["index"]] = distance
-                if row["arm"] == similarity.overlap:
-                    overlaps[row["index"]] = row["num_hit"] / max(1, row["num_tokens"])
-    return tuple((distances[index], overlaps[index]) for index in sorted(distances) if index in overlaps)
+    arms = [meaning.arm, similarity.overlap]
+    index, stride = pc.field("index"), max(1, -(-meaning.num_requests // _MAX_POINTS))
+    picked = pc.field("arm").isin(arms) & pc.field("capacity_tokens").is_null()
+    picked &= index / stride * stride == index  # of integers, so rounded down
+    columns = ["index", "arm", "num_tokens", "num_hit", "distance"]
+    rows = pq.read_table(path, columns=columns, filters=picked).to_pylist()
+    near, shared = ({row["index"]: row for row in rows if row["arm"] == arm} for arm in arms)
+    return tuple(
+        (near[at]["distance"], shared[at]["num_hit"] / max(1, shared[at]["num_tokens"]))
+        for at in near
+        if at in shared and finite(near[at]["distance"]) is not None
+    )
+
+
+def _natural(group: tuple[str, Figures]) -> tuple[int, str]:
+    number = group[0].split("-")[0]
+    return (int(number) if number.isdecimal() else -1, group[0])

@@ -16,7 +16,7 @@ from dataclasses import replace
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from delta_tree import SegmentId, gaps, new_segment_id
+from delta_tree import SEGMENT_TOKENS, SegmentId, gaps, new_segment_id, split
 from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, SaveRequest, StepMetadata, WorkerReport
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
@@ -161,7 +161,8 @@ class ConnectorScheduler:
         if not ticketed.ticket.is_exact and not ticketed.placed <= copies:
             ticketed.lost = "segments_gone"  # copied KV must not be retained as computed
             return
-        spans = gaps((ticketed.copy(index).target for index in copies), num_retained)
+        computed = gaps((ticketed.copy(index).target for index in copies), num_retained)
+        spans = split(computed, SEGMENT_TOKENS)
         namespace = ticketed.ticket.namespace
         held = [HeldSegment(namespace, len(span), len(span) * self._bytes_per_token) for span in spans]
         evicted = self._segments.make_room(

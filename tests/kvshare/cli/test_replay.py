@@ -271,8 +271,8 @@ def test_an_interrupted_replay_goes_on(kvshare: Kvshare, tmp_path: Path) -> None
     rows = (json.dumps({"prompt": f"question {number} of {FORM}"}) + "\n" for number in range(4000))
     (tmp_path / "log.jsonl").write_text("".join(rows), encoding="utf-8")
     arguments = ("replay", "log.jsonl", "--tokenizer", "demo", "--arms", "prefix,chunks", "--out", "out")
-    state = tmp_path / "out" / "checkpoint" / "state.json"
-    stopped = _interrupt(_start(tmp_path, *arguments), state.exists)
+    part = tmp_path / "out" / "checkpoint" / "rows-00000.parquet"
+    stopped = _interrupt(_start(tmp_path, *arguments), part.exists)
     assert (stopped.code, stopped.stdout) == (130, "")
     assert stopped.stderr.strip() == "interrupted; --resume goes on"
     assert kvshare(*arguments, "--resume").code == 0

@@ -97,6 +97,21 @@ def test_the_least_recently_used_prompt_leaves_for_a_new_one(keeper: ReplicaKeep
     assert {others.node_id, first.node_id, second.node_id} <= {node.node_id for node in keeper.tree.nodes()}
 
 
+def test_a_prompt_loses_its_end_at_its_replica(keeper: ReplicaKeeper) -> None:
+    """The replica drops the last segment. What it drops of the rest by itself takes the prompt along."""
+    parts = tuple(Stored(new_segment_id(), start, 25, 250) for start in (0, 25))
+    node = offer(keeper, Finished("r", "full", None, stored=parts), prompt(1))
+    assert node is not None
+    assert offer(keeper, whole(), prompt(2), max_bytes=900) is not None
+    assert keeper.tier.take_dropped("a") == [parts[1].segment_id]
+    assert keeper.tree.node(node.node_id).num_tokens == 25
+    assert [shorter.node_id for shorter in keeper.take_shortened()] == [node.node_id]
+    keeper.forget([parts[1].segment_id])
+    assert keeper.tree.get(node.node_id) is not None
+    keeper.forget([parts[0].segment_id])
+    assert keeper.tree.get(node.node_id) is None
+
+
 def test_what_finds_no_room_is_dropped_over_there(keeper: ReplicaKeeper) -> None:
     """Nobody is evicted for what would not fit all the same."""
     donor, other = keep(keeper, 1), keep(keeper, 2)

@@ -38,7 +38,6 @@ from tests.kvshare.replay.stage import (
     Stage,
     check_whole,
     decision_of,
-    node_ids,
 )
 from tests.kvshare.replay.synthetic import request as logged_request
 
@@ -92,6 +91,7 @@ def summary(decisions: Sequence[Decision]) -> dict[str, Any]:
     return {
         "decisions": dict(Counter(one.decision for one in decisions)),
         "evictions": sum(len(one.evicted) for one in decisions),
+        "of_ends_only": sum(bool(num_kept) for one in decisions for _, num_kept in one.evicted),
         "tokens": {
             name: sum(getattr(one, name) for one in decisions)
             for name in ("exact", "copied", "repaired", "computed")
@@ -120,7 +120,7 @@ def replayed(
                     index, one.token_ids.tolist(), answer=answer, namespace=namespace, text=one.text
                 )
             )
-            num_embedded += bool(outcome.details["embedded"])
+            num_embedded += outcome.embedded
             copied = outcome.num_hit - outcome.num_exact
             decisions.append(
                 Decision(
@@ -129,7 +129,7 @@ def replayed(
                     copied,
                     outcome.num_repaired,
                     one.num_tokens - outcome.num_hit,
-                    departures.look(index, arm.node_ids),
+                    departures.look(index, arm.tree),
                 )
             )
     finally:
@@ -147,7 +147,7 @@ async def embedded(stage: Stage, requests: Sequence[TokenizedRequest], namespace
         assert engine.model.geometry.bytes_per_token == BYTES_PER_TOKEN
         for index, one in enumerate(requests):
             report, answer = await _generate(engine, one, namespace)
-            evicted = departures.look(index, node_ids(engine))
+            evicted = departures.look(index, engine.sharing.tree)
             num_computed = report.num_recomputed + report.num_repaired
             served.decisions.append(decision_of(report, num_computed, evicted))
             served.answers.append(answer)

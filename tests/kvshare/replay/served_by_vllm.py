@@ -27,7 +27,6 @@ from tests.kvshare.replay.stage import (
     Stage,
     check_whole,
     decision_of,
-    node_ids,
 )
 
 OWNER = Owner("t", "tenant")
@@ -49,19 +48,15 @@ class Replica:
         served, departures = Served(), Departures()
         for index, one in enumerate(requests):
             report, finished = await self._complete(one)
-            evicted = departures.look(index, node_ids(self.engine))
-            if finished is None:
-                assert report.reason == "short_prompt", "vLLM is given no ticket for these, and for no others"
-            else:
-                assert (finished.reason, finished.num_local) == (None, 0)
-                assert finished.decision == report.decision
-            num_computed = one.num_tokens if finished is None else finished.num_computed
-            served.decisions.append(decision_of(report, num_computed, evicted))
-            served.answers.append([] if finished is None else list(finished.output_ids))
+            evicted = departures.look(index, self.engine.sharing.tree)
+            assert (finished.reason, finished.num_local) == (None, 0)
+            assert finished.decision == report.decision
+            served.decisions.append(decision_of(report, finished.num_computed, evicted))
+            served.answers.append(list(finished.output_ids))
         check_whole(self.engine)
         return served
 
-    async def _complete(self, one: TokenizedRequest) -> tuple[SharingReport, Finished | None]:
+    async def _complete(self, one: TokenizedRequest) -> tuple[SharingReport, Finished]:
         """The plan, and what vLLM reports, once all of it is stored here, and evicted over there."""
         prompt = Prompt(one.token_ids, prompt_text(one))
         routed = RoutedRequest(OWNER, prompt, mode=SharingMode.APPROX, may_store=True)
@@ -85,8 +80,7 @@ class Replica:
             )
             text = await response.text()
             assert response.status == 200, text
-        if routed.ticket is None:
-            return routed.report, None
+        assert routed.ticket is not None
         await routed.reconciled.wait()
         await self.engine.settle()
         assert (await replica.control.info()).num_bytes == self.engine.sharing.tier.num_bytes

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
+from delta_tree import DeltaTree
 from kvshare.bench.random_models import write_model
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.fleet.engine import VllmEngine
@@ -30,7 +31,7 @@ class Decision:
     copied: int
     repaired: int
     computed: int  # the repaired ones among them
-    evicted: frozenset[int]
+    evicted: frozenset[tuple[int, int]]  # with how many of its tokens stay
 
 
 @dataclass(slots=True)
@@ -91,22 +92,22 @@ class Stage:
 
 
 class Departures:
-    """Which requests' prompts have left a tree since the last look; node ids differ from run to run."""
+    """What has left a tree since the last look, whole prompts and ends, by request: node ids differ."""
 
     def __init__(self) -> None:
-        self._alive: dict[int, int] = {}
+        self._alive: dict[int, tuple[int, int]] = {}  # node id: request, tokens
 
-    def look(self, index: int, node_ids: Sequence[int]) -> frozenset[int]:
-        """The node that is new belongs to request `index`."""
-        gone = [node_id for node_id in self._alive if node_id not in set(node_ids)]
-        left = frozenset(self._alive.pop(node_id) for node_id in gone)
-        for node_id in node_ids:
-            self._alive.setdefault(node_id, index)
-        return left
-
-
-def node_ids(engine: EmbeddedEngine | VllmEngine) -> list[int]:
-    return [int(node.node_id) for node in engine.sharing.tree.nodes()]
+    def look(self, index: int, tree: DeltaTree) -> frozenset[tuple[int, int]]:
+        """Requests and how many of their tokens stay. The node that is new belongs to request `index`."""
+        lengths = {int(node.node_id): node.num_tokens for node in tree.nodes()}
+        left = set()
+        for node_id, (owner, num_tokens) in list(self._alive.items()):
+            num_kept = lengths.get(node_id, 0)
+            if num_kept < num_tokens:
+                left.add((owner, num_kept))
+        known = {node_id: owner for node_id, (owner, _) in self._alive.items()}
+        self._alive = {i: (known.get(i, index), num_tokens) for i, num_tokens in lengths.items()}
+        return frozenset(left)
 
 
 def check_whole(engine: EmbeddedEngine | VllmEngine) -> None:
@@ -115,7 +116,7 @@ def check_whole(engine: EmbeddedEngine | VllmEngine) -> None:
     assert not {name: number for name, number in counters.items() if number and "fallback" in name}
 
 
-def decision_of(report: SharingReport, num_computed: int, evicted: frozenset[int]) -> Decision:
+def decision_of(report: SharingReport, num_computed: int, evicted: frozenset[tuple[int, int]]) -> Decision:
     return Decision(
         report.decision, report.num_exact, report.num_copied, report.num_repaired, num_computed, evicted
     )

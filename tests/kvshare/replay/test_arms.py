@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,9 +18,9 @@ from kvshare.replay.arms.base import Arm
 from kvshare.replay.arms.losses import Losses, SecondLook
 from kvshare.replay.arms.sharing import SharingArm
 from kvshare.replay.arms.sharing_options import SharingOptions
-from kvshare.replay.measures import Measures
+from kvshare.replay.measures import waterfalls
 from kvshare.replay.requests import Outcome, TokenizedRequest, any_of
-from kvshare.replay.rows import RowMaker, make_row
+from kvshare.replay.rows import SCHEMA, RowMaker, make_row
 from kvshare.settings import load_settings
 from kvshare.sharing.plan import NoPlan
 from tests.kvshare.replay.synthetic import random_tokens, request, stream, workbench
@@ -198,8 +199,8 @@ def test_response_hits_are_false_where_content_differs() -> None:
     assert not right.false_hit
     assert wrong.false_hit
     assert not wrong.hits
-    assert wrong.details["answered"] == 1
-    assert nothing.details["answered"] == 0
+    assert wrong.answered
+    assert not nothing.answered
 
 
 def joined(parts: Sequence[list[int]]) -> list[int]:
@@ -243,7 +244,7 @@ def test_configured_kvshare_repairs_and_refuses() -> None:
     mostly_new = [*random_tokens(rng, 900), *stored[:100], *random_tokens(rng, 300)]
     refused = run("kvshare-fingerprints", stream([stored, mostly_new]))[1]
     assert refused.reason == "not_enough_saved"
-    assert refused.details["num_refused"] == 100
+    assert refused.num_refused == 100
 
 
 FAR = "max_relocated_fraction=1"  # in prompts as short as those below every move is far
@@ -253,12 +254,16 @@ def losses_of(requests: Sequence[TokenizedRequest], arm_name: str = "kvshare-fin
     """The waterfall of the fingerprints' arm, with its gates as configured unless `arm_name` says more."""
     specs = parse_arms(f"{arm_name},oracle")
     arms, maker = [make_arm(spec, workbench()) for spec in specs], RowMaker()
-    measures = Measures({arm.name: arm.family for arm in arms}, prefill_tokens_per_s=1000.0)
-    for one in requests:
-        measures.add([make_row(maker.common(one), arm, arm.observe(one), observe_s=0.0) for arm in arms])
+    rows = {
+        arm.name: pa.Table.from_pylist(
+            [make_row(maker.common(one), arm, arm.observe(one), observe_s=0.0) for one in requests],
+            schema=SCHEMA,
+        )
+        for arm in arms
+    }
     for arm in arms:
         arm.close()
-    (waterfall,) = measures.waterfalls()
+    (waterfall,) = waterfalls({arm.name: arm.family for arm in arms}, rows.__getitem__)
     return {step.name: step.num_tokens for step in waterfall.steps}
 
 
@@ -274,7 +279,7 @@ def test_copies_of_copies_are_refused_not_lost() -> None:
     """What only KV of a too high generation has is found, and refused for its generation."""
     requests = stream(_variants_of_variants())
     last = run(f"kvshare-fingerprints:{FAR}", requests)[-1]
-    assert last.details["num_refused"] == last.details["num_refused_generation"] == 150
+    assert last.num_refused == last.num_refused_generation == 150
     steps = losses_of(requests, f"kvshare-fingerprints:{FAR}")
     assert (steps["not_found"], steps["generation"], steps["refused"]) == (0, -150, 0)
     opened = run(f"kvshare-fingerprints:{FAR}:max_generation=9", requests)[-1]
@@ -305,7 +310,7 @@ def test_losses_can_be_left_unexplained() -> None:
     )
     unexplained = [arm.observe(one) for one in requests]
     arm.close()
-    assert all(outcome.details["num_refused"] == 0 for outcome in unexplained)
+    assert all(outcome.num_refused == 0 for outcome in unexplained)
     explained = run("kvshare-fingerprints", requests)
     assert [outcome.hits for outcome in unexplained] == [outcome.hits for outcome in explained]
     look = SecondLook(SharingOptions(), load_settings(), DeltaTree.open(None, identity=None).segment)
@@ -317,7 +322,7 @@ def test_requests_embedded_for_the_look_up_are_told() -> None:
     tokens = random_tokens(np.random.default_rng(10), 600)
     requests = [request(i, one, text="some words") for i, one in enumerate((tokens, tokens, tokens[:40]))]
     outcomes = run("kvshare", requests, meanings=True)
-    assert [bool(outcome.details["embedded"]) for outcome in outcomes] == [True, False, False]
+    assert [outcome.embedded for outcome in outcomes] == [True, False, False]
 
 
 @pytest.mark.parametrize("capacity", [None, 5000])
@@ -333,7 +338,7 @@ def test_namespaces_never_mix(arm: str, capacity: int | None) -> None:
     _, foreign, own = run(arm, requests, capacity, meanings=True)
     assert not foreign.hits
     assert not foreign.false_hit
-    assert foreign.details.get("answered", 0) == 0
+    assert not foreign.answered
     assert bool(own.hits) == (arm != "nothing")
 
 

@@ -1,13 +1,21 @@
-"""Figures are what their rows say, and what is counted in buckets stays small and right."""
+"""Figures are what their rows say, and what is counted in buckets is right."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from kvshare.replay.arms.oracle import GramTable
-from kvshare.replay.counts import Buckets, Series, Times, length_bucket
-from kvshare.replay.measures import ArmMeasures, FigureSums, Measures
-from kvshare.replay.results import Row, Store, arm_label
-from kvshare.replay.rows import Numbering, language_label
+from kvshare.replay.counts import (
+    LENGTH_BUCKETS,
+    LENGTH_EDGES,
+    buckets,
+    histogram,
+    milliseconds,
+    stretches,
+)
+from kvshare.replay.measures import arm_results, arm_times, similarity, waterfalls
+from kvshare.replay.results import ArmResults, Row, Store, arm_label
+from kvshare.replay.rows import SCHEMA, language_label, numbering
 
 
 def _row(index: int, num_tokens: int, num_hit: int, **changes: object) -> Row:
@@ -40,87 +48,114 @@ def _row(index: int, num_tokens: int, num_hit: int, **changes: object) -> Row:
     return {**row, **changes}
 
 
+def _table(*rows: Row) -> pa.Table:
+    return pa.Table.from_pylist(list(rows), schema=SCHEMA)
+
+
+def _results(*rows: Row) -> ArmResults:
+    return arm_results(_table(*rows), Store(), prefill_tokens_per_s=100.0)
+
+
 def test_figures_by_hand() -> None:
     """Three requests, counted by hand; an empty prompt is a request without a hit."""
-    sums = FigureSums(prefill_tokens_per_s=100.0)
-    for row in (_row(0, 100, 90), _row(1, 100, 50), _row(2, 0, 0)):
-        sums.add(row)
-    document = sums.figures().model_dump()
+    document = _results(_row(0, 100, 90), _row(1, 100, 50), _row(2, 0, 0)).model_dump()
     assert document["token_hit_rate"] == pytest.approx(0.7)
     assert document["recomputed_fraction"] == pytest.approx(0.3)
     assert document["request_hit_rate"] == pytest.approx(2 / 3)
     shares = [document[f"request_hit_rate_{share}"] for share in (50, 70, 90)]
     assert shares == pytest.approx([2 / 3, 1 / 3, 1 / 3])
     assert document["ttft_saved_s"] == pytest.approx({"mean": 1.4 / 3, "total": 1.4, "share": 0.7})
+    coverage = document["coverage_histogram"]
+    assert (len(coverage), coverage[0], coverage[50], coverage[90]) == (101, 1, 1, 1)
+
+
+def test_no_requests_are_no_figures() -> None:
+    """A log of which nothing could be read."""
+    document = _results().model_dump()
+    assert (document["num_requests"], document["token_hit_rate"], document["series"]) == (0, 0, ())
+    assert document["storage"]["final_bytes"] == document["shift_tokens"]["count"] == 0
+    assert arm_times(_table(), prefill_tokens_per_s=100.0).requests_per_s == 0
 
 
 def test_groups_and_waterfall() -> None:
     """Requests are grouped by their row; losses add up from the oracle's tokens to the hits."""
-    measures = Measures({"oracle": "oracle", "kvshare": "kvshare"}, prefill_tokens_per_s=100.0)
     kvshare = {"arm": "kvshare", "num_repaired": 10, "cross_user": True}
     refused = {"num_refused": 5, "num_refused_generation": 2}
-    measures.add([_row(0, 100, 80), _row(0, 100, 60, **kvshare, **refused)])
-    measures.add([_row(1, 700, 0, turn=2), _row(1, 700, 0, arm="kvshare", turn=2, reason="no_candidates")])
-    arm = measures.arms["kvshare"].results(Store()).model_dump()
-    assert set(arm["by"]["length"]) == {"64-127", "512-1023"}
+    own = [
+        _row(0, 100, 60, **kvshare, **refused),
+        _row(1, 700, 0, arm="kvshare", turn=2, reason="no_candidates"),
+        _row(2, 20, 0, arm="kvshare", reason="short_prompt"),
+    ]
+    arm = _results(*own).model_dump()
+    assert set(arm["by"]["length"]) == {"0-63", "64-127", "512-1023"}
     assert arm["by"]["turn"]["later"]["num_tokens"] == 700
     assert arm["by"]["origin"]["cross_user"]["num_hit_tokens"] == 60
-    assert arm["reasons"] == {"no_candidates": 1}
-    measures.add([_row(2, 20, 18), _row(2, 20, 0, arm="kvshare", reason="short_prompt")])
-    (waterfall,) = measures.waterfalls()
+    assert arm["reasons"] == {"no_candidates": 1, "short_prompt": 1}
+    oracle = [_row(0, 100, 80), _row(1, 700, 0, turn=2), _row(2, 20, 18)]
+    tables = {"oracle": _table(*oracle), "kvshare": _table(*own)}
+    (waterfall,) = waterfalls({"oracle": "oracle", "kvshare": "kvshare"}, tables.__getitem__)
     steps = {step.name: step.num_tokens for step in waterfall.steps}
     losses = {"not_found": -5, "too_short": -18, "generation": -2, "refused": -3, "repaired": -10}
     assert steps == {"oracle": 98, **losses, "hit": 60}
 
 
+def test_similarity_by_hand() -> None:
+    """Distances of the response cache against what the oracle has; a first prompt is in no bucket."""
+    response = [_row(at, 100, 0, arm="response", distance=[None, 0.01, 0.3][at]) for at in range(3)]
+    oracle = [_row(0, 100, 0), _row(1, 100, 95), _row(2, 100, 10)]
+    tables = {"response": _table(*response), "oracle": _table(*oracle)}
+    found = similarity({"response": "response", "oracle": "oracle"}, tables.__getitem__)
+    assert found is not None
+    counts = np.array(found.counts)
+    assert (counts.sum(), counts[0, 9], counts[7, 1]) == (2, 1, 1)
+    assert {one.distance: one.share for one in found.thresholds}[0.05] == pytest.approx(1 / 3)
+    assert similarity({"oracle": "oracle"}, tables.__getitem__) is None
+
+
 def test_embedding_is_taken_off_what_is_saved_net() -> None:
-    """Of requests that were embedded, as much as one text takes; what no clock had a part in stays."""
-    measures = ArmMeasures(prefill_tokens_per_s=100.0)
-    for index in range(3):
-        measures.add(_row(index, 100, 50, embedded=index > 0))
-    before = measures.results(Store())
-    assert measures.times().ttft_saved_net_s.total == pytest.approx(1.5 - 0.003)
-    assert measures.times(embedding_s=0.1).ttft_saved_net_s.total == pytest.approx(1.5 - 0.003 - 0.2)
-    assert measures.results(Store()) == before
+    """Of requests that were embedded, as much as one text takes."""
+    rows = _table(*(_row(index, 100, 50, embedded=index > 0) for index in range(3)))
+    for embedding_s, spent_s in ((0.0, 0.0), (0.1, 0.2)):
+        times = arm_times(rows, prefill_tokens_per_s=100.0, embedding_s=embedding_s)
+        assert times.ttft_saved_net_s.total == pytest.approx(1.5 - 0.003 - spent_s)
 
 
 def test_who_and_which_turn_may_be_unknown() -> None:
     """As a group of their own; nothing shared has no origin at all."""
-    measures = Measures({"oracle": "oracle"}, prefill_tokens_per_s=100.0)
-    measures.add([_row(0, 100, 80, turn=None, cross_user=None)])
-    measures.add([_row(1, 100, 0, turn=None, cross_user=False)])
-    by = measures.arms["oracle"].results(Store()).by
+    unknown = _row(0, 100, 80, turn=None, cross_user=None)
+    by = _results(unknown, _row(1, 100, 0, turn=None, cross_user=False)).by
     assert (set(by["turn"]), set(by["origin"])) == ({"unknown"}, {"unknown", "none"})
 
 
-def test_times_are_within_two_percent() -> None:
-    """Percentiles from buckets against the sorted values."""
+def test_languages_after_the_first_sixty_are_other() -> None:
+    """Those that came first keep their name."""
+    by = _results(*(_row(at, 10, 0, language=f"l{at % 65}") for at in range(130))).by["language"]
+    assert (len(by), by["l59"].num_requests, by["other"].num_requests) == (61, 2, 10)
+
+
+def test_percentiles_are_those_of_the_values() -> None:
+    """In milliseconds; of no values, zero."""
     values = np.random.default_rng(0).lognormal(-7, 1.5, 5000)
-    times = Times()
-    for value in values:
-        times.add(float(value))
-    for percent in (50, 90, 99):
-        assert times.percentile(percent) == pytest.approx(np.percentile(values, percent), rel=0.03)
-    assert times.milliseconds().max == pytest.approx(1000 * values.max())
-    assert Times().milliseconds().p99 == 0.0
+    times = milliseconds(values)
+    for percentile, percent in ((times.p50, 50), (times.p90, 90), (times.p99, 99)):
+        assert percentile == pytest.approx(1000 * np.percentile(values, percent), rel=0.03)
+    assert times.max == pytest.approx(1000 * values.max())
+    assert milliseconds([]).p99 == 0.0
 
 
 def test_series_keeps_sums_in_few_stretches() -> None:
     """Ten thousand requests in at most 200 stretches, none lost."""
-    series = Series()
-    for index in range(10_000):
-        series.add(index, num_tokens=2, num_hit=1, num_bytes=index)
-    stretches = series.stretches
-    assert 100 <= len(stretches) <= 200
-    assert [stretch[0] for stretch in stretches] == sorted(stretch[0] for stretch in stretches)
-    assert sum(stretch[1] for stretch in stretches) == sum(stretch[3] for stretch in stretches) == 10_000
-    assert stretches[-1][4] == 9999
+    series = stretches(_table(*(_row(index, 2, 1, num_stored_bytes=index) for index in range(10_000))))
+    assert 100 <= len(series) <= 200
+    assert [stretch.first for stretch in series] == sorted(stretch.first for stretch in series)
+    assert sum(stretch.num_requests for stretch in series) == 10_000
+    assert sum(stretch.num_hit for stretch in series) == 10_000
+    assert series[-1].num_bytes == 9999
 
 
 def test_histogram_buckets_are_half_open() -> None:
     """An edge belongs to the bucket that it opens; the last bucket is open."""
-    buckets = Buckets([0, 10, 20], (0, 9.9, 10, 500))
-    assert buckets.histogram().model_dump() == {
+    assert histogram((0, 10, 20), (0, 9.9, 10, 500)).model_dump() == {
         "edges": (0, 10, 20),
         "counts": (2, 1, 1),
         "mean": pytest.approx(129.975),
@@ -162,6 +197,11 @@ def test_labels() -> None:
     """As reports show them."""
     assert arm_label("prefix", None) == "prefix"
     assert arm_label("prefix", 1_000_000) == "prefix @ 1,000,000 tokens"
-    assert [length_bucket(n) for n in (0, 63, 64, 40_000)] == ["0-63", "0-63", "64-127", "32768-"]
-    numbering = Numbering()
-    assert [numbering(name) for name in ("x", "y", "x")] == [0, 1, 0]
+    assert [LENGTH_BUCKETS[at] for at in buckets(LENGTH_EDGES, (0, 63, 64, 40_000))] == [
+        "0-63",
+        "0-63",
+        "64-127",
+        "32768-",
+    ]
+    numbers = numbering()
+    assert [numbers[name] for name in ("x", "y", "x")] == [0, 1, 0]

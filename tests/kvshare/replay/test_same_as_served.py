@@ -7,13 +7,14 @@ A replay decides what the servers decide: they answer a stream, which is then re
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.kvshare.replay import sample_logs
 from tests.kvshare.replay.served import Comparison, compared, stream
-from tests.kvshare.replay.stage import Stage
+from tests.kvshare.replay.stage import MAX_TOKENS, Stage
 from tests.kvshare.replay.synthetic import FakeEmbedder
 
 CAPACITY_TOKENS = 5_880  # some ten prompts of the longest
@@ -32,6 +33,9 @@ async def compare(
     paths = [sample_logs.write(name, folder, num_requests=num_requests // len(logs)) for name in logs]
     requests = stream(paths, num_requests=num_requests, max_tokens=MAX_PROMPT_TOKENS)
     assert len(requests) == num_requests
+    # Too short to be looked up; with its answer, long enough to be stored.
+    short = requests[num_requests // 2].token_ids[: 33 - MAX_TOKENS]
+    requests[num_requests // 2] = replace(requests[num_requests // 2], token_ids=short)
     stage = Stage(folder, CAPACITY_TOKENS, FakeEmbedder() if by_embedding else None)
     return await compared(stage, requests, vllm=vllm)
 
@@ -40,6 +44,7 @@ def check(comparison: Comparison, *, at_least: int) -> None:
     """Equal request by request, with enough that could differ."""
     decisions = comparison.served.decisions
     assert comparison.replayed == decisions
+    assert decisions[len(decisions) // 2].decision == "full"
     assert sum(one.decision == "approx" for one in decisions) >= at_least
     assert sum(len(one.evicted) for one in decisions) >= at_least
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvshare.errors import LogError
 from kvshare.replay.requests import LoggedRequest
-from kvshare.replay.stream import RequestStream, read_records, sort_records, write_records
+from kvshare.replay.stream import RequestStream
 from tests.kvshare.replay.readers import logs
 
 
@@ -183,13 +183,3 @@ def test_unreadable_rows_are_reported(tmp_path: Path) -> None:
     with RequestStream([path]) as stream:
         assert len(stream) == 1
         assert stream.report.num_unreadable == 1
-
-
-@given(st.lists(st.binary(min_size=4, max_size=4)))
-def test_records_are_sorted_as_bytes(records: list[bytes]) -> None:
-    """Zeros at their ends included."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "records"
-        assert write_records(path, records) == len(records)
-        sort_records(path, 4)
-        assert list(read_records(path, 4)) == sorted(records)

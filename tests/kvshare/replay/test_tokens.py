@@ -48,14 +48,14 @@ def test_chats_and_prompts_are_tokenized_as_the_server_does(
         replace(BARE, token_ids=(5, 6, 7)),
         replace(BARE, messages=MESSAGES[:2]),
     ]
-    chat, text, given, shorter = tokenizer.tokenize(requests, first_index=10)
+    chat, text, given, shorter = tokenizer.tokenize(requests)
     np.testing.assert_array_equal(chat.token_ids, encoder.encode_chat(MESSAGES).token_ids)
     np.testing.assert_array_equal(shorter.token_ids, encoder.encode_chat(MESSAGES[:2]).token_ids)
     np.testing.assert_array_equal(text.token_ids, encoder.encode_text("Once upon").token_ids)
     assert given.token_ids.tolist() == [5, 6, 7]
     assert encoder.backend.decode(chat.answer_ids.tolist()) == "152 years."
     assert len(text.answer_ids) == 0
-    assert [request.index for request in (chat, text, given, shorter)] == [10, 11, 12, 13]
+    assert [request.index for request in (chat, text, given, shorter)] == [0, 1, 2, 3]
 
 
 def test_batches_do_not_show(tokenizer: RequestTokenizer) -> None:
@@ -70,11 +70,9 @@ def test_batches_do_not_show(tokenizer: RequestTokenizer) -> None:
 def test_what_the_template_refuses_is_laid_out_plainly(
     tokenizer: RequestTokenizer, encoder: PromptEncoder
 ) -> None:
-    """And counted."""
+    """A role that it does not know."""
     messages = (*MESSAGES, {"role": "tool", "content": "152"})
-    before = tokenizer.num_refused
     (request,) = tokenizer.tokenize([replace(BARE, messages=messages)])
-    assert tokenizer.num_refused == before + 1
     assert encoder.backend.decode(request.token_ids.tolist()) == plain_layout(messages)
 
 
@@ -83,7 +81,6 @@ def test_a_bare_tokenizer_file(encoder: PromptEncoder) -> None:
     bare = RequestTokenizer.load(MODEL_PATH / "tokenizer.json")
     (request,) = bare.tokenize([replace(BARE, messages=MESSAGES)])
     assert encoder.backend.decode(request.token_ids.tolist()) == plain_layout(MESSAGES)
-    assert bare.num_refused == 0
     assert bare.digest == RequestTokenizer.load(MODEL_PATH / "tokenizer.json").digest
 
 

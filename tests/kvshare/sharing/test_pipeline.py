@@ -300,6 +300,27 @@ async def test_a_prompt_evicted_while_it_is_indexed_does_not_come_back(model: Em
     assert nominator.events == ["remember", "forget True"]
 
 
+async def test_the_index_hears_of_a_prompt_that_lost_its_end(model: EmbeddedModel) -> None:
+    """It is found by what is left of it, also where its text was still waiting to be embedded."""
+    remembered: list[tuple[int, object]] = []
+
+    class Recorder(FixedNominator):
+        async def remember(
+            self, prompt_id: int, namespace: str, token_ids: TokenIds, text: object
+        ) -> tuple[()]:
+            remembered.append((len(token_ids), text))
+            return ()
+
+    sharing = sharing_with(Recorder(), model, max_bytes=1000 * model.geometry.bytes_per_token)
+    node = keep(sharing, model, prompt(900).token_ids)
+    assert node is not None
+    assert keep(sharing, model, prompt(200, seed=1).token_ids) is not None
+    assert sharing.tree.node(node.node_id).num_tokens < 900
+    await sharing.forget_evicted()
+    await sharing.remember(node, TEXT)
+    assert remembered == 2 * [(sharing.tree.node(node.node_id).num_tokens, None)]
+
+
 async def test_an_index_entry_without_a_node_is_taken_out(model: EmbeddedModel) -> None:
     """Entries that nobody knows would crowd out living donors."""
     sharing = sharing_with(FixedNominator(77), model)

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvshare.replay.measures import ArmMeasures, Measures
+import pyarrow as pa
+
+from kvshare.replay.measures import arm_results, arm_times, similarity, waterfalls
 from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Store, Tree, arm_label
-from kvshare.replay.rows import write_rows
+from kvshare.replay.rows import SCHEMA, write_rows
 
 STORES = (
     ("nothing", "nothing", None),
@@ -72,11 +74,12 @@ def results(
 ) -> dict[str, Any]:
     """`results.json` of so many requests; `hit` is what the oracle covers of every second one."""
     rows = list(rows_of(num_requests, hit=hit, stores=stores))
-    families = {arm_label(arm, capacity): family for arm, family, capacity in stores}
-    measures = Measures(families, prefill_tokens_per_s=1000.0)
-    for start in range(0, len(rows), max(1, len(stores))):
-        measures.add(rows[start : start + len(stores)])
-    similarity = measures.similarity()
+    tables = {
+        arm_label(arm, capacity): pa.Table.from_pylist(rows[number :: len(stores)], schema=SCHEMA)
+        for number, (arm, _, capacity) in enumerate(stores)
+    }
+    endless = {arm: family for arm, family, capacity in stores if capacity is None}
+    similar = similarity(endless, tables.__getitem__)
     document = {
         "schema_version": 1,
         "kind": "replay",
@@ -98,12 +101,15 @@ def results(
             "unreadable": {"num_rows": 0, "reasons": {}, "lines": []},
         },
         "versions": {"kvshare": "0", "python": "3.11"},
-        "arms": [_arm(*store, measures.arms[arm_label(store[0], store[2])]) for store in stores],
-        "similarity": None if similarity is None else similarity.model_dump(mode="json"),
-        "waterfall": [one.model_dump(mode="json") for one in measures.waterfalls()],
+        "arms": [_arm(*store, tables[arm_label(store[0], store[2])]) for store in stores],
+        "similarity": None if similar is None else similar.model_dump(mode="json"),
+        "waterfall": [one.model_dump(mode="json") for one in waterfalls(endless, tables.__getitem__)],
         "times": {
             "started_at": "2026-01-02T03:04:05+00:00",
-            "arms": {label: arm.times().model_dump() for label, arm in measures.arms.items()},
+            "arms": {
+                label: arm_times(own, prefill_tokens_per_s=1000.0).model_dump()
+                for label, own in tables.items()
+            },
         },
     }
     return {**document, **changes}
@@ -127,7 +133,7 @@ def write_results(folder: Path, document: dict[str, Any], num_requests: int = 0)
     return folder
 
 
-def _arm(arm: str, family: str, capacity: int | None, measures: ArmMeasures) -> dict[str, Any]:
+def _arm(arm: str, family: str, capacity: int | None, rows: pa.Table) -> dict[str, Any]:
     store = Store(arm=arm, label=arm_label(arm, capacity), family=family, capacity_tokens=capacity)
     tree = Tree.model_validate(TREE) if family == "kvshare" else None
-    return measures.results(store, tree).model_dump(mode="json")
+    return arm_results(rows, store, tree, prefill_tokens_per_s=1000.0).model_dump(mode="json")

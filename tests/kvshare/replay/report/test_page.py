@@ -2,6 +2,9 @@
 
 import json
 import re
+from collections import defaultdict
+from collections.abc import Mapping
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,13 @@ from typer.testing import CliRunner
 from kvshare.cli.main import app
 from kvshare.errors import LogError
 from kvshare.replay.report import write_report
-from kvshare.replay.report.figures import draw
-from kvshare.replay.report.page import command, render
+from kvshare.replay.report.page import render
+from kvshare.replay.report.picture import Picture
+from kvshare.replay.report.plots import draw
 from kvshare.replay.report.reading import parse_report, read_report
-from kvshare.replay.report.words import headline, sentences
 from kvshare.replay.results import RESULTS_FILE
 from tests.kvshare.replay.report.small_results import results, write_results
-from tests.kvshare.replay.report.test_plots import CASES
+from tests.kvshare.replay.report.test_plots import CASES, drawn
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 PLANTED = "xylophonic"
@@ -43,9 +46,9 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-def rendered(document: dict[str, Any]) -> str:
-    report = parse_report(document)
-    page = render(report, draw(report))
+def rendered(document: dict[str, Any], pictures: Mapping[str, Picture | None] | None = None) -> str:
+    """Without plots unless they are given."""
+    page = render(parse_report(document), defaultdict(lambda: None) if pictures is None else pictures)
     parser = Balanced()
     parser.feed(page)
     parser.close()
@@ -53,10 +56,25 @@ def rendered(document: dict[str, Any]) -> str:
     return page
 
 
+def summary(document: dict[str, Any]) -> tuple[str, str]:
+    """The headline, and the sentences below it."""
+    found = re.search(
+        r'class="headline">(.*?)</p>.*?</div>\s*(<ul>.*?</ul>)?\s*<nav>', rendered(document), re.DOTALL
+    )
+    assert found is not None
+    headline, sentences = (text_of(part or "") for part in found.groups())
+    return headline, sentences
+
+
+def text_of(html: str) -> str:
+    """As a browser shows it."""
+    return " ".join(unescape(re.sub(r"<.*?>", "", html)).split())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_page_is_balanced_and_has_no_number_that_is_none(case: str) -> None:
     """Even where hardly anything is known; what stands in the configuration stands there as it is."""
-    page = rendered(CASES[case]).split('id="run"')[0]
+    page = rendered(CASES[case], drawn(case)).split('id="run"')[0]
     assert not re.search(r"\b(nan|inf|None)\b", page.split("</style>")[1])
 
 
@@ -73,29 +91,39 @@ def test_names_of_files_arms_and_languages_are_text() -> None:
     document["config"]["note"] = document["versions"]["numpy"] = evil
     for arm in document["arms"]:
         arm["by"]["language"][evil] = arm["by"]["language"]["English"]
-    page = rendered(document)
+    page = rendered(document, draw(parse_report(document)))
     assert "<script" not in page
     assert "&lt;script&gt;" in page
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_drawn_has_a_reason(case: str) -> None:
+    """For each plot its picture, or why there is none."""
+    pictures = drawn(case)
+    page = rendered(CASES[case], pictures)
+    num_missing = list(pictures.values()).count(None)
+    assert page.count("<figure>") == len(pictures) == num_missing + page.count("<svg")
+    assert len(re.findall(r"Not drawn: \w.*\w\.</p>", page)) == num_missing
+
+
 def test_the_summary_says_what_is_gained_and_where_not() -> None:
     """Over prefix caching, beside the others, and the groups that gain nothing."""
-    report = parse_report(results(60))
-    assert headline(report) == (
+    headline, told = summary(results(60))
+    assert headline == (
         "Sharing pays here: +12.0 points over prefix caching "
         "(28.0 % of the prompt tokens not computed, 16.0 % with prefixes alone)."
     )
-    told = " ".join(sentences(report))
-    assert "first turns (+0.0 points, 50 % of the tokens)" in told
-    assert "KVShare takes 70.0 % of that" in told
-    assert "answered 10 requests; 5 of them (50.0 %)" in told
+    assert "Where it does not pay, over prefix caching: " in told
+    assert "first turns (+0.0 points, 50 % of the tokens)." in told
+    assert "KVShare takes 70.0 % of that." in told
+    assert "answered 10 requests; 5 of them (50.0 %) asked" in told
 
 
 def test_a_log_without_users_is_called_one() -> None:
     """Where it is not known whose the tokens were, nobody is called another user."""
     document = json.loads(json.dumps(results(60)).replace('"same_user"', '"unknown"'))
     document["data"]["num_users"] = 0
-    told = " ".join(sentences(parse_report(document)))
+    told = summary(document)[1]
     assert "does not name the users" in told
     assert "another user" not in told
     page = rendered(document)
@@ -105,10 +133,10 @@ def test_a_log_without_users_is_called_one() -> None:
 
 def test_the_summary_admits_when_there_is_little() -> None:
     """No gain is told as no gain; no log as no log."""
-    assert "little to share" in headline(parse_report(results(40, hit=0.0)))
-    assert "no request" in headline(parse_report(results(0)))
+    assert "little to share" in summary(results(40, hit=0.0))[0]
+    assert "no request" in summary(results(0))[0]
     only_prefix = results(10, stores=(("prefix", "prefix", None),))
-    assert "No arm of KVShare" in headline(parse_report(only_prefix))
+    assert summary(only_prefix) == ("No arm of KVShare was replayed: below are the others.", "")
 
 
 def test_the_command_repeats_the_run() -> None:
@@ -120,10 +148,13 @@ def test_the_command_repeats_the_run() -> None:
         "capacities_tokens": [1000],
         "limit": 4,
         "format": None,
+        "tokenizer": {"name": "my tokenizer"},
     }
-    assert command(parse_report(document)) == (
+    found = re.search(r'<pre class="wrap">(.*?)</pre>', rendered(document), re.DOTALL)
+    assert found is not None
+    assert unescape(found[1]) == (
         "kvshare replay 'my log.jsonl' --arms prefix,oracle --capacity 1000 "
-        "--prefill-tokens-per-s 1000.0 --limit 4 --seed 0"
+        "--prefill-tokens-per-s 1000.0 --limit 4 --seed 0 --tokenizer 'my tokenizer'"
     )
 
 
@@ -133,22 +164,11 @@ def test_a_report_has_a_picture_for_each_plot(tmp_path: Path) -> None:
     page = write_report(folder)
     names = {path.stem for path in folder.glob("*.png")}
     assert page == folder / "report.html"
-    assert names == set(draw(read_report(folder)))
+    assert names == set(drawn("ordinary"))
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))
     write_results(folder, results(60, similarity=None))
     write_report(folder)
     assert names - {path.stem for path in folder.glob("*.png")} == {"similarity", "similarity-points"}
-
-
-def test_a_picture_has_letters_in_it(tmp_path: Path) -> None:
-    """The font comes along: the same plot without labels is another picture."""
-    from kvshare.replay.report.files import write_png
-
-    svg = draw(parse_report(results(4)))["savings"].svg
-    assert svg is not None
-    write_png(tmp_path / "with.png", svg)
-    write_png(tmp_path / "without.png", re.sub("<text.*?</text>", "", svg))
-    assert len((tmp_path / "with.png").read_bytes()) > 2 * len((tmp_path / "without.png").read_bytes())
 
 
 def test_single_requests_come_from_the_parquet_file(tmp_path: Path) -> None:
