@@ -21,15 +21,17 @@ ROWS: dict[str, dict[str, str]] = yaml.safe_load(
 )
 
 
+TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined)
+TEMPLATES.filters |= {
+    "fixed": lambda value, digits: f"{value:.{digits}f}",
+    "percent": lambda value, digits=0: f"{100 * value:.{digits}f} %",
+    "scientific": lambda value: f"{value:.1e}",
+}
+
+
 def in_words(name: str, document: dict[str, Any]) -> str:
     """What the document of that row says. Raises jinja2.UndefinedError if it lacks a figure."""
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
-    environment.filters |= {
-        "fixed": lambda value, digits: f"{value:.{digits}f}",
-        "percent": lambda value, digits=0: f"{100 * value:.{digits}f} %",
-        "scientific": lambda value: f"{value:.1e}",
-    }
-    return environment.from_string(ROWS[name]["words"]).render(document)
+    return TEMPLATES.from_string(ROWS[name]["words"]).render(document)
 
 
 def main() -> None:

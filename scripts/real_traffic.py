@@ -9,7 +9,6 @@ tenants, and stopped at the end. Prints one JSON document: requests, errors by c
 prompt text.
 """
 
-import argparse
 import asyncio
 import gzip
 import hashlib
@@ -24,29 +23,33 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import openai
+import typer
 import yaml
+from openai.types.chat import ChatCompletionMessageParam
 
 KEYS = {"ada": "north", "ben": "north", "cleo": "south", "dan": "south"}
 SOURCES = ("exact", "copied", "recomputed", "repaired")
-Messages = list[dict[str, str]]
+Messages = list[ChatCompletionMessageParam]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--requests", type=int, default=240, help="in all, evenly from the files")
-    parser.add_argument("--max-tokens", type=int, default=16)
-    parser.add_argument("--concurrency", type=int, default=2, help="requests in flight per key")
-    arguments = parser.parse_args()
-    share = arguments.requests // len(arguments.files)
-    requests = [request for file in arguments.files for request in islice(_requests(file), share)]
+def main(
+    files: list[Path],
+    *,
+    requests: Annotated[int, typer.Option(help="in all, evenly from the files")] = 240,
+    max_tokens: int = 16,
+    concurrency: Annotated[int, typer.Option(help="requests in flight per key")] = 2,
+) -> None:
+    """Real prompts through a real server: requests, errors by code, tokens by source, as JSON."""
+    share = requests // len(files)
+    given = [request for file in files for request in islice(_requests(file), share)]
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(yaml.safe_dump(_config(folder)), encoding="utf-8")
-        command = [Path(sys.executable).with_name("kvshare"), "serve", "--config", config, "--format", "json"]
+        kvshare = Path(sys.executable).with_name("kvshare")
+        command: list[str | Path] = [kvshare, "serve", "--config", config, "--format", "json"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None
@@ -54,22 +57,20 @@ def main() -> None:
                 if not ready:
                     raise SystemExit(f"the server did not start: exit code {server.wait()}")
                 url = json.loads(ready + "}")["url"]
-                traffic = Traffic(url, arguments.max_tokens)
-                result = asyncio.run(traffic.send_all(requests, arguments.concurrency))
+                result = asyncio.run(Traffic(url, max_tokens).send_all(given, concurrency))
                 with urllib.request.urlopen(f"{url}/health", timeout=10) as response:
                     result["alive_afterwards"] = response.status == 200
             finally:
                 server.terminate()
                 result_code = server.wait(timeout=60)
-    json.dump({**result, "server_exit_code": result_code}, sys.stdout, indent=1)
-    sys.stdout.write("\n")
+    typer.echo(json.dumps({**result, "server_exit_code": result_code}, indent=1))
 
 
 def _requests(file: Path) -> Iterator[Messages]:
     opener = gzip.open if file.suffix == ".gz" else open
     with opener(file, "rt", encoding="utf-8") as lines:
         for line in lines:
-            turns = [
+            turns: Messages = [
                 {"role": turn["role"], "content": turn["content"]} for turn in json.loads(line)["messages"]
             ]
             for number, turn in enumerate(turns):
@@ -137,7 +138,7 @@ class Traffic:
         try:
             stream = await client.chat.completions.create(
                 model="kvshare-demo",
-                messages=messages,  # type: ignore[arg-type]  # plain dictionaries
+                messages=messages,
                 stream=True,
                 stream_options={"include_usage": True},
                 max_tokens=self._max_tokens,
@@ -153,7 +154,7 @@ class Traffic:
             return f"failed: {type(exc).__name__}"
         if usage is None or not finished:
             return "failed: stream ended without usage or finish_reason"
-        details = usage.model_extra["kvshare"]
+        details = (usage.model_extra or {})["kvshare"]
         self._tokens.update({source: details[source] for source in SOURCES})
         self._tokens.update(prompt=usage.prompt_tokens, completion=usage.completion_tokens)
         self._decisions[details["decision"]] += 1
@@ -161,4 +162,4 @@ class Traffic:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -10,7 +10,7 @@ model's own tokenizer is English and small, and cuts other scripts into single b
 import sys
 from importlib.resources import files
 
-from transformers.integrations.mistral import convert_tekken_tokenizer
+from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvshare.bench.vllm.models import write_model
+from kvshare.bench.random_models import write_model
 from kvshare.bench.vllm.servers import VllmOptions, running, shared_vllm
 
 pytestmark = [

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from delta_tree import Op, Span, TokenIds, align, common_suffix_length
+from delta_tree import Copy, Op, Span, TokenIds, align, common_suffix_length, gaps
 from kvshare.bench.harness import ask, running_engine
+from kvshare.bench.parity import SEGMENT, compute, copied
 from kvshare.demo.pairs import Pair, near_duplicate_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
-from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.text import Detokenizer
 from kvshare.kv.attention import PartialPass
+from kvshare.kv.editor import lay_out
 from kvshare.kv.sequence import SequenceKV
 from kvshare.requests import Prompt, SharingMode, SharingReport
 
@@ -43,20 +45,23 @@ async def run(*, pairs: int = 150, seed: int = _HELD_OUT_SEED) -> dict[str, Any]
             tenant = f"pair-{number}"  # a namespace of its own: the donor is this one and no other
             donor = await engine.encode_chat(pair.donor_messages)
             recipient = await engine.encode_chat(pair.recipient_messages)
-            await _answer(engine, tenant, donor, SharingMode.OFF, store=True)
-            found = {"full": (await _answer(engine, tenant, recipient, SharingMode.OFF))[0]}
+            asked = partial(ask, engine, tenant=tenant, max_tokens=_MAX_TOKENS)
+            await asked(donor.token_ids, mode=SharingMode.OFF, store=True)
+            full = await asked(recipient.token_ids, mode=SharingMode.OFF)
             engine.sharing.limits = configured
-            found["kvshare"], report = await _answer(engine, tenant, recipient, SharingMode.APPROX)
+            shared = await asked(recipient.token_ids, mode=SharingMode.APPROX)
             engine.sharing.limits = replace(configured, repair=bare)
-            found["placeholders_only"], _ = await _answer(engine, tenant, recipient, SharingMode.APPROX)
-            found["full_reuse"] = await asyncio.to_thread(_full_reuse, engine, donor, recipient)
+            bare_answer = await asked(recipient.token_ids, mode=SharingMode.APPROX)
+            found = {
+                "full": full.text.strip(),
+                "kvshare": shared.text.strip(),
+                "placeholders_only": bare_answer.text.strip(),
+                "full_reuse": await asyncio.to_thread(_full_reuse, engine, donor, recipient),
+            }
             answers.append((pair, found))
-            reports.append(report)
+            reports.append(shared.report)
     stale = fmean(found["full_reuse"] == pair.stale_answer for pair, found in answers)
     return {
-        "benchmark": "demo",
-        "pairs": pairs,
-        "seed": seed,
         **_accuracy(answers),
         "full_reuse_gave_the_donors_answer": stale,
         "kvshare_computed_fraction": fmean(1 - r.num_cached / r.num_prompt_tokens for r in reports),
@@ -85,25 +90,18 @@ def _accuracy(answers: list[tuple[Pair, dict[str, str]]]) -> dict[str, Any]:
     }
 
 
-async def _answer(
-    engine: EmbeddedEngine, tenant: str, prompt: Prompt, mode: SharingMode, *, store: bool = False
-) -> tuple[str, SharingReport]:
-    tokens = prompt.token_ids
-    answer = await ask(engine, tokens, mode=mode, tenant=tenant, store=store, max_tokens=_MAX_TOKENS)
-    return answer.text.strip(), answer.report
-
-
 def _full_reuse(engine: EmbeddedEngine, donor: Prompt, recipient: Prompt) -> str:
     """The donor's KV laid under the recipient, replaced values and all; the question alone is computed."""
     model = engine.model
     source = model.new_sequence(donor.num_tokens)
-    model.compute(PartialPass(source, (Span(0, donor.num_tokens),)), donor.token_ids)
+    whole = Span(0, donor.num_tokens)
+    compute(model, source, (whole,), donor.token_ids)
     target = model.new_sequence(recipient.num_tokens + _MAX_TOKENS)
-    question = _question_start(donor.token_ids, recipient.token_ids)
-    computed = _lay_donor(model, source, target, donor.token_ids, recipient.token_ids, question)
-    ids = np.concatenate([recipient.token_ids[span.start : span.end] for span in computed])
-    logits = model.compute(PartialPass(target, computed), ids)
-    return _decode(engine, target, recipient.num_tokens, int(logits.argmax()))
+    copies = _copies(donor.token_ids, recipient.token_ids)
+    lay_out(target, copies, {SEGMENT: source.cut(whole)}, model.rotation)
+    computed = gaps([copy.target for copy in copies], recipient.num_tokens)
+    logits = compute(model, target, computed, recipient.token_ids)
+    return _decode(engine, target, recipient.num_tokens, int(logits[-1].argmax()))
 
 
 def _question_start(donor: TokenIds, recipient: TokenIds) -> int:
@@ -113,28 +111,14 @@ def _question_start(donor: TokenIds, recipient: TokenIds) -> int:
     return min(last_edit.target.start, len(recipient) - closing)
 
 
-def _lay_donor(
-    model: EmbeddedModel,
-    source: SequenceKV,
-    target: SequenceKV,
-    donor: TokenIds,
-    recipient: TokenIds,
-    question: int,
-) -> tuple[Span, ...]:
-    """Keeps and replacements alike are taken from the donor; returns what no donor slot stands for."""
-    assert model.rotation is not None
-    computed: list[Span] = []
-    for edit in align(donor, recipient, min_run=1).edits:
-        length = min(len(edit.source), len(edit.target), max(0, question - edit.target.start))
-        if length:
-            shift = edit.target.start - edit.source.start
-            keys = source.k[:, edit.source.start : edit.source.start + length]
-            values = source.v[:, edit.source.start : edit.source.start + length]
-            target.k[:, edit.target.start : edit.target.start + length] = model.rotation.moved(keys, shift)
-            target.v[:, edit.target.start : edit.target.start + length] = values
-        if edit.target.start + length < min(edit.target.end, question):
-            computed.append(Span(edit.target.start + length, min(edit.target.end, question)))
-    return (*computed, Span(question, len(recipient)))
+def _copies(donor: TokenIds, recipient: TokenIds) -> list[Copy]:
+    """Before the question keeps and replacements alike are taken from the donor."""
+    question = _question_start(donor, recipient)
+    return [
+        copied(edit.source.start, length, target_start=edit.target.start)
+        for edit in align(donor, recipient, min_run=1).edits
+        if (length := min(len(edit.source), len(edit.target), question - edit.target.start)) > 0
+    ]
 
 
 def _decode(engine: EmbeddedEngine, kv: SequenceKV, position: int, token_id: int) -> str:

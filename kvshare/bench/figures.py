@@ -1,4 +1,4 @@
-"""Percentiles, this process's memory and files' sizes, for the benchmarks that run without a model."""
+"""Percentiles, this process's memory and files' sizes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 def memory_bytes() -> dict[str, int]:
     """Of this process, native parts included: "RssAnon" is its own, "RssFile" page cache it has mapped."""
+    gc.collect()
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return {kind: 1024 * int(fields[kind].split()[0]) for kind in _KINDS}
@@ -33,19 +34,10 @@ def grown(before: dict[str, int]) -> dict[str, int]:
     return {kind: number - before[kind] for kind, number in memory_bytes().items()}
 
 
-class MemoryPerPrompt:
-    """What storing so many prompts takes of this process's memory, from now on."""
-
-    def __init__(self, num_prompts: int) -> None:
-        self._num_prompts = num_prompts
-        gc.collect()
-        self._before = memory_bytes()
-
-    def figures(self) -> dict[str, float]:
-        """Bytes of each prompt until now."""
-        gc.collect()
-        own, mapped = (grown(self._before)[kind] / self._num_prompts for kind in _KINDS)
-        return {"metadata_bytes_per_prompt": own, "mapped_file_bytes_per_prompt": mapped}
+def per_prompt(memory: dict[str, int], num_prompts: int) -> dict[str, float]:
+    """What storing so many prompts took of this process's memory, for each."""
+    own, mapped = (memory[kind] / num_prompts for kind in _KINDS)
+    return {"metadata_bytes_per_prompt": own, "mapped_file_bytes_per_prompt": mapped}
 
 
 def shard_bytes(folder: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: an engine over a given model, near-duplicate prompts, times and percentiles."""
+"""What the benchmarks share: an engine over a given model, near-duplicate prompts, times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from delta_tree import TokenIds, token_ids
@@ -115,12 +114,6 @@ def edited(prompt: TokenIds, *, changed: float, edits: int, draw: Callable[[int]
         start = place * len(tokens) // (edits + 1) - length // 2
         tokens[start : start + length] = draw(length)
     return token_ids(tokens)
-
-
-def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and 99th percentile."""
-    values: NDArray[np.float64] = 1e3 * np.asarray(seconds)
-    return {"p50_ms": float(np.median(values)), "p99_ms": float(np.percentile(values, 99))}
 
 
 def median(values: Sequence[float]) -> float:

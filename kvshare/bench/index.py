@@ -8,7 +8,6 @@ hundred small namespaces.
 
 from __future__ import annotations
 
-import gc
 import resource
 import tempfile
 import time
@@ -20,6 +19,7 @@ import numpy as np
 
 from kvshare.bench.figures import drop_from_page_cache, grown, memory_bytes, percentiles, shard_bytes
 from kvshare.bench.index_corpus import MIN_TOKENS, Corpus, Stored
+from kvshare.errors import ConfigError
 from vector_index import Nominator, NominatorSettings, QdrantEdgeIndex
 
 _LARGE, _NUM_SMALL = "large", 100
@@ -40,7 +40,7 @@ async def run(
     optimised and cold, and warm.
     """
     if prompt_tokens < MIN_TOKENS:
-        raise ValueError(f"prompt_tokens must be at least {MIN_TOKENS}, got {prompt_tokens}")
+        raise ConfigError("--prompt-tokens", f"must be at least {MIN_TOKENS}, got {prompt_tokens}")
     corpus = Corpus(np.random.default_rng(seed), prompt_tokens, stored, dense=dense)
     settings = NominatorSettings(search_timeout_s=60.0, embed_timeout_s=60.0, write_timeout_s=600.0)
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-index-") as name:
@@ -51,13 +51,8 @@ async def run(
         nominator.close()
         await index.close()
     return {
-        "benchmark": "index",
-        "stored": stored,
         "points": num_points,
-        "prompt_tokens": prompt_tokens,
         "dimension": corpus.dimension if dense else 0,
-        "queries": queries,
-        "seed": seed,
         **measured,
         "optimiser_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
     }
@@ -68,7 +63,6 @@ async def _build_and_ask(
 ) -> dict[str, Any]:
     """Leaves the index open."""
     await index.open()
-    gc.collect()
     before = memory_bytes()
     seconds, memory, arms = {}, {}, {}
 

@@ -42,11 +42,11 @@ class Corpus(TextEmbedder):
 
     def __init__(self, rng: np.random.Generator, num_tokens: int, num_prompts: int, *, dense: bool) -> None:
         self._rng = rng
-        self._dense = dense
         self._num_tokens = num_tokens
         self._passage = self._tokens(num_tokens - _HEAD - _TAIL)
-        num_groups = max(1, num_prompts // _NEAR)
-        self._groups = rng.standard_normal((num_groups, _DIMENSION), dtype=np.float32) if dense else None
+        self._num_groups = max(1, num_prompts // _NEAR)
+        shape = (self._num_groups, _DIMENSION)
+        self._groups = rng.standard_normal(shape, dtype=np.float32) if dense else None
         self._vectors: dict[str, NDArray[np.float32]] = {}
         self.samples: list[Stored] = []
 
@@ -57,7 +57,7 @@ class Corpus(TextEmbedder):
         """New prompts, one for each namespace given; every other one holds the shared passage."""
         tokens = self._tokens(len(namespaces), self._num_tokens)
         tokens[::2, _HEAD : _HEAD + len(self._passage)] = self._passage
-        groups = self._rng.integers(0, max(1, self._num_groups), len(namespaces))
+        groups = self._rng.integers(0, self._num_groups, len(namespaces))
         self._vectors.clear()
         records = [
             PromptRecord(first_id + i, namespace, tokens[i], self._text(f"{first_id + i}", int(groups[i])))
@@ -87,11 +87,7 @@ class Corpus(TextEmbedder):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return ("prefix", "passage", "common", "unknown", *(["meaning"] if self._dense else []))
-
-    @property
-    def _num_groups(self) -> int:
-        return 0 if self._groups is None else len(self._groups)
+        return ("prefix", "passage", "common", "unknown", *(["meaning"] if self._groups is not None else []))
 
     def _text(self, name: str, group: int) -> PromptText | None:
         if self._groups is None:

@@ -19,21 +19,21 @@ import numpy as np
 import torch
 
 from delta_tree import Copy, NodeId, SegmentId, Span, TokenIds, token_ids
+from kvshare.bench.harness import random_prompt
 from kvshare.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.editor import lay_out
 from kvshare.kv.sequence import SequenceKV
 
+SEGMENT = SegmentId(1)  # the only one of a donor
+
 
 def run(*, tokens: int = 400, seed: int = 0) -> dict[str, Any]:
     """The largest absolute error per oracle and architecture, and over all: `max_abs_logit_error`."""
     errors = {name: _oracles(name, tokens, seed) for name in ARCHITECTURES}
     return {
-        "benchmark": "parity",
         "dtype": "float32",
-        "tokens": tokens,
-        "seed": seed,
         "max_abs_logit_error": max(max(found.values()) for found in errors.values()),
         "errors": errors,
     }
@@ -41,7 +41,7 @@ def run(*, tokens: int = 400, seed: int = 0) -> dict[str, Any]:
 
 def _oracles(name: str, num_tokens: int, seed: int) -> dict[str, float]:
     rng = np.random.default_rng(seed)
-    tokens, other = _prompt(rng, num_tokens), _prompt(rng, num_tokens)
+    tokens, other = (random_prompt(rng, num_tokens, VOCAB_SIZE) for _ in range(2))
     runs = _scattered(rng, num_tokens)
     model = EmbeddedModel(tiny_model(name, seed=seed), name=name)
     expected = _reference(name, tokens, seed)
@@ -74,8 +74,17 @@ def compute(model: EmbeddedModel, kv: SequenceKV, runs: tuple[Span, ...], tokens
     return model.logits(current, ids, keep=current.num_queries)
 
 
-def _prompt(rng: np.random.Generator, num_tokens: int) -> TokenIds:
-    return token_ids(rng.integers(3, VOCAB_SIZE, num_tokens))
+def copied(start: int, length: int, *, target_start: int) -> Copy:
+    """Of a donor that is one segment, computed where it stands."""
+    return Copy(
+        donor=NodeId(1),
+        segment_id=SEGMENT,
+        offset=start,
+        length=length,
+        target_start=target_start,
+        source_position=start,
+        donor_start=start,
+    )
 
 
 def _scattered(rng: np.random.Generator, num_tokens: int) -> tuple[Span, ...]:
@@ -105,18 +114,9 @@ def _reference(name: str, tokens: TokenIds, seed: int) -> torch.Tensor:
 
 
 def _laid_back(model: EmbeddedModel, kv: SequenceKV, num_tokens: int) -> SequenceKV:
-    segment_id = SegmentId(1)
-    copy = Copy(
-        donor=NodeId(1),
-        segment_id=segment_id,
-        offset=0,
-        length=num_tokens,
-        target_start=0,
-        source_position=0,
-        donor_start=0,
-    )
     target = model.new_sequence(num_tokens)
-    lay_out(target, [copy], {segment_id: kv.cut(Span(0, num_tokens))}, model.rotation)
+    segments = {SEGMENT: kv.cut(Span(0, num_tokens))}
+    lay_out(target, [copied(0, num_tokens, target_start=0)], segments, model.rotation)
     return target
 
 

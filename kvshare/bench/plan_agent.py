@@ -17,22 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from delta_tree import DeltaTree, Node, Piece, TokenIds
-from kvshare.bench.agent_prompts import NUM_EDITS, AgentPrompts
-from kvshare.bench.figures import MemoryPerPrompt
-from kvshare.bench.harness import milliseconds
-from kvshare.bench.plan import NAMESPACE, RATES, insert, open_nominator
+from delta_tree import DeltaTree, Node, TokenIds
+from kvshare.bench.counted_store import NAMESPACE, CountedStore, nomination_s
+from kvshare.bench.figures import grown, memory_bytes, per_prompt, percentiles
+from kvshare.bench.text_like import AgentPrompts
 from kvshare.collector import calm_collector
 from kvshare.index_factory import nominator_settings
-from kvshare.kv.tier import EverySegment
 from kvshare.requests import Prompt, SharingMode
-from kvshare.settings import Settings, load_settings
-from kvshare.sharing.cost import CostModel
-from kvshare.sharing.keeper import Keeper
+from kvshare.settings import load_settings
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import Plan
-from kvshare.sharing.planner import PlannerLimits, make_plan
-from vector_index import Nominator, PromptRecord, PromptText
+from vector_index import PromptText
 
 _RUNS = 10  # stored of each task
 _SHORT_TOKENS, _SHORT_STORED, _SHORT_EDITS = 500, 50, 4
@@ -44,100 +39,59 @@ async def run(
     *, stored: int = 1000, prompt_tokens: int = 45_000, queries: int = 200, seed: int = 0
 ) -> dict[str, Any]:
     """Times of `queries` long prompts, and of short ones that come while another long one is planned."""
-    rng, settings = np.random.default_rng(seed), load_settings()
+    rng = np.random.default_rng(seed)
     prompts = AgentPrompts(rng, prompt_tokens)
-    async with open_nominator(nominator_settings(settings.index)) as nominator:
-        sharing = _sharing(nominator, settings)
+    store = CountedStore(DeltaTree.open(None, identity="bench"))
+    async with store.sharing(nominator_settings(load_settings().index)) as sharing:
         calm_collector()  # as a server does
-        memory, began = MemoryPerPrompt(stored), time.perf_counter()
-        long, short = await _fill(sharing, prompts, stored)
+        before, began = memory_bytes(), time.perf_counter()
+        long, short = await _fill(store, sharing, prompts, stored)
         build_s = time.perf_counter() - began
-        per_prompt = memory.figures()
+        memory = per_prompt(grown(before), stored)
         times = await _measure(rng, sharing, prompts, long, short, queries)
         failures = {name: count for name, count in sharing.counters.items() if name.startswith("fallback:")}
-        sharing.close()
     return {
-        "benchmark": "plan",
         "workload": "agent",
-        "stored": stored,
-        "prompt_tokens": prompt_tokens,
-        "queries": queries,
-        "edits": NUM_EDITS,
-        "seed": seed,
+        "edits": prompts.num_edits,
         **_figures(times),
         "failures": failures,
         "build_s": build_s,
-        **per_prompt,
+        **memory,
     }
 
 
 def _figures(times: Mapping[str, list[float]]) -> dict[str, Any]:
-    blocked = milliseconds(times["blocked"])
+    blocked = percentiles(times["blocked"])
     return {
-        **milliseconds(times["total"]),
-        **{stage: milliseconds(times[stage]) for stage in ("nomination", "planning", "cpu")},
+        **percentiles(times["total"]),
+        **{stage: percentiles(times[stage]) for stage in ("nomination", "planning", "cpu")},
         "blocked_p50_ms": blocked["p50_ms"],
         "blocked_p99_ms": blocked["p99_ms"],
         "short_prompt_tokens": _SHORT_TOKENS,
-        "short": milliseconds(times["short"]),
+        "short": percentiles(times["short"]),
         "candidates": fmean(times["candidates"]),
         "copied_fraction": fmean(times["copied"]),
     }
 
 
-def _sharing(nominator: Nominator, settings: Settings) -> Sharing:
-    return Sharing(
-        keeper=Keeper(DeltaTree.open(None, identity="bench"), EverySegment(), min_tokens=1),
-        nominator=nominator,
-        limits=PlannerLimits.from_settings(settings),
-        cost=CostModel(
-            prior_prefill_tokens_per_s=RATES.prefill_tokens_per_s,
-            prior_load_bytes_per_s=RATES.load_bytes_per_s,
-            smoothing=settings.cost.smoothing,
-            bytes_per_token=RATES.bytes_per_token,
-        ),
-    )
-
-
 async def _fill(
-    sharing: Sharing, prompts: AgentPrompts, num_stored: int
+    store: CountedStore, sharing: Sharing, prompts: AgentPrompts, num_stored: int
 ) -> tuple[list[TokenIds], list[TokenIds]]:
     """Tasks and their later runs, and short prompts beside them; all indexed."""
     long: list[TokenIds] = []
     first: Node | None = None
     for number in range(num_stored):
-        is_first = first is None or number % _RUNS == 0
-        long.append(prompts.task() if is_first or first is None else prompts.run_again(first.token_ids))
-        node = _keep(sharing, long[-1], None if is_first else first)
-        first = node if is_first else first
-        await _index(sharing, node)
+        if first is None or number % _RUNS == 0:
+            long.append(prompts.task())
+            node = first = store.keep(long[-1])
+        else:
+            long.append(prompts.run_again(first.token_ids))
+            node = store.keep(long[-1], store.plan(long[-1], first))
+        await sharing.remember(node, None)
     short = [prompts.short(_SHORT_TOKENS) for _ in range(_SHORT_STORED)]
     for tokens in short:
-        await _index(sharing, _keep(sharing, tokens, None))
+        await sharing.remember(store.keep(tokens), None)
     return long, short
-
-
-async def _index(sharing: Sharing, node: Node) -> None:
-    await sharing.nominator.remember_all([PromptRecord(node.node_id, NAMESPACE, node.token_ids, None)])
-
-
-def _keep(sharing: Sharing, tokens: TokenIds, base: Node | None) -> Node:
-    """A prompt as an engine leaves it: the base's pieces where its plan copies, and segments of its own."""
-    if base is None:
-        return insert(sharing.tree, tokens)
-    plan = make_plan(
-        tokens,
-        [base],
-        sharing.tree.segment,
-        approximate=True,
-        limits=sharing.limits,
-        rates=sharing.cost.rates,
-    )
-    assert isinstance(plan, Plan), plan
-    kept = [(copy.target_start, Piece(copy.segment_id, copy.offset, copy.length)) for copy in plan.copies]
-    return insert(
-        sharing.tree, tokens, base, kept, exact_length=plan.first_approximate, generation=plan.generation
-    )
 
 
 async def _measure(
@@ -185,12 +139,11 @@ def _prepare(sharing: Sharing, tokens: TokenIds) -> Awaitable[Lookup]:
 
 
 def _stages(lookup: Lookup, num_tokens: int) -> dict[str, float]:
-    stages, plan = lookup.stage_seconds, lookup.plan
-    planning = stages.get("plan", 0.0)
+    plan = lookup.plan
     copied = plan.exact_length + plan.num_copied if isinstance(plan, Plan) else 0
     return {
-        "planning": planning,
-        "nomination": sum(stages.values()) - planning - stages.get("load", 0.0),
+        "planning": lookup.stage_seconds.get("plan", 0.0),
+        "nomination": nomination_s(lookup),
         "candidates": len(lookup.candidates),
         "copied": copied / num_tokens,
     }

@@ -12,9 +12,8 @@ import tempfile
 import time
 from typing import Any
 
-import aiohttp
 import numpy as np
-from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
 from delta_tree import Span
 from kvshare.bench.harness import bench_settings, median, new_engine
@@ -36,10 +35,7 @@ async def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         settings = bench_settings(folder, {"index.dense": False})
         engine = new_engine(None, settings)
-        runner = web.AppRunner(build_app(settings, engine), handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as client:
+        async with TestClient(TestServer(build_app(settings, engine))) as client:
             while (await client.get("/ready")).status != 200:  # noqa: ASYNC110 - another server's state
                 await asyncio.sleep(0.1)
             for repeat in range(repeats + _WARM_UP):
@@ -49,20 +45,16 @@ async def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str
                 if repeat >= _WARM_UP:
                     through.append(http_s)
                     straight.append(straight_s)
-        await runner.cleanup()
     added = 1e3 * (median(through) - median(straight))
     return {
-        "benchmark": "proxy",
-        "repeats": repeats,
         "prompt_tokens": num_tokens,
-        "seed": seed,
         "added_ms": added,
         "through_http_p50_ms": 1e3 * median(through),
         "model_only_p50_ms": 1e3 * median(straight),
     }
 
 
-async def _through_http(client: aiohttp.ClientSession, model: str, text: str) -> tuple[float, int]:
+async def _through_http(client: TestClient[Any, Any], model: str, text: str) -> tuple[float, int]:
     """Seconds of one chat request, and its prompt tokens."""
     body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
     began = time.perf_counter()

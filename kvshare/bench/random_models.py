@@ -1,8 +1,13 @@
-"""Random-weight models made on the fly: tiny ones of every architecture, and one large enough to time."""
+"""
+Random-weight models made on the fly: tiny ones of every architecture, and Llamas, on disk too, as vLLM wants
+them: one large enough to time, one small and talkative.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +22,13 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.utils import logging
+
+from kvshare.demo import MODEL_PATH
 
 VOCAB_SIZE = 300
+DEMO_VOCAB_SIZE = 1536  # the demo tokenizer's, which serves every model on disk
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -50,6 +60,11 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "phi3": lambda: Phi3Config(**TINY, sliding_window=None),
 }
 
+_LLAMAS = {  # hidden and intermediate size, layers, heads, heads of K and V
+    "small": (256, 512, 4, 4, 2),  # about 3 M parameters
+    "timing": (768, 2304, 14, 12, 4),  # about 100 M parameters
+}
+
 
 def tiny_model(
     name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, max_position_embeddings: int = 1024
@@ -64,38 +79,28 @@ def tiny_model(
     return tiny
 
 
-def small_model(*, max_position_embeddings: int, vocab_size: int, seed: int = 0) -> PreTrainedModel:
-    """A Llama of about 3 M parameters whose answers depend on the whole prompt."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+def llama_config(size: str, *, max_position_embeddings: int, vocab_size: int) -> LlamaConfig:
+    """Of the "small" or the "timing" model."""
+    hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = _LLAMAS[size]
+    return LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
         max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=size == "timing",
         eos_token_id=None,
     )
-    return _spread(LlamaForCausalLM(config), 0.08)  # type: ignore[no-untyped-call]  # no types
 
 
-def timing_model(*, max_position_embeddings: int, vocab_size: int, seed: int = 0) -> PreTrainedModel:
-    """A Llama of about 100 M parameters: 14 layers of 768, 12 heads, 4 of them for K and V."""
+def llama(size: str, *, max_position_embeddings: int, vocab_size: int, seed: int = 0) -> PreTrainedModel:
+    """The "small" one's answers depend on the whole prompt; the "timing" one is large enough to time."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=768,
-        intermediate_size=2304,
-        num_hidden_layers=14,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-    )
+    config = llama_config(size, max_position_embeddings=max_position_embeddings, vocab_size=vocab_size)
     model: PreTrainedModel = LlamaForCausalLM(config).train(False)  # type: ignore[no-untyped-call]  # no types
-    return model
+    return _spread(model, 0.08) if size == "small" else model
 
 
 def _spread(model: PreTrainedModel, std: float) -> PreTrainedModel:
@@ -105,3 +110,20 @@ def _spread(model: PreTrainedModel, std: float) -> PreTrainedModel:
             if "norm" not in name:
                 parameter.normal_(0.0, std)  # biases too: Qwen2's are zero by default
     return model
+
+
+def write_model(name: str, folder: Path, *, dtype: str, max_model_len: int, seed: int = 0) -> Path:
+    """The "timing" or the "small" model. Returns its folder."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no types
+    model = llama(name, max_position_embeddings=max_model_len, vocab_size=DEMO_VOCAB_SIZE, seed=seed)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    for file in _FILES:
+        shutil.copy(MODEL_PATH / file, folder)
+    return folder
+
+
+def timing_bytes_per_token(dtype: str) -> int:
+    """K and V of one token of the timing model, all layers."""
+    config: Any = llama_config("timing", max_position_embeddings=64, vocab_size=64)
+    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * width * getattr(torch, dtype).itemsize)

@@ -5,9 +5,9 @@ falls as the store grows. No log and no model: prompts are drawn like text from 
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Sequence
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,6 @@ def run(
     arm = _arm(meanings, seed=seed)
     prompts = TextLikePrompts(np.random.default_rng(seed), prompt_tokens)
     stream = _Stream(arm, prompts, words)
-    gc.collect()
     before = memory_bytes()
     windows = []
     try:
@@ -63,12 +62,6 @@ def run(
     finally:
         arm.close()
     return {
-        "benchmark": "replay",
-        "stored": stored,
-        "prompt_tokens": prompt_tokens,
-        "requests": requests,
-        "dense": dense,
-        "seed": seed,
         "requests_per_s": windows[-1]["requests_per_s"],
         "plan_p99_ms": windows[-1]["plan"]["p99_ms"],
         "windows": windows,
@@ -150,9 +143,5 @@ def _arm(meanings: Meanings | None, *, seed: int) -> SharingArm:
 
 def _stops(stored: int) -> list[int]:
     """How many requests are in the store when a window begins: 1,000, 10,000, ... and `stored`."""
-    stops = []
-    stop = _FIRST_STOP
-    while stop < stored:
-        stops.append(stop)
-        stop *= 10
-    return [*stops, stored]
+    powers = (_FIRST_STOP * 10**power for power in count())
+    return [*takewhile(lambda stop: stop < stored, powers), stored]

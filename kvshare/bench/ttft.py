@@ -11,18 +11,18 @@ a given model and real text:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from delta_tree import TokenIds, token_ids
 from kvshare.bench.harness import Answer, ask, edited, environment, median, random_prompt, running_engine
-from kvshare.bench.random_models import timing_model
+from kvshare.bench.random_models import llama
 from kvshare.chat_model import EXAMPLE_TEXT
 from kvshare.demo.pairs import near_duplicate_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.errors import ConfigError
 from kvshare.requests import SharingMode
 
 _FORMS = 64  # behind the example text
@@ -42,11 +42,16 @@ async def run(
     Medians over `repeats` recipients, each new to the store. `model`: what `model.path` may be; None: random
     weights in float32.
 
-    Raises:  ValueError for prompts longer than the real text is; ModelError
+    Raises:  ConfigError for prompts longer than the real text is; ModelError
     """
     rng = np.random.default_rng(seed)
     arms: dict[str, list[Answer]] = {"full": [], "shared": [], "exact_prefix": [], "ideal": []}
-    async with _engine(model, prompt_tokens, seed) as engine:
+    given = {} if model is None else {"model.path": model, "model.dtype": "auto"}
+    random_model = None
+    if model is None:
+        length = prompt_tokens + 64
+        random_model = llama("timing", max_position_embeddings=length, vocab_size=16384, seed=seed)
+    async with running_engine(random_model, given) as engine:
         donor, draw = _text(engine, rng, prompt_tokens, is_real=model is not None)
         await ask(engine, donor, mode=SharingMode.OFF, store=True)
         for repeat in range(repeats + 1):
@@ -55,38 +60,21 @@ async def run(
             shared = await ask(engine, recipient, mode=SharingMode.APPROX)
             prefix = await ask(engine, recipient, mode=SharingMode.EXACT)
             computed = shared.report.num_recomputed + shared.report.num_repaired
-            same_head = np.array(donor)
-            same_head[prompt_tokens - computed :] = draw(computed)
-            ideal = await ask(engine, same_head.astype(np.int32), mode=SharingMode.EXACT)
+            same_head = token_ids(np.concatenate([donor[: prompt_tokens - computed], draw(computed)]))
+            ideal = await ask(engine, same_head, mode=SharingMode.EXACT)
             if repeat == 0:
                 continue  # caches and allocator are warm from here on
             for name, answer in zip(arms, (full, shared, prefix, ideal), strict=True):
                 arms[name].append(answer)
         dtype = str(engine.model.geometry.dtype).removeprefix("torch.")
         name = engine.model.name if model else "random weights, 100 M"
-    shape = {"prompt_tokens": prompt_tokens, "changed": changed, "edits": edits, "seed": seed}
     return {
-        "benchmark": "ttft",
         "engine": "embedded",
         "model": name,
         "dtype": dtype,
-        **shape,
-        "repeats": repeats,
         **_summary(arms, prompt_tokens),
         "environment": environment(),
     }
-
-
-@asynccontextmanager
-async def _engine(model: str | None, num_tokens: int, seed: int) -> AsyncIterator[EmbeddedEngine]:
-    """A given model as `kvshare serve` runs it, or random weights."""
-    if model is not None:
-        async with running_engine(None, {"model.path": model, "model.dtype": "auto"}) as engine:
-            yield engine
-        return
-    random_model = timing_model(max_position_embeddings=num_tokens + 64, vocab_size=16384, seed=seed)
-    async with running_engine(random_model) as engine:
-        yield engine
 
 
 def _text(
@@ -100,7 +88,8 @@ def _text(
     texts = [EXAMPLE_TEXT.read_text(encoding="utf-8"), *forms]
     tokens = np.concatenate([engine.encoder.encode_text(text).token_ids for text in texts])
     if len(tokens) < 2 * num_tokens:
-        raise ValueError(f"prompts of real text have at most {len(tokens) // 2:,} tokens, got {num_tokens:,}")
+        problem = f"prompts of real text have at most {len(tokens) // 2:,} tokens, got {num_tokens:,}"
+        raise ConfigError("--prompt-tokens", problem)
     others = tokens[num_tokens:]
 
     def draw(length: int) -> TokenIds:

@@ -1,5 +1,5 @@
 """
-`kvshare bench ...`: the commands behind the project's published figures, as one table.
+`kvshare bench ...`: the commands behind the project's published figures, as bench.toml lists them.
 
 Each calls `run(**options)` of `kvshare.bench.<name>`, or where the engine is vLLM `run(Config(**options))` of
 `kvshare.bench.vllm.<name>`. An option that is not given is not passed: defaults live in one place. A result
@@ -9,10 +9,12 @@ with `"passed": false` ends with exit code 1.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from inspect import Parameter, Signature, iscoroutine
+from inspect import Parameter, Signature, iscoroutine, signature
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import typer
@@ -23,6 +25,18 @@ from kvshare.cli.output import ExitCode, show
 app = typer.Typer(no_args_is_help=True, help="Measure: every published figure comes from one of these.")
 
 EMBEDDED, VLLM = "embedded", "vllm"
+_BOTH = (EMBEDDED, VLLM)
+_OWNERS = {"threads": VLLM, "dtype": VLLM, "eager": VLLM, "model": EMBEDDED}  # where there are both engines
+_TYPES = {
+    "int": int,
+    "float": float,
+    "text": str,
+    "flag": bool,
+    "path": Path,
+    "agent": Literal["agent"],
+    EMBEDDED: Literal["embedded", "vllm"],
+    VLLM: Literal["vllm"],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,159 +50,45 @@ class Benchmark:
     name: str
     help: str
     options: tuple[Parameter, ...]
-    engines: tuple[str, ...] = (EMBEDDED,)
+    engines: tuple[str, ...]
 
     @property
     def signature(self) -> Signature:
         """All options, as Typer reads them from a function."""
-        return Signature([*_ENGINE[self.engines], *self.options, _JSON, _FORMAT])
+        default = self.engines[0]
+        said = "What computes; vllm starts real servers." if self.engines == _BOTH else "What computes."
+        engine = [] if self.engines == (EMBEDDED,) else [_option("engine", default, said, default=default)]
+        return Signature([*engine, *self.options, _JSON, _FORMAT])
 
 
 def _option(
-    name: str, kind: Any, help_text: str, *flags: str, default: object = None, **limits: Any
+    name: str, type: str = "int", help: str = "", *, flags: str = "", default: object = None, **limits: float
 ) -> Parameter:
     """An option of this type; None where it is not given, unless it has a default."""
-    info = typer.Option(default, *flags, help=help_text, **limits)
+    info = typer.Option(default, *filter(None, [flags]), help=help, **limits)  # type: ignore[arg-type]  # limits
+    kind: Any = _TYPES[type]
     annotation = kind | None if default is None else kind
     return Parameter(name, Parameter.KEYWORD_ONLY, default=info, annotation=annotation)
 
 
-_Engine = Literal["embedded", "vllm"]
-_BOTH, _ONLY_VLLM = (EMBEDDED, VLLM), (VLLM,)
-_ENGINE: Mapping[tuple[str, ...], tuple[Parameter, ...]] = {
-    (EMBEDDED,): (),
-    _BOTH: (_option("engine", _Engine, "What computes; vllm starts real servers.", default=EMBEDDED),),
-    _ONLY_VLLM: (_option("engine", Literal["vllm"], "What computes.", default=VLLM),),
-}
-_OWNERS = {"threads": VLLM, "dtype": VLLM, "eager": VLLM, "model": EMBEDDED}  # where there are both engines
-_JSON = _option("as_json", bool, "The same as --format json.", "--json", default=False)
+_JSON = _option("as_json", "flag", "The same as --format json.", flags="--json", default=False)
 _FORMAT = Parameter("output_format", Parameter.KEYWORD_ONLY, default=OutputFormat.TERMINAL, annotation=Format)
 
-_SEED = _option("seed", int, "Of the prompts and of all else that is drawn.")
-_REPEATS = _option("repeats", int, "Measurements per figure.", min=1)
-_PROMPT_TOKENS = _option("prompt_tokens", int, "Length of the prompts.", min=1)
-_STORED = _option("stored", int, "Prompts in the store.", min=1)
-_CONCURRENCY = _option("concurrency", int, "Clients at a time.", min=1)
-_EDITED = (
-    _PROMPT_TOKENS,
-    _option("changed", float, "Share of tokens that differ.", min=0, max=1),
-    _option("edits", int, "Places where they differ.", min=0),
-)
-_THREADS = _option("threads", int, "Of each vLLM. [default: all cores but one]", min=1)
-_DTYPE = _option("dtype", str, "Of the vLLM servers. [default: bfloat16]")
-_EAGER = _option("eager", bool, "The vLLM servers do not compile the model. [default: they do]", "--eager")
-_SERVERS = (_THREADS, _DTYPE, _EAGER)
+
+def _benchmarks() -> Iterator[Benchmark]:
+    """As bench.toml has them."""
+    document = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    shared = document["options"]
+    for name, command in document["commands"].items():
+        own = (
+            {"name": each, **shared[each]} if isinstance(each, str) else each for each in command["options"]
+        )
+        options = tuple(_option(**each) for each in own)
+        engines = tuple(command.get("engines", [EMBEDDED]))
+        yield Benchmark(name, command["help"], options, engines)
 
 
-def _dense(default: str) -> Parameter:
-    return _option("dense", bool, f"With meanings. [default: {default}]", "--dense/--no-dense")
-
-
-BENCHMARKS = (
-    Benchmark(
-        "parity",
-        "Errors of partial attention and KV moves against plain prefill.",
-        (_option("tokens", int, "Length of the prompts.", min=1), _SEED, _THREADS),
-        engines=_BOTH,
-    ),
-    Benchmark(
-        "ttft",
-        "Time to the first token of edited prompts, shared and in full.",
-        (
-            *(*_EDITED, _REPEATS, _SEED, _THREADS, _DTYPE),
-            _option(
-                "model",
-                str,
-                "Embedded: a model on real text, such as default. [default: random weights and tokens]",
-            ),
-            _EAGER,
-        ),
-        engines=_BOTH,
-    ),
-    Benchmark(
-        "load",
-        "Throughput and latency of concurrent clients, with and without sharing.",
-        (
-            _CONCURRENCY,
-            _option("requests", int, "Per arm and repeat.", min=2),
-            _option(
-                "workload", Path, "Send this file's first prompts, cut to --prompt-tokens, not made-up ones."
-            ),
-            *(*_EDITED, _REPEATS, _SEED, *_SERVERS),
-        ),
-        engines=_ONLY_VLLM,
-    ),
-    Benchmark(
-        "steady",
-        "Whether sharing still pays once the store is full.",
-        (
-            _option("batches", int, "Of new prompts.", min=2),
-            *_EDITED,
-            _option("kv_bytes", int, "Of the store. [default: too few by design]", min=1),
-            *(_SEED, *_SERVERS),
-        ),
-        engines=_ONLY_VLLM,
-    ),
-    Benchmark(
-        "soak",
-        "Mixed traffic with aborts and evictions: every exact answer must be vLLM's own.",
-        (_option("minutes", float, "Of traffic.", min=0), _CONCURRENCY, _SEED, _THREADS, _EAGER),
-        engines=_ONLY_VLLM,
-    ),
-    Benchmark(
-        "plan",
-        "What looking up and planning cost before anything is computed.",
-        (
-            _option(
-                "workload",
-                Literal["agent"],
-                "agent: long transcripts with edits. [default: forms of one length]",
-            ),
-            *(_STORED, _PROMPT_TOKENS, _option("queries", int, "Prompts planned.", min=1), _SEED),
-        ),
-    ),
-    Benchmark(
-        "commit",
-        "What storing a prompt costs where another must be evicted for it.",
-        (
-            _option("stored", int, "Prompts in the full store.", min=8),
-            *(_PROMPT_TOKENS, _option("commits", int, "Into each store.", min=1), _SEED),
-        ),
-    ),
-    Benchmark(
-        "index",
-        "What nominating costs with very many prompts stored, and what their index takes.",
-        (
-            _option("stored", int, "Prompts in the index.", min=1),
-            *(_PROMPT_TOKENS, _option("queries", int, "Of each kind.", min=1), _dense("dense"), _SEED),
-        ),
-    ),
-    Benchmark(
-        "replay",
-        "How fast a log is replayed through KVShare, as the store grows.",
-        (
-            *(_STORED, _PROMPT_TOKENS, _option("requests", int, "Measured at each size.", min=1)),
-            _dense("no-dense"),
-            _option("threads", int, "Of the embedder. [default: all cores]", min=1),
-            _SEED,
-        ),
-    ),
-    Benchmark(
-        "storage",
-        "Bytes stored for similar prompts, against what they take apart.",
-        (_option("prompts", int, "Variants stored.", min=1), *_EDITED, _SEED),
-    ),
-    Benchmark(
-        "demo",
-        "Whether the bundled model answers the edited prompt, not the stored one.",
-        (_option("pairs", int, "Stored prompts, each with an edit.", min=1), _SEED),
-    ),
-    Benchmark(
-        "proxy",
-        "Latency that the HTTP front adds to a request.",
-        (_REPEATS, _option("words", int, "Length of the prompts.", min=1), _SEED),
-    ),
-)
+BENCHMARKS = tuple(_benchmarks())
 
 
 def _command(benchmark: Benchmark) -> Callable[..., None]:
@@ -199,17 +99,24 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
         engine = options.pop("engine", EMBEDDED)
         given = {name: value for name, value in options.items() if value is not None}
         module = importlib.import_module(_chosen(benchmark, engine, given))
-        document = module.run(module.Config(**given)) if engine == VLLM else module.run(**given)
-        if iscoroutine(document):
-            import asyncio
-
-            document = asyncio.run(document)
+        document = module.run(module.Config(**given)) if engine == VLLM else _run(benchmark, module, given)
         show("bench", document, OutputFormat.JSON if as_json else output_format)
         if document.get("passed") is False:
             raise typer.Exit(ExitCode.FAILED)
 
     command.__signature__ = benchmark.signature  # type: ignore[attr-defined]  # functions may have one
     return command
+
+
+def _run(benchmark: Benchmark, module: ModuleType, given: dict[str, Any]) -> dict[str, Any]:
+    """In this process; name and options come before what was measured."""
+    measured = module.run(**given)
+    if iscoroutine(measured):
+        import asyncio
+
+        measured = asyncio.run(measured)
+    defaults = {name: option.default for name, option in signature(module.run).parameters.items()}
+    return {"benchmark": benchmark.name, **defaults, **given, **measured}
 
 
 def _chosen(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ Prompts go as token ids, so that every server sees the same ones. Greedy, of a f
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -19,9 +18,7 @@ import aiohttp
 from delta_tree import TokenIds
 from kvshare.bench.vllm.servers import MODEL_NAME
 from kvshare.errors import EngineError
-
-_SILENCE_S = 600.0  # a stream that says nothing for so long is broken
-_READ_BUFFER = 2**20  # bytes; the first line of an answer may repeat the prompt
+from kvshare.replay.live_client import events, session
 
 
 @dataclass(slots=True)
@@ -95,30 +92,20 @@ class Client:
         _check(answer, max_tokens)
         return answer
 
-    async def get_json(self, path: str, **parameters: str) -> Any:
+    async def get(self, path: str, **parameters: str) -> str:
         async with self._session.get(path, params=parameters) as response:
-            return json.loads(await _text(response))
+            return await _text(response)
 
-    async def post_json(self, path: str, document: Mapping[str, Any]) -> Any:
+    async def post(self, path: str, document: Mapping[str, Any]) -> str:
         async with self._session.post(path, json=document) as response:
-            return json.loads(await _text(response))
-
-    async def get_text(self, path: str) -> str:
-        async with self._session.get(path) as response:
             return await _text(response)
 
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
     """A client of its own connections, as many as there are requests at a time."""
-    session = aiohttp.ClientSession(
-        url,
-        timeout=aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_S),
-        connector=aiohttp.TCPConnector(limit=0),
-        read_bufsize=_READ_BUFFER,
-    )
-    async with session:
-        yield Client(session)
+    async with session(url, key=None) as own:
+        yield Client(own)
 
 
 def _body(prompt: TokenIds, *, max_tokens: int, num_top: int) -> dict[str, Any]:
@@ -144,18 +131,16 @@ async def _text(response: aiohttp.ClientResponse) -> str:
     return text
 
 
-async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
     """The documents of an event stream. Raises EngineError for one that says so, or for a missing end."""
     ended = False
-    async for line in response.content:  # to the very end: a connection closed before it counts as hung up
-        payload = line[5:].strip() if line.startswith(b"data:") else b""
-        ended = ended or payload == b"[DONE]"
-        if not payload or ended:
-            continue
-        document = json.loads(payload)
-        if "error" in document:
+    async for document in events(response):
+        if document is None:
+            ended = True
+        elif "error" in document:
             raise EngineError(f"the stream failed: {document['error']}")
-        yield document
+        else:
+            yield document
     if not ended:
         raise EngineError("the stream ended without [DONE]")
 

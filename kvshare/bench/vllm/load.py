@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,26 +20,23 @@ from typing import Any
 import numpy as np
 
 from delta_tree import TokenIds
-from kvshare.bench.harness import median, milliseconds
-from kvshare.bench.vllm import front
+from kvshare.bench.figures import percentiles
+from kvshare.bench.harness import median
+from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client
-from kvshare.bench.vllm.control import watching
-from kvshare.bench.vllm.prompts import near_duplicate, stranger
-from kvshare.bench.vllm.stack import BenchConfig, Stack, StackOptions, document, stack
+from kvshare.bench.vllm.reports import watching
+from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
 from kvshare.bench.vllm.workload import FilePrompts, read_prompts
 
 _ARMS = ("plain", "shared")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(BenchConfig):
+class Config(EditedConfig):
     """Output lengths are even in [min_output, max_output]."""
 
     concurrency: int = 8
     requests: int = 32  # per arm and repeat, mixed
-    prompt_tokens: int = 2000
-    changed: float = 0.1
-    edits: int = 5
     families: int = 4  # popular prompts
     min_output: int = 16
     max_output: int = 32
@@ -90,15 +87,14 @@ def run(config: Config) -> dict[str, Any]:
 async def measure(servers: Stack, config: Config, given: FilePrompts | None = None) -> dict[str, Any]:
     """The same over servers that run already. `given`: `requests` prompts for each repeat."""
     rng = np.random.default_rng(config.seed)
-    donors = [stranger(rng, config.prompt_tokens) for _ in range(config.families)]
-    mixed: dict[str, list[Load]] = {name: [] for name in _ARMS}
-    unrelated: dict[str, list[Load]] = {name: [] for name in _ARMS}
+    donors = [config.stranger(rng) for _ in range(config.families)]
+    loads: dict[str, _Loads] = {kind: {name: [] for name in _ARMS} for kind in ("mixed", "unrelated")}
     async with servers.clients() as (plain, proxy), servers.control() as control:
         clients = {"plain": plain, "shared": proxy}
         donated = [Request(donor, config.min_output, is_near=False) for donor in donors]
         for client in clients.values():
             await play(client, donated, concurrency=config.concurrency)
-        await front.settle(proxy)
+        await reports.settle(proxy)
         async with watching(control) as watch:
             for repeat in range(config.repeats):
                 if given is None:
@@ -106,56 +102,45 @@ async def measure(servers: Stack, config: Config, given: FilePrompts | None = No
                 else:
                     own = given.prompts[repeat * config.requests : (repeat + 1) * config.requests]
                     sequence = given_sequence(rng, config, own)
-                await _both(clients, mixed, sequence, config)
+                await _both(clients, loads["mixed"], sequence, config)
                 strangers = new_sequence(rng, config, [], num_requests=config.unrelated_requests)
-                await _both(clients, unrelated, strangers, config)
-    summary = _summary(servers, config, mixed, unrelated, watch.decisions)
-    return summary if given is None else {**summary, "workload": given.to_json()}
+                await _both(clients, loads["unrelated"], strangers, config)
+    summary = {
+        **document("load", servers.options, config),
+        **_ratios(loads),
+        **{kind: {name: figures(own) for name, own in both.items()} for kind, both in loads.items()},
+        "decisions": watch.decisions,
+    }
+    return summary if given is None else {**summary, "workload": given.description}
 
 
-async def _both(
-    clients: dict[str, Client], loads: dict[str, list[Load]], sequence: list[Request], config: Config
-) -> None:
+async def _both(clients: dict[str, Client], loads: _Loads, sequence: list[Request], config: Config) -> None:
     """The other arm first each time, and none pays for what the other left to do."""
     order = _ARMS if len(loads["plain"]) % 2 else tuple(reversed(_ARMS))
     for name in order:
         loads[name].append(await play(clients[name], sequence, concurrency=config.concurrency))
-        await front.settle(clients["shared"])
+        await reports.settle(clients["shared"])
 
 
-def _summary(
-    servers: Stack,
-    config: Config,
-    mixed: dict[str, list[Load]],
-    unrelated: dict[str, list[Load]],
-    decisions: dict[str, int],
-) -> dict[str, Any]:
-    throughput, ttft = _ratios(mixed)
-    lost_throughput, lost_ttft = _ratios(unrelated)
+def _ratios(loads: Mapping[str, _Loads]) -> dict[str, Any]:
+    """Shared over plain, per repeat and in the middle: requests a second, and median time to first token."""
+    throughput, ttft = {}, {}
+    for kind, both in loads.items():
+        pairs = list(zip(both["shared"], both["plain"], strict=True))
+        throughput[kind] = [shared.completed_per_s / plain.completed_per_s for shared, plain in pairs]
+        ttft[kind] = [median(shared.ttft_s()) / median(plain.ttft_s()) for shared, plain in pairs]
     return {
-        **document("load", servers.options, config),
-        "throughput_ratio": median(throughput),
-        "ttft_p50_ratio": median(ttft),
-        "unrelated_loss": 1 - median(lost_throughput),
-        "unrelated_ttft_loss": median(lost_ttft) - 1,
+        "throughput_ratio": median(throughput["mixed"]),
+        "ttft_p50_ratio": median(ttft["mixed"]),
+        "unrelated_loss": 1 - median(throughput["unrelated"]),
+        "unrelated_ttft_loss": median(ttft["unrelated"]) - 1,
         "ratios": {
-            "throughput": throughput,
-            "ttft_p50": ttft,
-            "unrelated_throughput": lost_throughput,
-            "unrelated_ttft_p50": lost_ttft,
+            "throughput": throughput["mixed"],
+            "ttft_p50": ttft["mixed"],
+            "unrelated_throughput": throughput["unrelated"],
+            "unrelated_ttft_p50": ttft["unrelated"],
         },
-        "mixed": {name: figures(loads) for name, loads in mixed.items()},
-        "unrelated": {name: figures(loads) for name, loads in unrelated.items()},
-        "decisions": decisions,
     }
-
-
-def _ratios(loads: dict[str, list[Load]]) -> tuple[list[float], list[float]]:
-    """Shared over plain, per repeat: completed requests a second, and median time to first token."""
-    pairs = list(zip(loads["shared"], loads["plain"], strict=True))
-    throughput = [shared.completed_per_s / plain.completed_per_s for shared, plain in pairs]
-    ttft = [median(shared.ttft_s()) / median(plain.ttft_s()) for shared, plain in pairs]
-    return throughput, ttft
 
 
 def new_sequence(
@@ -166,10 +151,9 @@ def new_sequence(
     requests = []
     for number in range(num_requests):
         if is_near := number < num_near:
-            donor = donors[number % len(donors)]
-            prompt = near_duplicate(rng, donor, changed=config.changed, edits=config.edits)
+            prompt = config.edited(rng, donors[number % len(donors)])
         else:
-            prompt = stranger(rng, config.prompt_tokens)
+            prompt = config.stranger(rng)
         requests.append(Request(prompt, config.draw_output(rng), is_near))
     return [requests[index] for index in rng.permutation(num_requests)]
 
@@ -203,6 +187,9 @@ class Load:
         return [gap for answer in self.answers for gap in answer.gaps_s]
 
 
+_Loads = dict[str, list[Load]]  # by arm, of each repeat
+
+
 async def play(client: Client, requests: Sequence[Request], *, concurrency: int) -> Load:
     """Every client asks for the next request as soon as its last one is answered."""
     answers: dict[int, Answer] = {}
@@ -226,6 +213,6 @@ def figures(loads: Sequence[Load]) -> dict[str, Any]:
     return {
         "requests": sum(len(load.answers) for load in loads),
         "completed_per_s": [load.completed_per_s for load in loads],
-        "ttft": {name: milliseconds(values) for name, values in ttft.items() if values},
-        "inter_token": milliseconds(gaps) if gaps else None,
+        "ttft": {name: percentiles(values) for name, values in ttft.items() if values},
+        "inter_token": percentiles(gaps) if gaps else None,
     }

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from delta_tree import Span, TokenIds, gaps
-from kvshare.bench.vllm import front
+from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client, connected
-from kvshare.bench.vllm.control import Watch
 from kvshare.bench.vllm.prompts import stranger
+from kvshare.bench.vllm.reports import Watch
 from kvshare.bench.vllm.stack import BenchConfig, Pair, StackOptions, document, pair
 from kvshare.errors import EngineError
 from kvshare.fleet.client import ControlClient
@@ -92,12 +92,13 @@ async def measure(servers: Pair, config: Config, *, copies: int = 2) -> dict[str
         if not info.shares:
             raise EngineError(f"the connector shares nothing: {'; '.join(info.refusals)}")
         bench = _Parity(plain, shared, control, rng, config.tokens)
-        errors = {name: await bench.alone(name) for name in _CASES}
-        errors["mixed_batch"] = await bench.together(_SHORT, copies=copies)
-        foreign = await bench.alone("identity", foreign=True)
-        before = await front.read_counters(shared)
-        errors["preempted"] = await bench.together(_LONG, copies=copies)
-        counted = (await front.read_counters(shared)).since(before)
+        errors = {name: await bench.error([name]) for name in _CASES}
+        batch = [*_CASES, "plain"] * copies
+        errors["mixed_batch"] = await bench.error(batch)
+        foreign = await bench.error(["identity"], foreign=True)
+        before = await reports.read_counters(shared)
+        errors["preempted"] = await bench.error(batch, _LONG)
+        counted = (await reports.read_counters(shared)).since(before)
     return {
         "max_abs_logprob_error": max(errors.values()),
         "errors": errors,
@@ -120,19 +121,13 @@ class _Parity:
     _watch: Watch = field(default_factory=Watch)
     _numbers: Iterator[int] = field(default_factory=count)
 
-    async def alone(self, case: str, *, foreign: bool = False) -> float:
-        """One request of a case, with nothing else running. `foreign`: over the KV of another prompt."""
-        prompt = self._stranger()
-        kept = await self._keep(self._stranger() if foreign else prompt)
-        expected = await self._expected(prompt, _SHORT)
-        return distance(await self._planned(case, prompt, kept, _SHORT), expected)
-
-    async def together(self, max_tokens: int, *, copies: int) -> float:
-        """Every case and a plain request, `copies` times, all at once."""
-        cases = [*_CASES, "plain"] * copies
+    async def error(self, cases: Sequence[str], max_tokens: int = _SHORT, *, foreign: bool = False) -> float:
+        """The largest of a request of each case, all at once. `foreign`: over the KV of another prompt."""
         prompts = [self._stranger() for _ in cases]
-        kept = [await self._keep(prompt) for prompt in prompts]
-        expected = [await self._expected(prompt, max_tokens) for prompt in prompts]
+        kept = [await self._keep(self._stranger() if foreign else prompt) for prompt in prompts]
+        expected = [
+            await self.plain.complete(prompt, max_tokens=max_tokens, num_top=_NUM_TOP) for prompt in prompts
+        ]
         found = await asyncio.gather(
             *(
                 self._planned(case, prompt, finished, max_tokens)
@@ -143,9 +138,6 @@ class _Parity:
 
     def _stranger(self) -> TokenIds:
         return stranger(self.rng, self.num_tokens)
-
-    async def _expected(self, prompt: TokenIds, max_tokens: int) -> Answer:
-        return await self.plain.complete(prompt, max_tokens=max_tokens, num_top=_NUM_TOP)
 
     async def _keep(self, prompt: TokenIds) -> Finished:
         """Have a prompt computed and kept. No salt: vLLM's own prefix cache must not have it afterwards."""

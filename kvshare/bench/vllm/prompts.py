@@ -12,7 +12,7 @@ import numpy as np
 
 from delta_tree import TokenIds, token_ids
 from kvshare.bench.harness import random_prompt
-from kvshare.bench.vllm.models import VOCAB_SIZE
+from kvshare.bench.random_models import DEMO_VOCAB_SIZE
 
 _TOP = 0.01  # of the prompt: where the first edit begins, so that a prefix cache loses nearly all
 _JITTER = 0.2  # of the distance between edits: no two recipients are edited at quite the same places
@@ -26,7 +26,7 @@ _LONGEST_LISTENING = 30  # tokens
 
 def stranger(rng: np.random.Generator, num_tokens: int) -> TokenIds:
     """A prompt that shares nothing with any other."""
-    return random_prompt(rng, num_tokens, VOCAB_SIZE)
+    return random_prompt(rng, num_tokens, DEMO_VOCAB_SIZE)
 
 
 def near_duplicate(rng: np.random.Generator, donor: TokenIds, *, changed: float, edits: int) -> TokenIds:
@@ -39,13 +39,8 @@ def near_duplicate(rng: np.random.Generator, donor: TokenIds, *, changed: float,
         if number:
             start += rng.uniform(-_JITTER, _JITTER) * (distance - length)
         begin = min(int(start), len(tokens) - length)
-        tokens[begin : begin + length] = random_prompt(rng, length, VOCAB_SIZE)
+        tokens[begin : begin + length] = random_prompt(rng, length, DEMO_VOCAB_SIZE)
     return token_ids(tokens)
-
-
-def continued(rng: np.random.Generator, head: TokenIds, num_new: int) -> TokenIds:
-    """The same prompt with other tokens after it."""
-    return token_ids(np.concatenate([head, stranger(rng, num_new)]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +99,8 @@ class Mixture:
             return near_duplicate(self._rng, before, changed=changed, edits=edits)
         head = token_ids(before[: int(self._rng.integers(1, len(before) + 1))])
         num_new = int(self._rng.integers(1, self._max_prompt // 2))
-        return continued(self._rng, head[: 2 * self._max_prompt - num_new - 1], num_new)
+        head = head[: 2 * self._max_prompt - num_new - 1]
+        return token_ids(np.concatenate([head, stranger(self._rng, num_new)]))
 
     def _one_of(self, shares: dict[str, float]) -> str:
         names = list(shares)

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from kvshare.bench.vllm import front
+from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client, connected
-from kvshare.bench.vllm.control import watching
 from kvshare.bench.vllm.prompts import Mixture, Op
+from kvshare.bench.vllm.reports import watching
 from kvshare.bench.vllm.stack import ALWAYS_SHARE, BenchConfig, Stack, StackOptions, document, stack
 from kvshare.errors import EngineError
 
@@ -67,11 +67,11 @@ def _stack_options(config: Config) -> StackOptions:
 async def measure(servers: Stack, config: Config) -> dict[str, Any]:
     """The same over servers that run already."""
     async with servers.clients() as (plain, proxy), servers.control() as control:
-        before = await front.read_counters(proxy)
+        before = await reports.read_counters(proxy)
         soak = _Soak(config, plain, proxy)
         async with watching(control) as watch:
             await soak.run()
-        counted = (await front.read_counters(proxy)).since(before)
+        counted = (await reports.read_counters(proxy)).since(before)
         preemptions = await _preemptions(servers)
     return {
         **document("soak", servers.options, config),
@@ -81,7 +81,7 @@ async def measure(servers: Stack, config: Config) -> dict[str, Any]:
         "within_bytes": watch.peak_bytes <= watch.max_bytes,
         "decisions": watch.decisions,
         "lookups": counted.lookups,
-        "tokens_by_source": counted.tokens_by_source,
+        "tokens_by_source": counted.by("kvshare_prompt_tokens_by_source_total", "source"),
     }
 
 
@@ -137,10 +137,8 @@ class _Soak:
             extra={"kvshare": {"mode": op.mode}},
             abort_after=op.abort_after,
         )
-        if op.abort_s is None:
-            return await asking
         try:
-            return await asyncio.wait_for(asking, op.abort_s)
+            return await asyncio.wait_for(asking, op.abort_s)  # None: as long as it takes
         except TimeoutError:
             return None
 
@@ -167,9 +165,9 @@ class _Soak:
         """Everything now and then, else one prompt that is stored."""
         self._num_evictions += 1
         if self._rng.random() < 0.1:
-            await front.evict_all(self._proxy)
+            await reports.evict_all(self._proxy)
         else:
-            await front.evict_one(self._proxy, self._rng)
+            await reports.evict_one(self._proxy, self._rng)
 
     def summary(self) -> dict[str, Any]:
         num_wrong, num_errors = self._verdicts["wrong"], sum(self._errors.values())
@@ -193,7 +191,7 @@ async def _preemptions(servers: Stack) -> dict[str, float]:
     found = {}
     for server in (servers.plain, servers.shared):
         async with connected(server.url) as client:
-            counted = await front.read_counters(client)
+            counted = await reports.read_counters(client)
         found[server.name] = counted.total("vllm:num_preemptions_total")
     return found
 

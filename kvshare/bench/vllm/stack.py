@@ -11,11 +11,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from delta_tree import TokenIds
 from kvshare import __version__
 from kvshare.bench.harness import environment
+from kvshare.bench.random_models import write_model
 from kvshare.bench.vllm import servers
 from kvshare.bench.vllm.client import Client, connected
-from kvshare.bench.vllm.models import write_model
+from kvshare.bench.vllm.prompts import near_duplicate, stranger
 from kvshare.bench.vllm.servers import Server, VllmOptions
 from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.versions import installed_build
@@ -48,6 +52,21 @@ class BenchConfig:
     def to_json(self) -> dict[str, Any]:
         """Without what the document has under `servers`, or a benchmark elsewhere."""
         return {name: value for name, value in asdict(self).items() if name not in _NOT_SHOWN}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditedConfig(BenchConfig):
+    """Of a benchmark that asks for edits of prompts."""
+
+    prompt_tokens: int = 2000
+    changed: float = 0.1
+    edits: int = 5
+
+    def stranger(self, rng: np.random.Generator) -> TokenIds:
+        return stranger(rng, self.prompt_tokens)
+
+    def edited(self, rng: np.random.Generator, donor: TokenIds) -> TokenIds:
+        return near_duplicate(rng, donor, changed=self.changed, edits=self.edits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,25 +16,21 @@ from typing import Any
 import numpy as np
 
 from delta_tree import TokenIds
-from kvshare.bench.vllm import front
+from kvshare.bench.random_models import timing_bytes_per_token
+from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Client
-from kvshare.bench.vllm.control import Watch, watching
-from kvshare.bench.vllm.models import timing_bytes_per_token
-from kvshare.bench.vllm.prompts import near_duplicate, stranger
-from kvshare.bench.vllm.stack import BenchConfig, Stack, StackOptions, document, stack
+from kvshare.bench.vllm.reports import Watch, watching
+from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
 
 _ROOM = 64  # tokens of context beyond the prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(BenchConfig):
+class Config(EditedConfig):
     batches: int = 6
     recipients: int = 8  # per batch: half edits of popular prompts, half edits of the last batch's such edits
     strangers: int = 2  # per batch, through the proxy
     families: int = 2  # popular prompts
-    prompt_tokens: int = 2000
-    changed: float = 0.1
-    edits: int = 5
     kv_bytes: int | None = None  # of the store; None: for `capacity_tokens`
 
     @property
@@ -74,12 +70,12 @@ def run(config: Config) -> dict[str, Any]:
 async def measure(servers: Stack, config: Config) -> dict[str, Any]:
     """The same over servers that run already, with the store they have."""
     rng = np.random.default_rng(config.seed)
-    popular = [stranger(rng, config.prompt_tokens) for _ in range(config.families)]
+    popular = [config.stranger(rng) for _ in range(config.families)]
     async with servers.clients() as (plain, proxy), servers.control() as control:
         for prompt in popular:
-            await plain.complete(stranger(rng, config.prompt_tokens))  # warm
+            await plain.complete(config.stranger(rng))  # warm
             await proxy.complete(prompt)
-        await front.settle(proxy)
+        await reports.settle(proxy)
         batches: list[_Batch] = []
         last: list[TokenIds] = popular
         async with watching(control) as watch:
@@ -98,7 +94,7 @@ def _recipients(
     for number in range(config.recipients):
         donors = last if number % 2 else popular
         donor = donors[int(rng.integers(len(donors)))]
-        prompts.append(near_duplicate(rng, donor, changed=config.changed, edits=config.edits))
+        prompts.append(config.edited(rng, donor))
     return prompts
 
 
@@ -115,14 +111,14 @@ async def _batch(
     every = max(1, len(prompts) // max(1, config.strangers))
     for number, prompt in enumerate(prompts):
         answer = await proxy.complete(prompt)
-        await front.settle(proxy)
+        await reports.settle(proxy)
         (batch.recent_s if number % 2 else batch.popular_s).append(answer.ttft_s)
         batch.computed.append(watch.finished[-1].num_computed)
         if number % every == every - 1:
-            batch.full_s.append((await plain.complete(stranger(rng, config.prompt_tokens))).ttft_s)
-            await proxy.complete(stranger(rng, config.prompt_tokens))
-            await front.settle(proxy)
-    batch.num_bytes = int((await front.read_stats(proxy))["num_bytes"])
+            batch.full_s.append((await plain.complete(config.stranger(rng))).ttft_s)
+            await proxy.complete(config.stranger(rng))
+            await reports.settle(proxy)
+    batch.num_bytes = int((await reports.read_stats(proxy))["num_bytes"])
     batch.num_dropped = watch.num_dropped - dropped_before
     return batch
 

@@ -13,18 +13,18 @@ What the proxy adds is measured apart, on repetitions that vLLM has in its prefi
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from delta_tree import TokenIds, token_ids
 from kvshare.bench.harness import median
-from kvshare.bench.vllm import front
+from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client, connected
-from kvshare.bench.vllm.control import Watch
-from kvshare.bench.vllm.prompts import near_duplicate, stranger
-from kvshare.bench.vllm.stack import BenchConfig, Stack, StackOptions, document, stack
+from kvshare.bench.vllm.prompts import stranger
+from kvshare.bench.vllm.reports import Watch
+from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
 from kvshare.fleet.client import ControlClient
 
 _ARMS = ("full", "full_proxied", "prefix_cache", "shared", "ideal")
@@ -34,10 +34,8 @@ _FRONT_REPEATS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(BenchConfig):
+class Config(EditedConfig):
     prompt_tokens: int = 4000
-    changed: float = 0.1
-    edits: int = 5
     repeats: int = 3
 
 
@@ -67,7 +65,9 @@ async def measure(servers: Stack, config: Config) -> dict[str, Any]:
         connected(servers.shared.url) as behind,
         servers.control() as control,
     ):
-        bench = _Ttft(config, plain, proxy, control)
+        rng = np.random.default_rng(config.seed)
+        donor, block_size = config.stranger(rng), await _block_size(plain)
+        bench = _Ttft(config, plain, proxy, control, rng, donor, block_size)
         await bench.start()
         await bench.repeat()  # caches and allocators are warm from here on
         repeats = [await bench.repeat() for _ in range(config.repeats)]
@@ -75,38 +75,37 @@ async def measure(servers: Stack, config: Config) -> dict[str, Any]:
     return _summary(servers, config, repeats, front_ms=front_ms, decisions=bench.watch.decisions)
 
 
+@dataclass(slots=True)
 class _Ttft:
     """A donor that both arms have served, and the measurements over it."""
 
-    def __init__(self, config: Config, plain: Client, proxy: Client, control: ControlClient) -> None:
-        self._config = config
-        self._plain = plain
-        self._proxy = proxy
-        self._control = control
-        self._rng = np.random.default_rng(config.seed)
-        self._donor = self._stranger()
-        self._block_size = 0
-        self.watch = Watch()
+    config: Config
+    plain: Client
+    proxy: Client
+    control: ControlClient
+    rng: np.random.Generator
+    donor: TokenIds
+    block_size: int  # of vLLM's prefix cache
+    watch: Watch = field(default_factory=Watch)
 
     async def start(self) -> None:
-        self._block_size = await _block_size(self._plain)
-        await self.watch.look(self._control)
+        await self.watch.look(self.control)
         self.watch.finished.clear()  # of whoever was before us
-        await self._plain.complete(self._donor)
-        await self._keep(self._donor)
+        await self.plain.complete(self.donor)
+        await self._keep(self.donor)
 
     async def repeat(self) -> _Repeat:
-        config, rng = self._config, self._rng
-        edited = near_duplicate(rng, self._donor, changed=config.changed, edits=config.edits)
-        full = await self._plain.complete(self._stranger())
-        proxied, unrelated_stages = await self._keep(self._stranger())
-        cached = await self._plain.complete(edited)
+        config, rng = self.config, self.rng
+        edited = config.edited(rng, self.donor)
+        full = await self.plain.complete(config.stranger(rng))
+        proxied, unrelated_stages = await self._keep(config.stranger(rng))
+        cached = await self.plain.complete(edited)
         shared, stages = await self._keep(edited)
         computed = self.watch.finished[-1].num_computed
         # vLLM's prefix cache holds whole blocks: cut the donor at one, and add what is to be computed.
-        head = round((config.prompt_tokens - computed) / self._block_size) * self._block_size
-        ideal = await self._plain.complete(
-            token_ids(np.concatenate([self._donor[:head], stranger(rng, computed)]))
+        head = round((config.prompt_tokens - computed) / self.block_size) * self.block_size
+        ideal = await self.plain.complete(
+            token_ids(np.concatenate([self.donor[:head], stranger(rng, computed)]))
         )
         answers = zip(_ARMS, (full, proxied, cached, shared, ideal), strict=True)
         return _Repeat(
@@ -125,33 +124,30 @@ class _Ttft:
         The prompt ends one token behind a block, so that vLLM's own cache has all but that token either way,
         and the plan, which is made and sent, has nothing to add.
         """
-        prompt = self._donor[: len(self._donor) // _BLOCK_SIZE * _BLOCK_SIZE + 1]
+        prompt = self.donor[: len(self.donor) // _BLOCK_SIZE * _BLOCK_SIZE + 1]
         added = []
         for _ in range(_FRONT_REPEATS + 1):
             straight = await behind.complete(prompt)
-            through = await self._proxy.complete(prompt, extra={"kvshare": {"mode": "exact"}})
+            through = await self.proxy.complete(prompt, extra={"kvshare": {"mode": "exact"}})
             added.append(through.ttft_s - straight.ttft_s)
         return 1e3 * median(added[1:])  # the first found no prefix in vLLM's own cache
 
     async def _keep(self, prompt: TokenIds) -> tuple[Answer, dict[str, float]]:
         """A request through the proxy, its milliseconds per stage, and the wait until its KV is kept."""
-        before = await front.read_counters(self._proxy)
-        num_nodes = (await front.read_stats(self._proxy))["num_nodes"]
-        answer = await self._proxy.complete(prompt)
-        await front.wait_stats(self._proxy, lambda stats: stats["num_nodes"] > num_nodes)
-        await self.watch.look(self._control)
+        before = await reports.read_counters(self.proxy)
+        num_nodes = (await reports.read_stats(self.proxy))["num_nodes"]
+        answer = await self.proxy.complete(prompt)
+        await reports.wait_stats(self.proxy, lambda stats: stats["num_nodes"] > num_nodes)
+        await self.watch.look(self.control)
         inside = {
             f"vllm_{stage}": 1e3 * value for stage, value in self.watch.finished[-1].stage_seconds.items()
         }
-        counted = (await front.read_counters(self._proxy)).since(before)
+        counted = (await reports.read_counters(self.proxy)).since(before)
         return answer, {**counted.stage_ms, **inside}
-
-    def _stranger(self) -> TokenIds:
-        return stranger(self._rng, self._config.prompt_tokens)
 
 
 async def _block_size(plain: Client) -> int:
-    sizes = (await front.read_counters(plain)).by_label("vllm:cache_config_info", "block_size")
+    sizes = (await reports.read_counters(plain)).by("vllm:cache_config_info", "block_size")
     return int(next(iter(sizes)))
 
 

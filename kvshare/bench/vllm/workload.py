@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from delta_tree import TokenIds, token_ids
-from kvshare.bench.vllm.models import VOCAB_SIZE
+from kvshare.bench.random_models import DEMO_VOCAB_SIZE
 from kvshare.errors import LogError
 from kvshare.replay.readers import ReadReport, read_requests
 from kvshare.replay.requests import TokenizedRequest
@@ -21,19 +21,8 @@ from kvshare.served_model import DEMO
 class FilePrompts:
     """The first prompts of a file, in its order, in the tokens of the benchmarks' models."""
 
-    name: str  # of the file, without its folder
     prompts: Sequence[TokenIds]
-    num_cut: int
-    unreadable: dict[str, object]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "file": self.name,
-            "num_prompts": len(self.prompts),
-            "num_tokens": sum(map(len, self.prompts)),
-            "num_cut": self.num_cut,
-            "unreadable": self.unreadable,
-        }
+    description: dict[str, Any]  # for the benchmark's document
 
 
 def read_prompts(path: Path, *, num_prompts: int, max_tokens: int) -> FilePrompts:
@@ -48,18 +37,21 @@ def read_prompts(path: Path, *, num_prompts: int, max_tokens: int) -> FilePrompt
     if len(whole) < num_prompts:
         bad = f", and {report.num_unreadable} lines that cannot be read" if report.num_unreadable else ""
         raise LogError(f"{path.name} has {len(whole)} prompts{bad}; {num_prompts} are to be sent")
-    return FilePrompts(
-        name=path.name,
-        prompts=[token_ids(prompt[:max_tokens]) for prompt in whole],
-        num_cut=sum(len(prompt) > max_tokens for prompt in whole),
-        unreadable=report.to_dict(),
-    )
+    prompts = [token_ids(prompt[:max_tokens]) for prompt in whole]
+    description = {
+        "file": path.name,  # without its folder
+        "num_prompts": len(prompts),
+        "num_tokens": sum(map(len, prompts)),
+        "num_cut": sum(len(prompt) > max_tokens for prompt in whole),
+        "unreadable": report.to_dict(),
+    }
+    return FilePrompts(prompts, description)
 
 
 def _checked(request: TokenizedRequest) -> TokenIds:
     place = f"{request.logged.source}, line {request.logged.line}"
     if not request.num_tokens:
         raise LogError(f"{place}: a prompt without tokens")
-    if (highest := int(request.token_ids.max())) >= VOCAB_SIZE:
-        raise LogError(f"{place}: token {highest}; the benchmarks' models have {VOCAB_SIZE} tokens")
+    if (highest := int(request.token_ids.max())) >= DEMO_VOCAB_SIZE:
+        raise LogError(f"{place}: token {highest}; the benchmarks' models have {DEMO_VOCAB_SIZE} tokens")
     return request.token_ids

@@ -3,6 +3,7 @@
 import pytest
 
 from kvshare.bench import demo, parity, plan, plan_agent, proxy, storage, ttft
+from kvshare.errors import ConfigError
 
 
 def test_parity_holds_on_every_architecture() -> None:
@@ -14,9 +15,9 @@ def test_parity_holds_on_every_architecture() -> None:
         assert oracles["identity"] == 0.0
 
 
-def test_near_duplicates_cost_a_part_of_their_whole() -> None:
+async def test_near_duplicates_cost_a_part_of_their_whole() -> None:
     """Owned bytes are counted by the tier, the whole by tokens."""
-    document = storage.run(prompts=5, prompt_tokens=1000)
+    document = await storage.run(prompts=5, prompt_tokens=1000)
     assert document["nodes"] == 5
     assert 0.2 < document["ratio"] < 0.5
     assert document["whole_bytes"] == 5 * 1000 * 2 * 3 * 2 * 16 * 4
@@ -65,6 +66,15 @@ async def test_long_prompts_are_planned_beside_short_ones() -> None:
     assert document["candidates"] > 1
     assert document["copied_fraction"] > 0.3  # windows behind 300 edits take more than half of so few tokens
     assert document["failures"] == {}
+
+
+async def test_shorter_transcripts_have_fewer_edits() -> None:
+    """So that there is a plan for each; too short ones are refused."""
+    document = await plan_agent.run(stored=12, prompt_tokens=4000, queries=3)
+    assert document["edits"] == 100
+    assert document["copied_fraction"] > 0.3
+    with pytest.raises(ConfigError, match="--prompt-tokens: must be at least 2000, got 400"):
+        await plan_agent.run(prompt_tokens=400)
 
 
 @pytest.mark.slow

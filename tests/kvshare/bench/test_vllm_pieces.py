@@ -8,10 +8,10 @@ import pytest
 
 from kvshare.bench.vllm import parity, steady
 from kvshare.bench.vllm.client import Answer
-from kvshare.bench.vllm.front import Counters
 from kvshare.bench.vllm.load import Config, given_sequence, new_sequence
 from kvshare.bench.vllm.parity import distance
 from kvshare.bench.vllm.prompts import Mixture, near_duplicate, stranger
+from kvshare.bench.vllm.reports import Counters
 from kvshare.bench.vllm.servers import Server, VllmOptions, running
 from kvshare.bench.vllm.soak import judge
 from kvshare.bench.vllm.workload import read_prompts
@@ -87,7 +87,7 @@ def test_a_workload_is_sent_from_its_top_in_its_order(tmp_path: Path) -> None:
     encoder = PromptEncoder.load(MODEL_PATH)
     whole = [encoder.encode_chat(row.draft.messages).token_ids.tolist() for row in rows[:4]]
     assert [prompt.tolist() for prompt in given.prompts] == [tokens[:150] for tokens in whole]
-    assert given.to_json()["num_cut"] == sum(len(tokens) > 150 for tokens in whole) > 0
+    assert given.description["num_cut"] == sum(len(tokens) > 150 for tokens in whole) > 0
     config = Config(prompt_tokens=150, changed=0.1, edits=2, min_output=4, max_output=8)
     requests = given_sequence(np.random.default_rng(0), config, given.prompts)
     assert [request.prompt.tolist() for request in requests] == [tokens[:150] for tokens in whole]
@@ -134,7 +134,7 @@ def test_counters_add_up_by_label() -> None:
     )
     assert after.since(before).stage_ms == pytest.approx({"plan": 50.0, "search": 100.0})
     assert after.total(f"{name}_count") == 22.0
-    assert after.total(f"{name}_count", stage="plan") == 20.0
+    assert after.by(f"{name}_count", "stage") == {"plan": 20.0, "search": 2.0}
 
 
 def test_a_steady_store_is_smaller_than_what_comes() -> None:

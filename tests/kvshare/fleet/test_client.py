@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from delta_tree import SegmentId
-from kvshare.bench.vllm.control import watching
+from kvshare.bench.vllm.reports import watching
 from kvshare.errors import UpstreamError
 from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.json_fields import WireError
@@ -68,4 +68,4 @@ async def test_a_benchmark_sees_what_happens_while_it_watches(vllm: FakeVllm) ->
         vllm._tell(Finished("r", "exact", "no_room"))
         vllm.evict(SegmentId(1))
     assert watch.decisions == {"exact": 1, "reason:no_room": 1}
-    assert (watch.num_dropped, watch.num_gaps, watch.max_bytes) == (1, 0, 10**7)
+    assert (watch.num_dropped, watch.max_bytes) == (1, 10**7)

@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from delta_tree import DeltaTree
-from kvshare.bench.vllm.models import write_model
+from kvshare.bench.random_models import write_model
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.fleet.engine import VllmEngine
 from kvshare.requests import SharingReport

@@ -1,0 +1,115 @@
+"""
+A store whose KV is only counted, for the benchmarks of planning and keeping: the server's own tree, keeper,
+index and sharing core, without any model. And prompts to fill it with, variants of some templates.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from delta_tree import DeltaTree, Node, TokenIds
+from kvshare.bench.harness import edited, random_prompt
+from kvshare.replay.arms.weightless import WeightlessSequence, WeightlessTier
+from kvshare.settings import load_settings
+from kvshare.sharing.cost import CostModel, Rates
+from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
+from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.planner import PlannerLimits, make_plan
+from vector_index import Nominator, NominatorSettings, QdrantEdgeIndex, TextEmbedder
+
+NAMESPACE = "bench"
+RATES = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1024)
+_NO_DONOR = NoPlan("no_candidates")
+_VOCAB_SIZE = 32_000
+_CHANGED, _EDITS = 0.1, 5
+
+
+class CountedStore:
+    """A tree and what keeps prompts in it, with room for whatever comes."""
+
+    def __init__(self, tree: DeltaTree) -> None:
+        self.tree = tree
+        self.tier = WeightlessTier(None)
+        self.keeper = MemoryKeeper(tree, self.tier, min_tokens=1)
+        self.limits = PlannerLimits.from_settings(load_settings())
+
+    def plan(self, tokens: TokenIds, base: Node) -> Plan | NoPlan:
+        """With one donor."""
+        return make_plan(tokens, [base], self.tree.segment, approximate=True, limits=self.limits, rates=RATES)
+
+    def keep(self, tokens: TokenIds, plan: Plan | NoPlan = _NO_DONOR) -> Node:
+        """A new prompt as an engine leaves it: donors' pieces where its plan copies, and own segments."""
+        node = self.keeper.commit(
+            Computed(NAMESPACE, tokens, plan, WeightlessSequence(RATES.bytes_per_token))
+        )
+        assert node is not None
+        return node
+
+    @asynccontextmanager
+    async def sharing(
+        self, settings: NominatorSettings, embedder: TextEmbedder | None = None
+    ) -> AsyncIterator[Sharing]:
+        """The core over this store, with a new index in a temporary folder."""
+        with tempfile.TemporaryDirectory() as folder:
+            index = QdrantEdgeIndex(settings.schema(embedder), Path(folder))
+            await index.open()
+            nominator = Nominator(index, embedder=embedder, settings=settings)
+            cost = CostModel(
+                prior_prefill_tokens_per_s=RATES.prefill_tokens_per_s,
+                prior_load_bytes_per_s=RATES.load_bytes_per_s,
+                smoothing=0.0,
+                bytes_per_token=RATES.bytes_per_token,
+            )
+            core = Sharing(keeper=self.keeper, nominator=nominator, limits=self.limits, cost=cost)
+            try:
+                yield core
+            finally:
+                core.close()
+                nominator.close()
+                await index.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant:
+    """A new prompt, the number of its template and the plan over it."""
+
+    number: int
+    tokens: TokenIds
+    plan: Plan | NoPlan
+
+
+class Variants:
+    """
+    Prompts that each differ from a stored template, as many as are asked for.
+
+    All differ from theirs in the same places, so a template's variants have one plan.
+    """
+
+    def __init__(
+        self, rng: np.random.Generator, store: CountedStore, *, num_templates: int, num_tokens: int
+    ) -> None:
+        self._rng = rng
+        self.templates = [store.keep(self._random(num_tokens)) for _ in range(num_templates)]
+        self._plans = [store.plan(self._edited(template), template) for template in self.templates]
+
+    def draw(self) -> Variant:
+        number = int(self._rng.integers(len(self.templates)))
+        return Variant(number, self._edited(self.templates[number]), self._plans[number])
+
+    def _random(self, num_tokens: int) -> TokenIds:
+        return random_prompt(self._rng, num_tokens, _VOCAB_SIZE)
+
+    def _edited(self, template: Node) -> TokenIds:
+        return edited(template.token_ids, changed=_CHANGED, edits=_EDITS, draw=self._random)
+
+
+def nomination_s(lookup: Lookup) -> float:
+    """What finding candidates took: all stages but planning and loading."""
+    return sum(value for stage, value in lookup.stage_seconds.items() if stage not in ("plan", "load"))
