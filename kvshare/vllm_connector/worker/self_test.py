@@ -70,11 +70,7 @@ class SelfTest:
         return None
 
     def _compute(self, spans: tuple[Span, ...] | list[Span], *, shift: int = 0) -> SegmentKV:
-        runs = [
-            Run(self._block_ids, span, self._tokens[span.start : span.end], span.start + shift)
-            for span in spans
-        ]
-        self._forward.compute(runs)
+        self._forward.compute([Run(self._block_ids, span, self._tokens, shift) for span in spans])
         return self._cache.read(self._block_ids, Span(0, _NUM_TOKENS))
 
     def _agree(self, expected: torch.Tensor, got: torch.Tensor) -> bool:

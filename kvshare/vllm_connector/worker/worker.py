@@ -226,11 +226,7 @@ class ConnectorWorker:
         return self._rotation.moved(k, shift)
 
     def _compute(self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId]) -> None:
-        runs = [
-            Run(load.block_ids, span, load.token_ids[span.start : span.end], span.start)
-            for load in loads
-            for span in load.runs(unreadable)
-        ]
+        runs = [Run(load.block_ids, span, load.token_ids) for load in loads for span in load.runs(unreadable)]
         if runs:
             self._forward.compute(runs)
 
