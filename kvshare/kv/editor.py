@@ -9,10 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from delta_tree import Copy, SegmentId
+import torch
+
+from delta_tree import Copy, SegmentId, Span
 from kvshare.kv.rotation import Rotation
 from kvshare.kv.segment import SegmentKV
 from kvshare.kv.sequence import SequenceKV
+
+
+def moved_rows(
+    segment: SegmentKV, source: Span, shift: int, rotation: Rotation | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    K and V of a part of a segment, keys rotated by `shift` positions.
+
+    Shapes:  segment.k, segment.v (L, T_segment, H, D) -> k, v (L, len(source), H, D) on `device`
+    Raises:  ValueError if it moves and the model's rotation is not known
+    """
+    tokens = slice(source.start, source.end)
+    k, v = (rows[:, tokens].to(device, non_blocking=True) for rows in (segment.k, segment.v))
+    if shift == 0:
+        return k, v
+    if rotation is None:
+        raise ValueError(f"a copy moves by {shift} tokens, but this model's rotation is not known")
+    return rotation.moved(k, shift), v
 
 
 def lay_out(
@@ -28,17 +48,9 @@ def lay_out(
     Returns: bytes written
     Raises:  ValueError if a copy moves and the model's rotation is not known
     """
-    num_bytes = 0
     for copy in copies:
-        segment = segments[copy.segment_id]
-        source = slice(copy.offset, copy.offset + copy.length)
+        source = Span(copy.offset, copy.offset + copy.length)
+        k, v = moved_rows(segments[copy.segment_id], source, copy.shift, rotation, kv.k.device)
         target = slice(copy.target_start, copy.target_start + copy.length)
-        k = segment.k[:, source].to(kv.k.device, non_blocking=True)
-        if copy.shift != 0:
-            if rotation is None:
-                raise ValueError(f"copy moves by {copy.shift} tokens, but this model's rotation is not known")
-            k = rotation.moved(k, copy.shift)
-        kv.k[:, target] = k
-        kv.v[:, target] = segment.v[:, source]
-        num_bytes += copy.length * kv.geometry.bytes_per_token
-    return num_bytes
+        kv.k[:, target], kv.v[:, target] = k, v
+    return sum(copy.length for copy in copies) * kv.geometry.bytes_per_token

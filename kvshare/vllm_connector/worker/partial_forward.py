@@ -90,7 +90,7 @@ class PartialForward:
             # Backends that treat short queries apart want them first; the order does not change the result.
             self._forward(sorted(batch, key=lambda run: len(run.span)))
 
-    def _forward(self, runs: Sequence[Run]) -> torch.Tensor:
+    def _forward(self, runs: Sequence[Run]) -> None:
         device = self._cache.device
         tokens = [token for run in runs for token in run.token_ids[run.span.start : run.span.end]]
         token_ids = torch.tensor(tokens, dtype=_TOKEN_DTYPE)
@@ -107,13 +107,12 @@ class PartialForward:
                 slot_mapping=dict.fromkeys(names, slots),
             ),
         ):
-            hidden: torch.Tensor = self._model(
+            self._model(
                 input_ids=token_ids.to(device),
                 positions=positions.to(device),
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
-        return hidden
 
     def _common(
         self, runs: Sequence[Run], slots: torch.Tensor, positions: torch.Tensor
