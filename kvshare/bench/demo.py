@@ -139,7 +139,7 @@ def _lay_donor(
 
 def _decode(engine: EmbeddedEngine, kv: SequenceKV, position: int, token_id: int) -> str:
     text = ""
-    detokenizer = Detokenizer(engine.tokenizer)
+    detokenizer = Detokenizer(engine.encoder.backend)
     for _ in range(_MAX_TOKENS):
         if token_id in engine.server.eos_token_ids:
             break

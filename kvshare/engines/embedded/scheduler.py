@@ -24,7 +24,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, *, chunk_tokens: int, on_release: Callable[[Task, BaseException | None], None]
+        self, *, chunk_tokens: int, on_release: Callable[[Task, BaseException | None], object]
     ) -> None:
         self._chunk_tokens = chunk_tokens
         self._on_release = on_release

@@ -140,7 +140,7 @@ def replayed(
 async def embedded(stage: Stage, requests: Sequence[TokenizedRequest], namespace: Namespace) -> Served:
     """The stream through the embedded engine."""
     served, departures = Served(), Departures()
-    engine = EmbeddedEngine.from_settings(stage.settings("embedded"))
+    engine = EmbeddedEngine(stage.settings("embedded"))
     with stage.embedding():
         await engine.start()
     try:
