@@ -136,14 +136,14 @@ class ConnectorScheduler:
         report = report if report is not None else WorkerReport()
         for request_id, result in report.loads.items():
             self._note_load(request_id, result)
-        self._note_dropped(self._segments.remove(report.unreadable))
+        self._note_dropped(self._segments.drop(report.unreadable))
         for request_id in saved:
             if (ticketed := self._requests.get(request_id)) is not None:
                 self._note_saved(request_id, ticketed, report)
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> int:
         """Drop segments. Returns how many were held. From any thread."""
-        removed = self._segments.remove(segment_ids)
+        removed = self._segments.drop(segment_ids)
         self._note_dropped(removed)
         return len(removed)
 
@@ -212,7 +212,7 @@ class ConnectorScheduler:
             lost = "segments_gone"  # evicted or dropped while the rest was being saved
         ticketed.note_saved(report.save_seconds.get(request_id, 0.0), lost=lost)
         if lost is not None:
-            self._note_dropped(self._segments.remove(stored))
+            self._note_dropped(self._segments.drop(stored))
         self._publish_if_done(request_id, ticketed)
 
     def _publish_if_done(self, request_id: str, ticketed: TicketedRequest) -> None:
