@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from delta_tree import Span
-from kvshare.kv.geometry import KVGeometry
-from kvshare.kv.segment import SegmentKV
+from kvshare.kv.segment import KVGeometry, SegmentKV
 
 
 class SequenceKV:

@@ -23,8 +23,8 @@ from delta_tree import Span, TokenIds, token_ids
 from kvshare.engines.embedded.rotary import find_rotation, head_dim_of, rotary_module
 from kvshare.errors import ModelError, UnsupportedGeometryError
 from kvshare.kv.attention import PartialPass
-from kvshare.kv.geometry import KVGeometry
 from kvshare.kv.rotation import Rotation
+from kvshare.kv.segment import KVGeometry
 from kvshare.kv.sequence import SequenceKV
 
 log = logging.getLogger(__name__)

@@ -162,27 +162,26 @@ class ConnectorScheduler:
             ticketed.lost = "segments_gone"  # copied KV must not be retained as computed
             return
         spans = gaps((ticketed.copy(index).target for index in copies), num_retained)
-        namespace = ticketed.ticket.namespace
-        held = [HeldSegment(namespace, len(span), len(span) * self._bytes_per_token) for span in spans]
+        stored = tuple(
+            Stored(new_segment_id(), span.start, len(span), len(span) * self._bytes_per_token)
+            for span in spans
+        )
         evicted = self._segments.make_room(
-            sum(segment.num_bytes for segment in held),
+            sum(segment.num_bytes for segment in stored),
             in_use=(ticketed.copy(index).segment_id for index in copies),
         )
         if evicted is None:
             ticketed.lost = "no_room"
             return
         self._note_dropped(evicted)
-        ids = [new_segment_id() for _ in spans]
-        for segment_id, segment in zip(ids, held, strict=True):
-            self._segments.add(segment_id, segment)
-        to_save = tuple(zip(ids, spans, strict=True))
+        for segment in stored:
+            held = HeldSegment(ticketed.ticket.namespace, segment.length, segment.num_bytes)
+            self._segments.add(segment.segment_id, held)
+        to_save = tuple((segment.segment_id, span) for segment, span in zip(stored, spans, strict=True))
         self._saves.append(SaveRequest(request.request_id, tuple(block_ids), to_save))
         ticketed.retained = copies
         ticketed.output_ids = tuple(request.output_token_ids[: num_retained - request.num_prompt_tokens])
-        ticketed.stored = tuple(
-            Stored(segment_id, span.start, len(span), segment.num_bytes)
-            for (segment_id, span), segment in zip(to_save, held, strict=True)
-        )
+        ticketed.stored = stored
 
     def _retained_copies(self, ticketed: TicketedRequest) -> frozenset[int]:
         """

@@ -79,9 +79,9 @@ class PartialForward:
         with set_current_vllm_config(vllm_config):
             self._builder = backend.get_builder_cls()(
                 spec.copy_with_new_block_size(cache.kernel_block_size),
-                cache.layer_names,
+                list(cache.layers),
                 vllm_config,
-                cache.device,
+                cache.geometry.device,
             )
 
     def compute(self, runs: Sequence[Run]) -> None:
@@ -91,13 +91,13 @@ class PartialForward:
             self._forward(sorted(batch, key=lambda run: len(run.span)))
 
     def _forward(self, runs: Sequence[Run]) -> None:
-        device = self._cache.device
+        device = self._cache.geometry.device
         tokens = [token for run in runs for token in run.token_ids[run.span.start : run.span.end]]
         token_ids = torch.tensor(tokens, dtype=_TOKEN_DTYPE)
         positions = torch.cat([torch.arange(run.span.start, run.span.end) + run.shift for run in runs])
         slots = torch.cat([self._cache.slots(run.block_ids, run.span) for run in runs])
         metadata = self._builder.build(0, self._common(runs, slots, positions.to(device)))
-        names = self._cache.layer_names
+        names = list(self._cache.layers)
         with (
             torch.inference_mode(),
             set_forward_context(
@@ -117,7 +117,7 @@ class PartialForward:
     def _common(
         self, runs: Sequence[Run], slots: torch.Tensor, positions: torch.Tensor
     ) -> CommonAttentionMetadata:
-        device = self._cache.device
+        device = self._cache.geometry.device
         lengths = torch.tensor([len(run.span) for run in runs], dtype=torch.int32)
         ends = torch.tensor([run.span.end for run in runs], dtype=torch.int32)
         starts = torch.zeros(len(runs) + 1, dtype=torch.int32)

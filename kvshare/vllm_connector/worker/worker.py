@@ -64,17 +64,18 @@ class ConnectorWorker:
             )
             self._forward = PartialForward(model, self._cache, self._config, self._spec)
             unsupported, warnings = self._run_self_test(model)
+            geometry = self._cache.geometry
             self.handshake = WorkerHandshake(
                 unsupported=unsupported,
                 warnings=warnings,
                 can_move_keys=self._rotation is not None,
                 rope=rope_digest(self._rotation),
-                num_layers=len(self._layer_names),
-                num_kv_heads=self._cache.num_heads,
-                head_dim=self._cache.head_dim,
-                dtype=str(self._cache.dtype).removeprefix("torch."),
+                num_layers=geometry.num_layers,
+                num_kv_heads=geometry.num_kv_heads,
+                head_dim=geometry.head_dim,
+                dtype=str(geometry.dtype).removeprefix("torch."),
                 attention_backend=f"{self._forward.backend_name}/{self._cache.layout}",
-                bytes_per_token=self._cache.bytes_per_token,
+                bytes_per_token=geometry.bytes_per_token,
                 weights=weights_digest(model),
             )
         except Exception as exc:
@@ -90,7 +91,7 @@ class ConnectorWorker:
             problem = check()
             if not all(_agreed([problem is None])):  # the next check needs all ranks
                 return (problem or "the self-test failed on another rank",), ()
-        rotation, problem = find_rotation(model, head_dim=self._cache.head_dim)
+        rotation, problem = find_rotation(model, head_dim=self._cache.geometry.head_dim)
         if rotation is not None:
             problem = self_test.check_rotation(rotation)
         if problem:
@@ -205,7 +206,7 @@ class ConnectorWorker:
                     continue
                 start = copy.offset + target.start - copy.target_start
                 source = Span(start, start + len(target))
-                k, v = moved_rows(segment, source, copy.shift, self._rotation, self._cache.device)
+                k, v = moved_rows(segment, source, copy.shift, self._rotation, self._cache.geometry.device)
                 ks.append(k)
                 vs.append(v)
                 slots.append(self._cache.slots(load.block_ids, target))
