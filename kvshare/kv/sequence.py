@@ -61,10 +61,8 @@ class SequenceKV:
 
     def cut(self, span: Span) -> SegmentKV:
         """A copy of one span's KV in memory of its own, on the host."""
-        return SegmentKV(
-            self.k[:, span.start : span.end].to("cpu", copy=True).contiguous(),
-            self.v[:, span.start : span.end].to("cpu", copy=True).contiguous(),
-        )
+        tokens = slice(span.start, span.end)
+        return SegmentKV(*(rows[:, tokens].to("cpu", copy=True).contiguous() for rows in (self.k, self.v)))
 
     def fork(self, num_tokens: int) -> SequenceKV:
         """Another sequence that starts with this one's first `num_tokens`."""

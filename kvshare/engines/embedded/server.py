@@ -88,7 +88,6 @@ async def open_server(settings: Settings, load: Load) -> AsyncIterator[EmbeddedS
             on_release=lambda task, error: loop.call_soon_threadsafe(task.end, error),
         )
         await loop.run_in_executor(executor, _warm_up, model)
-        scheduler.start()
         opened.push_async_callback(asyncio.to_thread, scheduler.stop)
         yield EmbeddedServer(executor, model, encoder, fields, runtime, scheduler)
 
