@@ -22,7 +22,8 @@ from delta_tree import SegmentId
 from kvshare.safe_logging import class_and_place
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
-from kvshare.vllm_protocol.messages import ReplicaInfo
+from kvshare.vllm_protocol.json_fields import WireError
+from kvshare.vllm_protocol.messages import HeldSegments, ReplicaInfo
 
 log = logging.getLogger("vllm.kvshare.control")
 
@@ -73,10 +74,6 @@ class _Server(ThreadingHTTPServer):
             log.debug("a control connection failed: %s", class_and_place(exc))
 
 
-class _BadRequest(Exception):
-    pass
-
-
 class _Handler(BaseHTTPRequestHandler):
     state: ControlState
     token: str | None
@@ -102,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 self._send(200, route())
-            except _BadRequest as exc:
+            except WireError as exc:
                 self._send(400, {"error": str(exc)})
 
     def _is_authorized(self) -> bool:
@@ -120,13 +117,14 @@ class _Handler(BaseHTTPRequestHandler):
         return self.state.events.read(after, wait_s=wait_s).to_json()
 
     def _segments(self) -> dict[str, Any]:
-        last = self.state.events.last  # read before the ids: an event may come twice, but none is missed
-        return {"epoch": self.state.events.epoch, "last": last, "segment_ids": self.state.segments.ids()}
+        events = self.state.events
+        last = events.last  # read before the ids: an event may come twice, but none is missed
+        return HeldSegments(events.epoch, last, tuple(self.state.segments.ids())).to_json()
 
     def _drop(self) -> dict[str, Any]:
         segment_ids = self._body().get("segment_ids")
         if not isinstance(segment_ids, list) or not all(type(entry) is int for entry in segment_ids):
-            raise _BadRequest("segment_ids: expected a list of integers")
+            raise WireError("segment_ids: expected a list of integers")
         return {"num_dropped": self.state.drop([SegmentId(entry) for entry in segment_ids])}
 
     def _parameter(self, name: str, kind: type[int] | type[float]) -> Any:
@@ -136,20 +134,20 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             value = kind(-1)
         if not value >= 0:
-            raise _BadRequest(f"{name}: expected a number of at least 0")
+            raise WireError(f"{name}: expected a number of at least 0")
         return value
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
             self.close_connection = True
-            raise _BadRequest(f"expected a body of at most {_MAX_BODY_BYTES} bytes with a Content-Length")
+            raise WireError(f"expected a body of at most {_MAX_BODY_BYTES} bytes with a Content-Length")
         try:
             document = json.loads(self.rfile.read(int(length)))
         except ValueError:
             document = None
         if not isinstance(document, dict):
-            raise _BadRequest("expected a JSON object")
+            raise WireError("expected a JSON object")
         return document
 
     def _send(self, status: int, document: dict[str, Any]) -> None:
