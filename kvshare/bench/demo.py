@@ -95,7 +95,7 @@ async def _answer(
 
 def _full_reuse(engine: EmbeddedEngine, donor: Prompt, recipient: Prompt) -> str:
     """The donor's KV laid under the recipient, replaced values and all; the question alone is computed."""
-    model = engine.model
+    model = engine.server.model
     source = model.new_sequence(donor.num_tokens)
     model.compute(PartialPass(source, (Span(0, donor.num_tokens),)), donor.token_ids)
     target = model.new_sequence(recipient.num_tokens + _MAX_TOKENS)
@@ -139,12 +139,12 @@ def _lay_donor(
 
 def _decode(engine: EmbeddedEngine, kv: SequenceKV, position: int, token_id: int) -> str:
     text = ""
-    detokenizer = Detokenizer(engine.encoder.backend)
+    detokenizer = Detokenizer(engine.server.encoder.backend)
     for _ in range(_MAX_TOKENS):
         if token_id in engine.server.eos_token_ids:
             break
         text += detokenizer.add(token_id)
         current = PartialPass(kv, (Span(position, position + 1),))
-        token_id = int(engine.model.compute(current, np.asarray([token_id], dtype=np.int32)).argmax())
+        token_id = int(engine.server.model.compute(current, np.asarray([token_id], dtype=np.int32)).argmax())
         position += 1
     return text.strip()

@@ -18,10 +18,8 @@ from kvshare.engines.base import (
     ModelCard,
     Started,
 )
-from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.server import EmbeddedServer, Load, load_model, open_server
 from kvshare.engines.embedded.task import Task
-from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import ContextLengthError, EngineError, OverloadedError, RequestError, ShuttingDownError
 from kvshare.namespace import Namespace
 from kvshare.requests import Prompt
@@ -61,16 +59,6 @@ class EmbeddedEngine(GeneratingEngine):
         return ModelCard(self._running.model.name, self._created, self._running.model.max_model_len)
 
     @property
-    def model(self) -> EmbeddedModel:
-        """For benchmarks and tests: the model this engine runs."""
-        return self.server.model
-
-    @property
-    def encoder(self) -> PromptEncoder:
-        """For benchmarks: chat template and tokenizer."""
-        return self.server.encoder
-
-    @property
     def sharing(self) -> Sharing:
         """For benchmarks and tests: what this engine shares with."""
         return self.server.runtime.sharing
@@ -90,16 +78,16 @@ class EmbeddedEngine(GeneratingEngine):
         return Namespace(tenant=tenant, scope=scope, **self.server.namespace_fields)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        return await self.server.off_loop(self.encoder.encode_chat, messages)
+        return await self.server.off_loop(self.server.encoder.encode_chat, messages)
 
     async def encode_text(self, text: str) -> Prompt:
-        return await self.server.off_loop(self.encoder.encode_text, text)
+        return await self.server.off_loop(self.server.encoder.encode_text, text)
 
     async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        return await self.server.off_loop(self.encoder.encode_tokens, token_ids)
+        return await self.server.off_loop(self.server.encoder.encode_tokens, token_ids)
 
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
-        max_tokens = _max_tokens(request, self.model.max_model_len)
+        max_tokens = _max_tokens(request, self.server.model.max_model_len)
         async with self._admission.slot():
             server = self.server
             # Ended requests hold their KV until it is stored: new ones wait if storing cannot keep up.

@@ -41,15 +41,10 @@ class PagedCache:
     def __init__(self, layers: Mapping[str, Any], *, block_size: int) -> None:
         self.layers = dict(layers)
         self.block_size = block_size
-        first = self._cache(next(iter(self.layers.values())))
+        first = next(iter(self.layers.values())).kv_cache
         _, num_heads, self.kernel_block_size, width = first.shape
         self.geometry = KVGeometry(len(self.layers), num_heads, width // 2, first.dtype, first.device)
         self._layout: BlockLayout | None = None
-
-    @staticmethod
-    def _cache(layer: Any) -> torch.Tensor:
-        cache: torch.Tensor = layer.kv_cache
-        return cache
 
     @property
     def layout(self) -> str:
@@ -57,13 +52,13 @@ class PagedCache:
 
     def find_layout(self, block_id: int) -> str | None:
         """Find out how blocks are read, with a block that nobody uses. Why they cannot be, or None."""
-        if len({self._cache(layer).shape for layer in self.layers.values()}) != 1:
+        if len({layer.kv_cache.shape for layer in self.layers.values()}) != 1:
             return "the layers' KV caches have different shapes"
         if self.block_size % self.kernel_block_size:
             return f"kernel blocks of {self.kernel_block_size} tokens do not divide {self.block_size}"
         slots = self.slots((block_id,), Span(0, self.kernel_block_size))
         layer = next(iter(self.layers.values()))
-        block = self._cache(layer)[self.kernel_blocks((block_id,))[0]]
+        block = layer.kv_cache[self.kernel_blocks((block_id,))[0]]
         self._layout = find_layout(block, lambda k, v: self._write_layer(layer, k, v, slots))
         if self._layout is None:
             return "the layout of the attention backend's KV cache is not understood"
@@ -99,13 +94,13 @@ class PagedCache:
         ahead = span.start - first * self.kernel_block_size
         k, v = (torch.empty(self.geometry.shape(len(span)), dtype=self.geometry.dtype) for _ in range(2))
         for index, layer in enumerate(self.layers.values()):
-            rows = self._layout.rows(self._cache(layer).index_select(0, blocks))
+            rows = self._layout.rows(layer.kv_cache.index_select(0, blocks))
             for target, source in zip((k, v), rows, strict=True):
                 target[index] = source.flatten(0, 1)[ahead : ahead + len(span)]
         return SegmentKV(k, v)
 
     def _write_layer(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        layer.impl.do_kv_cache_update(layer, k, v, self._cache(layer), slots)
+        layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
 
 
 @dataclass(frozen=True, slots=True)

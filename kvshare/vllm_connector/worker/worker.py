@@ -48,7 +48,7 @@ class ConnectorWorker:
         self._config = vllm_config
         self._spec = spec
         self._layer_names = list(layer_names)
-        self._store = _empty_store()
+        self.forget_segments()
         self._rotation: Rotation | None = None
         self.handshake: WorkerHandshake | None = None  # None: no model was attached
         self._invalid_blocks: set[int] = set()
@@ -146,8 +146,8 @@ class ConnectorWorker:
         return results
 
     def forget_segments(self) -> None:
-        """All segments are of another model now."""
-        self._store = _empty_store()
+        """Start with none: any there were are of another model now."""
+        self._store = MemoryTier(sys.maxsize)  # this rank's heads; the scheduler side says what is dropped
 
     def wait_for_save(self, step: StepMetadata) -> None:
         """After the forward pass: drop segments, then save new ones."""
@@ -227,11 +227,6 @@ class ConnectorWorker:
         for segment_id, span in save.spans:
             segment = self._cache.read(save.block_ids, span)
             self._store.put(segment_id, segment, segment.checksum())
-
-
-def _empty_store() -> MemoryTier:
-    """K and V of this rank's heads. The scheduler side decides what is dropped."""
-    return MemoryTier(sys.maxsize)
 
 
 def _segment_ids(loads: Sequence[LoadRequest]) -> frozenset[SegmentId]:

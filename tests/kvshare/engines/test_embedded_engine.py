@@ -229,7 +229,7 @@ async def test_sampling_is_reproducible_by_seed_and_choices_differ(engine: Embed
 
 async def test_logit_bias_stop_and_length_end_a_choice(engine: EmbeddedEngine) -> None:
     """A forced token repeats until the limit; as a stop string it is not shown; as EOS it ends the answer."""
-    letter = engine.encoder.backend.encode("a", add_special_tokens=False).ids[0]
+    letter = engine.server.encoder.backend.encode("a", add_special_tokens=False).ids[0]
     forced = {"logit_bias": {letter: 100.0}}
     limited = await events(engine, await request(engine, prompt(50), **forced))
     assert "".join(tokens_of(limited)) == "a" * 8
@@ -324,7 +324,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megabytes take seconds to tokenize; that they are too long can be seen from their length."""
-    monkeypatch.setattr(engine.encoder, "_tokenizer", None)  # whoever tokenizes, fails otherwise
+    monkeypatch.setattr(engine.server.encoder, "_tokenizer", None)  # whoever tokenizes, fails otherwise
     with pytest.raises(ContextLengthError):
         await engine.encode_text("word " * 1_000_000)
 
