@@ -22,7 +22,6 @@ from delta_tree import Copy, NodeId, SegmentId, Span, TokenIds, token_ids
 from kvshare.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
-from kvshare.kv.editor import lay_out
 from kvshare.kv.sequence import SequenceKV
 
 
@@ -116,7 +115,7 @@ def _laid_back(model: EmbeddedModel, kv: SequenceKV, num_tokens: int) -> Sequenc
         donor_start=0,
     )
     target = model.new_sequence(num_tokens)
-    lay_out(target, [copy], {segment_id: kv.cut(Span(0, num_tokens))}, model.rotation)
+    target.lay_out([copy], {segment_id: kv.cut(Span(0, num_tokens))}, model.rotation)
     return target
 
 

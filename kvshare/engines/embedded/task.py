@@ -21,7 +21,6 @@ from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.sampling import Sampler, top_logprobs
 from kvshare.engines.embedded.text import Detokenizer, StopMatcher, token_text
 from kvshare.kv.attention import PartialPass, take_pass
-from kvshare.kv.editor import lay_out
 from kvshare.kv.segment import SegmentKV
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.cost import CostModel
@@ -123,7 +122,7 @@ class Task:
         if isinstance(self.plan, Plan) and lookup is not None:
             began = time.perf_counter()
             with torch.inference_mode():
-                num_bytes = lay_out(kv, self.plan.copies, lookup.segments, self.model.rotation)
+                num_bytes = kv.lay_out(self.plan.copies, lookup.segments, self.model.rotation)
             seconds = time.perf_counter() - began
             self.cost.observe_load(num_bytes, seconds)
             self.stage_seconds["splice"] = seconds

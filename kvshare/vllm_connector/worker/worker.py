@@ -18,9 +18,8 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import SegmentId, Span
-from kvshare.kv.editor import moved_rows
 from kvshare.kv.memory_tier import MemoryTier
-from kvshare.kv.rotation import Rotation
+from kvshare.kv.rotation import Rotation, moved_rows
 from kvshare.kv.segment import SegmentKV
 from kvshare.safe_logging import classes_and_places
 from kvshare.vllm_connector.metadata import (
