@@ -25,7 +25,6 @@ from kvshare.safe_logging import classes_and_places
 from kvshare.vllm_connector.metadata import (
     LoadRequest,
     LoadResult,
-    SaveRequest,
     StepMetadata,
     WorkerHandshake,
     WorkerReport,
@@ -114,7 +113,9 @@ class ConnectorWorker:
             raise RuntimeError(f"kvshare: the KV of {len(loads)} requests could not be computed")
         else:
             for load in loads:
-                self._invalidate(load)
+                # Those behind `end`, too: vLLM's forward pass fills them from the failed ones.
+                self._invalid_blocks.update(load.block_ids[load.start // self._cache.block_size :])
+                self._report.loads[load.request_id] = LoadResult(failed=True)
 
     def _try_to_load(
         self, loads: Sequence[LoadRequest], found: _Found | None
@@ -154,7 +155,9 @@ class ConnectorWorker:
         for save in step.saves:
             began = time.perf_counter()
             try:
-                self._save(save)
+                for segment_id, span in save.spans:
+                    segment = self._cache.read(save.block_ids, span)
+                    self._store.put(segment_id, segment, segment.checksum())
             except Exception as exc:  # noqa: BLE001  logged, without its message
                 log.error("kvshare: a prompt was not saved: %s", classes_and_places(exc))
                 self._store.drop(segment_id for segment_id, _ in save.spans)
@@ -216,16 +219,6 @@ class ConnectorWorker:
         runs = [Run(load.block_ids, span, load.token_ids) for load in loads for span in load.runs(unreadable)]
         if runs:
             self._forward.compute(runs)
-
-    def _invalidate(self, load: LoadRequest) -> None:
-        """Those behind `end`, too: vLLM's forward pass fills them from the failed ones."""
-        self._invalid_blocks.update(load.block_ids[load.start // self._cache.block_size :])
-        self._report.loads[load.request_id] = LoadResult(failed=True)
-
-    def _save(self, save: SaveRequest) -> None:
-        for segment_id, span in save.spans:
-            segment = self._cache.read(save.block_ids, span)
-            self._store.put(segment_id, segment, segment.checksum())
 
 
 def _segment_ids(loads: Sequence[LoadRequest]) -> frozenset[SegmentId]:
