@@ -26,7 +26,6 @@ from kvshare.demo.pairs import Pair, near_duplicate_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.text import Detokenizer
 from kvshare.kv.attention import PartialPass
-from kvshare.kv.editor import lay_out
 from kvshare.kv.sequence import SequenceKV
 from kvshare.requests import Prompt, SharingMode, SharingReport
 
@@ -92,13 +91,13 @@ def _accuracy(answers: list[tuple[Pair, dict[str, str]]]) -> dict[str, Any]:
 
 def _full_reuse(engine: EmbeddedEngine, donor: Prompt, recipient: Prompt) -> str:
     """The donor's KV laid under the recipient, replaced values and all; the question alone is computed."""
-    model = engine.model
+    model = engine.server.model
     source = model.new_sequence(donor.num_tokens)
     whole = Span(0, donor.num_tokens)
     compute(model, source, (whole,), donor.token_ids)
     target = model.new_sequence(recipient.num_tokens + _MAX_TOKENS)
     copies = _copies(donor.token_ids, recipient.token_ids)
-    lay_out(target, copies, {SEGMENT: source.cut(whole)}, model.rotation)
+    target.lay_out(copies, {SEGMENT: source.cut(whole)}, model.rotation)
     computed = gaps([copy.target for copy in copies], recipient.num_tokens)
     logits = compute(model, target, computed, recipient.token_ids)
     return _decode(engine, target, recipient.num_tokens, int(logits[-1].argmax()))
@@ -123,12 +122,12 @@ def _copies(donor: TokenIds, recipient: TokenIds) -> list[Copy]:
 
 def _decode(engine: EmbeddedEngine, kv: SequenceKV, position: int, token_id: int) -> str:
     text = ""
-    detokenizer = Detokenizer(engine.tokenizer)
+    detokenizer = Detokenizer(engine.server.encoder.backend)
     for _ in range(_MAX_TOKENS):
         if token_id in engine.server.eos_token_ids:
             break
         text += detokenizer.add(token_id)
         current = PartialPass(kv, (Span(position, position + 1),))
-        token_id = int(engine.model.compute(current, np.asarray([token_id], dtype=np.int32)).argmax())
+        token_id = int(engine.server.model.compute(current, np.asarray([token_id], dtype=np.int32)).argmax())
         position += 1
     return text.strip()

@@ -51,9 +51,9 @@ def bench_settings(folder: str, overrides: Mapping[str, object]) -> Settings:
 def new_engine(model: PreTrainedModel | None, settings: Settings) -> EmbeddedEngine:
     """An engine that has not been started."""
     if model is None:
-        return EmbeddedEngine.from_settings(settings)
+        return EmbeddedEngine(settings)
 
-    def load(_: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
+    def load(_: Settings, stopping: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
         return EmbeddedModel(model, name="bench"), PromptEncoder.load(MODEL_PATH)
 
     return EmbeddedEngine(settings, load=load)

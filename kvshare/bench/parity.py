@@ -23,7 +23,6 @@ from kvshare.bench.harness import random_prompt
 from kvshare.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
-from kvshare.kv.editor import lay_out
 from kvshare.kv.sequence import SequenceKV
 
 SEGMENT = SegmentId(1)  # the only one of a donor
@@ -116,7 +115,7 @@ def _reference(name: str, tokens: TokenIds, seed: int) -> torch.Tensor:
 def _laid_back(model: EmbeddedModel, kv: SequenceKV, num_tokens: int) -> SequenceKV:
     target = model.new_sequence(num_tokens)
     segments = {SEGMENT: kv.cut(Span(0, num_tokens))}
-    lay_out(target, [copied(0, num_tokens, target_start=0)], segments, model.rotation)
+    target.lay_out([copied(0, num_tokens, target_start=0)], segments, model.rotation)
     return target
 
 

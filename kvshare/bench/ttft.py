@@ -66,8 +66,8 @@ async def run(
                 continue  # caches and allocator are warm from here on
             for name, answer in zip(arms, (full, shared, prefix, ideal), strict=True):
                 arms[name].append(answer)
-        dtype = str(engine.model.geometry.dtype).removeprefix("torch.")
-        name = engine.model.name if model else "random weights, 100 M"
+        dtype = str(engine.server.model.geometry.dtype).removeprefix("torch.")
+        name = engine.server.model.name if model else "random weights, 100 M"
     return {
         "engine": "embedded",
         "model": name,
@@ -86,7 +86,7 @@ def _text(
     pairs = [next(near_duplicate_pairs(seed=number, count=1)) for number in range(_FORMS)]
     forms = ["\n\n" + pair.donor_messages[-1]["content"] for pair in pairs]
     texts = [EXAMPLE_TEXT.read_text(encoding="utf-8"), *forms]
-    tokens = np.concatenate([engine.encoder.encode_text(text).token_ids for text in texts])
+    tokens = np.concatenate([engine.server.encoder.encode_text(text).token_ids for text in texts])
     if len(tokens) < 2 * num_tokens:
         problem = f"prompts of real text have at most {len(tokens) // 2:,} tokens, got {num_tokens:,}"
         raise ConfigError("--prompt-tokens", problem)

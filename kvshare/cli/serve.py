@@ -127,7 +127,7 @@ def _run(settings: Settings, output_format: OutputFormat) -> None:
     else:
         from kvshare.engines.embedded.engine import EmbeddedEngine
 
-        engine, doing = EmbeddedEngine.from_settings(settings), "loading the model"
+        engine, doing = EmbeddedEngine(settings), "loading the model"
 
     def announce(url: str) -> None:
         ready_s = time.perf_counter() - started

@@ -1,4 +1,1 @@
-"""
-Keys and values as tensors: segments, the buffer of one sequence, rotation, editing, partial attention,
-tiers.
-"""
+"""Keys and values as tensors: segments, the buffer of one sequence, rotation, partial attention, tiers."""

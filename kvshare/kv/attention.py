@@ -2,8 +2,7 @@
 Partial attention: the placeholders of a prompt are computed, everything else is only attended to.
 
 A placeholder at position p attends to every slot in [0, p], reused or fresh, and to nothing after p. Reused
-KV does not change during the pass and a layer writes all its new rows before it attends, so one pass over
-all
+KV does not change during the pass and a layer writes all its new rows before it attends, so one pass over all
 runs equals prefilling run after run from left to right.
 
     slots      0        4        9     12           <- one sequence, 12 tokens
@@ -65,21 +64,19 @@ class PartialPass:
 
         Shapes:  query (1, H_q, N, D), key and value (1, H, num_visible, D) -> (1, H_q, N, D)
         """
-        outputs, start = [], 0
-        for run, mask in zip(self.runs, self._masks, strict=True):
-            rows = query[:, :, start : start + len(run)]
-            start += len(run)
-            outputs.append(
-                scaled_dot_product_attention(
-                    rows,
-                    key[:, :, : run.end],
-                    value[:, :, : run.end],
-                    attn_mask=mask,
-                    is_causal=run.start == 0 and len(run) > 1,
-                    scale=scaling,
-                    enable_gqa=query.shape[1] != key.shape[1],
-                )
+        queries = torch.split(query, [len(run) for run in self.runs], dim=2)
+        outputs = [
+            scaled_dot_product_attention(
+                rows,
+                key[:, :, : run.end],
+                value[:, :, : run.end],
+                attn_mask=mask,
+                is_causal=run.start == 0 and len(run) > 1,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
             )
+            for run, mask, rows in zip(self.runs, self._masks, queries, strict=True)
+        ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
     @cached_property
@@ -91,10 +88,8 @@ class PartialPass:
         if run.start == 0 or len(run) == 1:
             return None  # the kernel's own causal flag, or a single row that sees everything
         geometry = self.kv.geometry
-        mask = torch.zeros(len(run), run.end, dtype=geometry.dtype, device=geometry.device)
-        inside = torch.full((len(run), len(run)), float("-inf"), dtype=geometry.dtype, device=geometry.device)
-        mask[:, run.start :] = inside.triu_(diagonal=1)
-        return mask
+        mask = torch.full((len(run), run.end), float("-inf"), dtype=geometry.dtype, device=geometry.device)
+        return mask.triu_(diagonal=run.start + 1)
 
 
 def take_pass(
@@ -106,14 +101,11 @@ def take_pass(
     The result of a prefill does not depend on the split: an earlier pass writes the rows a later one
     attends to.
     """
-    runs: list[Span] = []
+    runs, rest = [], []
     room = max_queries
-    rest = list(placeholders)
-    while rest and room:
-        first = rest.pop(0)
-        run = Span(first.start, min(first.end, first.start + room))
-        runs.append(run)
-        room -= len(run)
-        if run.end < first.end:
-            rest.insert(0, Span(run.end, first.end))
-    return PartialPass(kv, tuple(runs)), tuple(rest)
+    for span in placeholders:
+        middle = min(span.end, span.start + room)
+        room -= middle - span.start
+        runs.append(Span(span.start, middle))
+        rest.append(Span(middle, span.end))
+    return PartialPass(kv, tuple(filter(None, runs))), tuple(filter(None, rest))

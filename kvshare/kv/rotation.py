@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import torch
 
+from delta_tree import Span
+from kvshare.kv.segment import SegmentKV
+
 
 class Rotation:
     """
@@ -37,3 +40,21 @@ class Rotation:
         first, second = k.float().chunk(2, dim=-1)
         moved = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return moved.to(k.dtype)
+
+
+def moved_rows(
+    segment: SegmentKV, source: Span, shift: int, rotation: Rotation | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    K and V of a part of a segment, keys rotated by `shift` positions.
+
+    Shapes:  segment.k, segment.v (L, T_segment, H, D) -> k, v (L, len(source), H, D) on `device`
+    Raises:  ValueError if it moves and the model's rotation is not known
+    """
+    tokens = slice(source.start, source.end)
+    k, v = (rows[:, tokens].to(device, non_blocking=True) for rows in (segment.k, segment.v))
+    if shift == 0:
+        return k, v
+    if rotation is None:
+        raise ValueError(f"a copy moves by {shift} tokens, but this model's rotation is not known")
+    return rotation.moved(k, shift), v

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
-from delta_tree import Span
-from kvshare.kv.geometry import KVGeometry
-from kvshare.kv.segment import SegmentKV
+from delta_tree import Copy, SegmentId, Span
+from kvshare.kv.rotation import Rotation, moved_rows
+from kvshare.kv.segment import KVGeometry, SegmentKV
 
 
 class SequenceKV:
@@ -60,12 +62,29 @@ class SequenceKV:
         v = self.v[layer, :num_tokens].transpose(0, 1).unsqueeze(0)
         return k, v
 
+    def lay_out(
+        self, copies: Sequence[Copy], segments: Mapping[SegmentId, SegmentKV], rotation: Rotation | None
+    ) -> int:
+        """
+        The KV editor: write every copy into its target slots; all other slots stay open.
+
+        Keys are always moved from the original segment, never from a copy that was rotated before.
+        Shapes:  segments' k and v (L, T_segment, H, D) -> self.k, self.v (L, capacity, H, D)
+        Returns: bytes written
+        Raises:  ValueError if a copy moves and the model's rotation is not known
+        Source:  KVShare, arXiv:2503.16525, section 4.2
+        """
+        for copy in copies:
+            source = Span(copy.offset, copy.offset + copy.length)
+            k, v = moved_rows(segments[copy.segment_id], source, copy.shift, rotation, self.k.device)
+            target = slice(copy.target_start, copy.target_start + copy.length)
+            self.k[:, target], self.v[:, target] = k, v
+        return sum(copy.length for copy in copies) * self.bytes_per_token
+
     def cut(self, span: Span) -> SegmentKV:
         """A copy of one span's KV in memory of its own, on the host."""
-        return SegmentKV(
-            self.k[:, span.start : span.end].to("cpu", copy=True).contiguous(),
-            self.v[:, span.start : span.end].to("cpu", copy=True).contiguous(),
-        )
+        tokens = slice(span.start, span.end)
+        return SegmentKV(*(rows[:, tokens].to("cpu", copy=True).contiguous() for rows in (self.k, self.v)))
 
     def fork(self, num_tokens: int) -> SequenceKV:
         """Another sequence that starts with this one's first `num_tokens`."""

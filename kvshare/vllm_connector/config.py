@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from kvshare.vllm_protocol.json_fields import Number
 
 _DATA_PARALLEL_ID = re.compile(r"_dp\d+$")
 
@@ -22,56 +25,45 @@ _DATA_PARALLEL_ID = re.compile(r"_dp\d+$")
 class ConnectorSettings:
     """Defaults are those of `kvshare vllm`."""
 
-    control_host: str = "127.0.0.1"
-    control_port: int = 8001  # 0: any free one
-    max_bytes: int = 4 * 1024**3  # host memory for retained KV, over all ranks
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    control_host: Annotated[str, Field(strict=True)] = "127.0.0.1"
+    control_port: Number = 8001  # 0: any free one
+    max_bytes: Number = 4 * 1024**3  # host memory for retained KV, over all ranks
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> Self:
         """Raises ValueError, naming the key and what was expected."""
-        given = extra.get("kvshare", {})
-        if not isinstance(given, Mapping):
+        try:
+            settings: Self = TypeAdapter(cls).validate_python(extra.get("kvshare", {}))
+        except ValidationError as exc:
+            first = exc.errors(include_url=False)[0]
+            place = ".".join(("kv_connector_extra_config.kvshare", *map(str, first["loc"])))
+            known = ", ".join(field.name for field in fields(cls))
             raise ValueError(
-                f"kv_connector_extra_config.kvshare: expected an object, got {type(given).__name__}"
-            )
-        types = {field.name: str if field.name == "control_host" else int for field in fields(cls)}
-        for name, value in given.items():
-            if name not in types:
-                raise ValueError(
-                    f"kv_connector_extra_config.kvshare.{name}: unknown; expected one of {', '.join(types)}"
-                )
-            if type(value) is not types[name] or (isinstance(value, int) and value < 0):
-                raise ValueError(
-                    f"kv_connector_extra_config.kvshare.{name}: expected "
-                    f"{'text' if types[name] is str else 'a whole number of at least 0'}, got {value!r}"
-                )
-        return cls(**given)
+                f"{place}: {first['msg']}, got {first['input']!r}; expected an object with {known}"
+            ) from None
+        return settings
 
 
 def unsupported_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
     """Why nothing can be shared with this configuration; empty if it can. Each names what to change."""
-    checks = [*_platform_and_parallel(config), *_model(config), *_cache(config, kv_cache)]
-    return [message for applies, message in checks if applies]
+    checks = {**_platform_and_parallel(config), **_model(config), **_cache(config, kv_cache)}
+    return [message for message, applies in checks.items() if applies]
 
 
-def _platform_and_parallel(config: VllmConfig) -> list[tuple[bool, str]]:
+def _platform_and_parallel(config: VllmConfig) -> dict[str, bool]:
     parallel = config.parallel_config
     is_known = current_platform.is_cpu() or current_platform.is_cuda_alike()
-    return [
-        (not is_known, f"{current_platform.device_name} devices are not supported"),
-        (
-            parallel.pipeline_parallel_size > 1,
-            "pipeline parallelism is not supported (use tensor parallelism)",
+    in_contexts = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
+    return {
+        f"{current_platform.device_name} devices are not supported": not is_known,
+        "pipeline parallelism is not supported (use tensor parallelism)": parallel.pipeline_parallel_size > 1,
+        "data parallelism in one vLLM is not supported (start several, and give the proxy each)": (
+            _is_one_of_many(config)
         ),
-        (
-            _is_one_of_many(config),
-            "data parallelism in one vLLM is not supported (start several, and give the proxy each)",
-        ),
-        (
-            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-            "context parallelism is not supported",
-        ),
-    ]
+        "context parallelism is not supported": in_contexts > 1,
+    }
 
 
 def _is_one_of_many(config: VllmConfig) -> bool:
@@ -86,40 +78,37 @@ def _is_one_of_many(config: VllmConfig) -> bool:
     return config.parallel_config.data_parallel_size > 1 or _DATA_PARALLEL_ID.search(engine_id) is not None
 
 
-def _model(config: VllmConfig) -> list[tuple[bool, str]]:
+def _model(config: VllmConfig) -> dict[str, bool]:
     model = config.model_config
     window = model.get_sliding_window()
-    return [
-        (model.runner_type == "pooling", "pooling models generate nothing"),
-        (model.is_encoder_decoder, "encoder-decoder models are not supported"),
-        (model.is_attention_free, "recurrent models have no KV cache"),
-        (model.is_hybrid, "hybrid models with recurrent layers are not supported"),
-        (model.use_mla, "multi-head latent attention (MLA) is not supported"),
-        (window is not None, f"sliding window attention ({window} tokens) is not supported"),
-        (model.is_multimodal_model, "multimodal models are not supported"),
-        (model.enable_prompt_embeds, "prompt embeddings (--enable-prompt-embeds) are not supported"),
+    return {
+        "pooling models generate nothing": model.runner_type == "pooling",
+        "encoder-decoder models are not supported": model.is_encoder_decoder,
+        "recurrent models have no KV cache": model.is_attention_free,
+        "hybrid models with recurrent layers are not supported": model.is_hybrid,
+        "multi-head latent attention (MLA) is not supported": model.use_mla,
+        f"sliding window attention ({window} tokens) is not supported": window is not None,
+        "multimodal models are not supported": model.is_multimodal_model,
+        "prompt embeddings (--enable-prompt-embeds) are not supported": model.enable_prompt_embeds,
         # Its kernels would take the adapters of vLLM's batch for those of our pass, and write out of bounds.
-        (config.lora_config is not None, "LoRA adapters (--enable-lora) are not supported"),
-        (config.speculative_config is not None, "speculative decoding is not supported"),
-    ]
+        "LoRA adapters (--enable-lora) are not supported": config.lora_config is not None,
+        "speculative decoding is not supported": config.speculative_config is not None,
+    }
 
 
-def _cache(config: VllmConfig, kv_cache: KVCacheConfig) -> list[tuple[bool, str]]:
+def _cache(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, bool]:
     groups = kv_cache.kv_cache_groups
-    spec = groups[0].kv_cache_spec if groups else None
+    kind = type(groups[0].kv_cache_spec) if groups else FullAttentionSpec
+    transfer = config.kv_transfer_config
+    policy = transfer.kv_load_failure_policy if transfer is not None else "recompute"
     dtype = config.cache_config.cache_dtype
-    quantised = dtype not in ("auto", "float16", "bfloat16", "float32", "half", "float")
-    return [
-        (quantised, f"quantised KV caches ({dtype}) are not supported"),
-        (not groups, "the model has no KV cache"),
-        (len(groups) > 1, f"{len(groups)} KV cache groups: only plain full attention is supported"),
-        (
-            spec is not None and type(spec) is not FullAttentionSpec,
-            f"KV caches of kind {type(spec).__name__} are not supported",
+    plain_dtypes = ("auto", "float16", "bfloat16", "float32", "half", "float")
+    return {
+        f"quantised KV caches ({dtype}) are not supported": dtype not in plain_dtypes,
+        "the model has no KV cache": not groups,
+        f"{len(groups)} KV cache groups: only plain full attention is supported": len(groups) > 1,
+        f"KV caches of kind {kind.__name__} are not supported": kind is not FullAttentionSpec,
+        "kv_load_failure_policy must be 'recompute': a failed load would fail the request": (
+            policy != "recompute"
         ),
-        (
-            config.kv_transfer_config is not None
-            and config.kv_transfer_config.kv_load_failure_policy != "recompute",
-            "kv_load_failure_policy must be 'recompute': a failed load would fail the request",
-        ),
-    ]
+    }

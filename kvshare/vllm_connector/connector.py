@@ -87,7 +87,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if has_kv_transfer_group() and get_kv_transfer_group() is not self:
-            return WorkerHandshake.failed(_INSIDE_ANOTHER)
+            return WorkerHandshake(unsupported=(_INSIDE_ANOTHER,))
         return self._worker.handshake if self._worker is not None else None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -129,7 +129,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         """A connector around ours hands on what the first of its children has, which need not be ours."""
         if self._scheduler_side is not None:
             self._scheduler_side.start_sharing(
-                sent if isinstance(sent, WorkerHandshake) else WorkerHandshake.failed(_INSIDE_ANOTHER)
+                sent if isinstance(sent, WorkerHandshake) else WorkerHandshake(unsupported=(_INSIDE_ANOTHER,))
                 for sent in metadata.values()
             )
 

@@ -98,10 +98,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
     def unreadable(self) -> frozenset[SegmentId]:
         return frozenset().union(*(result.unreadable for result in self.loads.values()))
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.loads or self.failed_saves or self.save_seconds)
-
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Ranks agree on what is readable before they load; a load or save counts if no rank failed."""
         assert isinstance(other, WorkerReport)
@@ -121,18 +117,14 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     """What a worker reports once, after its self-test."""
 
     unsupported: tuple[str, ...]
-    can_move_keys: bool
-    rope: str  # digest of the rotary frequencies
-    num_layers: int
-    num_kv_heads: int  # of this rank
-    head_dim: int
-    dtype: str
-    attention_backend: str
-    bytes_per_token: int  # of this rank
-    weights: str = ""  # digest of a sample of this rank's weights
     warnings: tuple[str, ...] = ()
-
-    @classmethod
-    def failed(cls, reason: str) -> WorkerHandshake:
-        """Of a worker whose self-test could not run."""
-        return cls((reason,), False, "unknown", 0, 0, 0, "unknown", "unknown", 0)
+    # What follows is known if the self-test could run.
+    can_move_keys: bool = False
+    rope: str = "unknown"  # digest of the rotary frequencies
+    num_layers: int = 0
+    num_kv_heads: int = 0  # of this rank
+    head_dim: int = 0
+    dtype: str = "unknown"
+    attention_backend: str = "unknown"
+    bytes_per_token: int = 0  # of this rank
+    weights: str = ""  # digest of a sample of this rank's weights

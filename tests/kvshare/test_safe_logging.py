@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 import sys
-from types import SimpleNamespace
-from typing import Any, cast
+from queue import SimpleQueue
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ import pytest
 from delta_tree import DeltaTree, Span, token_ids
 from kvshare.background import Background
 from kvshare.engines.embedded.scheduler import Scheduler
-from kvshare.engines.embedded.task import Task
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.safe_logging import Discreet, JsonLines, class_and_place, classes_and_places
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
@@ -93,16 +93,16 @@ async def test_work_after_an_answer_that_fails(caplog: pytest.LogCaptureFixture)
 
 def test_a_computation_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     """The worker goes on with the other requests."""
-    released: list[object] = []
-
-    def on_release(task: Task, error: BaseException | None) -> None:
-        released.append(error)
-        scheduler._stopping = True
-
-    scheduler = Scheduler(chunk_tokens=8, on_release=on_release)
-    scheduler.submit(cast(Task, SimpleNamespace(cancelled=False, advance=lambda **_: fail())))
-    scheduler._run()
-    assert [type(error) for error in released] == [ValueError]
+    released: SimpleQueue[object] = SimpleQueue()
+    scheduler = Scheduler(chunk_tokens=8, on_release=lambda _, error: released.put(error))
+    failing, working = Mock(cancelled=False, prefilled=False), Mock(cancelled=False, prefilled=False)
+    failing.advance.side_effect = lambda **_: fail()
+    working.advance.side_effect = [True, False]
+    scheduler.submit(failing)
+    scheduler.submit(working)
+    assert type(released.get(timeout=60)) is ValueError
+    assert released.get(timeout=60) is None
+    scheduler.stop()
     check(caplog.text)
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
-
-from tokenizers import Tokenizer
 
 from kvshare.engines.base import (
     EngineStatus,
@@ -20,17 +18,13 @@ from kvshare.engines.base import (
     ModelCard,
     Started,
 )
-from kvshare.engines.embedded.admission import Admission
-from kvshare.engines.embedded.model import EmbeddedModel
-from kvshare.engines.embedded.server import EmbeddedServer, Load, load_from, open_server
+from kvshare.engines.embedded.server import EmbeddedServer, Load, load_model, open_server
 from kvshare.engines.embedded.task import Task
-from kvshare.engines.embedded.tokenizer import PromptEncoder
-from kvshare.errors import ContextLengthError, EngineError, RequestError, ShuttingDownError
+from kvshare.errors import ContextLengthError, EngineError, OverloadedError, RequestError, ShuttingDownError
 from kvshare.namespace import Namespace
 from kvshare.requests import Prompt
 from kvshare.settings import Settings
 from kvshare.sharing.explain import explain_lookup
-from kvshare.sharing.memory_keeper import Computed
 from kvshare.sharing.pipeline import Lookup, Sharing
 
 _MAX_PENDING = 4  # commits waiting, per slot
@@ -40,7 +34,8 @@ _SETTLE_S = 0.25  # a prompt is stored after its answer; who asks again at once 
 class EmbeddedEngine(GeneratingEngine):
     """One model in this process, with its tokenizer, loaded when the engine starts."""
 
-    def __init__(self, settings: Settings, *, load: Load) -> None:
+    def __init__(self, settings: Settings, *, load: Load = load_model) -> None:
+        """Nothing heavy happens before `start`."""
         self._settings = settings
         self._load = load
         self._created = int(time.time())
@@ -49,11 +44,6 @@ class EmbeddedEngine(GeneratingEngine):
         )
         self._running: EmbeddedServer | None = None
         self._opened = AsyncExitStack()
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> EmbeddedEngine:
-        """The engine that config.yaml describes; nothing heavy happens before `start`."""
-        return cls(settings, load=load_from(settings))
 
     @property
     def server(self) -> EmbeddedServer:
@@ -67,21 +57,6 @@ class EmbeddedEngine(GeneratingEngine):
         if self._running is None:
             return ModelCard("unknown until the model is loaded", self._created, 0)
         return ModelCard(self._running.model.name, self._created, self._running.model.max_model_len)
-
-    @property
-    def model(self) -> EmbeddedModel:
-        """For benchmarks and tests: the model this engine runs."""
-        return self.server.model
-
-    @property
-    def encoder(self) -> PromptEncoder:
-        """For benchmarks: chat template and tokenizer."""
-        return self.server.encoder
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The Rust tokenizer underneath."""
-        return self.server.encoder.backend
 
     @property
     def sharing(self) -> Sharing:
@@ -103,23 +78,16 @@ class EmbeddedEngine(GeneratingEngine):
         return Namespace(tenant=tenant, scope=scope, **self.server.namespace_fields)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        return await self.server.off_loop(self.encoder.encode_chat, messages)
+        return await self.server.off_loop(self.server.encoder.encode_chat, messages)
 
     async def encode_text(self, text: str) -> Prompt:
-        return await self.server.off_loop(self.encoder.encode_text, text)
+        return await self.server.off_loop(self.server.encoder.encode_text, text)
 
     async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        prompt = await self.server.off_loop(self.encoder.encode_tokens, token_ids)
-        if prompt.num_tokens and int(prompt.token_ids.max()) >= self.model.vocab_size:
-            raise RequestError(
-                f"token id {int(prompt.token_ids.max())} is not in the vocabulary of "
-                f"{self.model.vocab_size} tokens",
-                param="prompt",
-            )
-        return prompt
+        return await self.server.off_loop(self.server.encoder.encode_tokens, token_ids)
 
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
-        max_tokens = _max_tokens(request, self.model.max_model_len)
+        max_tokens = _max_tokens(request, self.server.model.max_model_len)
         async with self._admission.slot():
             server = self.server
             # Ended requests hold their KV until it is stored: new ones wait if storing cannot keep up.
@@ -128,14 +96,14 @@ class EmbeddedEngine(GeneratingEngine):
             report = lookup.report(request.prompt.num_tokens)
             loop = asyncio.get_running_loop()
             task = Task(
-                request,
-                lookup,
+                request=request,
+                lookup=lookup,
                 model=server.model,
                 tokenizer=server.encoder.backend,
                 eos_token_ids=server.eos_token_ids,
                 max_tokens=max_tokens,
                 cost=server.runtime.sharing.cost,
-                emit=lambda delta: _call_soon(loop, emit, delta),
+                emit=lambda delta: loop.call_soon_threadsafe(emit, delta),
             )
             del lookup  # the task lets go of the donors' KV once it is laid out
             await self._compute(task, emit, Started(report))
@@ -179,6 +147,33 @@ class EmbeddedEngine(GeneratingEngine):
         return await self.server.runtime.inspect(what, arguments)
 
 
+class Admission:
+    """Who may run: a bounded number at once, a bounded number waiting, in order of arrival."""
+
+    def __init__(self, *, max_running: int, max_waiting: int) -> None:
+        self.num_running = 0
+        self.num_waiting = 0
+        self._max_waiting = max_waiting
+        self._slots = asyncio.Semaphore(max_running)
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold one slot. Raises OverloadedError where none is free and the queue is full."""
+        if self._slots.locked() and self.num_waiting >= self._max_waiting:
+            raise OverloadedError(f"{self.num_waiting} requests are waiting already; try again later")
+        self.num_waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self.num_waiting -= 1
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            self._slots.release()
+
+
 async def _look_up(server: EmbeddedServer, request: GenerationRequest) -> Lookup:
     """The plan of a request that is served by it, after what its namespace computed last is stored."""
     runtime, namespace = server.runtime, request.namespace.digest
@@ -196,18 +191,13 @@ async def _keep(server: EmbeddedServer, task: Task) -> None:
     try:
         if task.error is not None or not (task.prefilled and request.store):
             return
-        computed = Computed(request.namespace.digest, task.computed_tokens, task.plan, task.computed_kv)
-        node = await runtime.write(runtime.keeper.commit, computed)
+        node = await runtime.write(runtime.keeper.commit, task.computed)
         if node is None:  # it was known, or found no room: others may have left all the same
             await runtime.sharing.forget_evicted()
         else:
             await runtime.remember(node, request.prompt.text)
     finally:
         runtime.keeper.release(task.plan)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, emit: Callable[[Event], None], event: Event) -> None:
-    loop.call_soon_threadsafe(emit, event)
 
 
 def _max_tokens(request: GenerationRequest, max_model_len: int) -> int:

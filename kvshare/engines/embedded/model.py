@@ -23,8 +23,8 @@ from delta_tree import Span, TokenIds, token_ids
 from kvshare.engines.embedded.rotary import find_rotation, head_dim_of, rotary_module
 from kvshare.errors import ModelError, UnsupportedGeometryError
 from kvshare.kv.attention import PartialPass
-from kvshare.kv.geometry import KVGeometry
 from kvshare.kv.rotation import Rotation
+from kvshare.kv.segment import KVGeometry
 from kvshare.kv.sequence import SequenceKV
 
 log = logging.getLogger(__name__)
@@ -211,11 +211,10 @@ class EmbeddedModel:
         self._model.set_attn_implementation(_ATTENTION)
         current = PartialPass(self.new_sequence(len(tokens)), (Span(0, len(tokens)),))
         found = self.logits(current, tokens, keep=len(tokens))
-        error, allowed = _difference(found, expected), self._tolerance * _magnitude(expected)
-        if not error <= allowed:
+        if not (error := _relative_error(found, expected)) <= self._tolerance:
             raise ModelError(
-                f"{self.name}: logits differ by {error:.2g} from the model's own attention, "
-                f"expected at most {allowed:.2g}; its attention is not handled"
+                f"{self.name}: logits differ by {error:.2g} of the largest from the model's own attention, "
+                f"expected at most {self._tolerance:.2g}; its attention is not handled"
             )
 
     def _prove_rotation(self, rotation: Rotation) -> None:
@@ -233,12 +232,10 @@ class EmbeddedModel:
         self.logits(PartialPass(far, (span,)), tokens, keep=1, moved_by=shift)
         moved = rotation.moved(near.k, shift)
         for layer in range(self.geometry.num_layers):
-            error = _difference(moved[layer], far.k[layer])
-            allowed = self._tolerance * _magnitude(far.k[layer])
-            if not error <= allowed:
+            if not (error := _relative_error(moved[layer], far.k[layer])) <= self._tolerance:
                 raise UnsupportedGeometryError(
                     f"keys of layer {layer} moved by {shift} positions differ from computed ones by "
-                    f"{error:.2g}, expected at most {allowed:.2g}"
+                    f"{error:.2g} of the largest, expected at most {self._tolerance:.2g}"
                 )
 
     def _probe_tokens(self) -> TokenIds:
@@ -268,12 +265,10 @@ def chosen_dtype(saved: torch.dtype | None, device: str) -> torch.dtype:
     return saved if native else torch.float32
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).abs().max())
-
-
-def _magnitude(tensor: torch.Tensor) -> float:
-    return max(float(tensor.float().abs().max()), 1e-6)
+def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, in units of the largest value."""
+    difference = (found.float() - expected.float()).abs().max()
+    return float(difference / expected.float().abs().max().clamp(min=1e-6))
 
 
 def _context_length(config: Any, wanted: int | None) -> int:

@@ -7,9 +7,9 @@ While others decode, prefill chunks are a quarter as long: a long prompt delays 
 from __future__ import annotations
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from kvshare.engines.embedded.task import Task
 from kvshare.safe_logging import classes_and_places
@@ -19,63 +19,45 @@ log = logging.getLogger(__name__)
 
 class Scheduler:
     """
-    Round-robin over tasks. `on_release(task, error)` is called in the worker thread when a task leaves
-    it.
+    Round-robin over tasks: after its quantum a task goes to the end of the worker's queue, or leaves.
+    `on_release(task, error)` is called in a thread when the worker will not touch a task again.
     """
 
     def __init__(
-        self, *, chunk_tokens: int, on_release: Callable[[Task, BaseException | None], None]
+        self, *, chunk_tokens: int, on_release: Callable[[Task, BaseException | None], object]
     ) -> None:
         self._chunk_tokens = chunk_tokens
         self._on_release = on_release
-        self._tasks: deque[Task] = deque()
-        self._wake = threading.Condition()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kvshare-compute", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self._tasks: set[Task] = set()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-compute")
 
     def stop(self) -> None:
         """End the thread after the quantum in progress; tasks still running are released with an error."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def submit(self, task: Task) -> None:
-        with self._wake:
-            if self._stopping:
-                raise RuntimeError("the scheduler has been stopped")
-            self._tasks.append(task)
-            self._wake.notify()
-
-    def _run(self) -> None:
-        while (task := self._next()) is not None:
-            error: BaseException | None = None
-            more = False
-            if not task.cancelled:
-                try:
-                    more = task.advance(max_queries=self._chunk_for(task))
-                except Exception as exc:  # noqa: BLE001  logged, without its message
-                    log.error("a request failed while computing: %s", classes_and_places(exc))
-                    error = exc
-            if more:
-                with self._wake:
-                    self._tasks.append(task)
-            else:
-                self._on_release(task, error)
+        self._worker.shutdown(cancel_futures=True)
         for task in self._tasks:
             self._on_release(task, RuntimeError("the engine was stopped"))
 
-    def _next(self) -> Task | None:
-        with self._wake:
-            while not self._tasks and not self._stopping:
-                self._wake.wait()
-            return None if self._stopping else self._tasks.popleft()
+    def submit(self, task: Task) -> None:
+        """Raises RuntimeError after `stop`."""
+        self._tasks.add(task)
+        self._worker.submit(self._advance, task)
+
+    def _advance(self, task: Task) -> None:
+        """One quantum."""
+        error: BaseException | None = None
+        more = False
+        try:
+            more = not task.cancelled and task.advance(max_queries=self._chunk_for(task))
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            log.error("a request failed while computing: %s", classes_and_places(exc))
+            error = exc
+        if more:
+            with suppress(RuntimeError):  # `stop` was called meanwhile: it releases the task
+                self._worker.submit(self._advance, task)
+        else:
+            self._tasks.discard(task)
+            self._on_release(task, error)
 
     def _chunk_for(self, task: Task) -> int:
-        with self._wake:
-            others_decode = any(other.prefilled for other in self._tasks)
+        others_decode = any(other.prefilled for other in tuple(self._tasks) if other is not task)
         return max(1, self._chunk_tokens // 4) if others_decode else self._chunk_tokens

@@ -12,8 +12,9 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +24,13 @@ import torch
 from delta_tree import DeltaTree, Span
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.scheduler import Scheduler
-from kvshare.engines.embedded.task import Task
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import ModelError
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.memory_tier import MemoryTier
 from kvshare.kv.segment import SegmentKV
 from kvshare.metadata import check_not_in_use, open_emptied_tree
-from kvshare.runtime import Forgotten, Runtime, open_runtime
+from kvshare.runtime import Runtime, open_runtime
 from kvshare.served_model import find_model
 from kvshare.settings import Settings
 from kvshare.sharing.cost import CostModel
@@ -40,7 +40,7 @@ from kvshare.sharing.planner import PlannerLimits
 _T = TypeVar("_T")
 _WARM_UP_TOKENS = 16
 
-Load = Callable[[threading.Event], tuple[EmbeddedModel, PromptEncoder]]
+Load = Callable[[Settings, threading.Event], tuple[EmbeddedModel, PromptEncoder]]
 """Loads in a thread; the event is set when the engine stops meanwhile."""
 
 
@@ -79,42 +79,37 @@ async def open_server(settings: Settings, load: Load) -> AsyncIterator[EmbeddedS
         await loop.run_in_executor(executor, check_not_in_use, settings.store.path)
         stopping = threading.Event()
         opened.callback(stopping.set)
-        model, encoder = await loop.run_in_executor(executor, load, stopping)
-        encoder.limit_to(model.max_model_len)
+        model, encoder = await loop.run_in_executor(executor, load, settings, stopping)
+        encoder.limit_to(max_model_len=model.max_model_len, vocab_size=model.vocab_size)
         fields = await loop.run_in_executor(executor, namespace_fields, model, encoder)
         runtime = await opened.enter_async_context(_runtime(settings, model, fields))
         scheduler = Scheduler(
             chunk_tokens=settings.engine.prefill_chunk_tokens,
-            on_release=lambda task, error: _release(loop, task, error),
+            on_release=lambda task, error: loop.call_soon_threadsafe(task.end, error),
         )
         await loop.run_in_executor(executor, _warm_up, model)
-        scheduler.start()
         opened.push_async_callback(asyncio.to_thread, scheduler.stop)
         yield EmbeddedServer(executor, model, encoder, fields, runtime, scheduler)
 
 
-def load_from(settings: Settings) -> Load:
-    """The loader of the model that config.yaml names."""
+def load_model(settings: Settings, stopping: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
+    """The model that config.yaml names."""
     chosen = settings.model
-
-    def load(stopping: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
-        source = find_model(chosen.path, download=True, cancelled=stopping)
-        path = source.path
-        if path.startswith(("/", ".")) and not Path(path).is_dir():
-            raise ModelError(f"model.path: there is no folder {path}")
-        if settings.engine.num_threads is not None:
-            torch.set_num_threads(settings.engine.num_threads)
-        encoder = PromptEncoder.load(path)
-        model = EmbeddedModel.load(
-            path,
-            name=chosen.served_name or source.name,
-            device=chosen.device,
-            dtype=chosen.dtype,
-            max_model_len=chosen.max_model_len,
-        )
-        return model, encoder
-
-    return load
+    source = find_model(chosen.path, download=True, cancelled=stopping)
+    path = source.path
+    if path.startswith(("/", ".")) and not Path(path).is_dir():
+        raise ModelError(f"model.path: there is no folder {path}")
+    if settings.engine.num_threads is not None:
+        torch.set_num_threads(settings.engine.num_threads)
+    encoder = PromptEncoder.load(path)
+    model = EmbeddedModel.load(
+        path,
+        name=chosen.served_name or source.name,
+        device=chosen.device,
+        dtype=chosen.dtype,
+        max_model_len=chosen.max_model_len,
+    )
+    return model, encoder
 
 
 def namespace_fields(model: EmbeddedModel, encoder: PromptEncoder) -> dict[str, str]:
@@ -130,28 +125,23 @@ def namespace_fields(model: EmbeddedModel, encoder: PromptEncoder) -> dict[str, 
     }
 
 
-@asynccontextmanager
-async def _runtime(
+def _runtime(
     settings: Settings, model: EmbeddedModel, fields: Mapping[str, str]
-) -> AsyncIterator[Runtime[MemoryKeeper[SegmentKV]]]:
+) -> AbstractAsyncContextManager[Runtime[MemoryKeeper[SegmentKV]]]:
     """The store of this very model, emptied: the KV of its prompts died with the last process."""
     identity = ":".join(fields[part] for part in ("model", "revision", "tokenizer", "dtype"))
-
-    def open_tree() -> tuple[DeltaTree, Forgotten]:
-        return open_emptied_tree(settings.store.path, identity=identity)
 
     def new_keeper(tree: DeltaTree) -> MemoryKeeper[SegmentKV]:
         tier = MemoryTier(settings.store.kv_bytes)
         return MemoryKeeper(tree, tier, min_tokens=settings.sharing.min_prompt_tokens)
 
-    async with open_runtime(
+    return open_runtime(
         settings,
-        open_tree=open_tree,
+        open_tree=partial(open_emptied_tree, settings.store.path, identity=identity),
         new_keeper=new_keeper,
         limits=PlannerLimits.from_settings(settings, can_move_keys=model.rotation is not None),
         cost=CostModel.from_settings(settings.cost, bytes_per_token=model.geometry.bytes_per_token),
-    ) as runtime:
-        yield runtime
+    )
 
 
 def _warm_up(model: EmbeddedModel) -> None:
@@ -159,8 +149,3 @@ def _warm_up(model: EmbeddedModel) -> None:
     kv = model.new_sequence(_WARM_UP_TOKENS)
     tokens = np.zeros(_WARM_UP_TOKENS, dtype=np.int32)
     model.compute(PartialPass(kv, (Span(0, _WARM_UP_TOKENS),)), tokens)
-
-
-def _release(loop: asyncio.AbstractEventLoop, task: Task, error: BaseException | None) -> None:
-    """In the compute thread: the task will not be touched by it again."""
-    loop.call_soon_threadsafe(task.end, error)

@@ -9,21 +9,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from delta_tree import Span, TokenIds, token_ids
+from delta_tree import Span, token_ids
 from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.sampling import Sampler, top_logprobs
 from kvshare.engines.embedded.text import Detokenizer, StopMatcher, token_text
 from kvshare.kv.attention import PartialPass, take_pass
-from kvshare.kv.editor import lay_out
+from kvshare.kv.segment import SegmentKV
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.cost import CostModel
+from kvshare.sharing.memory_keeper import Computed
 from kvshare.sharing.pipeline import Lookup
 from kvshare.sharing.plan import Plan
 
@@ -41,36 +42,28 @@ class _Choice:
     finish_reason: FinishReason | None = None
 
 
+@dataclass(eq=False, kw_only=True)
 class Task:
     """A request's state in the engine: first prefilling, then decoding its choices in turn."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        lookup: Lookup,
-        *,
-        model: EmbeddedModel,
-        tokenizer: Tokenizer,
-        eos_token_ids: frozenset[int],
-        max_tokens: int,
-        cost: CostModel,
-        emit: Callable[[Delta], None],
-    ) -> None:
-        self.request = request
-        self.lookup: Lookup | None = lookup
+    request: GenerationRequest
+    lookup: InitVar[Lookup]
+    model: EmbeddedModel
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    max_tokens: int
+    cost: CostModel
+    emit: Callable[[Delta], object]
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    prefilled: bool = False
+    cancelled: bool = False  # set by anybody, looked at between quanta
+    error: BaseException | None = None  # what ended it, other than itself or its client
+
+    def __post_init__(self, lookup: Lookup) -> None:
         self.plan = lookup.plan
         self.stage_seconds = dict(lookup.stage_seconds)
-        self.released = asyncio.Event()
-        self.prefilled = False
-        self.cancelled = False  # set by anybody, looked at between quanta
-        self.error: BaseException | None = None  # what ended it, other than itself or its client
-        self._model = model
-        self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
-        self._max_tokens = max_tokens
-        self._cost = cost
-        self._emit = emit
-        self._prompt = request.prompt.token_ids
+        self._lookup: Lookup | None = lookup
+        self._prompt = self.request.prompt.token_ids
         self._remaining = (
             self.plan.placeholders if isinstance(self.plan, Plan) else (Span(0, len(self._prompt)),)
         )
@@ -82,15 +75,12 @@ class Task:
         return sum(len(choice.generated) for choice in self._choices)
 
     @property
-    def computed_tokens(self) -> TokenIds:
-        """Tokens of the first choice whose KV stands in its slots: all but the last sampled one."""
-        generated = self._choices[0].generated[:-1]
-        return token_ids(np.concatenate([self._prompt, np.asarray(generated, dtype=np.int32)]))
-
-    @property
-    def computed_kv(self) -> SequenceKV:
-        """The first choice's slots."""
-        return self._choices[0].kv
+    def computed(self) -> Computed[SegmentKV]:
+        """The first choice's slots, and the tokens whose KV stands there: all but the last sampled one."""
+        first = self._choices[0]
+        generated = np.asarray(first.generated[:-1], dtype=np.int32)
+        tokens = token_ids(np.concatenate([self._prompt, generated]))
+        return Computed(self.request.namespace.digest, tokens, self.plan, first.kv)
 
     def end(self, error: BaseException | None) -> None:
         """On the event loop, once the worker has let go: nothing more will come."""
@@ -117,9 +107,9 @@ class Task:
         began = time.perf_counter()
         current, self._remaining = take_pass(self._kv, self._remaining, max_queries=max_queries)
         tokens = np.concatenate([self._prompt[run.start : run.end] for run in current.runs])
-        logits = self._model.compute(current, tokens)
+        logits = self.model.compute(current, tokens)
         seconds = time.perf_counter() - began
-        self._cost.observe_prefill(current.num_queries, seconds)
+        self.cost.observe_prefill(current.num_queries, seconds)
         self.stage_seconds["recompute"] = self.stage_seconds.get("recompute", 0.0) + seconds
         if not self._remaining:
             self.prefilled = True
@@ -127,14 +117,14 @@ class Task:
 
     def _lay_out(self) -> SequenceKV:
         """Slots for the prompt and some tokens more, with all reused KV in place."""
-        kv = self._model.new_sequence(len(self._prompt) + min(self._max_tokens, 256))
-        lookup, self.lookup = self.lookup, None  # lets go of the segments once they are laid out
+        kv = self.model.new_sequence(len(self._prompt) + min(self.max_tokens, 256))
+        lookup, self._lookup = self._lookup, None  # lets go of the segments once they are laid out
         if isinstance(self.plan, Plan) and lookup is not None:
             began = time.perf_counter()
             with torch.inference_mode():
-                num_bytes = lay_out(kv, self.plan.copies, lookup.segments, self._model.rotation)
+                num_bytes = kv.lay_out(self.plan.copies, lookup.segments, self.model.rotation)
             seconds = time.perf_counter() - began
-            self._cost.observe_load(num_bytes, seconds)
+            self.cost.observe_load(num_bytes, seconds)
             self.stage_seconds["splice"] = seconds
         return kv
 
@@ -144,7 +134,7 @@ class Task:
         for index in range(sampling.n):
             kv = self._kv if index == 0 else self._kv.fork(len(self._prompt))
             sampler, stops = Sampler(sampling, index), StopMatcher(sampling.stop)
-            choice = _Choice(index, kv, sampler, Detokenizer(self._tokenizer), stops)
+            choice = _Choice(index, kv, sampler, Detokenizer(self.tokenizer), stops)
             self._choices.append(choice)
             self._take_token(choice, logits)
 
@@ -152,7 +142,7 @@ class Task:
         position = len(self._prompt) + len(choice.generated) - 1
         choice.kv.reserve(position + 1)
         current = PartialPass(choice.kv, (Span(position, position + 1),))
-        logits = self._model.compute(current, np.asarray(choice.generated[-1:], dtype=np.int32))
+        logits = self.model.compute(current, np.asarray(choice.generated[-1:], dtype=np.int32))
         self._take_token(choice, logits)
 
     def _take_token(self, choice: _Choice, logits: torch.Tensor) -> None:
@@ -160,15 +150,15 @@ class Task:
         token_id = choice.sampler.sample(logits)
         choice.generated.append(token_id)
         text, stopped = "", True
-        if token_id not in self._eos_token_ids:
+        if token_id not in self.eos_token_ids:
             text, stopped = choice.stops.add(choice.detokenizer.add(token_id))
         if stopped:
             choice.finish_reason = FinishReason.STOP
-        elif len(choice.generated) >= self._max_tokens:
+        elif len(choice.generated) >= self.max_tokens:
             choice.finish_reason = FinishReason.LENGTH
         if choice.finish_reason is not None:
             text += choice.stops.flush()
-        self._emit(Delta(choice.index, text, 1, self._logprobs(logits, token_id), choice.finish_reason))
+        self.emit(Delta(choice.index, text, 1, self._logprobs(logits, token_id), choice.finish_reason))
 
     def _logprobs(self, logits: torch.Tensor, token_id: int) -> tuple[TokenLogprob, ...]:
         k = self.request.sampling.logprobs
@@ -179,5 +169,5 @@ class Task:
         return (self._describe(token_id, logprob, top),)
 
     def _describe(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        text, raw = token_text(self._tokenizer, token_id)
+        text, raw = token_text(self.tokenizer, token_id)
         return TokenLogprob(token_id, text, raw, logprob, top)

@@ -6,16 +6,10 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's byte-level alphabet: printable bytes stand for themselves, the others for U+0100 and on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTES = _byte_of_character()
+# GPT-2's byte-level alphabet: printable bytes stand for themselves, the others for U+0100 and on.
+_BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]  # no annotations
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:

@@ -26,11 +26,13 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         self._longest_token = max((len(token) for token in self.backend.get_vocab()), default=1)
+        self._vocab_size = len(tokenizer)
         self._max_model_len: int | None = None
 
-    def limit_to(self, max_model_len: int) -> None:
-        """Refuse texts unseen that cannot fit: tokenizing megabytes takes seconds."""
+    def limit_to(self, *, max_model_len: int, vocab_size: int) -> None:
+        """Refuse what a model cannot take. Texts unseen: tokenizing megabytes takes seconds."""
         self._max_model_len = max_model_len
+        self._vocab_size = min(self._vocab_size, vocab_size)
 
     @classmethod
     def load(cls, path: str | Path) -> PromptEncoder:
@@ -87,7 +89,7 @@ class PromptEncoder:
 
     def encode_tokens(self, ids: Sequence[int]) -> Prompt:
         """Token ids as they come. Raises RequestError if one is not in the vocabulary."""
-        size = len(self._tokenizer)
+        size = self._vocab_size
         if bad := [token_id for token_id in ids if not 0 <= token_id < size]:
             raise RequestError(f"token id {bad[0]} is not in the vocabulary of {size} tokens", param="prompt")
         array = token_ids(np.asarray(ids, dtype=np.int32))

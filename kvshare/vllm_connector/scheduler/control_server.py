@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -22,7 +22,8 @@ from delta_tree import SegmentId
 from kvshare.safe_logging import class_and_place
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
-from kvshare.vllm_protocol.messages import ReplicaInfo
+from kvshare.vllm_protocol.json_fields import Message, WireError
+from kvshare.vllm_protocol.messages import HeldSegments, ReplicaInfo
 
 log = logging.getLogger("vllm.kvshare.control")
 
@@ -73,10 +74,6 @@ class _Server(ThreadingHTTPServer):
             log.debug("a control connection failed: %s", class_and_place(exc))
 
 
-class _BadRequest(Exception):
-    pass
-
-
 class _Handler(BaseHTTPRequestHandler):
     state: ControlState
     token: str | None
@@ -85,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        self._answer({"/info": self._info, "/journal": self._journal, "/segments": self._segments})
+        self._answer({"/info": self.state.info, "/journal": self._journal, "/segments": self._segments})
 
     def do_POST(self) -> None:
         self._answer({"/drop": self._drop})
@@ -93,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
-    def _answer(self, routes: dict[str, Callable[[], dict[str, Any]]]) -> None:
+    def _answer(self, routes: Mapping[str, Callable[[], Message | dict[str, Any]]]) -> None:
         route = routes.get(urlsplit(self.path).path)
         if not self._is_authorized():
             self._send(401, {"error": "a bearer token is needed: KVSHARE_VLLM_TOKEN"})
@@ -102,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 self._send(200, route())
-            except _BadRequest as exc:
+            except WireError as exc:
                 self._send(400, {"error": str(exc)})
 
     def _is_authorized(self) -> bool:
@@ -111,22 +108,20 @@ class _Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "")
         return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
 
-    def _info(self) -> dict[str, Any]:
-        return self.state.info().to_json()
-
-    def _journal(self) -> dict[str, Any]:
+    def _journal(self) -> Message:
         after = self._parameter("after", int)
         wait_s = min(self._parameter("wait_s", float), _MAX_WAIT_S)
-        return self.state.events.read(after, wait_s=wait_s).to_json()
+        return self.state.events.read(after, wait_s=wait_s)
 
-    def _segments(self) -> dict[str, Any]:
-        last = self.state.events.last  # read before the ids: an event may come twice, but none is missed
-        return {"epoch": self.state.events.epoch, "last": last, "segment_ids": self.state.segments.ids()}
+    def _segments(self) -> Message:
+        events = self.state.events
+        last = events.last  # read before the ids: an event may come twice, but none is missed
+        return HeldSegments(events.epoch, last, tuple(self.state.segments.ids()))
 
     def _drop(self) -> dict[str, Any]:
         segment_ids = self._body().get("segment_ids")
         if not isinstance(segment_ids, list) or not all(type(entry) is int for entry in segment_ids):
-            raise _BadRequest("segment_ids: expected a list of integers")
+            raise WireError("segment_ids: expected a list of integers")
         return {"num_dropped": self.state.drop([SegmentId(entry) for entry in segment_ids])}
 
     def _parameter(self, name: str, kind: type[int] | type[float]) -> Any:
@@ -136,24 +131,25 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             value = kind(-1)
         if not value >= 0:
-            raise _BadRequest(f"{name}: expected a number of at least 0")
+            raise WireError(f"{name}: expected a number of at least 0")
         return value
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
             self.close_connection = True
-            raise _BadRequest(f"expected a body of at most {_MAX_BODY_BYTES} bytes with a Content-Length")
+            raise WireError(f"expected a body of at most {_MAX_BODY_BYTES} bytes with a Content-Length")
         try:
             document = json.loads(self.rfile.read(int(length)))
         except ValueError:
             document = None
         if not isinstance(document, dict):
-            raise _BadRequest("expected a JSON object")
+            raise WireError("expected a JSON object")
         return document
 
-    def _send(self, status: int, document: dict[str, Any]) -> None:
-        body = json.dumps(document).encode()
+    def _send(self, status: int, document: Message | dict[str, Any]) -> None:
+        members = document.to_json() if isinstance(document, Message) else document
+        body = json.dumps(members).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

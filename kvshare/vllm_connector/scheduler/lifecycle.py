@@ -85,8 +85,8 @@ class SchedulerSide:
             return
         assert self._control is not None  # or its address would be among the reasons
         self.scheduler = ConnectorScheduler(
-            self.segments,
-            self.events,
+            segments=self.segments,
+            events=self.events,
             bytes_per_token=self._bytes_per_token,
             block_size=self._config.cache_config.block_size,
             may_move_keys=self._may_move_keys,

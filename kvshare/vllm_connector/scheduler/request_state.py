@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from enum import StrEnum, auto
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from delta_tree import SegmentId
@@ -22,24 +22,8 @@ if TYPE_CHECKING:
     from kvshare.vllm_connector.metadata import LoadResult
 
 
-class State(StrEnum):
-    WAITING = auto()
-    RUNNING = auto()
-    LOADING = auto()
-    ENDING = auto()
-    SAVING = auto()
-    DONE = auto()
-
-
-class Event(StrEnum):
-    ADMITTED = auto()
-    LOAD_REQUESTED = auto()
-    LOAD_REPORTED = auto()
-    LOADS_REPORTED = auto()
-    ENDED = auto()
-    SAVE_REQUESTED = auto()
-    SAVED = auto()
-
+State = StrEnum("State", "WAITING RUNNING LOADING ENDING SAVING DONE")
+Event = StrEnum("Event", "ADMITTED LOAD_REQUESTED LOAD_REPORTED LOADS_REPORTED ENDED SAVE_REQUESTED SAVED")
 
 # The columns are states, the rows events; `-` would be a bug of ours.
 TABLE = """

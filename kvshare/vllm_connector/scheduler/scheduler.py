@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -29,23 +29,17 @@ log = logging.getLogger("vllm.kvshare")
 _MAX_SEEN = 4096
 
 
+@dataclass(eq=False, kw_only=True)
 class ConnectorScheduler:
     """One per scheduler, with vLLM's method names. Requests go by vLLM's id, events carry the proxy's."""
 
-    def __init__(
-        self,
-        segments: SegmentIndex,
-        events: EventLog,
-        *,
-        bytes_per_token: int,
-        block_size: int,
-        may_move_keys: bool,
-    ) -> None:
-        self._segments = segments
-        self._events = events
-        self._bytes_per_token = bytes_per_token
-        self._block_size = block_size
-        self._may_move_keys = may_move_keys
+    segments: SegmentIndex
+    events: EventLog
+    bytes_per_token: int
+    block_size: int
+    may_move_keys: bool
+
+    def __post_init__(self) -> None:
         self._requests: dict[str, TicketedRequest] = {}  # until they are `done`
         self._seen: OrderedDict[str, None] = OrderedDict()  # n > 1 sends one ticket n times
         self._loads: list[LoadRequest] = []
@@ -63,7 +57,7 @@ class ConnectorScheduler:
         except WireError as exc:
             log.warning("request %s: its ticket cannot be read: %s", request.request_id, exc)
             return
-        unshared = why_unshared(request, ticket, may_move_keys=self._may_move_keys)
+        unshared = why_unshared(request, ticket, may_move_keys=self.may_move_keys)
         is_first = ticket.request_id not in self._seen
         self._seen[ticket.request_id] = None
         if len(self._seen) > _MAX_SEEN:
@@ -92,7 +86,7 @@ class ConnectorScheduler:
             return
         start, end = ticketed.num_local, ticketed.num_local + num_external
         copies = [ticketed.copy(index) for index in sorted(held)]
-        self._segments.touch(copy.segment_id for copy in copies)
+        self.segments.touch(copy.segment_id for copy in copies)
         self._loads.append(
             LoadRequest(
                 request_id=request.request_id,
@@ -112,7 +106,7 @@ class ConnectorScheduler:
         loads, saves = self._loads, self._saves
         self._loads, self._saves = [], []
         if any(load.start for load in loads):
-            written = _written_blocks(step, self._block_size)
+            written = _written_blocks(step, self.block_size)
             loads = [replace(load, ready=self._num_ready(load, written)) for load in loads]
         if drops:  # the worker drops first, and a segment may leave before it was saved
             saves = [save.without(drops) for save in saves]
@@ -136,20 +130,20 @@ class ConnectorScheduler:
         report = report if report is not None else WorkerReport()
         for request_id, result in report.loads.items():
             self._note_load(request_id, result)
-        self._note_dropped(self._segments.remove(report.unreadable))
+        self._note_dropped(self.segments.drop(report.unreadable))
         for request_id in saved:
             if (ticketed := self._requests.get(request_id)) is not None:
                 self._note_saved(request_id, ticketed, report)
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> int:
         """Drop segments. Returns how many were held. From any thread."""
-        removed = self._segments.remove(segment_ids)
+        removed = self.segments.drop(segment_ids)
         self._note_dropped(removed)
         return len(removed)
 
     def reset_cache(self) -> None:
         """The weights may have changed: nothing that is held is of this model any more."""
-        self.drop(self._segments.ids())
+        self.drop(self.segments.ids())
         for ticketed in self._requests.values():
             ticketed.is_mixed = True
 
@@ -163,27 +157,26 @@ class ConnectorScheduler:
             return
         computed = gaps((ticketed.copy(index).target for index in copies), num_retained)
         spans = split(computed, SEGMENT_TOKENS)
-        namespace = ticketed.ticket.namespace
-        held = [HeldSegment(namespace, len(span), len(span) * self._bytes_per_token) for span in spans]
-        evicted = self._segments.make_room(
-            sum(segment.num_bytes for segment in held),
+        stored = tuple(
+            Stored(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)
+            for span in spans
+        )
+        evicted = self.segments.make_room(
+            sum(segment.num_bytes for segment in stored),
             in_use=(ticketed.copy(index).segment_id for index in copies),
         )
         if evicted is None:
             ticketed.lost = "no_room"
             return
         self._note_dropped(evicted)
-        ids = [new_segment_id() for _ in spans]
-        for segment_id, segment in zip(ids, held, strict=True):
-            self._segments.add(segment_id, segment)
-        to_save = tuple(zip(ids, spans, strict=True))
+        for segment in stored:
+            held = HeldSegment(ticketed.ticket.namespace, segment.length, segment.num_bytes)
+            self.segments.add(segment.segment_id, held)
+        to_save = tuple((segment.segment_id, span) for segment, span in zip(stored, spans, strict=True))
         self._saves.append(SaveRequest(request.request_id, tuple(block_ids), to_save))
         ticketed.retained = copies
         ticketed.output_ids = tuple(request.output_token_ids[: num_retained - request.num_prompt_tokens])
-        ticketed.stored = tuple(
-            Stored(segment_id, span.start, len(span), segment.num_bytes)
-            for (segment_id, span), segment in zip(to_save, held, strict=True)
-        )
+        ticketed.stored = stored
 
     def _retained_copies(self, ticketed: TicketedRequest) -> frozenset[int]:
         """
@@ -208,40 +201,40 @@ class ConnectorScheduler:
         lost = "save_failed" if request_id in report.failed_saves else ticketed.lost
         if lost is None and not (
             ticketed.retained <= self._held(ticketed.ticket)
-            and all(segment_id in self._segments for segment_id in stored)
+            and all(segment_id in self.segments for segment_id in stored)
         ):
             lost = "segments_gone"  # evicted or dropped while the rest was being saved
         ticketed.note_saved(report.save_seconds.get(request_id, 0.0), lost=lost)
         if lost is not None:
-            self._note_dropped(self._segments.remove(stored))
+            self._note_dropped(self.segments.drop(stored))
         self._publish_if_done(request_id, ticketed)
 
     def _publish_if_done(self, request_id: str, ticketed: TicketedRequest) -> None:
         if ticketed.state is State.DONE:
             del self._requests[request_id]
             if ticketed.is_first:
-                self._events.append(ticketed.finished())
+                self.events.append(ticketed.finished())
 
     def _note_dropped(self, segment_ids: Sequence[SegmentId]) -> None:
         """For the workers and for the proxy."""
         if segment_ids:
             with self._drops_lock:
                 self._drops.extend(segment_ids)
-            self._events.append(Dropped(tuple(segment_ids)))
+            self.events.append(Dropped(tuple(segment_ids)))
 
     def _held(self, ticket: Ticket) -> frozenset[int]:
         """Indices of a ticket's copies whose segments are there."""
         return frozenset(
             index
             for index, copy in enumerate(ticket.copies)
-            if self._segments.covers(copy.segment_id, ticket.namespace, end=copy.offset + copy.length)
+            if self.segments.covers(copy.segment_id, ticket.namespace, end=copy.offset + copy.length)
         )
 
     def _num_ready(self, load: LoadRequest, written: Collection[int]) -> int:
         """How many of the tokens before `start` are there before vLLM's forward pass."""
-        local = load.block_ids[: load.start // self._block_size]
+        local = load.block_ids[: load.start // self.block_size]
         first = next((index for index, block_id in enumerate(local) if block_id in written), None)
-        return load.start if first is None else first * self._block_size
+        return load.start if first is None else first * self.block_size
 
 
 def _num_retained(request: Request, ticketed: TicketedRequest) -> int:

@@ -8,12 +8,11 @@ not there, or too slow: docs/decisions/0001-who-orders-evictions.md.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from delta_tree import SegmentId
+from kvshare.kv.tier import SegmentTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +24,8 @@ class HeldSegment:
     num_bytes: int  # over all ranks
 
 
-class SegmentIndex:
-    """Least recently used segments leave first. Thread-safe: the control server reads and drops, too."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._entries: OrderedDict[SegmentId, HeldSegment] = OrderedDict()  # least recently used first
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, segment_id: object) -> bool:
-        return segment_id in self._entries
+class SegmentIndex(SegmentTable[HeldSegment]):
+    """Least recently used segments leave first. The control server reads and drops, too."""
 
     def ids(self) -> list[SegmentId]:
         with self._lock:
@@ -57,8 +40,8 @@ class SegmentIndex:
         """Count a use."""
         with self._lock:
             for segment_id in segment_ids:
-                if segment_id in self._entries:
-                    self._entries.move_to_end(segment_id)
+                if (entry := self._entries.pop(segment_id, None)) is not None:
+                    self._entries[segment_id] = entry
 
     def make_room(self, num_bytes: int, *, in_use: Iterable[SegmentId] = ()) -> list[SegmentId] | None:
         """
@@ -69,7 +52,7 @@ class SegmentIndex:
         staying = frozenset(in_use)
         with self._lock:
             leaving: list[SegmentId] = []
-            excess = self._num_bytes + num_bytes - self.max_bytes
+            excess = self.num_bytes + num_bytes - self.max_bytes
             for segment_id, entry in self._entries.items():
                 if excess <= 0:
                     break
@@ -78,24 +61,4 @@ class SegmentIndex:
                     excess -= entry.num_bytes
             if excess > 0:
                 return None
-            for segment_id in leaving:
-                self._num_bytes -= self._entries.pop(segment_id).num_bytes
-            return leaving
-
-    def add(self, segment_id: SegmentId, entry: HeldSegment) -> None:
-        """Raises ValueError for an id that is held: ids are never reused."""
-        with self._lock:
-            if segment_id in self._entries:
-                raise ValueError(f"segment {segment_id} is already held")
-            self._entries[segment_id] = entry
-            self._num_bytes += entry.num_bytes
-
-    def remove(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
-        """Those of the segments that were held."""
-        with self._lock:
-            removed = []
-            for segment_id in segment_ids:
-                if (entry := self._entries.pop(segment_id, None)) is not None:
-                    self._num_bytes -= entry.num_bytes
-                    removed.append(segment_id)
-            return removed
+            return self.drop(leaving)

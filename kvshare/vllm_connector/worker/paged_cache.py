@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from delta_tree import Span
-from kvshare.kv.segment import SegmentKV
+from kvshare.kv.segment import KVGeometry, SegmentKV
 
 WriteRows = Callable[[torch.Tensor, torch.Tensor], None]  # k, v (N, H, D) into the probed block
 
@@ -41,45 +41,28 @@ class PagedCache:
     def __init__(self, layers: Mapping[str, Any], *, block_size: int) -> None:
         self.layers = dict(layers)
         self.block_size = block_size
-        first = self._cache(next(iter(self.layers.values())))
-        self.num_heads, self.kernel_block_size = first.shape[1], first.shape[2]
-        self.head_dim = first.shape[3] // 2
-        self.dtype, self.device = first.dtype, first.device
+        first = next(iter(self.layers.values())).kv_cache
+        _, num_heads, self.kernel_block_size, width = first.shape
+        self.geometry = KVGeometry(len(self.layers), num_heads, width // 2, first.dtype, first.device)
         self._layout: BlockLayout | None = None
-
-    @staticmethod
-    def _cache(layer: Any) -> torch.Tensor:
-        cache: torch.Tensor = layer.kv_cache
-        return cache
-
-    @property
-    def layer_names(self) -> list[str]:
-        return list(self.layers)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """K and V of one token over all layers of this rank."""
-        return 2 * len(self.layers) * self.num_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def layout(self) -> str:
         return self._layout.name if self._layout is not None else "unknown"
 
-    def check(self) -> str | None:
-        """Why this cache cannot be used, or None."""
-        if len({self._cache(layer).shape for layer in self.layers.values()}) != 1:
+    def find_layout(self, block_id: int) -> str | None:
+        """Find out how blocks are read, with a block that nobody uses. Why they cannot be, or None."""
+        if len({layer.kv_cache.shape for layer in self.layers.values()}) != 1:
             return "the layers' KV caches have different shapes"
         if self.block_size % self.kernel_block_size:
             return f"kernel blocks of {self.kernel_block_size} tokens do not divide {self.block_size}"
-        return None
-
-    def find_layout(self, block_id: int) -> bool:
-        """Find out how blocks are read, with a block that nobody uses. Returns whether it is known now."""
         slots = self.slots((block_id,), Span(0, self.kernel_block_size))
         layer = next(iter(self.layers.values()))
-        block = self._cache(layer)[self.kernel_blocks((block_id,))[0]]
+        block = layer.kv_cache[self.kernel_blocks((block_id,))[0]]
         self._layout = find_layout(block, lambda k, v: self._write_layer(layer, k, v, slots))
-        return self._layout is not None
+        if self._layout is None:
+            return "the layout of the attention backend's KV cache is not understood"
+        return None
 
     def kernel_blocks(self, block_ids: Sequence[int]) -> list[int]:
         """The block table in the kernel's blocks."""
@@ -91,7 +74,7 @@ class PagedCache:
         positions = torch.arange(span.start, span.end)
         table = torch.tensor(block_ids, dtype=torch.int64)
         slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
-        return slots.to(self.device)
+        return slots.to(self.geometry.device)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """
@@ -107,18 +90,17 @@ class PagedCache:
         assert self._layout is not None
         first = span.start // self.kernel_block_size
         end = -(-span.end // self.kernel_block_size)
-        blocks = torch.tensor(self.kernel_blocks(block_ids)[first:end], device=self.device)
+        blocks = torch.tensor(self.kernel_blocks(block_ids)[first:end], device=self.geometry.device)
         ahead = span.start - first * self.kernel_block_size
-        shape = (len(self.layers), len(span), self.num_heads, self.head_dim)
-        k, v = (torch.empty(shape, dtype=self.dtype) for _ in range(2))
+        k, v = (torch.empty(self.geometry.shape(len(span)), dtype=self.geometry.dtype) for _ in range(2))
         for index, layer in enumerate(self.layers.values()):
-            rows = self._layout.rows(self._cache(layer).index_select(0, blocks))
+            rows = self._layout.rows(layer.kv_cache.index_select(0, blocks))
             for target, source in zip((k, v), rows, strict=True):
                 target[index] = source.flatten(0, 1)[ahead : ahead + len(span)]
         return SegmentKV(k, v)
 
     def _write_layer(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        layer.impl.do_kv_cache_update(layer, k, v, self._cache(layer), slots)
+        layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ passes before. One forward pass over all runs of all requests of a step is exact
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -33,15 +33,12 @@ _TOKEN_DTYPE = torch.int32
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """
-    Tokens to compute in one go. `position`: what the model gets for the first one. It equals `span.start`
-    but in the self-test, which moves a text without moving its slots.
-    """
+    """Positions of a request to compute in one go, with its block table and its token ids."""
 
     block_ids: tuple[int, ...]
     span: Span
-    token_ids: tuple[int, ...]
-    position: int
+    token_ids: tuple[int, ...]  # the request's, from position 0 on
+    shift: int = 0  # how much higher the model believes the positions to be; slots stay as they are
 
 
 def split(runs: Sequence[Run], max_tokens: int, max_runs: int) -> Iterator[list[Run]]:
@@ -52,25 +49,17 @@ def split(runs: Sequence[Run], max_tokens: int, max_runs: int) -> Iterator[list[
     batch: list[Run] = []
     room = max_tokens
     for run in runs:
-        if len(batch) == max_runs:
-            yield batch
-            batch, room = [], max_tokens
-        while len(run.span) > room:
-            head, run = _cut(run, room)
-            yield [*batch, *head]
-            batch, room = [], max_tokens
-        batch.append(run)
-        room -= len(run.span)
+        start = run.span.start
+        while start < run.span.end:
+            if not room or len(batch) == max_runs:
+                yield batch
+                batch, room = [], max_tokens
+            part = Span(start, min(run.span.end, start + room))
+            batch.append(replace(run, span=part))
+            room -= len(part)
+            start = part.end
     if batch:
         yield batch
-
-
-def _cut(run: Run, length: int) -> tuple[list[Run], Run]:
-    """The first `length` tokens of a run, if any, and the rest."""
-    middle = run.span.start + length
-    head = Run(run.block_ids, Span(run.span.start, middle), run.token_ids[:length], run.position)
-    tail = Run(run.block_ids, Span(middle, run.span.end), run.token_ids[length:], run.position + length)
-    return ([head] if length else []), tail
 
 
 class PartialForward:
@@ -90,9 +79,9 @@ class PartialForward:
         with set_current_vllm_config(vllm_config):
             self._builder = backend.get_builder_cls()(
                 spec.copy_with_new_block_size(cache.kernel_block_size),
-                cache.layer_names,
+                list(cache.layers),
                 vllm_config,
-                cache.device,
+                cache.geometry.device,
             )
 
     def compute(self, runs: Sequence[Run]) -> None:
@@ -101,13 +90,14 @@ class PartialForward:
             # Backends that treat short queries apart want them first; the order does not change the result.
             self._forward(sorted(batch, key=lambda run: len(run.span)))
 
-    def _forward(self, runs: Sequence[Run]) -> torch.Tensor:
-        device = self._cache.device
-        token_ids = torch.tensor([token for run in runs for token in run.token_ids], dtype=_TOKEN_DTYPE)
-        positions = torch.cat([torch.arange(run.position, run.position + len(run.span)) for run in runs])
+    def _forward(self, runs: Sequence[Run]) -> None:
+        device = self._cache.geometry.device
+        tokens = [token for run in runs for token in run.token_ids[run.span.start : run.span.end]]
+        token_ids = torch.tensor(tokens, dtype=_TOKEN_DTYPE)
+        positions = torch.cat([torch.arange(run.span.start, run.span.end) + run.shift for run in runs])
         slots = torch.cat([self._cache.slots(run.block_ids, run.span) for run in runs])
         metadata = self._builder.build(0, self._common(runs, slots, positions.to(device)))
-        names = self._cache.layer_names
+        names = list(self._cache.layers)
         with (
             torch.inference_mode(),
             set_forward_context(
@@ -117,18 +107,17 @@ class PartialForward:
                 slot_mapping=dict.fromkeys(names, slots),
             ),
         ):
-            hidden: torch.Tensor = self._model(
+            self._model(
                 input_ids=token_ids.to(device),
                 positions=positions.to(device),
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
-        return hidden
 
     def _common(
         self, runs: Sequence[Run], slots: torch.Tensor, positions: torch.Tensor
     ) -> CommonAttentionMetadata:
-        device = self._cache.device
+        device = self._cache.geometry.device
         lengths = torch.tensor([len(run.span) for run in runs], dtype=torch.int32)
         ends = torch.tensor([run.span.end for run in runs], dtype=torch.int32)
         starts = torch.zeros(len(runs) + 1, dtype=torch.int32)

@@ -17,15 +17,14 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from delta_tree import SegmentId
+from delta_tree import SegmentId, Span
 from kvshare.kv.memory_tier import MemoryTier
-from kvshare.kv.rotation import Rotation
+from kvshare.kv.rotation import Rotation, moved_rows
 from kvshare.kv.segment import SegmentKV
 from kvshare.safe_logging import classes_and_places
 from kvshare.vllm_connector.metadata import (
     LoadRequest,
     LoadResult,
-    SaveRequest,
     StepMetadata,
     WorkerHandshake,
     WorkerReport,
@@ -37,7 +36,7 @@ from kvshare.vllm_connector.worker.self_test import SelfTest
 
 log = logging.getLogger("vllm.kvshare")
 
-_Found = Mapping[SegmentId, SegmentKV | None]  # None: missing or corrupt on some rank
+_Found = Mapping[SegmentId, SegmentKV]  # readable on every rank
 
 
 class ConnectorWorker:
@@ -47,7 +46,7 @@ class ConnectorWorker:
         self._config = vllm_config
         self._spec = spec
         self._layer_names = list(layer_names)
-        self._store = _empty_store()
+        self.forget_segments()
         self._rotation: Rotation | None = None
         self.handshake: WorkerHandshake | None = None  # None: no model was attached
         self._invalid_blocks: set[int] = set()
@@ -56,51 +55,47 @@ class ConnectorWorker:
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Take the model and run the self-test with it. Raises nothing: failures are in the handshake."""
-        unsupported: list[str] = []
-        warnings: list[str] = []
         try:
             layers = self._config.compilation_config.static_forward_context
             self._cache = PagedCache(
                 {name: layers[name] for name in self._layer_names}, block_size=self._spec.block_size
             )
             self._forward = PartialForward(model, self._cache, self._config, self._spec)
-            self._run_self_test(model, unsupported, warnings)
-            self.handshake = self._new_handshake(unsupported, warnings, weights_digest(model))
+            unsupported, warnings = self._run_self_test(model)
+            geometry = self._cache.geometry
+            self.handshake = WorkerHandshake(
+                unsupported=unsupported,
+                warnings=warnings,
+                can_move_keys=self._rotation is not None,
+                rope=rope_digest(self._rotation),
+                num_layers=geometry.num_layers,
+                num_kv_heads=geometry.num_kv_heads,
+                head_dim=geometry.head_dim,
+                dtype=str(geometry.dtype).removeprefix("torch."),
+                attention_backend=f"{self._forward.backend_name}/{self._cache.layout}",
+                bytes_per_token=geometry.bytes_per_token,
+                weights=weights_digest(model),
+            )
         except Exception as exc:
             log.exception("kvshare: the self-test raised an error")  # whole: there were no prompts yet
-            self.handshake = WorkerHandshake.failed(
-                f"the self-test raised an error: {type(exc).__name__}: {exc}"
-            )
+            reason = f"the self-test raised an error: {type(exc).__name__}: {exc}"
+            self.handshake = WorkerHandshake(unsupported=(reason,))
 
-    def _new_handshake(self, unsupported: list[str], warnings: list[str], weights: str) -> WorkerHandshake:
-        return WorkerHandshake(
-            unsupported=tuple(unsupported),
-            warnings=tuple(warnings),
-            can_move_keys=self._rotation is not None,
-            rope=rope_digest(self._rotation),
-            num_layers=len(self._layer_names),
-            num_kv_heads=self._cache.num_heads,
-            head_dim=self._cache.head_dim,
-            dtype=str(self._cache.dtype).removeprefix("torch."),
-            attention_backend=f"{self._forward.backend_name}/{self._cache.layout}",
-            bytes_per_token=self._cache.bytes_per_token,
-            weights=weights,
-        )
-
-    def _run_self_test(self, model: torch.nn.Module, unsupported: list[str], warnings: list[str]) -> None:
+    def _run_self_test(self, model: torch.nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Why nothing can be shared, and what works, but not as meant."""
         vocab_size = self._config.model_config.get_vocab_size()
         self_test = SelfTest(self._cache, self._forward, vocab_size=vocab_size)
         for check in (self_test.check_layout, self_test.check_partial_attention):
             problem = check()
             if not all(_agreed([problem is None])):  # the next check needs all ranks
-                unsupported.append(problem or "the self-test failed on another rank")
-                return
-        rotation, problem = find_rotation(model, head_dim=self._cache.head_dim)
-        problem = problem or (self_test.check_rotation(rotation) or "" if rotation is not None else problem)
+                return (problem or "the self-test failed on another rank",), ()
+        rotation, problem = find_rotation(model, head_dim=self._cache.geometry.head_dim)
+        if rotation is not None:
+            problem = self_test.check_rotation(rotation)
         if problem:
-            warnings.append(f"only text at the same position is shared: {problem}")
-        else:
-            self._rotation = rotation
+            return (), (f"only text at the same position is shared: {problem}",)
+        self._rotation = rotation
+        return (), ()
 
     def start_load_kv(self, loads: Sequence[LoadRequest]) -> None:
         """
@@ -109,30 +104,31 @@ class ConnectorWorker:
         Raises: RuntimeError under async scheduling, where even computing them failed. vLLM 0.32 has another
         step under way by the time it hears of failed blocks, and would deliver what that samples from them
         """
-        found = self._fetch(loads)
-        results = self._try_to_load(loads, found)
+        results = self._try_to_load(loads, self._fetch(loads))
         if results is None:
-            results = self._try_to_load(loads, dict.fromkeys(found), failed=True)
+            results = self._try_to_load(loads, None)
         if results is not None:
             self._report.loads.update(results)
         elif self._config.scheduler_config.async_scheduling:
             raise RuntimeError(f"kvshare: the KV of {len(loads)} requests could not be computed")
         else:
             for load in loads:
-                self._invalidate(load)
+                # Those behind `end`, too: vLLM's forward pass fills them from the failed ones.
+                self._invalid_blocks.update(load.block_ids[load.start // self._cache.block_size :])
+                self._report.loads[load.request_id] = LoadResult(failed=True)
 
     def _try_to_load(
-        self, loads: Sequence[LoadRequest], found: _Found, *, failed: bool = False
+        self, loads: Sequence[LoadRequest], found: _Found | None
     ) -> dict[str, LoadResult] | None:
         """
         Write what was found and compute the rest. Results by request; None if that failed.
 
-        `failed`: it did once, and now everything is computed.
+        `found` None: it did once, and now everything is computed.
         """
         began = time.perf_counter()
-        unreadable = frozenset(segment_id for segment_id, segment in found.items() if segment is None)
+        unreadable = _segment_ids(loads) - (found or {}).keys()
         try:
-            if not failed:
+            if found is not None:
                 self._place_on_all_ranks(loads, found)
             placed = time.perf_counter()
             self._compute(loads, unreadable)
@@ -144,14 +140,14 @@ class ConnectorWorker:
         num_run = [sum(len(run) for run in load.runs(unreadable)) for load in loads]
         results = {}
         for load, place_share, pass_share in zip(loads, _shares(num_placed), _shares(num_run), strict=True):
-            gone = unreadable & {copy.segment_id for copy in load.copies}
+            gone = frozenset() if found is None else unreadable & _segment_ids([load])
             stages = {"lay": (placed - began) * place_share, "pass": (computed - placed) * pass_share}
-            results[load.request_id] = LoadResult(failed, frozenset() if failed else gone, stages)
+            results[load.request_id] = LoadResult(found is None, gone, stages)
         return results
 
     def forget_segments(self) -> None:
-        """All segments are of another model now."""
-        self._store = _empty_store()
+        """Start with none: any there were are of another model now."""
+        self._store = MemoryTier(sys.maxsize)  # this rank's heads; the scheduler side says what is dropped
 
     def wait_for_save(self, step: StepMetadata) -> None:
         """After the forward pass: drop segments, then save new ones."""
@@ -159,7 +155,9 @@ class ConnectorWorker:
         for save in step.saves:
             began = time.perf_counter()
             try:
-                self._save(save)
+                for segment_id, span in save.spans:
+                    segment = self._cache.read(save.block_ids, span)
+                    self._store.put(segment_id, segment, segment.checksum())
             except Exception as exc:  # noqa: BLE001  logged, without its message
                 log.error("kvshare: a prompt was not saved: %s", classes_and_places(exc))
                 self._store.drop(segment_id for segment_id, _ in save.spans)
@@ -180,14 +178,14 @@ class ConnectorWorker:
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """What happened since the last call, or None."""
         report, self._report = self._report, WorkerReport()
-        return None if report.is_empty else report
+        return report if report != WorkerReport() else None
 
     def _fetch(self, loads: Sequence[LoadRequest]) -> _Found:
-        """The segments by id; None where one is missing or corrupt on any rank: passes must be the same."""
-        ids = dict.fromkeys(copy.segment_id for load in loads for copy in load.copies)
+        """The segments that are neither missing nor corrupt on any rank: passes must be the same."""
+        ids = sorted(_segment_ids(loads))
         found = self._store.fetch(ids).segments
         readable = _agreed([segment_id in found for segment_id in ids])
-        return {i: found[i] if ok else None for i, ok in zip(ids, readable, strict=True)}
+        return {segment_id: found[segment_id] for segment_id, ok in zip(ids, readable, strict=True) if ok}
 
     def _place_on_all_ranks(self, loads: Sequence[LoadRequest], found: _Found) -> None:
         """Raises on every rank if it fails on one: the pass that follows needs them all."""
@@ -206,48 +204,25 @@ class ConnectorWorker:
         ks, vs, slots = [], [], []
         for load in loads:
             for copy, target in load.targets():
-                segment = found[copy.segment_id]
-                if segment is None:
+                if (segment := found.get(copy.segment_id)) is None:
                     continue
                 start = copy.offset + target.start - copy.target_start
-                source = slice(start, start + len(target))
-                k = segment.k[:, source].to(self._cache.device, non_blocking=True)
-                ks.append(self._moved(k, copy.shift))
-                vs.append(segment.v[:, source].to(self._cache.device, non_blocking=True))
+                source = Span(start, start + len(target))
+                k, v = moved_rows(segment, source, copy.shift, self._rotation, self._cache.geometry.device)
+                ks.append(k)
+                vs.append(v)
                 slots.append(self._cache.slots(load.block_ids, target))
         if ks:
             self._cache.write(_joined(ks), _joined(vs), torch.cat(slots))
 
-    def _moved(self, k: torch.Tensor, shift: int) -> torch.Tensor:
-        if shift == 0:
-            return k
-        if self._rotation is None:
-            raise ValueError(f"a copy moves by {shift} tokens, but this model's rotation is not known")
-        return self._rotation.moved(k, shift)
-
     def _compute(self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId]) -> None:
-        runs = [
-            Run(load.block_ids, span, load.token_ids[span.start : span.end], span.start)
-            for load in loads
-            for span in load.runs(unreadable)
-        ]
+        runs = [Run(load.block_ids, span, load.token_ids) for load in loads for span in load.runs(unreadable)]
         if runs:
             self._forward.compute(runs)
 
-    def _invalidate(self, load: LoadRequest) -> None:
-        """Those behind `end`, too: vLLM's forward pass fills them from the failed ones."""
-        self._invalid_blocks.update(load.block_ids[load.start // self._cache.block_size :])
-        self._report.loads[load.request_id] = LoadResult(failed=True)
 
-    def _save(self, save: SaveRequest) -> None:
-        for segment_id, span in save.spans:
-            segment = self._cache.read(save.block_ids, span)
-            self._store.put(segment_id, segment, segment.checksum())
-
-
-def _empty_store() -> MemoryTier:
-    """K and V of this rank's heads. The scheduler side decides what is dropped."""
-    return MemoryTier(sys.maxsize)
+def _segment_ids(loads: Sequence[LoadRequest]) -> frozenset[SegmentId]:
+    return frozenset(copy.segment_id for load in loads for copy in load.copies)
 
 
 def _shares(counts: Sequence[int]) -> list[float]:

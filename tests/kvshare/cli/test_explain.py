@@ -42,7 +42,7 @@ ASKED = (
 
 async def explained_by_a_server(settings: Settings) -> list[dict[str, Any]]:
     """What a server says of the questions once it has answered the stored ones; it is stopped then."""
-    engine = EmbeddedEngine.from_settings(settings)
+    engine = EmbeddedEngine(settings)
     await engine.start()
     mode = SharingMode(settings.sharing.mode)
     sampling = SamplingParams(max_tokens=1, temperature=0.0)

@@ -40,7 +40,7 @@ from kvshare.errors import (
     StoreError,
 )
 from kvshare.requests import SharingMode
-from kvshare.settings import load_settings
+from kvshare.settings import Settings, load_settings
 
 VOCAB = 290
 
@@ -53,7 +53,7 @@ def engine_at(path: Path, *, seed: int = 0, **overrides: object) -> EmbeddedEngi
     """A tiny Llama behind the demo model's tokenizer."""
     settings = load_settings(overrides={"store.path": str(path), "index.dense": False, **overrides})
 
-    def load(_: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
+    def load(_: Settings, stopping: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
         return EmbeddedModel(tiny_model("llama", seed=seed), name="tiny"), PromptEncoder.load(MODEL_PATH)
 
     return EmbeddedEngine(settings, load=load)
@@ -229,7 +229,7 @@ async def test_sampling_is_reproducible_by_seed_and_choices_differ(engine: Embed
 
 async def test_logit_bias_stop_and_length_end_a_choice(engine: EmbeddedEngine) -> None:
     """A forced token repeats until the limit; as a stop string it is not shown; as EOS it ends the answer."""
-    letter = engine.tokenizer.encode("a", add_special_tokens=False).ids[0]
+    letter = engine.server.encoder.backend.encode("a", add_special_tokens=False).ids[0]
     forced = {"logit_bias": {letter: 100.0}}
     limited = await events(engine, await request(engine, prompt(50), **forced))
     assert "".join(tokens_of(limited)) == "a" * 8
@@ -324,7 +324,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megabytes take seconds to tokenize; that they are too long can be seen from their length."""
-    monkeypatch.setattr(engine.encoder, "_tokenizer", None)  # whoever tokenizes, fails otherwise
+    monkeypatch.setattr(engine.server.encoder, "_tokenizer", None)  # whoever tokenizes, fails otherwise
     with pytest.raises(ContextLengthError):
         await engine.encode_text("word " * 1_000_000)
 

@@ -8,7 +8,6 @@ from delta_tree import Copy, NodeId, SegmentId, Span, token_ids
 from kvshare.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass, take_pass
-from kvshare.kv.editor import lay_out
 from kvshare.kv.sequence import SequenceKV
 
 TOKENS = 120
@@ -158,7 +157,7 @@ def test_without_edits_the_layout_is_bit_exact() -> None:
     target = model.new_sequence(TOKENS)
     segment = SegmentId(1)
     copies = [Copy(NodeId(1), segment, 0, TOKENS, 0, 0, 0)]
-    num_bytes = lay_out(target, copies, {segment: source.cut(Span(0, TOKENS))}, model.rotation)
+    num_bytes = target.lay_out(copies, {segment: source.cut(Span(0, TOKENS))}, model.rotation)
     assert torch.equal(target.k, source.k)
     assert torch.equal(target.v, source.v)
     assert num_bytes == TOKENS * model.geometry.bytes_per_token

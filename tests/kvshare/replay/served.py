@@ -140,11 +140,11 @@ def replayed(
 async def embedded(stage: Stage, requests: Sequence[TokenizedRequest], namespace: Namespace) -> Served:
     """The stream through the embedded engine."""
     served, departures = Served(), Departures()
-    engine = EmbeddedEngine.from_settings(stage.settings("embedded"))
+    engine = EmbeddedEngine(stage.settings("embedded"))
     with stage.embedding():
         await engine.start()
     try:
-        assert engine.model.geometry.bytes_per_token == BYTES_PER_TOKEN
+        assert engine.server.model.geometry.bytes_per_token == BYTES_PER_TOKEN
         for index, one in enumerate(requests):
             report, answer = await _generate(engine, one, namespace)
             evicted = departures.look(index, engine.sharing.tree)

@@ -204,7 +204,8 @@ async def test_corrupt_bytes_are_a_miss(model: EmbeddedModel) -> None:
     sharing = sharing_with(FixedNominator(), model)
     wanted = prompt(100)
     node = donor_for(sharing, model, wanted.token_ids)
-    segment = sharing.tier.get(next(iter(node.pieces)).segment_id)
+    segment_id = next(iter(node.pieces)).segment_id
+    segment = sharing.tier.fetch([segment_id]).segments.get(segment_id)
     assert segment is not None
     segment.k[1, 50] += 1.0
     lookup = await look_up(sharing, wanted)

@@ -24,7 +24,7 @@ def corrupt(vllm: Vllm, segment_id: int) -> None:
     """One row of the stored keys is no longer what was put there."""
     import torch
 
-    segment, _ = vllm.worker._store._segments[segment_id]
+    segment, _ = vllm.worker._store._entries[segment_id]
     with torch.inference_mode():
         segment.k[1, 250] += 1.0
 

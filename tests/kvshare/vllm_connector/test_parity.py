@@ -100,7 +100,6 @@ def test_moved_copies_equal_the_embedded_engine(
     from delta_tree import Copy, NodeId, Span, gaps
     from kvshare.engines.embedded.model import EmbeddedModel
     from kvshare.kv.attention import PartialPass
-    from kvshare.kv.editor import lay_out
 
     vllm, tokens = start("llama"), text(600)
     donor = vllm.keep(tokens)
@@ -129,7 +128,7 @@ def test_moved_copies_equal_the_embedded_engine(
             for c in moved
         ]
         target = model.new_sequence(len(recipient))
-        lay_out(target, laid, {c.segment_id: segment for c in laid}, model.rotation)
+        target.lay_out(laid, {c.segment_id: segment for c in laid}, model.rotation)
         runs = gaps([c.target for c in laid], len(recipient))
         ids = np.array([recipient[p] for run in runs for p in range(run.start, run.end)], dtype=np.int32)
         logits = model.compute(PartialPass(target, tuple(runs)), ids)

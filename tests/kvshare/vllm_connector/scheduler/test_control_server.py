@@ -40,7 +40,7 @@ def serve() -> Iterator[Callable[..., Any]]:
             num_segments=2,
             max_model_len=64,
         )
-        state = ControlState(lambda: info, events, segments, lambda ids: len(segments.remove(ids)))
+        state = ControlState(lambda: info, events, segments, lambda ids: len(segments.drop(ids)))
         servers.append(ControlServer(state, host="127.0.0.1", port=0, token=token))
         return servers[-1]
 

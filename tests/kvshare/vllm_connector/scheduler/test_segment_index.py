@@ -70,7 +70,7 @@ def test_bytes_are_always_the_sum_and_within_the_cap(steps: list[tuple[int, int,
     sizes: dict[int, int] = {}
     for number, (action, size, which) in enumerate(steps):
         if action == 0:
-            for gone in held.remove([SegmentId(which)]):
+            for gone in held.drop([SegmentId(which)]):
                 del sizes[gone]
         elif action == 1:
             held.touch([SegmentId(which)])
