@@ -18,19 +18,6 @@ NUM_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a row stands."""
-
-    source: str
-    line: int
-
-    @property
-    def name(self) -> str:
-        """Names the row within the stream; the conversation's id where the log has none across rows."""
-        return f"{self.source}#{self.line}"
-
-
-@dataclass(frozen=True, slots=True)
 class Turn:
     """A request of a conversation: what had been said by then, and when it was asked."""
 
@@ -127,7 +114,3 @@ class ReadReport:
         """As it stands in `results.json`."""
         reasons = {str(reason): count for reason, count in sorted(self._reasons.items())}
         return Unreadable(num_rows=self.num_unreadable, reasons=reasons, lines=tuple(self.examples))
-
-    def to_dict(self) -> dict[str, object]:
-        """The same as JSON."""
-        return self.unreadable().model_dump(mode="json")

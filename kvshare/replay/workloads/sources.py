@@ -64,9 +64,9 @@ class Question:
 def objects(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
     """Every readable JSON object of the files, in order."""
     for path in paths:
-        for row in raw_rows(path):
-            if not isinstance(row.value, Reason):
-                yield row.value
+        for _, row in raw_rows(path):
+            if not isinstance(row, Reason):
+                yield row
 
 
 def texts(paths: Sequence[Path]) -> list[str]:
