@@ -2,12 +2,14 @@
 What an arm is: one way of caching, asked in turn what it would have reused of each request.
 
 An arm knows only what it has observed before. It never shares over namespaces, and it never tells tokens or
-text.
+text. Those that look at meaning share the requests' embeddings, made once, a batch of requests at a time.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,12 +17,71 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import TokenIds, token_ids
-from kvshare.replay.arms.meanings import Meanings
 from kvshare.replay.requests import Outcome, TokenizedRequest
-from kvshare.replay.results import arm_label
+from kvshare.replay.results import Tree, arm_label
 from kvshare.settings import Settings
+from vector_index import PromptText, TextEmbedder, embed_prompts, windows
 
 T = TypeVar("T", bound=np.generic)
+Vector = NDArray[np.float32]
+
+
+class Meanings(TextEmbedder):
+    """
+    An embedder that remembers the vectors of the batch at hand: what was prepared costs an arm nothing.
+
+    `num_texts` and `seconds` are what the real embedder had to do.
+    """
+
+    def __init__(self, real: TextEmbedder) -> None:
+        self._real = real
+        self._known: dict[str, Vector] = {}
+        self.num_texts = 0
+        self.seconds = 0.0
+
+    @property
+    def name(self) -> str:
+        return self._real.name
+
+    @property
+    def dimension(self) -> int:
+        return self._real.dimension
+
+    @property
+    def seconds_per_text(self) -> float:
+        """What the embedding of one text took, on average over the batches."""
+        return self.seconds / max(1, self.num_texts)
+
+    def prepare(self, requests: Sequence[TokenizedRequest]) -> None:
+        """Embed what these requests need and forget the batch before."""
+        texts = list(dict.fromkeys(w for request in requests for w in windows(prompt_text(request))))
+        texts.sort(key=len)  # texts of one length embedded together are hardly padded
+        known = {text: self._known[text] for text in texts if text in self._known}
+        new = [text for text in texts if text not in known]
+        self._known = known
+        self._embed_new(new)
+
+    def embed(self, texts: Sequence[str]) -> Vector:
+        self._embed_new([text for text in dict.fromkeys(texts) if text not in self._known])
+        return np.stack([self._known[text] for text in texts])
+
+    def of(self, request: TokenizedRequest) -> Vector | None:
+        """The unit vector (D,) of a request; None if it has no text."""
+        (vector,) = embed_prompts(self, [prompt_text(request)])
+        return vector
+
+    def _embed_new(self, texts: list[str]) -> None:
+        if not texts:
+            return
+        began = time.perf_counter()
+        self._known.update(zip(texts, self._real.embed(texts), strict=True))
+        self.seconds += time.perf_counter() - began
+        self.num_texts += len(texts)
+
+
+def prompt_text(request: TokenizedRequest) -> PromptText:
+    """A request's text as the nominator wants it."""
+    return PromptText(request.text, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +91,6 @@ class Workbench:
     settings: Settings
     bytes_per_token: int
     prefill_tokens_per_s: float
-    seed: int = 0
     meanings: Meanings | None = None  # None: no arm may look at meaning
     light_ids: frozenset[int] = field(default_factory=frozenset)  # tokens without a letter or digit
     explain_losses: bool = True  # plan again to tell what KVShare's gates cost; no part of serving
@@ -45,10 +105,14 @@ class Arm(ABC):
 
     family = ""
 
-    def __init__(self, name: str, bench: Workbench, capacity_tokens: int | None = None) -> None:
+    def __init__(
+        self, name: str, bench: Workbench, capacity_tokens: int | None = None, **options: Any
+    ) -> None:
+        """`options` are what distinguishes this arm from others of its family, for `results.json`."""
         self.name = name
         self.bench = bench
         self.capacity_tokens = capacity_tokens
+        self.options = options
 
     @property
     def label(self) -> str:
@@ -59,13 +123,8 @@ class Arm(ABC):
     def observe(self, request: TokenizedRequest) -> Outcome:
         """What of a request would be reused, given all that was observed before; then store it."""
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """What distinguishes this arm from others of its family, for `results.json`."""
-        return {}
-
-    def describe_tree(self) -> dict[str, Any] | None:
-        """Figures of the delta tree, for arms that have one; see results.py."""
+    def describe_tree(self) -> Tree | None:
+        """Figures of the delta tree, for arms that have one."""
         return None
 
     def close(self) -> None:  # noqa: B027  most arms hold nothing but memory

@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -35,21 +34,13 @@ class PrefixArm(Arm):
     def __init__(
         self, name: str, bench: Workbench, capacity_tokens: int | None = None, *, block_size: int = 16
     ) -> None:
-        super().__init__(name, bench, capacity_tokens)
-        self.block_size = block_size
+        super().__init__(name, bench, capacity_tokens, block_size=block_size)
+        self._block_size = block_size
         self._pool = EndlessPool() if capacity_tokens is None else BlockPool(capacity_tokens // block_size)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"block_size": self.block_size}
-
-    @property
-    def num_stored_bytes(self) -> int:
-        return self._pool.num_cached * self.block_size * self.bench.bytes_per_token
 
     def observe(self, request: TokenizedRequest) -> Outcome:
         began = time.perf_counter()
-        logged, size = request.logged, self.block_size
+        logged, size = request.logged, self._block_size
         tokens = stored_tokens(request)
         digests = block_digests(logged.namespace, tokens, size)
         owners = self._pool.find(digests[: max(0, request.num_tokens - 1) // size])
@@ -64,7 +55,7 @@ class PrefixArm(Arm):
             shifts=(0,) if num_hit else (),
             cross_user=any_of(map(logged.asker.is_other, owners)),
             lookup_s=lookup_s,
-            num_stored_bytes=self.num_stored_bytes,
+            num_stored_bytes=self._pool.num_cached * size * self.bench.bytes_per_token,
         )
 
 
@@ -163,12 +154,6 @@ class _Chunk:
     asker: Asker
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
-    at: int
-    chunk: _Chunk
-
-
 class ChunksArm(Arm):
     """
     An exact prefix, and whole chunks of 256 tokens wherever they stand, as LMCache's blend reuses.
@@ -191,14 +176,10 @@ class ChunksArm(Arm):
         chunk_size: int = 256,
         block_size: int = 16,
     ) -> None:
-        super().__init__(name, bench, capacity_tokens)
-        self.chunk_size = chunk_size
+        super().__init__(name, bench, capacity_tokens, chunk_size=chunk_size, block_size=block_size)
+        self._chunk_size = chunk_size
         self._prefix = PrefixArm(name, bench, capacity_tokens, block_size=block_size)
         self._chunks: OrderedDict[tuple[str, int], _Chunk] = OrderedDict()  # least recently used first
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"chunk_size": self.chunk_size, **self._prefix.options}
 
     def observe(self, request: TokenizedRequest) -> Outcome:
         exact = self._prefix.observe(request)
@@ -208,25 +189,25 @@ class ChunksArm(Arm):
         self._store(request)
         # The last token is always computed: the answer starts from it.
         last = max(0, request.num_tokens - 1)
-        found = [Span(match.at, min(match.at + self.chunk_size, last)) for match in matches]
+        found = [Span(at, min(at + self._chunk_size, last)) for at, _ in matches]
         asker = request.logged.asker
         return replace(
             exact,
             hits=merge([*exact.hits, *found]),
-            num_donors=exact.num_donors + len({(m.chunk.asker, m.chunk.start - m.at) for m in matches}),
-            shifts=(*exact.shifts, *(match.at - match.chunk.start for match in matches)),
-            cross_user=any_of([exact.cross_user, *(asker.is_other(match.chunk.asker) for match in matches)]),
+            num_donors=exact.num_donors + len({(chunk.asker, chunk.start - at) for at, chunk in matches}),
+            shifts=(*exact.shifts, *(at - chunk.start for at, chunk in matches)),
+            cross_user=any_of([exact.cross_user, *(asker.is_other(chunk.asker) for _, chunk in matches)]),
             lookup_s=lookup_s,
             num_stored_bytes=exact.num_stored_bytes
-            + len(self._chunks) * self.chunk_size * self.bench.bytes_per_token,
+            + len(self._chunks) * self._chunk_size * self.bench.bytes_per_token,
         )
 
-    def _find(self, request: TokenizedRequest, start: int) -> list[_Match]:
-        """Chunks behind the prefix, from left to right, without overlaps."""
-        tokens, size = request.token_ids, self.chunk_size
+    def _find(self, request: TokenizedRequest, start: int) -> list[tuple[int, _Chunk]]:
+        """Chunks behind the prefix and where they are in the prompt, from left to right, without overlaps."""
+        tokens, size = request.token_ids, self._chunk_size
         namespace, chunks = request.logged.namespace, self._chunks
         used: set[int] = set()
-        matches: list[_Match] = []
+        matches: list[tuple[int, _Chunk]] = []
         end = start
         for at, code in enumerate(kgram_hashes(tokens[start:], size).tolist(), start=start):
             if at < end or code in used:
@@ -234,14 +215,14 @@ class ChunksArm(Arm):
             chunk = chunks.get((namespace, code))
             if chunk is None or chunk.content != _content(tokens[at : at + size]):
                 continue
-            matches.append(_Match(at, chunk))
+            matches.append((at, chunk))
             used.add(code)
             end = at + size
             chunks.move_to_end((namespace, code))
         return matches
 
     def _store(self, request: TokenizedRequest) -> None:
-        tokens, size = stored_tokens(request), self.chunk_size
+        tokens, size = stored_tokens(request), self._chunk_size
         for start in range(size, len(tokens) - size + 1, size):
             part = tokens[start : start + size]
             key = (request.logged.namespace, int(kgram_hashes(part, size)[0]))

@@ -14,14 +14,14 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from delta_tree import Span
 from delta_tree.kgrams import kgram_hashes
 from kvshare.replay.arms.base import Arm, Workbench, stored_tokens, with_room
-from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of, spans_of
+from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
 
 Hashes = NDArray[np.uint64]
 Positions = NDArray[np.int64]
@@ -43,9 +43,9 @@ class OracleArm(Arm):
         min_run: int = 16,
         tail: int = 0,
     ) -> None:
-        super().__init__(name, bench, capacity_tokens)
-        self.min_run = min_run
-        self.tail = tail
+        super().__init__(name, bench, capacity_tokens, min_run=min_run, **({"tail": tail} if tail else {}))
+        self._min_run = min_run
+        self._tail = tail
         self._tokens = np.zeros(1 << 16, dtype=np.int32)
         self._num_tokens = 0
         self._starts: list[int] = []  # of the requests in `_tokens`
@@ -54,21 +54,16 @@ class OracleArm(Arm):
         self._num_grams = 0
         self._recency = None if capacity_tokens is None else _Recency(capacity_tokens)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"min_run": self.min_run, **({"tail": self.tail} if self.tail else {})}
-
     def observe(self, request: TokenizedRequest) -> Outcome:
         began = time.perf_counter()
         table = self._tables.setdefault(request.logged.namespace, GramTable())
         tokens = stored_tokens(request)
-        hashes = kgram_hashes(tokens, self.min_run)
+        hashes = kgram_hashes(tokens, self._min_run)
         stored = self._alive(table.find(hashes))
-        num_prompt_grams = max(0, request.num_tokens - self.tail - self.min_run + 1)
+        num_prompt_grams = max(0, request.num_tokens - self._tail - self._min_run + 1)
         starts = np.flatnonzero(self._same_tokens(stored[:num_prompt_grams], tokens))
-        covered = _covered(starts, self.min_run, request.num_tokens)
         outcome = Outcome(
-            hits=spans_of(covered) if len(starts) else (),
+            hits=_joined(starts, self._min_run) if len(starts) else (),
             cross_user=self._is_others(stored[starts], request.logged.asker),
             lookup_s=time.perf_counter() - began,
         )
@@ -83,7 +78,7 @@ class OracleArm(Arm):
         """(N,): whether the k-gram at each position is the one stored at `stored`, token for token."""
         same = stored >= 0
         places = np.flatnonzero(same)
-        for offset in range(self.min_run):
+        for offset in range(self._min_run):
             same[places] &= self._tokens[stored[places] + offset] == tokens[places + offset]
         return same
 
@@ -148,12 +143,11 @@ class _Recency:
             self.num_kept = self._capacity
 
 
-def _covered(starts: Positions, length: int, num_tokens: int) -> NDArray[np.bool_]:
-    """(T,): the positions inside a stretch of `length` from one of `starts`."""
-    steps = np.zeros(num_tokens + 1, dtype=np.int64)
-    steps[starts] += 1
-    np.subtract.at(steps, starts + length, 1)
-    return np.asarray(np.cumsum(steps[:-1]) > 0)
+def _joined(starts: Positions, length: int) -> tuple[Span, ...]:
+    """Stretches of `length` from each of the ascending `starts`, joined where they touch or overlap."""
+    ends = np.flatnonzero(np.diff(starts) > length)
+    firsts, lasts = starts[np.append(0, ends + 1)], starts[np.append(ends, len(starts) - 1)]
+    return tuple(map(Span, firsts.tolist(), (lasts + length).tolist()))
 
 
 @dataclass(slots=True)

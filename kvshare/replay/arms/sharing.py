@@ -14,15 +14,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from delta_tree import DeltaTree, Node, NodeId, SegmentId, Span, gaps, merge
-from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
+from kvshare.replay.arms.base import Arm, Workbench, prompt_text, stored_tokens
 from kvshare.replay.arms.losses import Losses, SecondLook
-from kvshare.replay.arms.meanings import prompt_text
 from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
+from kvshare.replay.counts import COUNT_EDGES, Buckets
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
+from kvshare.replay.results import Tree
 from kvshare.requests import Prompt, SharingMode
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
@@ -68,10 +69,10 @@ class SharingArm(Arm):
         bench: Workbench,
         capacity_tokens: int | None = None,
         *,
-        sharing: SharingOptions | None = None,
+        sharing: SharingOptions,
     ) -> None:
-        super().__init__(name, bench, capacity_tokens)
-        self.sharing = sharing or SharingOptions()
+        super().__init__(name, bench, capacity_tokens, **sharing.as_document())
+        self.sharing = sharing
         if self.sharing.uses_meaning and bench.meanings is None:
             raise ValueError(f"{name} needs embeddings")
         settings, per_token = bench.settings, bench.bytes_per_token
@@ -114,10 +115,6 @@ class SharingArm(Arm):
         self._loop.run_until_complete(self._index.open())
 
     @property
-    def options(self) -> dict[str, Any]:
-        return self.sharing.as_document()
-
-    @property
     def tree(self) -> DeltaTree:
         """What is stored now."""
         return self._keeper.tree
@@ -158,9 +155,9 @@ class SharingArm(Arm):
             plan_s=plan_s,
             num_stored_bytes=self._keeper.tier.num_bytes,
             distance=_distance(lookup),
+            embedded="meaning" in lookup.stage_seconds and bool(request.text.strip()),
             num_refused=losses.num_refused,
             num_refused_generation=losses.num_generation,
-            embedded="meaning" in lookup.stage_seconds and bool(request.text.strip()),
         )
 
     def _check_counters(self) -> None:
@@ -201,19 +198,22 @@ class SharingArm(Arm):
         if self._num_observed % _MAINTAIN_EVERY == 0:
             await self._index.maintain()
 
-    def describe_tree(self) -> dict[str, Any]:
+    def describe_tree(self) -> Tree:
+        """Every node's depth and number of children, and the tree's sums."""
         tree = self._keeper.tree
         stats = tree.stats()
         node_ids = [node.node_id for node in tree.nodes()]
-        return {
-            "depths": [1 + len(tree.ancestors(node_id)) for node_id in node_ids],
-            "children": [len(tree.children(node_id)) for node_id in node_ids],
-            "num_nodes": stats.num_nodes,
-            "num_roots": stats.num_roots,
-            "num_segments": stats.num_segments,
-            "num_prompt_tokens": stats.num_tokens,
-            "num_stored_tokens": stats.num_stored_tokens,
-        }
+        depths = [1 + len(tree.ancestors(node_id)) for node_id in node_ids]
+        children = [len(tree.children(node_id)) for node_id in node_ids]
+        return Tree(
+            depth=Buckets(COUNT_EDGES, depths).histogram(),
+            children=Buckets(COUNT_EDGES, children).histogram(),
+            num_nodes=stats.num_nodes,
+            num_roots=stats.num_roots,
+            num_segments=stats.num_segments,
+            num_prompt_tokens=stats.num_tokens,
+            num_stored_tokens=stats.num_stored_tokens,
+        )
 
 
 def _outcome(plan: Plan | NoPlan, *, with_repairs: bool = False) -> Outcome:
