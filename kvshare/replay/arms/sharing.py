@@ -29,7 +29,6 @@ from kvshare.sharing.cost import CostModel
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import PlannerLimits, make_plan
 from vector_index import Nominator, QdrantEdgeIndex
 
 _MAINTAIN_EVERY = 1000  # requests between two flushes of the index
@@ -99,10 +98,8 @@ class SharingArm(Arm):
             ),
             executor=_Inline(),
         )
-        explains = bench.explain_losses and not self.sharing.open_gates
-        self._second_look = (
-            SecondLook(self.sharing, settings, self._keeper.tree.segment) if explains else None
-        )
+        explains = bench.explain_losses and not sharing.open_gates
+        self._second_look = SecondLook(sharing, settings, self.tree.segment) if explains else None
         self._owners: dict[NodeId, Asker] = {}
         self._num_observed = 0
 
@@ -169,18 +166,7 @@ class SharingArm(Arm):
     def _losses(self, request: TokenizedRequest, plan: Plan | NoPlan, nodes: Sequence[Node]) -> Losses:
         if self._second_look is None:
             return Losses()
-
-        def plan_again(limits: PlannerLimits) -> Plan | NoPlan:
-            return make_plan(
-                request.token_ids,
-                nodes,
-                self._keeper.tree.segment,
-                approximate=True,
-                limits=limits,
-                rates=self._core.cost.rates,
-            )
-
-        return self._second_look.losses(plan, nodes, plan_again)
+        return self._second_look.losses(request.token_ids, plan, nodes, self._core.cost.rates)
 
     async def _remember(self, request: TokenizedRequest, plan: Plan | NoPlan) -> None:
         logged = request.logged
@@ -200,11 +186,10 @@ class SharingArm(Arm):
 
     def describe_tree(self) -> Tree:
         """Every node's depth and number of children, and the tree's sums."""
-        tree = self._keeper.tree
-        stats = tree.stats()
-        node_ids = [node.node_id for node in tree.nodes()]
-        depths = [1 + len(tree.ancestors(node_id)) for node_id in node_ids]
-        children = [len(tree.children(node_id)) for node_id in node_ids]
+        stats = self.tree.stats()
+        node_ids = [node.node_id for node in self.tree.nodes()]
+        depths = [1 + len(self.tree.ancestors(node_id)) for node_id in node_ids]
+        children = [len(self.tree.children(node_id)) for node_id in node_ids]
         return Tree(
             depth=Buckets(COUNT_EDGES, depths).histogram(),
             children=Buckets(COUNT_EDGES, children).histogram(),
