@@ -6,7 +6,6 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -28,30 +27,10 @@ _SHORT = 600  # a question
 _NUM_SYSTEM_PROMPTS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A text cut at its slots: pieces[0], slots[0], pieces[1], ... `defaults` are the author's own values."""
-
-    pieces: tuple[str, ...]
-    slots: tuple[str, ...]
-    defaults: tuple[str, ...]
-
-    def filled(self, draw: random.Random) -> str:
-        """With a value per slot name: a name that comes twice has one value."""
-        chosen: dict[str, str] = {}
-        parts = [self.pieces[0]]
-        for slot, default, piece in zip(self.slots, self.defaults, self.pieces[1:], strict=True):
-            if slot not in chosen:
-                keep = default and draw.random() < 0.2
-                chosen[slot] = default if keep else sources.value_for(slot, draw)
-            parts += [draw.choice(WORDS["choices"]) if slot == "choice" else chosen[slot], piece]
-        return "".join(parts)
-
-
 def template(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """The same forms filled in by many users; popular ones come often, rare ones seldom."""
-    forms = [form for text in _form_texts(paths) if (form := cut(text)) is not None]
-    long = [form for form in forms if sum(map(len, form.pieces)) >= _SHORTEST]
+    forms = [text for text in _form_texts(paths) if _is_form(text)]
+    long = [form for form in forms if _num_fixed(form) >= _SHORTEST]
     forms = long if len(long) >= min(4, len(forms)) else forms
     if not forms:
         return
@@ -59,26 +38,36 @@ def template(paths: Sequence[Path], num_requests: int, draw: random.Random) -> I
     weights = [1 / (rank + 1) ** 0.7 for rank in range(len(used))]
     for number in count():
         (form,) = draw.choices(used, weights)
-        message = {"role": "user", "content": form.filled(draw)}
+        message = {"role": "user", "content": filled(form, draw)}
         yield WorkloadRow(
             f"template-c{number}", 0, f"u{draw.randrange(max(2, num_requests // 3))}", (message,)
         )
 
 
-def cut(text: str) -> Form | None:
-    """None without slots, or only at its very end, where a prefix cache would do."""
-    if len(text) > _LONGEST:
-        return None
-    pieces, slots, defaults, position = [], [], [], 0
-    for match in _SLOT.finditer(text):
-        pieces.append(text[position : match.start()])
-        slots.append(next((name.strip() for name in match.group(1, 3, 4) if name), "choice"))
-        defaults.append((match.group(2) or "").strip())
-        position = match.end()
-    pieces.append(text[position:])
-    if not slots or len("".join(pieces[1:])) < len(text) // 5:
-        return None
-    return Form(tuple(pieces), tuple(slots), tuple(defaults))
+def _is_form(text: str) -> bool:
+    """Not without slots, nor with slots only at its very end, where a prefix cache would do."""
+    first = _SLOT.search(text)
+    return first is not None and len(text) <= _LONGEST and _num_fixed(text) - first.start() >= len(text) // 5
+
+
+def _num_fixed(form: str) -> int:
+    """Characters outside its slots."""
+    return len(_SLOT.sub("", form))
+
+
+def filled(form: str, draw: random.Random) -> str:
+    """With a value per slot name: a name that comes twice has one value. Some keep the author's default."""
+    chosen: dict[str, str] = {}
+
+    def value(match: re.Match[str]) -> str:
+        slot = next((name.strip() for name in match.group(1, 3, 4) if name), "choice")
+        default = (match.group(2) or "").strip()
+        if slot not in chosen:
+            keep = default and draw.random() < 0.2
+            chosen[slot] = default if keep else sources.value_for(slot, draw)
+        return str(draw.choice(WORDS["choices"])) if slot == "choice" else chosen[slot]
+
+    return _SLOT.sub(value, form)
 
 
 def _form_texts(paths: Sequence[Path]) -> Iterator[str]:
