@@ -14,10 +14,9 @@ The arms by name, and how a name with options becomes one: `kvshare-open:min_run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
-from inspect import signature
 from typing import Final
 
 from kvshare.errors import ConfigError
@@ -39,7 +38,7 @@ _KVSHARE: Final = {
     "kvshare-semantic": SharingOptions("meaning"),
     "kvshare-semantic-open": SharingOptions("meaning", open_gates=True),
 }
-_ARMS: Final[dict[str, Callable[..., Arm]]] = {
+_ARMS: Final[dict[str, type[Arm]]] = {
     "nothing": NothingArm,
     "prefix": PrefixArm,
     "chunks": ChunksArm,
@@ -124,12 +123,12 @@ def _parse(text: str) -> ArmSpec:
 
 
 def _numbers_of(name: str) -> dict[str, type[Number]]:
-    """The options that an arm takes, as `SharingOptions` or the arm's constructor declares them."""
+    """The options that an arm takes, as `SharingOptions` or the arm declares them."""
     if name in _KVSHARE:
-        numbers = (each for each in fields(SharingOptions) if each.default is None)
-        return {each.name: float if each.type == "float | None" else int for each in numbers}
-    parameters = signature(_ARMS[name]).parameters.values()
-    return {each.name: type(each.default) for each in parameters if each.kind is each.KEYWORD_ONLY}
+        numbers = [each for each in fields(SharingOptions) if each.default is None]
+    else:
+        numbers = [each for each in fields(_ARMS[name]) if each.kw_only]
+    return {each.name: float if str(each.type).startswith("float") else int for each in numbers}
 
 
 __all__ = ["Arm", "ArmSpec", "Meanings", "Workbench", "make_arm", "opened_arms", "parse_arms"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,23 +96,24 @@ class Workbench:
     explain_losses: bool = True  # plan again to tell what KVShare's gates cost; no part of serving
 
 
+@dataclass(eq=False)
 class Arm(ABC):
     """
     One way of caching with one store. `capacity_tokens` None: the store is infinite.
 
-    Arms live in one thread and are closed once.
+    Arms live in one thread and are closed once. Their keyword-only fields are the options that they take.
     """
 
-    family = ""
+    family: ClassVar = ""
 
-    def __init__(
-        self, name: str, bench: Workbench, capacity_tokens: int | None = None, **options: Any
-    ) -> None:
-        """`options` are what distinguishes this arm from others of its family, for `results.json`."""
-        self.name = name
-        self.bench = bench
-        self.capacity_tokens = capacity_tokens
-        self.options = options
+    name: str
+    bench: Workbench
+    capacity_tokens: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What distinguishes this arm from others of its family, for `results.json`."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.kw_only}
 
     @property
     def label(self) -> str:

@@ -19,28 +19,28 @@ import xxhash
 
 from delta_tree import Span, TokenIds, merge
 from delta_tree.kgrams import kgram_hashes
-from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
+from kvshare.replay.arms.base import Arm, stored_tokens
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
 
 _TOKEN_BYTES = 4
 Digest = bytes
 
 
+@dataclass(eq=False, kw_only=True)
 class PrefixArm(Arm):
     """Whole blocks of an equal prefix, prompts and answers alike; at least the last token is computed."""
 
     family = "prefix"
 
-    def __init__(
-        self, name: str, bench: Workbench, capacity_tokens: int | None = None, *, block_size: int = 16
-    ) -> None:
-        super().__init__(name, bench, capacity_tokens, block_size=block_size)
-        self._block_size = block_size
-        self._pool = EndlessPool() if capacity_tokens is None else BlockPool(capacity_tokens // block_size)
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        capacity = self.capacity_tokens
+        self._pool = EndlessPool() if capacity is None else BlockPool(capacity // self.block_size)
 
     def observe(self, request: TokenizedRequest) -> Outcome:
         began = time.perf_counter()
-        logged, size = request.logged, self._block_size
+        logged, size = request.logged, self.block_size
         tokens = stored_tokens(request)
         digests = block_digests(logged.namespace, tokens, size)
         owners = self._pool.find(digests[: max(0, request.num_tokens - 1) // size])
@@ -154,6 +154,7 @@ class _Chunk:
     asker: Asker
 
 
+@dataclass(eq=False, kw_only=True)
 class ChunksArm(Arm):
     """
     An exact prefix, and whole chunks of 256 tokens wherever they stand, as LMCache's blend reuses.
@@ -167,18 +168,11 @@ class ChunksArm(Arm):
 
     family = "chunks"
 
-    def __init__(
-        self,
-        name: str,
-        bench: Workbench,
-        capacity_tokens: int | None = None,
-        *,
-        chunk_size: int = 256,
-        block_size: int = 16,
-    ) -> None:
-        super().__init__(name, bench, capacity_tokens, chunk_size=chunk_size, block_size=block_size)
-        self._chunk_size = chunk_size
-        self._prefix = PrefixArm(name, bench, capacity_tokens, block_size=block_size)
+    chunk_size: int = 256
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        self._prefix = PrefixArm(self.name, self.bench, self.capacity_tokens, block_size=self.block_size)
         self._chunks: OrderedDict[tuple[str, int], _Chunk] = OrderedDict()  # least recently used first
 
     def observe(self, request: TokenizedRequest) -> Outcome:
@@ -189,7 +183,7 @@ class ChunksArm(Arm):
         self._store(request)
         # The last token is always computed: the answer starts from it.
         last = max(0, request.num_tokens - 1)
-        found = [Span(at, min(at + self._chunk_size, last)) for at, _ in matches]
+        found = [Span(at, min(at + self.chunk_size, last)) for at, _ in matches]
         asker = request.logged.asker
         return replace(
             exact,
@@ -199,12 +193,12 @@ class ChunksArm(Arm):
             cross_user=any_of([exact.cross_user, *(asker.is_other(chunk.asker) for _, chunk in matches)]),
             lookup_s=lookup_s,
             num_stored_bytes=exact.num_stored_bytes
-            + len(self._chunks) * self._chunk_size * self.bench.bytes_per_token,
+            + len(self._chunks) * self.chunk_size * self.bench.bytes_per_token,
         )
 
     def _find(self, request: TokenizedRequest, start: int) -> list[tuple[int, _Chunk]]:
         """Chunks behind the prefix and where they are in the prompt, from left to right, without overlaps."""
-        tokens, size = request.token_ids, self._chunk_size
+        tokens, size = request.token_ids, self.chunk_size
         namespace, chunks = request.logged.namespace, self._chunks
         used: set[int] = set()
         matches: list[tuple[int, _Chunk]] = []
@@ -222,7 +216,7 @@ class ChunksArm(Arm):
         return matches
 
     def _store(self, request: TokenizedRequest) -> None:
-        tokens, size = stored_tokens(request), self._chunk_size
+        tokens, size = stored_tokens(request), self.chunk_size
         for start in range(size, len(tokens) - size + 1, size):
             part = tokens[start : start + size]
             key = (request.logged.namespace, int(kgram_hashes(part, size)[0]))

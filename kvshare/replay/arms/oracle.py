@@ -14,13 +14,14 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import Span
 from delta_tree.kgrams import kgram_hashes
-from kvshare.replay.arms.base import Arm, Workbench, stored_tokens, with_room
+from kvshare.replay.arms.base import Arm, stored_tokens, with_room
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
 
 Hashes = NDArray[np.uint64]
@@ -29,41 +30,38 @@ Positions = NDArray[np.int64]
 _FIRST_LEVEL = 4096
 
 
+@dataclass(eq=False, kw_only=True)
 class OracleArm(Arm):
     """All tokens ever seen in one array, and a table of k-grams for each namespace."""
 
     family = "oracle"
 
-    def __init__(
-        self,
-        name: str,
-        bench: Workbench,
-        capacity_tokens: int | None = None,
-        *,
-        min_run: int = 16,
-        tail: int = 0,
-    ) -> None:
-        super().__init__(name, bench, capacity_tokens, min_run=min_run, **({"tail": tail} if tail else {}))
-        self._min_run = min_run
-        self._tail = tail
+    min_run: int = 16
+    tail: int = 0
+
+    def __post_init__(self) -> None:
         self._tokens = np.zeros(1 << 16, dtype=np.int32)
         self._num_tokens = 0
         self._starts: list[int] = []  # of the requests in `_tokens`
         self._askers: list[Asker] = []
         self._tables: dict[str, GramTable] = {}
         self._num_grams = 0
-        self._recency = None if capacity_tokens is None else _Recency(capacity_tokens)
+        self._recency = None if self.capacity_tokens is None else _Recency(self.capacity_tokens)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {name: value for name, value in super().options.items() if value}
 
     def observe(self, request: TokenizedRequest) -> Outcome:
         began = time.perf_counter()
         table = self._tables.setdefault(request.logged.namespace, GramTable())
         tokens = stored_tokens(request)
-        hashes = kgram_hashes(tokens, self._min_run)
+        hashes = kgram_hashes(tokens, self.min_run)
         stored = self._alive(table.find(hashes))
-        num_prompt_grams = max(0, request.num_tokens - self._tail - self._min_run + 1)
+        num_prompt_grams = max(0, request.num_tokens - self.tail - self.min_run + 1)
         starts = np.flatnonzero(self._same_tokens(stored[:num_prompt_grams], tokens))
         outcome = Outcome(
-            hits=_joined(starts, self._min_run) if len(starts) else (),
+            hits=_joined(starts, self.min_run) if len(starts) else (),
             cross_user=self._is_others(stored[starts], request.logged.asker),
             lookup_s=time.perf_counter() - began,
         )
@@ -78,7 +76,7 @@ class OracleArm(Arm):
         """(N,): whether the k-gram at each position is the one stored at `stored`, token for token."""
         same = stored >= 0
         places = np.flatnonzero(same)
-        for offset in range(self._min_run):
+        for offset in range(self.min_run):
             same[places] &= self._tokens[stored[places] + offset] == tokens[places + offset]
         return same
 

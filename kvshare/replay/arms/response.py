@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import Span, TokenIds
-from kvshare.replay.arms.base import Arm, Vector, Workbench, with_room
+from kvshare.replay.arms.base import Arm, Vector, with_room
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest
 
 _ITEM_BYTES = 4  # of a token id, and of a number of a vector
@@ -73,23 +73,22 @@ class _Shelf:
         return max(0.0, distance), max(0.0, to_cached), row
 
 
+@dataclass(eq=False, kw_only=True)
 class ResponseArm(Arm):
     """Needs meanings. A finite store has the bytes of `capacity_tokens` tokens' KV: room for many answers."""
 
     family = "response"
 
-    def __init__(
-        self, name: str, bench: Workbench, capacity_tokens: int | None = None, *, max_distance: float = 0.2
-    ) -> None:
-        super().__init__(name, bench, capacity_tokens, max_distance=max_distance)
-        if bench.meanings is None:
+    max_distance: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.bench.meanings is None:
             raise ValueError("a response cache needs embeddings")
-        self._max_distance = max_distance
-        self._meanings = bench.meanings
+        self._meanings = self.bench.meanings
         self._shelves: dict[str, _Shelf] = {}
         self._entries: OrderedDict[tuple[str, int], _Entry] = OrderedDict()  # least recently used first
         self._num_bytes = 0
-        self._light = np.fromiter(bench.light_ids, np.int64, len(bench.light_ids))
+        self._light = np.array(sorted(self.bench.light_ids), np.int64)
 
     def observe(self, request: TokenizedRequest) -> Outcome:
         vector = self._meanings.of(request)
@@ -101,7 +100,7 @@ class ResponseArm(Arm):
         distance, to_cached, row = shelf.nearest(vector)
         lookup_s = time.perf_counter() - began
         content = self._content(request.token_ids)
-        answer = self._entries.get((namespace, row)) if to_cached <= self._max_distance else None
+        answer = self._entries.get((namespace, row)) if to_cached <= self.max_distance else None
         if answer is None:
             num_items = request.num_tokens + len(request.answer_ids) + len(vector)
             self._store(namespace, vector, _Entry(content, asker, _ITEM_BYTES * num_items))

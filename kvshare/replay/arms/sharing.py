@@ -12,12 +12,12 @@ import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from delta_tree import DeltaTree, Node, NodeId, SegmentId, Span, gaps, merge
-from kvshare.replay.arms.base import Arm, Workbench, prompt_text, stored_tokens
+from kvshare.replay.arms.base import Arm, prompt_text, stored_tokens
 from kvshare.replay.arms.losses import Losses, SecondLook
 from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
@@ -57,23 +57,18 @@ def _tree() -> DeltaTree:
     )
 
 
+@dataclass(eq=False, kw_only=True)
 class SharingArm(Arm):
     """KVShare with some options. Those that look at meaning need a workbench with meanings."""
 
     family = "kvshare"
 
-    def __init__(
-        self,
-        name: str,
-        bench: Workbench,
-        capacity_tokens: int | None = None,
-        *,
-        sharing: SharingOptions,
-    ) -> None:
-        super().__init__(name, bench, capacity_tokens, **sharing.as_document())
-        self.sharing = sharing
-        if self.sharing.uses_meaning and bench.meanings is None:
-            raise ValueError(f"{name} needs embeddings")
+    sharing: SharingOptions
+
+    def __post_init__(self) -> None:
+        bench, sharing, capacity_tokens = self.bench, self.sharing, self.capacity_tokens
+        if sharing.uses_meaning and bench.meanings is None:
+            raise ValueError(f"{self.name} needs embeddings")
         settings, per_token = bench.settings, bench.bytes_per_token
         self._limits = self.sharing.limits(settings)
         self._kv = WeightlessSequence(per_token)
@@ -110,6 +105,10 @@ class SharingArm(Arm):
         self._index = QdrantEdgeIndex(settings.schema(embedder), Path(self._folder.name))
         self._nominator = Nominator(self._index, embedder=embedder, settings=settings)
         self._loop.run_until_complete(self._index.open())
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.sharing.as_document()
 
     @property
     def tree(self) -> DeltaTree:
