@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from delta_tree import TokenIds, token_ids
 from kvshare.replay.requests import Outcome, TokenizedRequest
-from kvshare.replay.results import Tree, arm_label
+from kvshare.replay.results import arm_label
 from kvshare.settings import Settings
 from vector_index import PromptText, TextEmbedder, embed_prompts, windows
 
@@ -124,8 +124,8 @@ class Arm(ABC):
     def observe(self, request: TokenizedRequest) -> Outcome:
         """What of a request would be reused, given all that was observed before; then store it."""
 
-    def describe_tree(self) -> Tree | None:
-        """Figures of the delta tree, for arms that have one."""
+    def describe_tree(self) -> dict[str, Any] | None:
+        """Figures of the delta tree, for arms that have one; see results.py."""
         return None
 
     def close(self) -> None:  # noqa: B027  most arms hold nothing but memory

@@ -21,9 +21,7 @@ from kvshare.replay.arms.base import Arm, prompt_text, stored_tokens
 from kvshare.replay.arms.losses import Losses, SecondLook
 from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
-from kvshare.replay.counts import COUNT_EDGES, Buckets
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
-from kvshare.replay.results import Tree
 from kvshare.requests import Prompt, SharingMode
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
@@ -183,21 +181,18 @@ class SharingArm(Arm):
         if self._num_observed % _MAINTAIN_EVERY == 0:
             await self._index.maintain()
 
-    def describe_tree(self) -> Tree:
-        """Every node's depth and number of children, and the tree's sums."""
+    def describe_tree(self) -> dict[str, Any]:
         stats = self.tree.stats()
         node_ids = [node.node_id for node in self.tree.nodes()]
-        depths = [1 + len(self.tree.ancestors(node_id)) for node_id in node_ids]
-        children = [len(self.tree.children(node_id)) for node_id in node_ids]
-        return Tree(
-            depth=Buckets(COUNT_EDGES, depths).histogram(),
-            children=Buckets(COUNT_EDGES, children).histogram(),
-            num_nodes=stats.num_nodes,
-            num_roots=stats.num_roots,
-            num_segments=stats.num_segments,
-            num_prompt_tokens=stats.num_tokens,
-            num_stored_tokens=stats.num_stored_tokens,
-        )
+        return {
+            "depths": [1 + len(self.tree.ancestors(node_id)) for node_id in node_ids],
+            "children": [len(self.tree.children(node_id)) for node_id in node_ids],
+            "num_nodes": stats.num_nodes,
+            "num_roots": stats.num_roots,
+            "num_segments": stats.num_segments,
+            "num_prompt_tokens": stats.num_tokens,
+            "num_stored_tokens": stats.num_stored_tokens,
+        }
 
 
 def _outcome(plan: Plan | NoPlan, *, with_repairs: bool = False) -> Outcome:

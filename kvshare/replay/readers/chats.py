@@ -48,10 +48,6 @@ def read_lmsys(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     yield _conversation(row, blank, fields.messages(row.get("conversation")))
 
 
-def is_sharegpt(row: Row) -> bool:
-    return "conversations" in row
-
-
 def read_sharegpt(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """`conversations` with `from` and `value`, one JSON array or JSON lines. No users, no times."""
     yield _conversation(row, blank, fields.messages(row.get("conversations"), role="from", content="value"))

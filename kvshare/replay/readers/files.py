@@ -58,41 +58,37 @@ def raw_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
 def _unpacked(file: io.BufferedReader, magic: bytes) -> io.BufferedReader | gzip.GzipFile:
     if magic.startswith(_GZIP):
         return gzip.GzipFile(fileobj=file)
-    return io.BufferedReader(_ZstdReader(file)) if magic == _ZSTD else file
+    return io.BufferedReader(_Joined(_frames(file))) if magic == _ZSTD else file
 
 
-class _ZstdReader(io.RawIOBase):
-    """Like zstandard's own reader, but a frame that breaks off is an EOFError and not a quiet end."""
+def _frames(file: IO[bytes]) -> Iterator[bytes]:
+    """What zstd frames hold. Not by zstandard's own reader: to it, a frame that breaks off is a quiet end."""
+    frame: zstandard.ZstdDecompressionObj | None = None
+    while data := file.read(_ZSTD_STEP):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            yield frame.decompress(data)
+            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("a zstd frame breaks off")
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._frame = _new_frame()
-        self._inside = False  # of a frame
+
+class _Joined(io.RawIOBase):
+    """Pieces, to be read as one file."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = filter(None, pieces)
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            data = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame, self._inside = _new_frame(), False
-            data = data or self._file.read(_ZSTD_STEP)
-            if not data:
-                if self._inside:
-                    raise EOFError("a zstd frame breaks off")
-                return 0
-            self._inside = True
-            self._ready = memoryview(self._frame.decompress(data))
+        self._ready = self._ready or memoryview(next(self._pieces, b""))
         length = min(len(buffer), len(self._ready))
         buffer[:length] = self._ready[:length]
         self._ready = self._ready[length:]
         return length
-
-
-def _new_frame() -> zstandard.ZstdDecompressionObj:
-    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
 
 def _json_rows(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, Row | Reason]]:

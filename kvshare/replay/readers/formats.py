@@ -35,19 +35,27 @@ class Format:
     has_content: bool = True  # False: lengths only, recognised in order to be refused
 
 
+def _has(*names: str) -> Callable[[Row], bool]:
+    return lambda row: all(name in row for name in names)
+
+
 # In the order in which they are tried: the ones with the most telling fields first.
 FORMATS: Mapping[str, Format] = {
     each.name: each
     for each in (
-        Format("mooncake", prompts.is_mooncake, prompts.read_mooncake),
-        Format("azure", prompts.is_azure, prompts.read_azure, has_content=False),
+        Format("mooncake", _has("hash_ids", "input_length"), prompts.read_mooncake),
+        Format("azure", _has("ContextTokens", "GeneratedTokens"), prompts.read_azure, has_content=False),
         Format("wildchat", chats.is_wildchat, chats.read_wildchat),
         Format("lmsys", chats.is_lmsys, chats.read_lmsys),
-        Format("sharegpt", chats.is_sharegpt, chats.read_sharegpt),
+        Format("sharegpt", _has("conversations"), chats.read_sharegpt),
         Format("openai", openai.is_body, openai.read_body),
         Format("prompts", prompts.is_prompt, prompts.read_prompts),
         Format("conversations", chats.is_conversation, chats.read_conversation),
-        Format("plain", prompts.is_plain, prompts.read_plain),
+        Format(
+            "plain",
+            lambda row: not row.keys().isdisjoint(("messages", "prompt", "token_ids")),
+            prompts.read_plain,
+        ),
     )
 }
 _OFFERED = ", ".join(each.name for each in FORMATS.values() if each.has_content)

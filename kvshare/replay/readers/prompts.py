@@ -16,10 +16,6 @@ _ANSWER_LENGTHS = ("output_tokens_count", "output_tokens", "output_length", "com
 _PROMPT_LENGTHS = ("prompt_tokens_count", "prompt_tokens", "prompt_length", "prompt_len")
 
 
-def is_plain(row: Row) -> bool:
-    return any(name in row for name in ("messages", "prompt", "token_ids"))
-
-
 def read_plain(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """
     `messages` or `prompt` (or `token_ids`), and whatever else a log knows: what `kvshare workload` writes.
@@ -116,10 +112,6 @@ def _prompt_row(row: object, blank: LoggedRequest, **known: float | None) -> Log
     )
 
 
-def is_mooncake(row: Row) -> bool:
-    return "hash_ids" in row and "input_length" in row
-
-
 def read_mooncake(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """
     One hash id per block of 512 tokens, each standing for the block *and* what comes before it.
@@ -148,10 +140,6 @@ def read_mooncake(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
             num_answer_tokens=fields.optional(fields.count, row, "output_length"),
         )
     )
-
-
-def is_azure(row: Row) -> bool:
-    return "ContextTokens" in row and "GeneratedTokens" in row
 
 
 def read_azure(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:

@@ -11,11 +11,11 @@ import gzip
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from kvshare.errors import LogError
 from kvshare.replay.workloads import chats, documents, forms
@@ -68,20 +68,13 @@ def _numbered(name: str, drafts: Iterable[WorkloadRow], draw: random.Random) -> 
 def write_rows(rows: Iterable[WorkloadRow], path: Path) -> int:
     """Returns how many. `-` is stdout; a name in .gz is compressed, the same bytes for the same rows."""
     number = 0
-    with _opened(path) as file:
+    with ExitStack() as stack:
+        to_stdout = str(path) == "-"
+        file: IO[bytes] = sys.stdout.buffer if to_stdout else stack.enter_context(path.open("wb"))
+        if path.suffix == ".gz":
+            packed = gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0)
+            file = cast(IO[bytes], stack.enter_context(packed))
         for row in rows:
             file.write(f"{row.to_json()}\n".encode())
             number += 1
     return number
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
-    if str(path) == "-":
-        yield sys.stdout.buffer
-    elif path.suffix == ".gz":
-        with path.open("wb") as raw, gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as file:
-            yield file
-    else:
-        with path.open("wb") as file:
-            yield file
