@@ -54,15 +54,12 @@ class Meanings(TextEmbedder):
 
     def prepare(self, requests: Sequence[TokenizedRequest]) -> None:
         """Embed what these requests need and forget the batch before."""
-        texts = list(dict.fromkeys(w for request in requests for w in windows(prompt_text(request))))
-        texts.sort(key=len)  # texts of one length embedded together are hardly padded
-        known = {text: self._known[text] for text in texts if text in self._known}
-        new = [text for text in texts if text not in known]
-        self._known = known
-        self._embed_new(new)
+        texts = dict.fromkeys(window for request in requests for window in windows(prompt_text(request)))
+        self._known = {text: self._known[text] for text in texts if text in self._known}
+        self._embed_new(sorted(texts, key=len))  # texts of one length embedded together are hardly padded
 
     def embed(self, texts: Sequence[str]) -> Vector:
-        self._embed_new([text for text in dict.fromkeys(texts) if text not in self._known])
+        self._embed_new(texts)
         return np.stack([self._known[text] for text in texts])
 
     def of(self, request: TokenizedRequest) -> Vector | None:
@@ -70,13 +67,14 @@ class Meanings(TextEmbedder):
         (vector,) = embed_prompts(self, [prompt_text(request)])
         return vector
 
-    def _embed_new(self, texts: list[str]) -> None:
-        if not texts:
+    def _embed_new(self, texts: Sequence[str]) -> None:
+        new = [text for text in dict.fromkeys(texts) if text not in self._known]
+        if not new:
             return
         began = time.perf_counter()
-        self._known.update(zip(texts, self._real.embed(texts), strict=True))
+        self._known.update(zip(new, self._real.embed(new), strict=True))
         self.seconds += time.perf_counter() - began
-        self.num_texts += len(texts)
+        self.num_texts += len(new)
 
 
 def prompt_text(request: TokenizedRequest) -> PromptText:

@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import xxhash
 
 from delta_tree import Span, TokenIds, merge
@@ -61,7 +60,7 @@ class PrefixArm(Arm):
 
 def block_digests(namespace: str, token_ids: TokenIds, block_size: int) -> list[Digest]:
     """One digest per full block, each of the block and all before it, in a domain of the namespace's own."""
-    tokens = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    tokens = _content(token_ids)
     step = block_size * _TOKEN_BYTES
     parent = xxhash.xxh3_128_digest(namespace.encode())
     digests = []
@@ -85,8 +84,7 @@ class EndlessPool:
         """The owners of the leading blocks that are cached."""
         owners: list[Asker] = []
         for digest in digests:
-            owner = self._owner(digest)
-            if owner is None:
+            if (owner := self._owner(digest)) is None:
                 break
             owners.append(owner)
         return owners

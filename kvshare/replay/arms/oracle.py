@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,8 +149,7 @@ def _joined(starts: Positions, length: int) -> tuple[Span, ...]:
     return tuple(map(Span, firsts.tolist(), (lasts + length).tolist()))
 
 
-@dataclass(slots=True)
-class _Level:
+class _Level(NamedTuple):
     hashes: Hashes  # ascending
     positions: NDArray[np.uint32]
 
@@ -168,9 +168,8 @@ class GramTable:
     def find(self, hashes: Hashes) -> Positions:
         """Where each hash was last put, -1 for unknown ones. Shapes: (N,) -> (N,)."""
         found = np.full(len(hashes), -1, dtype=np.int64)
-        for level in self._levels:
-            places, is_known = _locate(level, hashes)
-            found[is_known] = level.positions[places[is_known]]
+        for level, places, is_known in self._located(hashes):
+            found[is_known] = level.positions[places]
         return found
 
     def put(self, hashes: Hashes, positions: Positions) -> None:
@@ -178,13 +177,19 @@ class GramTable:
         keep = _last_of_each(hashes)
         hashes, positions = hashes[keep], positions[keep]
         is_new = np.ones(len(hashes), dtype=np.bool_)
-        for level in self._levels:
-            places, is_known = _locate(level, hashes)
-            level.positions[places[is_known]] = positions[is_known]
+        for level, places, is_known in self._located(hashes):
+            level.positions[places] = positions[is_known]
             is_new &= ~is_known
         if is_new.any():
             self._levels.append(_sorted_level(hashes[is_new], positions[is_new].astype(np.uint32)))
             self._compact()
+
+    def _located(self, hashes: Hashes) -> Iterator[tuple[_Level, Positions, NDArray[np.bool_]]]:
+        """For each level, which of these hashes it has, and where."""
+        for level in self._levels:
+            places = np.minimum(np.searchsorted(level.hashes, hashes), len(level.hashes) - 1)
+            is_known = level.hashes[places] == hashes
+            yield level, places[is_known], is_known
 
     def _compact(self) -> None:
         """Merge the last levels while the smaller is not much smaller than the one before it."""
@@ -193,17 +198,8 @@ class GramTable:
             len(levels[-1].hashes) * 2 > len(levels[-2].hashes) or len(levels[-2].hashes) < _FIRST_LEVEL
         ):
             small, large = levels.pop(), levels.pop()
-            levels.append(
-                _sorted_level(
-                    np.concatenate((large.hashes, small.hashes)),
-                    np.concatenate((large.positions, small.positions)),
-                )
-            )
-
-
-def _locate(level: _Level, hashes: Hashes) -> tuple[Positions, NDArray[np.bool_]]:
-    places = np.minimum(np.searchsorted(level.hashes, hashes), len(level.hashes) - 1)
-    return places, level.hashes[places] == hashes
+            hashes = np.concatenate((large.hashes, small.hashes))
+            levels.append(_sorted_level(hashes, np.concatenate((large.positions, small.positions))))
 
 
 def _last_of_each(hashes: Hashes) -> Positions:

@@ -54,16 +54,11 @@ class LoggedRow:
         """Request `number` of the row, from 0."""
         if not self.turns:
             return self.request
-        turn = self.turns[number]
+        end, time_s = self.turns[number].num_messages, self.turns[number].time_s
         messages = self.request.messages or ()
-        following = messages[turn.num_messages] if turn.num_messages < len(messages) else None
-        answered = following is not None and following["role"] == "assistant"
+        answers = (said["content"] for said in messages[end : end + 1] if said["role"] == "assistant")
         return replace(
-            self.request,
-            turn=number,
-            time_s=turn.time_s,
-            messages=messages[: turn.num_messages],
-            answer=following["content"] if answered and following is not None else None,
+            self.request, turn=number, time_s=time_s, messages=messages[:end], answer=next(answers, None)
         )
 
 

@@ -30,8 +30,6 @@ def window(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
     """
     usable = [chat for chat in sources.chats(paths) if _num_turns(chat) >= _MIN_TURNS]
     long = [chat for chat in usable if _num_chars(chat) > _SMALLEST]
-    if not long:
-        return
     yield from take_turns(_opened(long, draw), _NUM_OPEN, draw)
 
 
@@ -88,8 +86,6 @@ def resubmit(paths: Sequence[Path], num_requests: int, draw: random.Random) -> I
     notebook.
     """
     talks = [chat for chat in sources.chats(paths) if _ends(chat)]
-    if not talks:
-        return
     for number, chat in enumerate(sources.endless(talks, draw)):
         prompt = tuple(chat[: draw.choice(_ends(chat))])
         conversation, user = f"resubmit-c{number}", f"u{number}"

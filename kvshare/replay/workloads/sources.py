@@ -176,6 +176,6 @@ def value_for(slot: str, draw: random.Random) -> str:
 
 
 def endless(items: Sequence[_T], draw: random.Random) -> Iterator[_T]:
-    """All of them, then all of them in another order, and so on."""
-    while True:
+    """All of them, then all of them in another order, and so on; nothing if there are none."""
+    while items:
         yield from draw.sample(items, len(items))
