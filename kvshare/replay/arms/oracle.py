@@ -58,7 +58,9 @@ class OracleArm(Arm):
         table = self._tables.setdefault(request.logged.namespace, GramTable())
         tokens = stored_tokens(request)
         hashes = kgram_hashes(tokens, self.min_run)
-        stored = self._alive(table.find(hashes))
+        stored = table.find(hashes)
+        if self._recency is not None:
+            stored = self._recency.without_evicted(stored)
         num_prompt_grams = max(0, request.num_tokens - self.tail - self.min_run + 1)
         starts = np.flatnonzero(self._same_tokens(stored[:num_prompt_grams], tokens))
         outcome = Outcome(
@@ -69,9 +71,6 @@ class OracleArm(Arm):
         self._store(request, table, tokens, hashes, stored)
         num_kept = self._num_grams if self._recency is None else self._recency.num_kept
         return replace(outcome, num_stored_bytes=num_kept * self.bench.bytes_per_token)
-
-    def _alive(self, stored: Positions) -> Positions:
-        return stored if self._recency is None else self._recency.without_evicted(stored)
 
     def _same_tokens(self, stored: Positions, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """(N,): whether the k-gram at each position is the one stored at `stored`, token for token."""
@@ -94,7 +93,9 @@ class OracleArm(Arm):
         hashes: Hashes,
         stored: Positions,
     ) -> None:
-        start = self._append(tokens)
+        start, self._num_tokens = self._num_tokens, self._num_tokens + len(tokens)
+        self._tokens = with_room(self._tokens, self._num_tokens)
+        self._tokens[start : self._num_tokens] = tokens
         self._starts.append(start)
         self._askers.append(request.logged.asker)
         positions = np.arange(start, start + len(hashes), dtype=np.int64)
@@ -105,12 +106,6 @@ class OracleArm(Arm):
         is_new = stored < 0  # a k-gram stays where it was first seen
         self._num_grams += len(np.unique(hashes[is_new]))
         table.put(hashes[is_new][::-1], positions[is_new][::-1])
-
-    def _append(self, tokens: NDArray[np.int32]) -> int:
-        start, self._num_tokens = self._num_tokens, self._num_tokens + len(tokens)
-        self._tokens = with_room(self._tokens, self._num_tokens)
-        self._tokens[start : self._num_tokens] = tokens
-        return start
 
 
 class _Recency:

@@ -109,9 +109,9 @@ def reworded(text: str, draw: random.Random) -> str:
     words = text.split(" ")
     if len(words) < 4:
         place = draw.randint(0, len(text))
-        return f"{text[:place]} {sources.topic(draw)} {text[place:]}"
+        return f"{text[:place]} {draw.choice(sources.TOPICS)} {text[place:]}"
     place = draw.randrange(len(words))
-    words[place] = str(draw.randint(2, 999)) if words[place].isdigit() else sources.topic(draw)
+    words[place] = str(draw.randint(2, 999)) if words[place].isdigit() else draw.choice(sources.TOPICS)
     return " ".join(words)
 
 

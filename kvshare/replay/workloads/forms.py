@@ -117,5 +117,5 @@ def _header(name: str, draw: random.Random) -> str:
     ]
     return (
         f"Current date: {sources.date(draw)}, {sources.clock(draw)}\n"
-        f"User: {name}, {sources.place(draw)}\nTools:\n" + "\n".join(tools) + "\n\n"
+        f"User: {name}, {draw.choice(sources.PLACES)}\nTools:\n" + "\n".join(tools) + "\n\n"
     )

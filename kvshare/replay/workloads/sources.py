@@ -24,6 +24,9 @@ from kvshare.replay.requests import Message
 _TEXT_FIELDS = ("prompt", "text", "query", "question", "instruction", "section_text", "dialogue")
 _T = TypeVar("_T")
 WORDS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+PLACES: Sequence[str] = WORDS["places"]
+PRODUCTS: Sequence[str] = WORDS["products"]
+TOPICS: Sequence[str] = WORDS["topics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +150,6 @@ def date(draw: random.Random) -> str:
     return f"{draw.randint(1, 28)} {draw.choice(WORDS['months'])} {draw.randint(2023, 2026)}"
 
 
-def place(draw: random.Random) -> str:
-    return str(draw.choice(WORDS["places"]))
-
-
-def topic(draw: random.Random) -> str:
-    return str(draw.choice(WORDS["topics"]))
-
-
 def clock(draw: random.Random) -> str:
     return f"{draw.randint(0, 23):02}:{draw.randint(0, 59):02}:{draw.randint(0, 59):02}"
 
@@ -167,12 +162,12 @@ def value_for(slot: str, draw: random.Random) -> str:
     if name & {"number", "id", "amount", "price", "count", "age", "year", "size", "length", "nummer"}:
         return str(draw.randint(10, 99_999))
     if name & {"city", "country", "location", "place", "address", "ort"}:
-        return place(draw)
+        return draw.choice(PLACES)
     if name & {"product", "item", "order", "brand", "model"}:
-        return str(draw.choice(WORDS["products"]))
+        return draw.choice(PRODUCTS)
     if name & {"name", "author", "person", "customer", "client", "patient", "user"}:
         return person(draw)
-    return f"{topic(draw)} in {place(draw)}"
+    return f"{draw.choice(TOPICS)} in {draw.choice(PLACES)}"
 
 
 def endless(items: Sequence[_T], draw: random.Random) -> Iterator[_T]:
