@@ -15,8 +15,7 @@ import numpy as np
 from delta_tree import token_ids
 from kvshare.bench.figures import grown, memory_bytes, percentiles
 from kvshare.bench.text_like import TextLikePrompts, common_words
-from kvshare.replay.arms.base import Workbench
-from kvshare.replay.arms.meanings import Meanings
+from kvshare.replay.arms.base import Meanings, Workbench
 from kvshare.replay.arms.sharing import SharingArm
 from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.replay.requests import LoggedRequest, Outcome, TokenizedRequest
@@ -49,7 +48,7 @@ def run(
     embedder = Embedder.for_bulk(num_threads=threads) if dense else None
     words = [] if embedder is None else common_words(embedder.load().tokenizer.get_vocab())
     meanings = None if embedder is None else Meanings(embedder)
-    arm = _arm(meanings, seed=seed)
+    arm = _arm(meanings)
     prompts = TextLikePrompts(np.random.default_rng(seed), prompt_tokens)
     stream = _Stream(arm, prompts, words)
     before = memory_bytes()
@@ -128,12 +127,11 @@ class _Stream:
         )
 
 
-def _arm(meanings: Meanings | None, *, seed: int) -> SharingArm:
+def _arm(meanings: Meanings | None) -> SharingArm:
     bench = Workbench(
         settings=load_settings(),
         bytes_per_token=_BYTES_PER_TOKEN,
         prefill_tokens_per_s=_PREFILL_TOKENS_PER_S,
-        seed=seed,
         meanings=meanings,
         explain_losses=False,
     )

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from delta_tree import Span, TokenIds
 
 Message = Mapping[str, str]  # role, content
@@ -116,12 +113,6 @@ class Outcome:
     @property
     def num_copies(self) -> int:
         return len(self.shifts)
-
-
-def spans_of(flags: ArrayLike) -> tuple[Span, ...]:
-    """The stretches where `flags` is true."""
-    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)).tolist()
-    return tuple(map(Span, edges[::2], edges[1::2]))
 
 
 def batches(requests: Iterable[T], size: int) -> Iterator[list[T]]:

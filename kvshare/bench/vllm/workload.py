@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from delta_tree import TokenIds, token_ids
 from kvshare.bench.random_models import DEMO_VOCAB_SIZE
 from kvshare.errors import LogError
-from kvshare.replay.readers import ReadReport, read_requests
+from kvshare.replay.readers import ReadReport, read_file
 from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.tokens import RequestTokenizer
 from kvshare.served_model import DEMO
@@ -32,7 +32,8 @@ def read_prompts(path: Path, *, num_prompts: int, max_tokens: int) -> FilePrompt
     Raises LogError where the file has fewer, or one that the benchmarks' models cannot take.
     """
     report = ReadReport()
-    requests = RequestTokenizer.load(DEMO).tokenize(islice(read_requests(path, report), num_prompts))
+    logged = chain.from_iterable(read_file(path, report))
+    requests = RequestTokenizer.load(DEMO).tokenize(islice(logged, num_prompts))
     whole = [_checked(request) for request in requests]
     if len(whole) < num_prompts:
         bad = f", and {report.num_unreadable} lines that cannot be read" if report.num_unreadable else ""
@@ -43,7 +44,7 @@ def read_prompts(path: Path, *, num_prompts: int, max_tokens: int) -> FilePrompt
         "num_prompts": len(prompts),
         "num_tokens": sum(map(len, prompts)),
         "num_cut": sum(len(prompt) > max_tokens for prompt in whole),
-        "unreadable": report.to_dict(),
+        "unreadable": report.unreadable().model_dump(mode="json"),
     }
     return FilePrompts(prompts, description)
 

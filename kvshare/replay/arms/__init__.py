@@ -14,15 +14,14 @@ The arms by name, and how a name with options becomes one: `kvshare-open:min_run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from kvshare.errors import ConfigError
-from kvshare.replay.arms.base import Arm, NothingArm, Workbench
+from kvshare.replay.arms.base import Arm, Meanings, NothingArm, Workbench
 from kvshare.replay.arms.exact import ChunksArm, PrefixArm
-from kvshare.replay.arms.meanings import Meanings
 from kvshare.replay.arms.oracle import OracleArm
 from kvshare.replay.arms.response import ResponseArm
 from kvshare.replay.arms.sharing import SharingArm
@@ -30,7 +29,6 @@ from kvshare.replay.arms.sharing_options import SharingOptions
 
 Number = int | float
 Options = dict[str, Number]
-
 
 _KVSHARE: Final = {
     "kvshare": SharingOptions(),
@@ -40,45 +38,20 @@ _KVSHARE: Final = {
     "kvshare-semantic": SharingOptions("meaning"),
     "kvshare-semantic-open": SharingOptions("meaning", open_gates=True),
 }
-_SHARING_NUMBERS: Final[dict[str, type[Number]]] = {
-    option.name: float if option.type == "float | None" else int
-    for option in fields(SharingOptions)
-    if option.default is None
-}
-_ARMS: Final[dict[str, Callable[..., Arm]]] = {
+_ARMS: Final[dict[str, type[Arm]]] = {
     "nothing": NothingArm,
     "prefix": PrefixArm,
     "chunks": ChunksArm,
     "response": ResponseArm,
     "oracle": OracleArm,
 }
-_OPTIONS: Final[dict[str, dict[str, type[Number]]]] = {
-    "nothing": {},
-    "prefix": {"block_size": int},
-    "chunks": {"chunk_size": int, "block_size": int},
-    "response": {"max_distance": float},
-    "oracle": {"min_run": int, "tail": int},
-    **dict.fromkeys(_KVSHARE, _SHARING_NUMBERS),
-}
-_FAST: Final = (
-    "nothing", "prefix", "chunks", "kvshare-fingerprints", "kvshare-fingerprints-open", "oracle",
-)  # fmt: skip
 _ALIASES: Final = {
-    "fast": _FAST,  # nothing that embeds
-    "all": (
-        *_FAST[:3],
-        "response",
-        "kvshare",
-        "kvshare-open",
-        "kvshare-open:max_distance=0.15",
-        *_FAST[3:5],
-        "kvshare-semantic",
-        "kvshare-semantic-open",
-        "kvshare-semantic-open:max_distance=0.15",
-        "oracle",
-    ),
+    "fast": "nothing,prefix,chunks,kvshare-fingerprints,kvshare-fingerprints-open,oracle",  # none embeds
+    "all": "nothing,prefix,chunks,response,kvshare,kvshare-open,kvshare-open:max_distance=0.15,"
+    "kvshare-fingerprints,kvshare-fingerprints-open,kvshare-semantic,kvshare-semantic-open,"
+    "kvshare-semantic-open:max_distance=0.15,oracle",
 }
-_EXPECTED: Final = ", ".join((*_OPTIONS, *_ALIASES))
+_EXPECTED: Final = ", ".join((*_ARMS, *_KVSHARE, *_ALIASES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +77,7 @@ def parse_arms(text: str) -> tuple[ArmSpec, ...]:
     Raises:  ConfigError for an unknown arm or option, or a value that is no number
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
-    wanted = [spec for name in names for spec in _ALIASES.get(name, (name,))]
+    wanted = [spec for name in names for spec in _ALIASES.get(name, name).split(",")]
     if not wanted:
         raise ConfigError("--arms", f"expected some of: {_EXPECTED}")
     return tuple(_parse(spec) for spec in dict.fromkeys(wanted))
@@ -131,15 +104,15 @@ def opened_arms(stores: Iterable[tuple[ArmSpec, int | None]], bench: Workbench) 
 
 def _parse(text: str) -> ArmSpec:
     name, *parts = text.split(":")
-    if name not in _OPTIONS:
+    if name not in _ARMS and name not in _KVSHARE:
         raise ConfigError("--arms", f"unknown arm {name!r}; expected some of: {_EXPECTED}")
-    options: Options = {}
+    known, options = _numbers_of(name), Options()
     for part in parts:
         key, _, value = part.partition("=")
-        kind = _OPTIONS[name].get(key)
+        kind = known.get(key)
         if kind is None:
-            known = ", ".join(_OPTIONS[name]) or "none"
-            raise ConfigError("--arms", f"{name} has no option {key!r}; it has: {known}")
+            offered = ", ".join(known) or "none"
+            raise ConfigError("--arms", f"{name} has no option {key!r}; it has: {offered}")
         try:
             options[key] = kind(value)
         except ValueError as exc:
@@ -147,6 +120,15 @@ def _parse(text: str) -> ArmSpec:
         if options[key] < 0 or (kind is int and options[key] < 1):
             raise ConfigError("--arms", f"{name}:{key} is too small: {value}")
     return ArmSpec(text, name, options)
+
+
+def _numbers_of(name: str) -> dict[str, type[Number]]:
+    """The options that an arm takes, as `SharingOptions` or the arm declares them."""
+    if name in _KVSHARE:
+        numbers = [each for each in fields(SharingOptions) if each.default is None]
+    else:
+        numbers = [each for each in fields(_ARMS[name]) if each.kw_only]
+    return {each.name: float if str(each.type).startswith("float") else int for each in numbers}
 
 
 __all__ = ["Arm", "ArmSpec", "Meanings", "Workbench", "make_arm", "opened_arms", "parse_arms"]

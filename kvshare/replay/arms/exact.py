@@ -13,39 +13,29 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import xxhash
 
 from delta_tree import Span, TokenIds, merge
 from delta_tree.kgrams import kgram_hashes
-from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
+from kvshare.replay.arms.base import Arm, stored_tokens
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
 
 _TOKEN_BYTES = 4
 Digest = bytes
 
 
+@dataclass(eq=False, kw_only=True)
 class PrefixArm(Arm):
     """Whole blocks of an equal prefix, prompts and answers alike; at least the last token is computed."""
 
     family = "prefix"
 
-    def __init__(
-        self, name: str, bench: Workbench, capacity_tokens: int | None = None, *, block_size: int = 16
-    ) -> None:
-        super().__init__(name, bench, capacity_tokens)
-        self.block_size = block_size
-        self._pool = EndlessPool() if capacity_tokens is None else BlockPool(capacity_tokens // block_size)
+    block_size: int = 16
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"block_size": self.block_size}
-
-    @property
-    def num_stored_bytes(self) -> int:
-        return self._pool.num_cached * self.block_size * self.bench.bytes_per_token
+    def __post_init__(self) -> None:
+        capacity = self.capacity_tokens
+        self._pool = EndlessPool() if capacity is None else BlockPool(capacity // self.block_size)
 
     def observe(self, request: TokenizedRequest) -> Outcome:
         began = time.perf_counter()
@@ -64,13 +54,13 @@ class PrefixArm(Arm):
             shifts=(0,) if num_hit else (),
             cross_user=any_of(map(logged.asker.is_other, owners)),
             lookup_s=lookup_s,
-            num_stored_bytes=self.num_stored_bytes,
+            num_stored_bytes=self._pool.num_cached * size * self.bench.bytes_per_token,
         )
 
 
 def block_digests(namespace: str, token_ids: TokenIds, block_size: int) -> list[Digest]:
     """One digest per full block, each of the block and all before it, in a domain of the namespace's own."""
-    tokens = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    tokens = _content(token_ids)
     step = block_size * _TOKEN_BYTES
     parent = xxhash.xxh3_128_digest(namespace.encode())
     digests = []
@@ -94,8 +84,7 @@ class EndlessPool:
         """The owners of the leading blocks that are cached."""
         owners: list[Asker] = []
         for digest in digests:
-            owner = self._owner(digest)
-            if owner is None:
+            if (owner := self._owner(digest)) is None:
                 break
             owners.append(owner)
         return owners
@@ -163,12 +152,7 @@ class _Chunk:
     asker: Asker
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
-    at: int
-    chunk: _Chunk
-
-
+@dataclass(eq=False, kw_only=True)
 class ChunksArm(Arm):
     """
     An exact prefix, and whole chunks of 256 tokens wherever they stand, as LMCache's blend reuses.
@@ -182,23 +166,12 @@ class ChunksArm(Arm):
 
     family = "chunks"
 
-    def __init__(
-        self,
-        name: str,
-        bench: Workbench,
-        capacity_tokens: int | None = None,
-        *,
-        chunk_size: int = 256,
-        block_size: int = 16,
-    ) -> None:
-        super().__init__(name, bench, capacity_tokens)
-        self.chunk_size = chunk_size
-        self._prefix = PrefixArm(name, bench, capacity_tokens, block_size=block_size)
-        self._chunks: OrderedDict[tuple[str, int], _Chunk] = OrderedDict()  # least recently used first
+    chunk_size: int = 256
+    block_size: int = 16
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"chunk_size": self.chunk_size, **self._prefix.options}
+    def __post_init__(self) -> None:
+        self._prefix = PrefixArm(self.name, self.bench, self.capacity_tokens, block_size=self.block_size)
+        self._chunks: OrderedDict[tuple[str, int], _Chunk] = OrderedDict()  # least recently used first
 
     def observe(self, request: TokenizedRequest) -> Outcome:
         exact = self._prefix.observe(request)
@@ -208,25 +181,25 @@ class ChunksArm(Arm):
         self._store(request)
         # The last token is always computed: the answer starts from it.
         last = max(0, request.num_tokens - 1)
-        found = [Span(match.at, min(match.at + self.chunk_size, last)) for match in matches]
+        found = [Span(at, min(at + self.chunk_size, last)) for at, _ in matches]
         asker = request.logged.asker
         return replace(
             exact,
             hits=merge([*exact.hits, *found]),
-            num_donors=exact.num_donors + len({(m.chunk.asker, m.chunk.start - m.at) for m in matches}),
-            shifts=(*exact.shifts, *(match.at - match.chunk.start for match in matches)),
-            cross_user=any_of([exact.cross_user, *(asker.is_other(match.chunk.asker) for match in matches)]),
+            num_donors=exact.num_donors + len({(chunk.asker, chunk.start - at) for at, chunk in matches}),
+            shifts=(*exact.shifts, *(at - chunk.start for at, chunk in matches)),
+            cross_user=any_of([exact.cross_user, *(asker.is_other(chunk.asker) for _, chunk in matches)]),
             lookup_s=lookup_s,
             num_stored_bytes=exact.num_stored_bytes
             + len(self._chunks) * self.chunk_size * self.bench.bytes_per_token,
         )
 
-    def _find(self, request: TokenizedRequest, start: int) -> list[_Match]:
-        """Chunks behind the prefix, from left to right, without overlaps."""
+    def _find(self, request: TokenizedRequest, start: int) -> list[tuple[int, _Chunk]]:
+        """Chunks behind the prefix and where they are in the prompt, from left to right, without overlaps."""
         tokens, size = request.token_ids, self.chunk_size
         namespace, chunks = request.logged.namespace, self._chunks
         used: set[int] = set()
-        matches: list[_Match] = []
+        matches: list[tuple[int, _Chunk]] = []
         end = start
         for at, code in enumerate(kgram_hashes(tokens[start:], size).tolist(), start=start):
             if at < end or code in used:
@@ -234,7 +207,7 @@ class ChunksArm(Arm):
             chunk = chunks.get((namespace, code))
             if chunk is None or chunk.content != _content(tokens[at : at + size]):
                 continue
-            matches.append(_Match(at, chunk))
+            matches.append((at, chunk))
             used.add(code)
             end = at + size
             chunks.move_to_end((namespace, code))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from delta_tree import Node, Segment, SegmentId
+from delta_tree import Node, Segment, SegmentId, TokenIds
 from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.settings import Settings
+from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import PlannerLimits
+from kvshare.sharing.planner import make_plan
 
 _REFUSALS = frozenset({"not_enough_saved", "too_much_relocated", "does_not_pay", "rotation_unknown"})
 _ANY = 2**30  # donors or generations: never so many
@@ -39,20 +41,16 @@ class SecondLook:
         self._open = replace(sharing, open_gates=True, max_donors=_ANY).limits(settings)
         self._segment_of = segment_of
 
-    def losses(
-        self,
-        plan: Plan | NoPlan,
-        nodes: Sequence[Node],
-        plan_again: Callable[[PlannerLimits], Plan | NoPlan],
-    ) -> Losses:
-        """`plan_again` plans the same request from the same `nodes`."""
+    def losses(self, token_ids: TokenIds, plan: Plan | NoPlan, nodes: Sequence[Node], rates: Rates) -> Losses:
+        """Of a request, when its `plan` was made from these candidates at these rates."""
+        plan_again = partial(make_plan, token_ids, nodes, self._segment_of, approximate=True, rates=rates)
         hides = any(self._hides(node) for node in nodes)
         if not (hides or plan.reason in _REFUSALS or self._may_lack_donors(plan, nodes)):
             return Losses()
-        num_refused = max(0, _num_covered(plan_again(self._open)) - _num_covered(plan))
+        num_refused = max(0, _num_covered(plan_again(limits=self._open)) - _num_covered(plan))
         if not (hides and num_refused):
             return Losses(num_refused)
-        num_deeper = _num_covered(plan_again(self._any_generation)) - _num_covered(plan)
+        num_deeper = _num_covered(plan_again(limits=self._any_generation)) - _num_covered(plan)
         return Losses(num_refused, min(max(0, num_deeper), num_refused))
 
     def _hides(self, node: Node) -> bool:

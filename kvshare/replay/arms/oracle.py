@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from delta_tree import Span
 from delta_tree.kgrams import kgram_hashes
-from kvshare.replay.arms.base import Arm, Workbench, stored_tokens, with_room
-from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of, spans_of
+from kvshare.replay.arms.base import Arm, stored_tokens, with_room
+from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
 
 Hashes = NDArray[np.uint64]
 Positions = NDArray[np.int64]
@@ -29,55 +31,46 @@ Positions = NDArray[np.int64]
 _FIRST_LEVEL = 4096
 
 
+@dataclass(eq=False, kw_only=True)
 class OracleArm(Arm):
     """All tokens ever seen in one array, and a table of k-grams for each namespace."""
 
     family = "oracle"
 
-    def __init__(
-        self,
-        name: str,
-        bench: Workbench,
-        capacity_tokens: int | None = None,
-        *,
-        min_run: int = 16,
-        tail: int = 0,
-    ) -> None:
-        super().__init__(name, bench, capacity_tokens)
-        self.min_run = min_run
-        self.tail = tail
+    min_run: int = 16
+    tail: int = 0
+
+    def __post_init__(self) -> None:
         self._tokens = np.zeros(1 << 16, dtype=np.int32)
         self._num_tokens = 0
         self._starts: list[int] = []  # of the requests in `_tokens`
         self._askers: list[Asker] = []
         self._tables: dict[str, GramTable] = {}
         self._num_grams = 0
-        self._recency = None if capacity_tokens is None else _Recency(capacity_tokens)
+        self._recency = None if self.capacity_tokens is None else _Recency(self.capacity_tokens)
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"min_run": self.min_run, **({"tail": self.tail} if self.tail else {})}
+        return {name: value for name, value in super().options.items() if value}
 
     def observe(self, request: TokenizedRequest) -> Outcome:
         began = time.perf_counter()
         table = self._tables.setdefault(request.logged.namespace, GramTable())
         tokens = stored_tokens(request)
         hashes = kgram_hashes(tokens, self.min_run)
-        stored = self._alive(table.find(hashes))
+        stored = table.find(hashes)
+        if self._recency is not None:
+            stored = self._recency.without_evicted(stored)
         num_prompt_grams = max(0, request.num_tokens - self.tail - self.min_run + 1)
         starts = np.flatnonzero(self._same_tokens(stored[:num_prompt_grams], tokens))
-        covered = _covered(starts, self.min_run, request.num_tokens)
         outcome = Outcome(
-            hits=spans_of(covered) if len(starts) else (),
+            hits=_joined(starts, self.min_run) if len(starts) else (),
             cross_user=self._is_others(stored[starts], request.logged.asker),
             lookup_s=time.perf_counter() - began,
         )
         self._store(request, table, tokens, hashes, stored)
         num_kept = self._num_grams if self._recency is None else self._recency.num_kept
         return replace(outcome, num_stored_bytes=num_kept * self.bench.bytes_per_token)
-
-    def _alive(self, stored: Positions) -> Positions:
-        return stored if self._recency is None else self._recency.without_evicted(stored)
 
     def _same_tokens(self, stored: Positions, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """(N,): whether the k-gram at each position is the one stored at `stored`, token for token."""
@@ -100,7 +93,9 @@ class OracleArm(Arm):
         hashes: Hashes,
         stored: Positions,
     ) -> None:
-        start = self._append(tokens)
+        start, self._num_tokens = self._num_tokens, self._num_tokens + len(tokens)
+        self._tokens = with_room(self._tokens, self._num_tokens)
+        self._tokens[start : self._num_tokens] = tokens
         self._starts.append(start)
         self._askers.append(request.logged.asker)
         positions = np.arange(start, start + len(hashes), dtype=np.int64)
@@ -111,12 +106,6 @@ class OracleArm(Arm):
         is_new = stored < 0  # a k-gram stays where it was first seen
         self._num_grams += len(np.unique(hashes[is_new]))
         table.put(hashes[is_new][::-1], positions[is_new][::-1])
-
-    def _append(self, tokens: NDArray[np.int32]) -> int:
-        start, self._num_tokens = self._num_tokens, self._num_tokens + len(tokens)
-        self._tokens = with_room(self._tokens, self._num_tokens)
-        self._tokens[start : self._num_tokens] = tokens
-        return start
 
 
 class _Recency:
@@ -148,16 +137,14 @@ class _Recency:
             self.num_kept = self._capacity
 
 
-def _covered(starts: Positions, length: int, num_tokens: int) -> NDArray[np.bool_]:
-    """(T,): the positions inside a stretch of `length` from one of `starts`."""
-    steps = np.zeros(num_tokens + 1, dtype=np.int64)
-    steps[starts] += 1
-    np.subtract.at(steps, starts + length, 1)
-    return np.asarray(np.cumsum(steps[:-1]) > 0)
+def _joined(starts: Positions, length: int) -> tuple[Span, ...]:
+    """Stretches of `length` from each of the ascending `starts`, joined where they touch or overlap."""
+    ends = np.flatnonzero(np.diff(starts) > length)
+    firsts, lasts = starts[np.append(0, ends + 1)], starts[np.append(ends, len(starts) - 1)]
+    return tuple(map(Span, firsts.tolist(), (lasts + length).tolist()))
 
 
-@dataclass(slots=True)
-class _Level:
+class _Level(NamedTuple):
     hashes: Hashes  # ascending
     positions: NDArray[np.uint32]
 
@@ -176,9 +163,8 @@ class GramTable:
     def find(self, hashes: Hashes) -> Positions:
         """Where each hash was last put, -1 for unknown ones. Shapes: (N,) -> (N,)."""
         found = np.full(len(hashes), -1, dtype=np.int64)
-        for level in self._levels:
-            places, is_known = _locate(level, hashes)
-            found[is_known] = level.positions[places[is_known]]
+        for level, places, is_known in self._located(hashes):
+            found[is_known] = level.positions[places]
         return found
 
     def put(self, hashes: Hashes, positions: Positions) -> None:
@@ -186,13 +172,19 @@ class GramTable:
         keep = _last_of_each(hashes)
         hashes, positions = hashes[keep], positions[keep]
         is_new = np.ones(len(hashes), dtype=np.bool_)
-        for level in self._levels:
-            places, is_known = _locate(level, hashes)
-            level.positions[places[is_known]] = positions[is_known]
+        for level, places, is_known in self._located(hashes):
+            level.positions[places] = positions[is_known]
             is_new &= ~is_known
         if is_new.any():
             self._levels.append(_sorted_level(hashes[is_new], positions[is_new].astype(np.uint32)))
             self._compact()
+
+    def _located(self, hashes: Hashes) -> Iterator[tuple[_Level, Positions, NDArray[np.bool_]]]:
+        """For each level, which of these hashes it has, and where."""
+        for level in self._levels:
+            places = np.minimum(np.searchsorted(level.hashes, hashes), len(level.hashes) - 1)
+            is_known = level.hashes[places] == hashes
+            yield level, places[is_known], is_known
 
     def _compact(self) -> None:
         """Merge the last levels while the smaller is not much smaller than the one before it."""
@@ -201,17 +193,8 @@ class GramTable:
             len(levels[-1].hashes) * 2 > len(levels[-2].hashes) or len(levels[-2].hashes) < _FIRST_LEVEL
         ):
             small, large = levels.pop(), levels.pop()
-            levels.append(
-                _sorted_level(
-                    np.concatenate((large.hashes, small.hashes)),
-                    np.concatenate((large.positions, small.positions)),
-                )
-            )
-
-
-def _locate(level: _Level, hashes: Hashes) -> tuple[Positions, NDArray[np.bool_]]:
-    places = np.minimum(np.searchsorted(level.hashes, hashes), len(level.hashes) - 1)
-    return places, level.hashes[places] == hashes
+            hashes = np.concatenate((large.hashes, small.hashes))
+            levels.append(_sorted_level(hashes, np.concatenate((large.positions, small.positions))))
 
 
 def _last_of_each(hashes: Hashes) -> Positions:

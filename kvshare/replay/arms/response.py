@@ -13,39 +13,35 @@ import hashlib
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import Span, TokenIds
-from kvshare.replay.arms.base import Arm, Workbench, with_room
+from kvshare.replay.arms.base import Arm, Vector, with_room
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest
 
-_TOKEN_BYTES = 4
-_VECTOR_ITEM_BYTES = 4
+_ITEM_BYTES = 4  # of a token id, and of a number of a vector
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Entry:
     content: bytes  # digest of the tokens that say something
     asker: Asker
     num_bytes: int
-    row: int
 
 
 @dataclass(slots=True)
 class _Shelf:
     """
-    One namespace: vectors in rows, the entry of each that is cached, and rows that are free again.
+    One namespace: vectors in rows, which of them have an entry, and rows that are free again.
 
     Rows without an entry are prompts that the cache answered: only for telling the distance to the nearest
     one.
     """
 
-    vectors: NDArray[np.float32]
+    vectors: Vector
     is_cached: NDArray[np.bool_]
-    entries: dict[int, _Entry] = field(default_factory=dict)  # by row
     num_rows: int = 0
     free: list[int] = field(default_factory=list)
 
@@ -53,76 +49,76 @@ class _Shelf:
     def empty(cls, dimension: int) -> _Shelf:
         return cls(np.zeros((64, dimension), np.float32), np.zeros(64, np.bool_))
 
-    def add(self, vector: NDArray[np.float32]) -> int:
+    def add(self, vector: Vector, *, is_cached: bool) -> int:
         row = self.free.pop() if self.free else self.num_rows
         if row == self.num_rows:
             self.num_rows += 1
             self.vectors = with_room(self.vectors, self.num_rows)
             self.is_cached = with_room(self.is_cached, self.num_rows)
-        self.vectors[row] = vector
+        self.vectors[row], self.is_cached[row] = vector, is_cached
         return row
 
-    def nearest(self, vector: NDArray[np.float32]) -> tuple[float | None, float, _Entry | None]:
-        """Distance to the nearest prompt, and to the nearest cached one, with its entry."""
+    def remove(self, row: int) -> None:
+        self.vectors[row], self.is_cached[row] = 0.0, False  # at distance 1 of everything
+        self.free.append(row)
+
+    def nearest(self, vector: Vector) -> tuple[float | None, float, int]:
+        """Distance to the nearest prompt, and to the nearest cached one, with its row."""
         if not self.num_rows:
-            return None, 2.0, None
+            return None, 2.0, 0
         similarities = self.vectors[: self.num_rows] @ vector
         of_cached = np.where(self.is_cached[: self.num_rows], similarities, -1.0)
         row = int(of_cached.argmax())
         distance, to_cached = 1.0 - float(similarities.max()), 1.0 - float(of_cached[row])
-        return max(0.0, distance), max(0.0, to_cached), self.entries.get(row)
+        return max(0.0, distance), max(0.0, to_cached), row
 
 
+@dataclass(eq=False, kw_only=True)
 class ResponseArm(Arm):
     """Needs meanings. A finite store has the bytes of `capacity_tokens` tokens' KV: room for many answers."""
 
     family = "response"
 
-    def __init__(
-        self, name: str, bench: Workbench, capacity_tokens: int | None = None, *, max_distance: float = 0.2
-    ) -> None:
-        super().__init__(name, bench, capacity_tokens)
-        if bench.meanings is None:
-            raise ValueError("a response cache needs embeddings")
-        self.max_distance = max_distance
-        self._meanings = bench.meanings
-        self._shelves: dict[str, _Shelf] = {}
-        self._recent: OrderedDict[tuple[str, int], None] = OrderedDict()  # least recently used first
-        self._num_bytes = 0
-        self._light = np.fromiter(bench.light_ids, np.int64, len(bench.light_ids))
+    max_distance: float = 0.2
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"max_distance": self.max_distance}
+    def __post_init__(self) -> None:
+        if self.bench.meanings is None:
+            raise ValueError("a response cache needs embeddings")
+        self._meanings = self.bench.meanings
+        self._shelves: dict[str, _Shelf] = {}
+        self._entries: OrderedDict[tuple[str, int], _Entry] = OrderedDict()  # least recently used first
+        self._num_bytes = 0
+        self._light = np.array(sorted(self.bench.light_ids), np.int64)
 
     def observe(self, request: TokenizedRequest) -> Outcome:
         vector = self._meanings.of(request)
         if vector is None:
             return Outcome(num_stored_bytes=self._num_bytes)
         began = time.perf_counter()
-        namespace = request.logged.namespace
+        namespace, asker = request.logged.namespace, request.logged.asker
         shelf = self._shelves.setdefault(namespace, _Shelf.empty(len(vector)))
-        distance, to_cached, nearest = shelf.nearest(vector)
+        distance, to_cached, row = shelf.nearest(vector)
         lookup_s = time.perf_counter() - began
         content = self._content(request.token_ids)
-        answered = nearest is not None and to_cached <= self.max_distance
-        is_right = answered and nearest is not None and nearest.content == content
-        if answered and nearest is not None:
-            self._recent.move_to_end((namespace, nearest.row))
-            if self.capacity_tokens is None:
-                shelf.add(vector)
+        answer = self._entries.get((namespace, row)) if to_cached <= self.max_distance else None
+        if answer is None:
+            num_items = request.num_tokens + len(request.answer_ids) + len(vector)
+            self._store(namespace, vector, _Entry(content, asker, _ITEM_BYTES * num_items))
         else:
-            self._store(namespace, shelf, vector, content, request)
+            self._entries.move_to_end((namespace, row))
+            if self.capacity_tokens is None:
+                shelf.add(vector, is_cached=False)
+        is_right = answer is not None and answer.content == content
         return Outcome(
             hits=(Span(0, request.num_tokens),) if is_right and request.num_tokens else (),
-            num_donors=int(answered),
+            num_donors=int(answer is not None),
             shifts=(0,) if is_right else (),
-            cross_user=answered and nearest is not None and request.logged.asker.is_other(nearest.asker),
-            answered=answered,
-            false_hit=answered and not is_right,
+            cross_user=answer is not None and asker.is_other(answer.asker),
+            false_hit=answer is not None and not is_right,
             lookup_s=lookup_s,
             num_stored_bytes=self._num_bytes,
             distance=distance,
+            answered=answer is not None,
             embedded=True,
         )
 
@@ -130,29 +126,11 @@ class ResponseArm(Arm):
         kept = tokens if not len(self._light) else tokens[~np.isin(tokens, self._light)]
         return hashlib.blake2b(kept.astype("<i4").tobytes(), digest_size=16).digest()
 
-    def _store(
-        self,
-        namespace: str,
-        shelf: _Shelf,
-        vector: NDArray[np.float32],
-        content: bytes,
-        request: TokenizedRequest,
-    ) -> None:
-        row = shelf.add(vector)
-        shelf.is_cached[row] = True
-        num_tokens = request.num_tokens + len(request.answer_ids)
-        num_bytes = _TOKEN_BYTES * num_tokens + _VECTOR_ITEM_BYTES * len(vector)
-        shelf.entries[row] = _Entry(content, request.logged.asker, num_bytes, row)
-        self._recent[(namespace, row)] = None
-        self._num_bytes += num_bytes
+    def _store(self, namespace: str, vector: Vector, entry: _Entry) -> None:
+        self._entries[namespace, self._shelves[namespace].add(vector, is_cached=True)] = entry
+        self._num_bytes += entry.num_bytes
         if self.capacity_tokens is not None:
             while self._num_bytes > self.capacity_tokens * self.bench.bytes_per_token:
-                self._evict()
-
-    def _evict(self) -> None:
-        (namespace, row), _ = self._recent.popitem(last=False)
-        shelf = self._shelves[namespace]
-        self._num_bytes -= shelf.entries.pop(row).num_bytes
-        shelf.vectors[row] = 0.0  # at distance 1 of everything
-        shelf.is_cached[row] = False
-        shelf.free.append(row)
+                (oldest, row), evicted = self._entries.popitem(last=False)
+                self._num_bytes -= evicted.num_bytes
+                self._shelves[oldest].remove(row)

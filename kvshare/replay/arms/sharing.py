@@ -12,14 +12,13 @@ import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from delta_tree import DeltaTree, Node, NodeId, SegmentId, Span, gaps, merge
-from kvshare.replay.arms.base import Arm, Workbench, stored_tokens
+from kvshare.replay.arms.base import Arm, prompt_text, stored_tokens
 from kvshare.replay.arms.losses import Losses, SecondLook
-from kvshare.replay.arms.meanings import prompt_text
 from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
@@ -28,7 +27,6 @@ from kvshare.sharing.cost import CostModel
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import PlannerLimits, make_plan
 from vector_index import Nominator, QdrantEdgeIndex
 
 _MAINTAIN_EVERY = 1000  # requests between two flushes of the index
@@ -57,23 +55,18 @@ def _tree() -> DeltaTree:
     )
 
 
+@dataclass(eq=False, kw_only=True)
 class SharingArm(Arm):
     """KVShare with some options. Those that look at meaning need a workbench with meanings."""
 
     family = "kvshare"
 
-    def __init__(
-        self,
-        name: str,
-        bench: Workbench,
-        capacity_tokens: int | None = None,
-        *,
-        sharing: SharingOptions | None = None,
-    ) -> None:
-        super().__init__(name, bench, capacity_tokens)
-        self.sharing = sharing or SharingOptions()
-        if self.sharing.uses_meaning and bench.meanings is None:
-            raise ValueError(f"{name} needs embeddings")
+    sharing: SharingOptions
+
+    def __post_init__(self) -> None:
+        bench, sharing, capacity_tokens = self.bench, self.sharing, self.capacity_tokens
+        if sharing.uses_meaning and bench.meanings is None:
+            raise ValueError(f"{self.name} needs embeddings")
         settings, per_token = bench.settings, bench.bytes_per_token
         self._limits = self.sharing.limits(settings)
         self._kv = WeightlessSequence(per_token)
@@ -98,10 +91,8 @@ class SharingArm(Arm):
             ),
             executor=_Inline(),
         )
-        explains = bench.explain_losses and not self.sharing.open_gates
-        self._second_look = (
-            SecondLook(self.sharing, settings, self._keeper.tree.segment) if explains else None
-        )
+        explains = bench.explain_losses and not sharing.open_gates
+        self._second_look = SecondLook(sharing, settings, self.tree.segment) if explains else None
         self._owners: dict[NodeId, Asker] = {}
         self._num_observed = 0
 
@@ -158,9 +149,9 @@ class SharingArm(Arm):
             plan_s=plan_s,
             num_stored_bytes=self._keeper.tier.num_bytes,
             distance=_distance(lookup),
+            embedded="meaning" in lookup.stage_seconds and bool(request.text.strip()),
             num_refused=losses.num_refused,
             num_refused_generation=losses.num_generation,
-            embedded="meaning" in lookup.stage_seconds and bool(request.text.strip()),
         )
 
     def _check_counters(self) -> None:
@@ -172,18 +163,7 @@ class SharingArm(Arm):
     def _losses(self, request: TokenizedRequest, plan: Plan | NoPlan, nodes: Sequence[Node]) -> Losses:
         if self._second_look is None:
             return Losses()
-
-        def plan_again(limits: PlannerLimits) -> Plan | NoPlan:
-            return make_plan(
-                request.token_ids,
-                nodes,
-                self._keeper.tree.segment,
-                approximate=True,
-                limits=limits,
-                rates=self._core.cost.rates,
-            )
-
-        return self._second_look.losses(plan, nodes, plan_again)
+        return self._second_look.losses(request.token_ids, plan, nodes, self._core.cost.rates)
 
     async def _remember(self, request: TokenizedRequest, plan: Plan | NoPlan) -> None:
         logged = request.logged
@@ -202,12 +182,11 @@ class SharingArm(Arm):
             await self._index.maintain()
 
     def describe_tree(self) -> dict[str, Any]:
-        tree = self._keeper.tree
-        stats = tree.stats()
-        node_ids = [node.node_id for node in tree.nodes()]
+        stats = self.tree.stats()
+        node_ids = [node.node_id for node in self.tree.nodes()]
         return {
-            "depths": [1 + len(tree.ancestors(node_id)) for node_id in node_ids],
-            "children": [len(tree.children(node_id)) for node_id in node_ids],
+            "depths": [1 + len(self.tree.ancestors(node_id)) for node_id in node_ids],
+            "children": [len(self.tree.children(node_id)) for node_id in node_ids],
             "num_nodes": stats.num_nodes,
             "num_roots": stats.num_roots,
             "num_segments": stats.num_segments,

@@ -19,8 +19,15 @@ from vector_index import NominatorSettings
 Nominate = Literal["both", "fingerprints", "meaning"]
 
 _LIMITS = ("min_run", "max_donors", "max_generation", "max_relocated_fraction", "min_saved_fraction")
-_NO_TIMEOUT_S = 3600.0
 _NEVER = 2**30  # tokens: no prompt is so long
+_NO_TIMEOUTS = dict.fromkeys(("search_timeout_s", "embed_timeout_s", "write_timeout_s"), 3600.0)
+_OPEN_GATES = {
+    "min_prompt_tokens": 1,
+    "max_generation": _NEVER,
+    "min_saved_fraction": 0.0,
+    "max_relocated_fraction": 1.0,
+}
+_NO_REPAIR = {"edit_window": 0, "relocated_head": 0, "tail": 1, "max_budget": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,45 +61,29 @@ class SharingOptions:
 
     def limits(self, settings: Settings) -> PlannerLimits:
         """The planner's limits."""
-        repair = settings.repair
-        changes = {name: value for name in _LIMITS if (value := getattr(self, name)) is not None}
-        sharing = settings.sharing.model_copy(update=changes)
         limits = PlannerLimits.from_settings(settings)
-        if not self.open_gates:
-            return replace(limits, sharing=sharing)
-        return PlannerLimits(
-            sharing=sharing.model_copy(
-                update={
-                    "min_prompt_tokens": 1,
-                    "max_generation": _NEVER,
-                    "min_saved_fraction": 0.0,
-                    "max_relocated_fraction": 1.0,
-                }
-            ),
-            repair=repair.model_copy(
-                update={"edit_window": 0, "relocated_head": 0, "tail": 1, "max_budget": 0.0}
-            ),
-            min_saved_s=-math.inf,
-            dense_min_prefill_s=0.0,
-        )
+        if self.open_gates:
+            limits = replace(
+                limits,
+                repair=limits.repair.model_copy(update=_NO_REPAIR),
+                min_saved_s=-math.inf,
+                dense_min_prefill_s=0.0,
+            )
+        changes = {**self._given(*_LIMITS), **(_OPEN_GATES if self.open_gates else {})}
+        return replace(limits, sharing=limits.sharing.model_copy(update=changes))
 
     def nominator(self, settings: Settings) -> NominatorSettings:
         """The nominator's settings."""
         index = settings.index
-        kept = replace(
-            nominator_settings(index),
-            kgram=self.kgram or index.kgram,
-            window=self.window or index.window,
-            max_candidates=self.max_candidates or index.max_candidates,
-            max_distance=index.max_distance if self.max_distance is None else self.max_distance,
-            search_timeout_s=_NO_TIMEOUT_S,
-            embed_timeout_s=_NO_TIMEOUT_S,
-            write_timeout_s=_NO_TIMEOUT_S,
-        )
+        changes = {**_NO_TIMEOUTS, **self._given("kgram", "window", "max_candidates", "max_distance")}
         if self.window is not None and self.window < index.window:
-            kept = replace(kept, max_fingerprints=_NEVER)
+            changes["max_fingerprints"] = _NEVER
         if self.nominate == "meaning":
-            kept = replace(kept, kgram=_NEVER, block_size=_NEVER)
+            changes |= {"kgram": _NEVER, "block_size": _NEVER}
         if self.open_gates or self.nominate == "meaning":
-            kept = replace(kept, dense_min_tokens=0, dense_min_uncovered=0.0)
-        return kept
+            changes |= {"dense_min_tokens": 0, "dense_min_uncovered": 0.0}
+        return replace(nominator_settings(index), **changes)
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        """Those of these options that are not left to config.yaml."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}

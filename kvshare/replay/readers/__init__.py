@@ -12,7 +12,7 @@ A row that cannot be read is counted with its file, line and a fixed reason word
 holds one row at a time, and a row is bounded, so it does not grow with the file.
 """
 
-from kvshare.replay.readers.formats import FORMATS, read_file, read_requests
+from kvshare.replay.readers.formats import FORMATS, read_file
 from kvshare.replay.readers.rows import LoggedRow, ReadReport, Reason, Turn
 
 __all__ = [
@@ -22,5 +22,4 @@ __all__ = [
     "Reason",
     "Turn",
     "read_file",
-    "read_requests",
 ]

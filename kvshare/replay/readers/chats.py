@@ -8,20 +8,22 @@ repeat their ids, for copies and for slices of one conversation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvshare.replay.readers import fields
-from kvshare.replay.readers.rows import LoggedRow, Place, Reason, RowError, Turn
+from kvshare.replay.readers.files import Row
+from kvshare.replay.readers.rows import LoggedRow, Reason, RowError, Turn
 from kvshare.replay.requests import LoggedRequest, Message
 
 
-def is_wildchat(row: Mapping[str, Any]) -> bool:
+def is_wildchat(row: Row) -> bool:
     if "conversation_hash" in row:
         return "conversation" in row or "messages" in row
     return is_lmsys(row) and ("timestamp" in row or "detoxify_moderation" in row)  # LMSYS has neither
 
 
-def read_wildchat(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+def read_wildchat(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """
     As allenai publishes it: `conversation` with one dictionary per message; samples have `messages`.
 
@@ -32,55 +34,44 @@ def read_wildchat(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
     said = fields.first(row, "conversation", "messages")
     messages = fields.messages(said)
     user = fields.optional_id(row, "hashed_ip") or fields.optional_id(said[0], "hashed_ip")
-    times = _times(said, fields.time_s(row.get("timestamp")))
-    yield _conversation(place, messages, fields.optional_text(row, "language"), user=user, times=times)
-
-
-def is_lmsys(row: Mapping[str, Any]) -> bool:
-    return "conversation_id" in row and isinstance(row.get("conversation"), list)
-
-
-def read_lmsys(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
-    """`conversation` (role, content), `language`; no users, no times."""
     yield _conversation(
-        place, fields.messages(row.get("conversation")), fields.optional_text(row, "language")
+        row, blank, messages, user=user, times=_times(said, fields.time_s(row.get("timestamp")))
     )
 
 
-def is_sharegpt(row: Mapping[str, Any]) -> bool:
-    return "conversations" in row
+def is_lmsys(row: Row) -> bool:
+    return "conversation_id" in row and isinstance(row.get("conversation"), list)
 
 
-def read_sharegpt(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+def read_lmsys(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
+    """`conversation` (role, content), `language`; no users, no times."""
+    yield _conversation(row, blank, fields.messages(row.get("conversation")))
+
+
+def read_sharegpt(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """`conversations` with `from` and `value`, one JSON array or JSON lines. No users, no times."""
-    messages = fields.messages(row.get("conversations"), role="from", content="value")
-    yield _conversation(place, messages, fields.optional_text(row, "language", "lang"))
+    yield _conversation(row, blank, fields.messages(row.get("conversations"), role="from", content="value"))
 
 
-def is_conversation(row: Mapping[str, Any]) -> bool:
+def is_conversation(row: Row) -> bool:
     said = row.get("messages")
     if not isinstance(said, list) or not said or "turn" in row or "answer" in row:
         return False
     return isinstance(said[-1], Mapping) and said[-1].get("role") == "assistant"
 
 
-def read_conversation(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+def read_conversation(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """Plain `messages`, most with the assistant's last word; also fine-tuning files."""
     messages = fields.messages(row.get("messages"))
     time_s = fields.time_s(fields.first(row, "timestamp", "created", "created_at"))
-    yield _conversation(
-        place,
-        messages,
-        fields.optional_text(row, "language", "lang"),
-        user=fields.optional_id(row, "user", "hashed_ip"),
-        times=[time_s] * len(messages),
-    )
+    user = fields.optional_id(row, "user", "hashed_ip")
+    yield _conversation(row, blank, messages, user=user, times=[time_s] * len(messages))
 
 
 def _conversation(
-    place: Place,
+    row: Row,
+    blank: LoggedRequest,
     messages: tuple[Message, ...],
-    language: str | None,
     *,
     user: str | None = None,
     times: Sequence[float | None] = (),
@@ -93,14 +84,7 @@ def _conversation(
     ends = [number for number in range(1, len(messages) + 1) if _asks(messages, number)]
     if not ends:
         raise RowError(Reason.NO_USER_TURN)
-    request = LoggedRequest(
-        source=place.source,
-        line=place.line,
-        conversation=place.name,
-        user=user,
-        messages=messages,
-        language=language or "unknown",
-    )
+    request = replace(blank, user=user, messages=messages, language=fields.language(row))
     return LoggedRow(request, tuple(Turn(end, times[end - 1] if times else None) for end in ends))
 
 

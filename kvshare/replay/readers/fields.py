@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from kvshare.replay.readers.rows import Reason, RowError
 from kvshare.replay.requests import Message
 
 _ROLES = {
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
+    name: role
+    for role, names in {
+        "user": ("user", "human"),
+        "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"),
+        "system": ("system", "developer"),
+        "tool": ("tool", "function", "observation"),
+    }.items()
+    for name in names
 }
+_MAX_INT32 = (1 << 31) - 1
 _FIRST_MILLISECONDS = 1e11  # as seconds, the year 5138
 _FIRST_MICROSECONDS = 1e14
 _TEXT_PARTS = ("text", "input_text", "output_text")
+
+_T = TypeVar("_T")
 
 
 def first(row: Mapping[str, Any], *names: str) -> Any:
     """The first of these fields that is there and not null; else None."""
     return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def optional(check: Callable[[object], _T], row: Mapping[str, Any], *names: str) -> _T | None:
+    """The first of these fields, checked; None where there is none."""
+    value = first(row, *names)
+    return None if value is None else check(value)
 
 
 def text(value: object) -> str:
@@ -51,10 +54,9 @@ def text(value: object) -> str:
     return value
 
 
-def optional_text(row: Mapping[str, Any], *names: str) -> str | None:
-    """The first of these fields; None where there is none."""
-    value = first(row, *names)
-    return None if value is None else text(value)
+def language(row: Mapping[str, Any]) -> str:
+    """The log's word for it, "unknown" where there is none."""
+    return optional(text, row, "language", "lang") or "unknown"
 
 
 def optional_id(row: Mapping[str, Any], *names: str) -> str | None:
@@ -76,10 +78,12 @@ def count(value: object) -> int:
     return value
 
 
-def optional_count(row: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these fields; None where there is none."""
-    value = first(row, *names)
-    return None if value is None else count(value)
+def int32(value: object) -> int:
+    """A count that fits 32 bits."""
+    number = count(value)
+    if number > _MAX_INT32:
+        raise RowError(Reason.WRONG_TYPE)
+    return number
 
 
 def time_s(value: object) -> float | None:
@@ -103,15 +107,9 @@ def time_s(value: object) -> float | None:
 
 def seconds(value: object) -> float:
     """A finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise RowError(Reason.WRONG_TYPE)
-    try:
-        number = float(value)
-    except OverflowError as exc:
-        raise RowError(Reason.WRONG_TYPE) from exc
-    if not math.isfinite(number):
-        raise RowError(Reason.WRONG_TYPE)
-    return number
+    return float(value)
 
 
 def _time_of_text(value: str) -> float | None:

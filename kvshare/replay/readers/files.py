@@ -12,11 +12,9 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, count, islice, repeat
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import pyarrow
 import pyarrow.parquet
@@ -40,87 +38,68 @@ _UNUSED = frozenset({"openai_moderation", "detoxify_moderation", "header"})
 _NO_PYTHON_VALUE = (pyarrow.ArrowException, ValueError, OverflowError)  # the year 10000, nanoseconds
 _BROKEN = (EOFError, OSError, zlib.error, zstandard.ZstdError)
 
-
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class RawRow:
-    """A JSON object, or the reason why there is none."""
+def raw_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
+    """
+    (number of the line from 1, the row), or the reason why there is none: in the file's order, read as asked.
 
-    line: int
-    value: Row | Reason
-
-
-def raw_rows(path: Path) -> Iterator[RawRow]:
-    """Rows in the file's order, read as they are asked for. Raises LogError if the file cannot be opened."""
+    Raises LogError if the file cannot be opened.
+    """
     try:
         with path.open("rb") as file:
-            magic = file.read(4)
-        if magic == _PARQUET:
-            yield from _parquet_rows(path)
-            return
-        with _opened(path, magic) as stream:
-            yield from _json_rows(stream)
+            magic = file.peek(4)[:4]
+            yield from _parquet_rows(path) if magic == _PARQUET else _json_rows(_unpacked(file, magic))
     except (FileNotFoundError, IsADirectoryError, PermissionError) as exc:
         raise LogError(f"{path.name}: cannot be opened: {exc.strerror}") from exc
 
 
-@contextmanager
-def _opened(path: Path, magic: bytes) -> Iterator[io.BufferedReader | gzip.GzipFile]:
-    with path.open("rb") as file:
-        if magic.startswith(_GZIP):
-            with gzip.GzipFile(fileobj=file) as unzipped:
-                yield unzipped
-        elif magic == _ZSTD:
-            yield io.BufferedReader(_ZstdReader(file))
-        else:
-            yield file
+def _unpacked(file: io.BufferedReader, magic: bytes) -> io.BufferedReader | gzip.GzipFile:
+    if magic.startswith(_GZIP):
+        return gzip.GzipFile(fileobj=file)
+    return io.BufferedReader(_Joined(_frames(file))) if magic == _ZSTD else file
 
 
-class _ZstdReader(io.RawIOBase):
-    """Like zstandard's own reader, but a frame that breaks off is an EOFError and not a quiet end."""
+def _frames(file: IO[bytes]) -> Iterator[bytes]:
+    """What zstd frames hold. Not by zstandard's own reader: to it, a frame that breaks off is a quiet end."""
+    frame: zstandard.ZstdDecompressionObj | None = None
+    while data := file.read(_ZSTD_STEP):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            yield frame.decompress(data)
+            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("a zstd frame breaks off")
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._frame = _new_frame()
-        self._inside = False  # of a frame
+
+class _Joined(io.RawIOBase):
+    """Pieces, to be read as one file."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = filter(None, pieces)
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            data = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame, self._inside = _new_frame(), False
-            data = data or self._file.read(_ZSTD_STEP)
-            if not data:
-                if self._inside:
-                    raise EOFError("a zstd frame breaks off")
-                return 0
-            self._inside = True
-            self._ready = memoryview(self._frame.decompress(data))
+        self._ready = self._ready or memoryview(next(self._pieces, b""))
         length = min(len(buffer), len(self._ready))
         buffer[:length] = self._ready[:length]
         self._ready = self._ready[length:]
         return length
 
 
-def _new_frame() -> zstandard.ZstdDecompressionObj:
-    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-
-
-def _json_rows(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[RawRow]:
+def _json_rows(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, Row | Reason]]:
     line = 0
     try:
         is_array = _ARRAY.match(stream.peek(_PEEK_BYTES)[:_PEEK_BYTES]) is not None
         numbered = array_elements(stream, max_bytes=MAX_ROW_BYTES) if is_array else _lines(stream)
         for line, data in numbered:
-            yield RawRow(line, data if isinstance(data, Reason) else _parsed(data))
+            yield line, data if isinstance(data, Reason) else _parsed(data)
     except _BROKEN:
-        yield RawRow(line + 1, Reason.TRUNCATED)
+        yield line + 1, Reason.TRUNCATED
 
 
 def _lines(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, bytes | Reason]]:
@@ -150,7 +129,7 @@ def _parsed(data: bytes) -> Row | Reason:
     return value if isinstance(value, dict) else Reason.NOT_AN_OBJECT
 
 
-def _parquet_rows(path: Path) -> Iterator[RawRow]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
     """
     (row number from 1, the row as a dictionary), or a reason in place of the row.
 
@@ -167,7 +146,7 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
         for group in range(file.num_row_groups):
             num_rows = file.metadata.row_group(group).num_rows
             rows = chain(_group_rows(file, group, columns), repeat(Reason.DAMAGED))
-            yield from map(RawRow, count(first), islice(rows, num_rows))
+            yield from zip(count(first), islice(rows, num_rows), strict=False)
             first += num_rows
 
 
@@ -185,18 +164,11 @@ def _group_rows(
 def _batch_rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Reason]:
     try:
         yield from batch.to_pylist()
-    except _NO_PYTHON_VALUE:
-        yield from (_single_row(batch.slice(place, 1)) for place in range(batch.num_rows))
-
-
-def _single_row(batch: pyarrow.RecordBatch) -> Row | Reason:
-    try:
-        (row,) = batch.to_pylist()
-    except UnicodeDecodeError:
-        return Reason.BAD_UTF8
-    except _NO_PYTHON_VALUE:
-        return Reason.WRONG_TYPE
-    return cast(Row, row)
+    except _NO_PYTHON_VALUE as exc:
+        if batch.num_rows > 1:
+            yield from chain.from_iterable(_batch_rows(batch.slice(i, 1)) for i in range(batch.num_rows))
+        else:
+            yield Reason.BAD_UTF8 if isinstance(exc, UnicodeDecodeError) else Reason.WRONG_TYPE
 
 
 def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tuple[int, bytes | Reason]]:
@@ -206,74 +178,34 @@ def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tup
     Finds where elements end and leaves parsing them to the caller, so that a broken one costs only itself. An
     element of more than `max_bytes` is TOO_LONG; an array without an end is TRUNCATED there.
     """
-    scanner = _Scanner(max_bytes)
-    number = 0
+    number = depth = 0
+    in_string = too_long = False
+    element = bytearray()  # the one read so far
+    position = 0  # of the next byte to look at; may lie past the element, after a backslash
     while chunk := stream.read(_CHUNK_BYTES):
-        for element in scanner.feed(chunk):
-            number += 1
-            yield number, element
-        if scanner.at_end:
-            return
+        element += chunk
+        while match := (_INSIDE if in_string else _OUTSIDE).search(element, position):
+            sign, position = match.group(), match.end()
+            if in_string:
+                in_string = sign != b'"'
+                position += sign == b"\\"
+                continue
+            in_string = sign == b'"'
+            depth += (sign in b"[{") - (sign in b"]}")
+            begins = depth == 1 and sign in b"[{"
+            if depth == 0 or (depth == 1 and sign == b","):
+                if number or too_long or sign == b"," or element[: match.start()].strip():
+                    number += 1
+                    yield number, Reason.TOO_LONG if too_long else bytes(element[: match.start()])
+                if depth == 0:
+                    return
+                begins, too_long = True, False
+            if begins:
+                del element[:position]
+                position = 0
+        position = max(position, len(element))
+        if len(element) > max_bytes:
+            too_long = True
+            position -= len(element)
+            element.clear()
     yield number + 1, Reason.TRUNCATED
-
-
-class _Scanner:
-    """Where we are: how deep, in a string or not, and the element read so far."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.at_end = False
-        self._max_bytes = max_bytes
-        self._depth = 0
-        self._in_string = False
-        self._too_long = False
-        self._any = False  # element, so far
-        self._buffer = bytearray()
-        self._position = 0  # of the next byte to look at; may lie past the buffer, after a backslash
-
-    def feed(self, chunk: bytes) -> Iterator[bytes | Reason]:
-        """The elements that end in this chunk."""
-        self._buffer += chunk
-        while not self.at_end:
-            match = (_INSIDE if self._in_string else _OUTSIDE).search(self._buffer, self._position)
-            if match is None:
-                self._position = max(self._position, len(self._buffer))
-                break
-            self._position = match.end()
-            yield from self._step(match.group(), match.start())
-        if len(self._buffer) > self._max_bytes:
-            self._too_long = True
-            self._position -= len(self._buffer)
-            self._buffer.clear()
-
-    def _step(self, character: bytes, start: int) -> Iterator[bytes | Reason]:
-        if self._in_string:
-            if character == b"\\":
-                self._position += 1
-            else:
-                self._in_string = False
-        elif character == b'"':
-            self._in_string = True
-        elif character in b"[{":
-            self._depth += 1
-            if self._depth == 1:
-                self._drop()
-        elif character in b"]}":
-            self._depth -= 1
-            self.at_end = self._depth == 0
-            if self.at_end and (self._any or self._too_long or self._buffer[:start].strip()):
-                yield self._element(start)
-        elif self._depth == 1:
-            self._any = True
-            yield self._element(start)
-            self._drop()
-
-    def _element(self, end: int) -> bytes | Reason:
-        if self._too_long:
-            self._too_long = False
-            return Reason.TOO_LONG
-        return bytes(self._buffer[:end])
-
-    def _drop(self) -> None:
-        """The element is done; the next begins behind the comma."""
-        del self._buffer[: self._position]
-        self._position = 0

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 from kvshare.errors import LogError
 from kvshare.replay.readers import chats, openai, prompts
-from kvshare.replay.readers.files import RawRow, raw_rows
-from kvshare.replay.readers.rows import LoggedRow, Place, ReadReport, Reason, RowError
+from kvshare.replay.readers.files import Row, raw_rows
+from kvshare.replay.readers.rows import LoggedRow, ReadReport, Reason, RowError
 from kvshare.replay.requests import LoggedRequest
 
 _NUM_DETECT = 32
@@ -24,30 +23,39 @@ _NUM_DETECT = 32
 @dataclass(frozen=True, slots=True)
 class Format:
     """
-    How the rows of one published format become requests.
+    How the rows of one published format become requests. `convert` completes a request that so far knows only
+    where its row stands, which is also its conversation where the log has none across rows.
 
     A `Reason` stands for one of a row's several requests that cannot be read, a RowError for all of the row.
     """
 
     name: str
-    matches: Callable[[Mapping[str, Any]], bool]
-    convert: Callable[[Mapping[str, Any], Place], Iterator[LoggedRow | Reason]]  # raises RowError
+    matches: Callable[[Row], bool]
+    convert: Callable[[Row, LoggedRequest], Iterator[LoggedRow | Reason]]  # raises RowError
     has_content: bool = True  # False: lengths only, recognised in order to be refused
+
+
+def _has(*names: str) -> Callable[[Row], bool]:
+    return lambda row: all(name in row for name in names)
 
 
 # In the order in which they are tried: the ones with the most telling fields first.
 FORMATS: Mapping[str, Format] = {
     each.name: each
     for each in (
-        Format("mooncake", prompts.is_mooncake, prompts.read_mooncake),
-        Format("azure", prompts.is_azure, prompts.read_azure, has_content=False),
+        Format("mooncake", _has("hash_ids", "input_length"), prompts.read_mooncake),
+        Format("azure", _has("ContextTokens", "GeneratedTokens"), prompts.read_azure, has_content=False),
         Format("wildchat", chats.is_wildchat, chats.read_wildchat),
         Format("lmsys", chats.is_lmsys, chats.read_lmsys),
-        Format("sharegpt", chats.is_sharegpt, chats.read_sharegpt),
+        Format("sharegpt", _has("conversations"), chats.read_sharegpt),
         Format("openai", openai.is_body, openai.read_body),
         Format("prompts", prompts.is_prompt, prompts.read_prompts),
         Format("conversations", chats.is_conversation, chats.read_conversation),
-        Format("plain", prompts.is_plain, prompts.read_plain),
+        Format(
+            "plain",
+            lambda row: not row.keys().isdisjoint(("messages", "prompt", "token_ids")),
+            prompts.read_plain,
+        ),
     )
 }
 _OFFERED = ", ".join(each.name for each in FORMATS.values() if each.has_content)
@@ -66,28 +74,20 @@ def read_file(
     head = list(islice(rows, _NUM_DETECT))
     chosen = _named(format_name) if format_name is not None else _detected(source, head)
     report.formats[source] = chosen.name
-    for raw in chain(head, rows):
-        for row in _converted(chosen, raw, Place(source, raw.line)):
+    for line, raw in chain(head, rows):
+        for row in _converted(chosen, raw, LoggedRequest(source, line, f"{source}#{line}")):
             if isinstance(row, Reason):
-                report.count_unreadable(source, raw.line, row)
+                report.count_unreadable(source, line, row)
             else:
                 yield row
 
 
-def read_requests(
-    path: Path, report: ReadReport, *, format_name: str | None = None
-) -> Iterator[LoggedRequest]:
-    """The same, request by request."""
-    for row in read_file(path, report, format_name=format_name):
-        yield from row
-
-
-def _converted(chosen: Format, raw: RawRow, place: Place) -> Iterator[LoggedRow | Reason]:
-    if isinstance(raw.value, Reason):
-        yield raw.value
+def _converted(chosen: Format, raw: Row | Reason, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
+    if isinstance(raw, Reason):
+        yield raw
         return
     try:
-        yield from chosen.convert(raw.value, place)
+        yield from chosen.convert(raw, blank)
     except RowError as exc:
         yield exc.reason
 
@@ -96,20 +96,20 @@ def _named(name: str) -> Format:
     """The format of this name. "plain:FIELD" finds the prompts in that field."""
     base, _, field = name.partition(":")
     if base == "plain" and field:
-        return replace(FORMATS[base], convert=lambda row, place: prompts.read_field(row, place, field))
+        return replace(FORMATS[base], convert=lambda row, blank: prompts.read_field(row, blank, field))
     if name not in FORMATS:
         raise LogError(f"no log format {name!r}; there are {_OFFERED} and plain:FIELD")
     return FORMATS[name]
 
 
-def _detected(source: str, head: list[RawRow]) -> Format:
+def _detected(source: str, head: list[tuple[int, Row | Reason]]) -> Format:
     """The first format that fits any of these rows: `conversations` end with a question here and there."""
     if not head:
         raise LogError(f"{source} is empty: it has no rows")
-    rows = [raw.value for raw in head if not isinstance(raw.value, Reason)]
+    rows = [raw for _, raw in head if not isinstance(raw, Reason)]
     found = next((each for each in FORMATS.values() if any(map(each.matches, rows))), None)
     if found is None:
-        reasons = sorted({str(raw.value) for raw in head if isinstance(raw.value, Reason)})
+        reasons = sorted({str(raw) for _, raw in head if isinstance(raw, Reason)})
         seen = f" ({', '.join(reasons)})" if reasons else ""
         raise LogError(
             f"{source}: none of the first {len(head)} rows{seen} is in a known format; "

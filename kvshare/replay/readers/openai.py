@@ -15,67 +15,47 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvshare.replay.readers import fields, prompts
-from kvshare.replay.readers.rows import LoggedRow, Place, Reason, RowError
+from kvshare.replay.readers.files import Row
+from kvshare.replay.readers.rows import LoggedRow, Reason, RowError
 from kvshare.replay.requests import LoggedRequest, Message
 
 
-def is_body(row: Mapping[str, Any]) -> bool:
+def is_body(row: Row) -> bool:
     for name in ("body", "request"):
         if isinstance(row.get(name), Mapping):
             return True
     return "model" in row and any(name in row for name in ("messages", "prompt", "input"))
 
 
-def read_body(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow | Reason]:
+def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
     body = fields.first(row, "body", "request")
     body = row if body is None else body
     if not isinstance(body, Mapping):
         raise RowError(Reason.WRONG_TYPE)
+    known = _known(row, body)
+    answer = _answer(known.get("response"))
+    messages = body.get("messages")
+    if messages is None and body.get("prompt") is not None:
+        yield from prompts.request_rows(
+            _prompts(body["prompt"]),
+            blank,
+            lambda prompt, own: prompts.request_row(known, own, answer=answer, **_prompt(prompt)),
+        )
+        return
+    messages = _messages_of_input(body) if messages is None else fields.messages(messages)
+    asked = prompts.asking((*_tools(body), *messages))
+    yield prompts.request_row(known, blank, messages=asked, answer=answer)
+
+
+def _known(row: Row, body: Row) -> Row:
+    """What stands beside the body, in it, and in its metadata."""
     metadata = body.get("metadata")
     known = {**(metadata if isinstance(metadata, Mapping) else {}), **body, **row}
-    if body.get("messages") is None and body.get("prompt") is not None:
-        several = _prompts(body["prompt"])
-        for number, prompt in enumerate(several):
-            own = place.name if len(several) == 1 else f"{place.name}.{number}"
-            try:
-                yield _row(known, place, own, **_prompt(prompt))
-            except RowError as exc:
-                yield exc.reason
-        return
-    messages = body.get("messages")
-    messages = _messages_of_input(body) if messages is None else fields.messages(messages)
-    yield _row(known, place, place.name, messages=prompts.asking((*_tools(body), *messages)))
-
-
-def _row(
-    known: Mapping[str, Any],
-    place: Place,
-    own_name: str,
-    *,
-    messages: tuple[Message, ...] | None = None,
-    prompt: str | None = None,
-    token_ids: tuple[int, ...] | None = None,
-) -> LoggedRow:
-    conversation = fields.optional_id(known, "conversation_id", "session_id")
-    if conversation is None and isinstance(known.get("conversation"), str | int):
-        conversation = fields.optional_id(known, "conversation")
-    return LoggedRow(
-        LoggedRequest(
-            source=place.source,
-            line=place.line,
-            conversation=conversation or own_name,
-            turn=prompts.num_earlier_turns(messages),
-            user=fields.optional_id(known, "user", "safety_identifier", "user_id"),
-            time_s=fields.time_s(fields.first(known, "timestamp", "created", "created_at")),
-            messages=messages,
-            prompt=prompt,
-            token_ids=token_ids,
-            answer=_answer(known.get("response")),
-            language=fields.optional_text(known, "language") or "unknown",
-            namespace=fields.optional_id(known, "namespace", "tenant") or "default",
-        ),
-        turn_by_order=conversation is not None and messages is None,
-    )
+    named = fields.first(known, "conversation_id", "session_id", "conversation")
+    return {
+        **known,
+        "conversation": named if isinstance(named, str | int) else None,
+    }  # the API's is an object
 
 
 def _prompts(value: object) -> list[Any]:
@@ -85,18 +65,18 @@ def _prompts(value: object) -> list[Any]:
 def _prompt(value: object) -> dict[str, Any]:
     if isinstance(value, list):
         return {"token_ids": prompts.tokens(value)}
-    return {"prompt": prompts.full(fields.text(value))}
+    return {"prompt": prompts.full_text(value)}
 
 
-def _messages_of_input(body: Mapping[str, Any]) -> tuple[Message, ...]:
+def _messages_of_input(body: Row) -> tuple[Message, ...]:
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    instructions = fields.optional_text(body, "instructions")
+    instructions = fields.optional(fields.text, body, "instructions")
     leading = ({"role": "system", "content": instructions},) if instructions else ()
     return (*leading, *fields.messages(items))
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[Message, ...]:
+def _tools(body: Row) -> tuple[Message, ...]:
     tools = fields.first(body, "tools", "functions")
     if not tools:
         return ()

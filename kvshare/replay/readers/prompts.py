@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvshare.replay.readers import fields
-from kvshare.replay.readers.rows import LoggedRow, Place, Reason, RowError
+from kvshare.replay.readers.files import Row
+from kvshare.replay.readers.rows import LoggedRow, Reason, RowError
 from kvshare.replay.requests import LoggedRequest, Message
 
-_MAX_INT32 = (1 << 31) - 1
 _MOONCAKE_BLOCK_SIZE = 512
 _ANSWER_LENGTHS = ("output_tokens_count", "output_tokens", "output_length", "completion_tokens")
 _PROMPT_LENGTHS = ("prompt_tokens_count", "prompt_tokens", "prompt_length", "prompt_len")
 
 
-def is_plain(row: Mapping[str, Any]) -> bool:
-    return any(name in row for name in ("messages", "prompt", "token_ids"))
-
-
-def read_plain(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+def read_plain(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """
     `messages` or `prompt` (or `token_ids`), and whatever else a log knows: what `kvshare workload` writes.
 
@@ -27,50 +24,59 @@ def read_plain(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
     `answer`, `language`, `namespace`. Without a `turn`, it is the number of earlier user messages; that of
     bare prompts is their place in the conversation.
     """
-    messages: tuple[Message, ...] | None = None
-    prompt: str | None = None
-    token_ids: tuple[int, ...] | None = None
+    content: dict[str, Any]
     if row.get("messages") is not None:
-        messages = asking(fields.messages(row["messages"]))
+        content = {"messages": asking(fields.messages(row["messages"]))}
     elif row.get("token_ids") is not None:
-        token_ids = tokens(row["token_ids"])
+        content = {"token_ids": tokens(row["token_ids"])}
     else:
-        prompt = full(fields.text(row.get("prompt")))
-    conversation = fields.optional_id(row, "conversation", "conversation_id", "session_id")
-    turn = fields.optional_count(row, "turn")
-    if turn is not None and turn > _MAX_INT32:
-        raise RowError(Reason.WRONG_TYPE)
-    yield LoggedRow(
-        LoggedRequest(
-            source=place.source,
-            line=place.line,
-            conversation=conversation or place.name,
-            turn=num_earlier_turns(messages) if turn is None else turn,
-            user=fields.optional_id(row, "user", "user_id"),
-            time_s=fields.time_s(fields.first(row, "timestamp", "created", "created_at", "time")),
-            messages=messages,
-            prompt=prompt,
-            token_ids=token_ids,
-            answer=fields.optional_text(row, "answer", "completion", "response"),
-            language=fields.optional_text(row, "language", "lang") or "unknown",
-            namespace=fields.optional_id(row, "namespace", "tenant") or "default",
-        ),
-        turn_by_order=conversation is not None and messages is None and turn is None,
-    )
+        content = {"prompt": full_text(row.get("prompt"))}
+    turn = fields.optional(fields.int32, row, "turn")
+    answer = fields.optional(fields.text, row, "answer", "completion", "response")
+    yield request_row(row, blank, turn=turn, answer=answer, **content)
 
 
-def read_field(row: Mapping[str, Any], place: Place, field: str) -> Iterator[LoggedRow]:
+def read_field(row: Row, blank: LoggedRequest, field: str) -> Iterator[LoggedRow]:
     """A plain row whose prompt stands in `field`."""
-    return read_plain({**row, "prompt": row.get(field), "messages": None, "token_ids": None}, place)
+    return read_plain({**row, "prompt": row.get(field), "messages": None, "token_ids": None}, blank)
 
 
-def is_prompt(row: Mapping[str, Any]) -> bool:
+def request_row(row: Row, blank: LoggedRequest, *, turn: int | None = None, **content: Any) -> LoggedRow:
+    """A request, with what its row knows of it beside the content, under any of the names that logs have."""
+    conversation = fields.optional_id(row, "conversation", "conversation_id", "session_id")
+    messages = content.get("messages")
+    request = replace(
+        blank,
+        conversation=conversation or blank.conversation,
+        turn=_num_earlier_turns(messages or ()) if turn is None else turn,
+        user=fields.optional_id(row, "user", "safety_identifier", "user_id"),
+        time_s=fields.time_s(fields.first(row, "timestamp", "created", "created_at", "time")),
+        language=fields.language(row),
+        namespace=fields.optional_id(row, "namespace", "tenant") or "default",
+        **content,
+    )
+    by_order = conversation is not None and messages is None and turn is None
+    return LoggedRow(request, turn_by_order=by_order)
+
+
+def request_rows(
+    items: Sequence[object], blank: LoggedRequest, read: Callable[[Any, LoggedRequest], LoggedRow]
+) -> Iterator[LoggedRow | Reason]:
+    """A request for each item of a row; one that cannot be read costs only itself."""
+    for number, item in enumerate(items):
+        try:
+            yield read(item, replace(blank, conversation=f"{blank.conversation}.{number}"))
+        except RowError as exc:
+            yield exc.reason
+
+
+def is_prompt(row: Row) -> bool:
     if isinstance(row.get("requests"), list):
         return True
     return "prompt" in row and any(name in row for name in (*_ANSWER_LENGTHS, *_PROMPT_LENGTHS))
 
 
-def read_prompts(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow | Reason]:
+def read_prompts(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
     """
     Prompts with lengths, as load tools take them.
 
@@ -84,47 +90,29 @@ def read_prompts(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow | R
     requests = row.get("requests")
     if requests is None:
         time_s = _milliseconds(row, "timestamp_ms")
-        time_s = fields.time_s(row.get("timestamp")) if time_s is None else time_s
-        yield _prompt_row(row, place, place.name, time_s)
+        yield _prompt_row(row if time_s is None else {**row, "timestamp": time_s}, blank)
         return
     if not isinstance(requests, list):
         raise RowError(Reason.WRONG_TYPE)
     if not requests:
         raise RowError(Reason.EMPTY)
     time_s = _milliseconds(row, "timestamp")  # AIBrix's own files count from 0
-    for number, request in enumerate(requests):
-        try:
-            yield _prompt_row(request, place, f"{place.name}.{number}", time_s)
-        except RowError as exc:
-            yield exc.reason
+    yield from request_rows(requests, blank, lambda one, own: _prompt_row(one, own, timestamp=time_s))
 
 
-def _prompt_row(row: object, place: Place, own_name: str, time_s: float | None) -> LoggedRow:
+def _prompt_row(row: object, blank: LoggedRequest, **known: float | None) -> LoggedRow:
     if not isinstance(row, Mapping):
         raise RowError(Reason.WRONG_TYPE)
-    conversation = fields.optional_id(row, "session_id", "conversation")
-    return LoggedRow(
-        LoggedRequest(
-            source=place.source,
-            line=place.line,
-            conversation=conversation or own_name,
-            turn=0,
-            user=fields.optional_id(row, "user"),
-            time_s=time_s,
-            prompt=full(fields.text(row.get("prompt"))),
-            answer=fields.optional_text(row, "completion", "answer"),
-            num_answer_tokens=fields.optional_count(row, *_ANSWER_LENGTHS),
-            language=fields.optional_text(row, "language", "lang") or "unknown",
-        ),
-        turn_by_order=conversation is not None,
+    return request_row(
+        {**row, **known},
+        blank,
+        prompt=full_text(row.get("prompt")),
+        answer=fields.optional(fields.text, row, "completion", "answer"),
+        num_answer_tokens=fields.optional(fields.count, row, *_ANSWER_LENGTHS),
     )
 
 
-def is_mooncake(row: Mapping[str, Any]) -> bool:
-    return "hash_ids" in row and "input_length" in row
-
-
-def read_mooncake(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+def read_mooncake(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """
     One hash id per block of 512 tokens, each standing for the block *and* what comes before it.
 
@@ -143,30 +131,22 @@ def read_mooncake(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
     if len(hashes) != -(-num_tokens // _MOONCAKE_BLOCK_SIZE):
         raise RowError(Reason.WRONG_TYPE)  # the blocks and the length tell different stories
     yield LoggedRow(
-        LoggedRequest(
-            source=place.source,
-            line=place.line,
-            conversation=place.name,
+        replace(
+            blank,
             time_s=_milliseconds(row, "timestamp"),
             block_hashes=hashes,
             block_size=_MOONCAKE_BLOCK_SIZE,
             num_tokens=num_tokens,
-            num_answer_tokens=fields.optional_count(row, "output_length"),
+            num_answer_tokens=fields.optional(fields.count, row, "output_length"),
         )
     )
 
 
-def is_azure(row: Mapping[str, Any]) -> bool:
-    return "ContextTokens" in row and "GeneratedTokens" in row
-
-
-def read_azure(row: Mapping[str, Any], place: Place) -> Iterator[LoggedRow]:
+def read_azure(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """Lengths only: a load shape, in which nothing can be a hit."""
     yield LoggedRow(
-        LoggedRequest(
-            source=place.source,
-            line=place.line,
-            conversation=place.name,
+        replace(
+            blank,
             time_s=fields.time_s(row.get("TIMESTAMP")),
             num_tokens=fields.count(row.get("ContextTokens")),
             num_answer_tokens=fields.count(row.get("GeneratedTokens")),
@@ -181,8 +161,9 @@ def asking(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return messages
 
 
-def full(text: str) -> str:
-    """The same, if there is any text."""
+def full_text(value: object) -> str:
+    """A text that says something."""
+    text = fields.text(value)
     if not text.strip():
         raise RowError(Reason.EMPTY)
     return text
@@ -192,20 +173,17 @@ def tokens(value: object) -> tuple[int, ...]:
     """Token ids that fit 32 bits."""
     if not isinstance(value, list):
         raise RowError(Reason.WRONG_TYPE)
-    ids = tuple(fields.count(token_id) for token_id in value)
-    if not ids:
+    if not value:
         raise RowError(Reason.EMPTY)
-    if max(ids) > _MAX_INT32:
-        raise RowError(Reason.WRONG_TYPE)
-    return ids
+    return tuple(map(fields.int32, value))
 
 
-def num_earlier_turns(messages: tuple[Message, ...] | None) -> int:
+def _num_earlier_turns(messages: Sequence[Message]) -> int:
     """User messages before the last one."""
-    return max(0, sum(message["role"] == "user" for message in messages or ()) - 1)
+    return max(0, sum(message["role"] == "user" for message in messages) - 1)
 
 
-def _milliseconds(row: Mapping[str, Any], name: str) -> float | None:
+def _milliseconds(row: Row, name: str) -> float | None:
     """In seconds."""
-    value = row.get(name)
-    return None if value is None else fields.seconds(value) / 1e3
+    value = fields.optional(fields.seconds, row, name)
+    return None if value is None else value / 1e3

@@ -18,19 +18,6 @@ NUM_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a row stands."""
-
-    source: str
-    line: int
-
-    @property
-    def name(self) -> str:
-        """Names the row within the stream; the conversation's id where the log has none across rows."""
-        return f"{self.source}#{self.line}"
-
-
-@dataclass(frozen=True, slots=True)
 class Turn:
     """A request of a conversation: what had been said by then, and when it was asked."""
 
@@ -67,16 +54,11 @@ class LoggedRow:
         """Request `number` of the row, from 0."""
         if not self.turns:
             return self.request
-        turn = self.turns[number]
+        end, time_s = self.turns[number].num_messages, self.turns[number].time_s
         messages = self.request.messages or ()
-        following = messages[turn.num_messages] if turn.num_messages < len(messages) else None
-        answered = following is not None and following["role"] == "assistant"
+        answers = (said["content"] for said in messages[end : end + 1] if said["role"] == "assistant")
         return replace(
-            self.request,
-            turn=number,
-            time_s=turn.time_s,
-            messages=messages[: turn.num_messages],
-            answer=following["content"] if answered and following is not None else None,
+            self.request, turn=number, time_s=time_s, messages=messages[:end], answer=next(answers, None)
         )
 
 
@@ -127,7 +109,3 @@ class ReadReport:
         """As it stands in `results.json`."""
         reasons = {str(reason): count for reason, count in sorted(self._reasons.items())}
         return Unreadable(num_rows=self.num_unreadable, reasons=reasons, lines=tuple(self.examples))
-
-    def to_dict(self) -> dict[str, object]:
-        """The same as JSON."""
-        return self.unreadable().model_dump(mode="json")

@@ -12,6 +12,7 @@ Each takes files of the user's, or a small sample that ships in samples/ and was
 Equal files, number of requests and seed give equal rows.
 """
 
-from kvshare.replay.workloads.generate import WORKLOADS, WorkloadRow, generate, write_rows
+from kvshare.replay.workloads.generate import WORKLOADS, generate, write_rows
+from kvshare.replay.workloads.sources import WorkloadRow
 
 __all__ = ["WORKLOADS", "WorkloadRow", "generate", "write_rows"]

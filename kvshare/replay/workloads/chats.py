@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import count
 from pathlib import Path
 
 from kvshare.replay.requests import Message
 from kvshare.replay.stream import take_turns
 from kvshare.replay.workloads import sources
-from kvshare.replay.workloads.sources import Draft
-from kvshare.replay.workloads.sources import chats as logged_chats
+from kvshare.replay.workloads.sources import WorkloadRow
 
-SYSTEM = {"role": "system", "content": "You are a helpful assistant. Answer in the language of the user."}
+_SYSTEM = {"role": "system", "content": sources.WORDS["window_system"]}
 _NUM_OPEN = 8
 _REWORDED = 0.5  # of the questions
 _MIN_TURNS = 4
@@ -23,37 +21,34 @@ _SHORTEST = 800
 _MOST_EDITS = 3
 
 
-def window(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+def window(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
     Chats that have outgrown what is sent; whole turns fall off the front, so everything shifts.
 
     Several chats at a time, from the turn on that fills the window. Once all are through, they come again
     with other window sizes and with some questions reworded, as chats of other users.
     """
-    usable = [chat for chat in logged_chats(paths) if _num_turns(chat) >= _MIN_TURNS]
+    usable = [chat for chat in sources.chats(paths) if _num_turns(chat) >= _MIN_TURNS]
     long = [chat for chat in usable if _num_chars(chat) > _SMALLEST]
-    if not long:
-        return
     yield from take_turns(_opened(long, draw), _NUM_OPEN, draw)
 
 
-def _opened(chats: Sequence[tuple[Message, ...]], draw: random.Random) -> Iterator[Iterator[Draft]]:
-    numbers = count()
-    while True:
-        for chat in draw.sample(chats, len(chats)):
-            opened = next(numbers)
-            chat = chat if opened < len(chats) else _another(chat, draw)
-            size = draw.randint(_SMALLEST, min(_LARGEST, max(_SMALLEST, int(_num_chars(chat) * 0.7))))
-            yield _turns(f"window-c{opened}", f"u{opened}", chat, size)
+def _opened(chats: Sequence[tuple[Message, ...]], draw: random.Random) -> Iterator[Iterator[WorkloadRow]]:
+    for opened, chat in enumerate(sources.endless(chats, draw)):
+        chat = chat if opened < len(chats) else _another(chat, draw)
+        size = draw.randint(_SMALLEST, min(_LARGEST, max(_SMALLEST, int(_num_chars(chat) * 0.7))))
+        yield _turns(f"window-c{opened}", f"u{opened}", chat, size)
 
 
-def _turns(conversation: str, user: str, chat: Sequence[Message], size: int) -> Iterator[Draft]:
+def _turns(conversation: str, user: str, chat: Sequence[Message], size: int) -> Iterator[WorkloadRow]:
     turn = 0
     for number, message in enumerate(chat):
         if message["role"] == "user":
             answer = chat[number + 1]["content"] if number + 1 < len(chat) else None
             if _num_chars(chat[: number + 2]) > size:
-                yield Draft(conversation, turn, user, (SYSTEM, *kept(chat[: number + 1], size)), answer)
+                yield WorkloadRow(
+                    conversation, turn, user, (_SYSTEM, *kept(chat[: number + 1], size)), answer
+                )
                 turn += 1
 
 
@@ -82,7 +77,7 @@ def _num_chars(messages: Sequence[Message]) -> int:
     return sum(len(message["content"]) for message in messages)
 
 
-def resubmit(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+def resubmit(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
     Somebody goes back to an earlier turn, changes a few words of it and sends again, one to three times.
 
@@ -90,19 +85,14 @@ def resubmit(paths: Sequence[Path], num_requests: int, draw: random.Random) -> I
     from there; half of the time the rest stays and only its beginning has changed, as in a playground or a
     notebook.
     """
-    talks = [chat for chat in logged_chats(paths) if _ends(chat)]
-    if not talks:
-        return
-    number = 0
-    while True:
-        for chat in draw.sample(talks, len(talks)):
-            prompt = tuple(chat[: draw.choice(_ends(chat))])
-            conversation, user = f"resubmit-c{number}", f"u{number}"
-            number += 1
-            yield Draft(conversation, 0, user, prompt)
-            for turn in range(1, 1 + draw.randint(1, _MOST_EDITS)):
-                prompt = edited(prompt, draw)
-                yield Draft(conversation, turn, user, prompt)
+    talks = [chat for chat in sources.chats(paths) if _ends(chat)]
+    for number, chat in enumerate(sources.endless(talks, draw)):
+        prompt = tuple(chat[: draw.choice(_ends(chat))])
+        conversation, user = f"resubmit-c{number}", f"u{number}"
+        yield WorkloadRow(conversation, 0, user, prompt)
+        for turn in range(1, 1 + draw.randint(1, _MOST_EDITS)):
+            prompt = edited(prompt, draw)
+            yield WorkloadRow(conversation, turn, user, prompt)
 
 
 def edited(prompt: Sequence[Message], draw: random.Random) -> tuple[Message, ...]:

@@ -5,34 +5,20 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from kvshare.replay.requests import Message
 from kvshare.replay.stream import take_turns
 from kvshare.replay.workloads import sources
-from kvshare.replay.workloads.sources import Draft, Passage, Question, bare_passages, questions
+from kvshare.replay.workloads.sources import WORDS, Passage, Question, WorkloadRow, bare_passages, questions
 
-_RAG_SYSTEM = {
-    "role": "system",
-    "content": "You answer questions from the passages that the user gives. Answer with a few words only. "
-    "If the passages do not say it, answer that you do not know.",
-}
+_RAG_SYSTEM = {"role": "system", "content": WORDS["rag_system"]}
 _USES = 8  # of a question's passages, on average
 _NUM_OWN, _NUM_OTHERS = 6, 3
 _MOST_RETRIEVED = 12_000  # characters of all passages
 _NEIGHBOURS = 4  # questions whose passages are retrieved by mistake
-_AGENT_SYSTEM = """You are an agent that works for the user until the task is done. You have three tools.
-
-search(query): look in the collection; returns titles and how well they fit.
-open(title): return the text of one document, with the time at which it was fetched.
-note(text): write something down; notes are kept until the end of the task.
-
-In every step, think about what is known and what is missing, then call exactly one tool. Write the call \
-alone on the last line. A result may be out of date or wrong: where two results contradict each other, the \
-one that was fetched later counts. Never make up a result. When nothing is missing, write "Done:" and the \
-answer in one sentence. Do not ask the user anything before that. Do not open a document twice in a row."""
+_AGENT_SYSTEM = {"role": "system", "content": WORDS["agent_system"]}
 _STEPS = 5
 _RUNS = 6  # of a task, on average
 _NUM_OPEN = 4
@@ -42,7 +28,7 @@ _NUMBER = re.compile(r"(?<![\w.,])\d{2,6}(?![\w.,])")
 _CHANGES = 0.3  # of the results, from one run to the next
 
 
-def rag(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+def rag(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
     Questions over one collection; the same passages come back in another order and company.
 
@@ -53,8 +39,7 @@ def rag(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterat
         return
     used = draw.sample(asked, min(len(asked), max(4, num_requests // _USES)))
     strangers = bare_passages(paths)
-    number = 0
-    while True:
+    for number in count():
         place = draw.randrange(len(used))
         question = used[place]
         around = [used[(place + step) % len(used)] for step in range(1, 1 + _NEIGHBOURS)]
@@ -62,8 +47,7 @@ def rag(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterat
         retrieved = _retrieved(question, others, draw)
         messages = (_RAG_SYSTEM, {"role": "user", "content": rag_prompt(question.text, retrieved)})
         user = f"u{draw.randrange(max(2, num_requests // 3))}"
-        yield Draft(f"rag-c{number}", 0, user, messages, question.answer)
-        number += 1
+        yield WorkloadRow(f"rag-c{number}", 0, user, messages, question.answer)
 
 
 def _retrieved(question: Question, others: Sequence[Passage], draw: random.Random) -> list[Passage]:
@@ -86,13 +70,7 @@ def _some(passages: Sequence[Passage], number: int, draw: random.Random) -> list
     return draw.sample(passages, min(len(passages), number))
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    goal: str
-    documents: tuple[Passage, ...]
-
-
-def agent(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+def agent(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
     The same tasks run again and again; each step appends a tool's result, and results change a little.
 
@@ -108,19 +86,19 @@ def agent(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iter
     yield from take_turns(runs, _NUM_OPEN, draw)
 
 
-def _run(task: _Task, conversation: str, user: str, draw: random.Random) -> Iterator[Draft]:
+def _run(task: Question, conversation: str, user: str, draw: random.Random) -> Iterator[WorkloadRow]:
     messages: list[Message] = [
-        {"role": "system", "content": _AGENT_SYSTEM},
-        {"role": "user", "content": f"Task: {task.goal}"},
+        _AGENT_SYSTEM,
+        {"role": "user", "content": f"Task: {task.text}"},
     ]
-    for turn, document in enumerate(task.documents):
+    for turn, document in enumerate(task.passages):
         call = f"I do not know enough yet, so I look at the next source.\nopen({_name(document)!r})"
-        yield Draft(conversation, turn, user, tuple(messages), call)
+        yield WorkloadRow(conversation, turn, user, tuple(messages), call)
         messages += [
             {"role": "assistant", "content": call},
             {"role": "user", "content": _result(document, draw)},
         ]
-    yield Draft(conversation, len(task.documents), user, tuple(messages))
+    yield WorkloadRow(conversation, len(task.passages), user, tuple(messages))
 
 
 def _result(document: Passage, draw: random.Random) -> str:
@@ -139,15 +117,15 @@ def _near(number: str, draw: random.Random) -> str:
     return str(int(number) + draw.randint(1, 9))
 
 
-def _tasks(paths: Sequence[Path], draw: random.Random) -> list[_Task]:
+def _tasks(paths: Sequence[Path], draw: random.Random) -> list[Question]:
     """A question with passages is a task; bare passages are dealt out, five to a task."""
-    tasks = [_Task(f"Find out: {question.text}", question.passages[:_STEPS]) for question in questions(paths)]
+    tasks = [Question(f"Find out: {each.text}", each.passages[:_STEPS]) for each in questions(paths)]
     passages = bare_passages(paths)
     draw.shuffle(passages)
     for start in range(0, len(passages) - _STEPS + 1, _STEPS):
         dealt = tuple(passages[start : start + _STEPS])
         titles = ", ".join(_name(passage) for passage in dealt[:2])
         tasks.append(
-            _Task(f"Write one paragraph on what these have in common, beginning with {titles}.", dealt)
+            Question(f"Write one paragraph on what these have in common, beginning with {titles}.", dealt)
         )
     return tasks

@@ -6,11 +6,11 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from kvshare.replay.workloads import sources
-from kvshare.replay.workloads.sources import Draft, objects, texts
+from kvshare.replay.workloads.sources import WORDS, WorkloadRow, objects, texts
 
 _SLOT = re.compile(
     r"\$\{([^{}:]{1,60})(?::([^{}]{0,200}))?\}"  # ${name:default}
@@ -21,77 +21,53 @@ _SLOT = re.compile(
 _SHORTEST = 600  # characters, where there are enough that long
 _LONGEST = 8000
 _USES = 12  # of a form, on average
-_CHOICES = ("ja", "nein", "unauffällig", "nicht beurteilbar", "siehe Text", "1", "2", "3")
 _LONG = 1500  # characters: a system prompt
 _LONGEST_SYSTEM = 8000
 _SHORT = 600  # a question
 _NUM_SYSTEM_PROMPTS = 3
-_TOOLS = {
-    "search_web": "Search the web and return the ten best results with their snippets.",
-    "read_page": "Fetch a page by its address and return its text.",
-    "calculator": "Evaluate an arithmetic expression.",
-    "calendar_list": "List the user's appointments between two dates.",
-    "calendar_add": "Add an appointment to the user's calendar.",
-    "send_mail": "Send an e-mail on behalf of the user, after the user has agreed to the text.",
-    "weather": "Return the forecast of a place for the next seven days.",
-    "run_python": "Run a short Python program without network and return what it prints.",
-    "read_file": "Return the text of a file that the user has uploaded.",
-    "translate": "Translate a text into another language.",
-}
-_QUESTIONS = ("What can you help me with today?", "Summarise what we agreed on last week in three sentences.")
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A text cut at its slots: pieces[0], slots[0], pieces[1], ... `defaults` are the author's own values."""
-
-    pieces: tuple[str, ...]
-    slots: tuple[str, ...]
-    defaults: tuple[str, ...]
-
-    def filled(self, draw: random.Random) -> str:
-        """With a value per slot name: a name that comes twice has one value."""
-        chosen: dict[str, str] = {}
-        parts = [self.pieces[0]]
-        for slot, default, piece in zip(self.slots, self.defaults, self.pieces[1:], strict=True):
-            if slot not in chosen:
-                keep = default and draw.random() < 0.2
-                chosen[slot] = default if keep else sources.value_for(slot, draw)
-            parts += [draw.choice(_CHOICES) if slot == "choice" else chosen[slot], piece]
-        return "".join(parts)
-
-
-def template(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+def template(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """The same forms filled in by many users; popular ones come often, rare ones seldom."""
-    forms = [form for text in _form_texts(paths) if (form := cut(text)) is not None]
-    long = [form for form in forms if sum(map(len, form.pieces)) >= _SHORTEST]
+    forms = [text for text in _form_texts(paths) if _is_form(text)]
+    long = [form for form in forms if _num_fixed(form) >= _SHORTEST]
     forms = long if len(long) >= min(4, len(forms)) else forms
     if not forms:
         return
     used = draw.sample(forms, min(len(forms), max(3, num_requests // _USES)))
     weights = [1 / (rank + 1) ** 0.7 for rank in range(len(used))]
-    number = 0
-    while True:
+    for number in count():
         (form,) = draw.choices(used, weights)
-        message = {"role": "user", "content": form.filled(draw)}
-        yield Draft(f"template-c{number}", 0, f"u{draw.randrange(max(2, num_requests // 3))}", (message,))
-        number += 1
+        message = {"role": "user", "content": filled(form, draw)}
+        yield WorkloadRow(
+            f"template-c{number}", 0, f"u{draw.randrange(max(2, num_requests // 3))}", (message,)
+        )
 
 
-def cut(text: str) -> Form | None:
-    """None without slots, or only at its very end, where a prefix cache would do."""
-    if len(text) > _LONGEST:
-        return None
-    pieces, slots, defaults, position = [], [], [], 0
-    for match in _SLOT.finditer(text):
-        pieces.append(text[position : match.start()])
-        slots.append(next((name.strip() for name in match.group(1, 3, 4) if name), "choice"))
-        defaults.append((match.group(2) or "").strip())
-        position = match.end()
-    pieces.append(text[position:])
-    if not slots or len("".join(pieces[1:])) < len(text) // 5:
-        return None
-    return Form(tuple(pieces), tuple(slots), tuple(defaults))
+def _is_form(text: str) -> bool:
+    """Not without slots, nor with slots only at its very end, where a prefix cache would do."""
+    first = _SLOT.search(text)
+    return first is not None and len(text) <= _LONGEST and _num_fixed(text) - first.start() >= len(text) // 5
+
+
+def _num_fixed(form: str) -> int:
+    """Characters outside its slots."""
+    return len(_SLOT.sub("", form))
+
+
+def filled(form: str, draw: random.Random) -> str:
+    """With a value per slot name: a name that comes twice has one value. Some keep the author's default."""
+    chosen: dict[str, str] = {}
+
+    def value(match: re.Match[str]) -> str:
+        slot = next((name.strip() for name in match.group(1, 3, 4) if name), "choice")
+        default = (match.group(2) or "").strip()
+        if slot not in chosen:
+            keep = default and draw.random() < 0.2
+            chosen[slot] = default if keep else sources.value_for(slot, draw)
+        return str(draw.choice(WORDS["choices"])) if slot == "choice" else chosen[slot]
+
+    return _SLOT.sub(value, form)
 
 
 def _form_texts(paths: Sequence[Path]) -> Iterator[str]:
@@ -101,24 +77,14 @@ def _form_texts(paths: Sequence[Path]) -> Iterator[str]:
         asked, reply = row.get("instruction"), row.get("response")
         if isinstance(asked, str) and isinstance(reply, str):
             replies = True
-            yield _SUPPORT.format(intent=str(row.get("intent") or "other").replace("_", " "), reply=reply)
+            yield WORDS["support_form"].format(
+                intent=str(row.get("intent") or "other").replace("_", " "), reply=reply
+            )
     if not replies:
         yield from texts(paths)
 
 
-_SUPPORT = """You write for the customer service of a web shop. A customer, {{{{Customer Name}}}}, wrote to \
-us about {{{{Order Number}}}}. The request was sorted under "{intent}".
-
-This is the reply that we send in such cases:
-
-{reply}
-
-Write the reply to this customer. Keep the steps and their order, keep the tone, and do not promise anything \
-that is not in the text above. The order was placed on {{{{Order Date}}}} from {{{{City}}}} for the \
-{{{{Product}}}}. Address the customer by name, mention the product once, and close with the agent's name."""
-
-
-def header(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[Draft]:
+def header(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
     One long system prompt for everybody, with today's date, the user and the tools on top.
 
@@ -130,26 +96,24 @@ def header(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
     )
     if not long:
         return
-    questions = sorted({text for text in found if len(text) <= _SHORT}) or list(_QUESTIONS)
+    questions = sorted({text for text in found if len(text) <= _SHORT}) or WORDS["questions"]
     bodies = long[:_NUM_SYSTEM_PROMPTS]
     users = [(f"u{number}", sources.person(draw)) for number in range(max(2, num_requests // 4))]
-    number = 0
-    while True:
+    for number in count():
         user, name = draw.choice(users)
         system = _header(name, draw) + draw.choice(bodies)
         messages = (
             {"role": "system", "content": system},
             {"role": "user", "content": draw.choice(questions)},
         )
-        yield Draft(f"header-c{number}", 0, user, messages)
-        number += 1
+        yield WorkloadRow(f"header-c{number}", 0, user, messages)
 
 
 def _header(name: str, draw: random.Random) -> str:
     """What stands above the shared part, and differs each time."""
     tools = [
-        json.dumps({"name": tool, "description": _TOOLS[tool]})
-        for tool in draw.sample(sorted(_TOOLS), draw.randint(2, 6))
+        json.dumps({"name": name, "description": description})
+        for name, description in draw.sample(sorted(WORDS["tools"].items()), draw.randint(2, 6))
     ]
     return (
         f"Current date: {sources.date(draw)}, {sources.clock(draw)}\n"

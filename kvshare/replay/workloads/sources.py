@@ -1,5 +1,5 @@
 """
-What workloads are made of: source files -> texts, passages, chats; and made-up values.
+What workloads are made of: source files -> texts, passages, chats; and made-up values, from words.yaml.
 
 Takes the published forms of the data sets that fit. Rows that a workload has no use for are passed over; what
 is left is the caller's to judge.
@@ -7,54 +7,44 @@ is left is the caller's to judge.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import yaml
 
 from kvshare.replay.readers import ReadReport, Reason, read_file
 from kvshare.replay.readers.files import raw_rows
 from kvshare.replay.requests import Message
 
 _TEXT_FIELDS = ("prompt", "text", "query", "question", "instruction", "section_text", "dialogue")
-FIRST_NAMES = (
-    "Aisha", "Bruno", "Chen", "Dalia", "Emil", "Farah", "Goran", "Hana", "Ivo", "Jun", "Katya", "Liam",
-    "Mina", "Noor", "Otto", "Priya", "Rosa", "Sven",
-)  # fmt: skip
-LAST_NAMES = (
-    "Adler", "Baker", "Costa", "Diaz", "Evans", "Fischer", "Garcia", "Haas", "Ito", "Jensen", "Kaya",
-    "Lopez", "Meyer", "Novak", "Okafor", "Peters",
-)  # fmt: skip
-PLACES = (
-    "Lisbon", "Warsaw", "Nairobi", "Osaka", "Toronto", "Zagreb", "Lima", "Hanoi", "Utrecht", "Malaga",
-    "Graz", "Tampere", "Cork", "Basel", "Porto",
-)  # fmt: skip
-PRODUCTS = (
-    "travel kettle", "desk lamp", "rain jacket", "trail shoes", "office chair", "bike helmet", "water filter",
-    "phone case", "baking tin", "wool blanket", "garden hose", "reading light", "tool box", "camping stove",
-)  # fmt: skip
-TOPICS = (
-    "rising energy prices", "a community garden", "the history of tea", "remote teams", "night trains",
-    "a small bakery", "urban cycling", "early music", "solar roofs", "school lunches", "used books",
-    "wooden bridges", "sleep and shift work", "local news", "repairing phones",
-)  # fmt: skip
-MONTHS = (
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
-    "November", "December",
-)  # fmt: skip
+_T = TypeVar("_T")
+WORDS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+PLACES: Sequence[str] = WORDS["places"]
+PRODUCTS: Sequence[str] = WORDS["products"]
+TOPICS: Sequence[str] = WORDS["topics"]
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A request before it has its number and its time."""
+class WorkloadRow:
+    """One line of the file; `id` and `timestamp` are given last, see generate.py."""
 
-    conversation: str
-    turn: int
+    id: str = field(default="", kw_only=True)  # unique in the file
+    conversation: str  # the same in all requests of one
+    turn: int  # counts up within the conversation; later ones need not extend earlier ones
     user: str
-    messages: tuple[Message, ...]
-    answer: str | None = None
+    timestamp: float = field(default=0.0, kw_only=True)  # seconds since the first could have come; never less
+    messages: tuple[Message, ...]  # the whole body of a chat completion request
+    answer: str | None = None  # where the source has one
+
+    def to_json(self) -> str:
+        """The fields are the keys, in their order."""
+        document = {name: value for name, value in asdict(self).items() if value or name != "answer"}
+        return json.dumps(document, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +61,15 @@ class Question:
 
     text: str
     passages: tuple[Passage, ...]
-    answer: str | None
+    answer: str | None = None
 
 
 def objects(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
     """Every readable JSON object of the files, in order."""
     for path in paths:
-        for row in raw_rows(path):
-            if not isinstance(row.value, Reason):
-                yield row.value
+        for _, row in raw_rows(path):
+            if not isinstance(row, Reason):
+                yield row
 
 
 def texts(paths: Sequence[Path]) -> list[str]:
@@ -153,11 +143,11 @@ def _answer(row: Mapping[str, Any]) -> str | None:
 
 
 def person(draw: random.Random) -> str:
-    return f"{draw.choice(FIRST_NAMES)} {draw.choice(LAST_NAMES)}"
+    return f"{draw.choice(WORDS['first_names'])} {draw.choice(WORDS['last_names'])}"
 
 
 def date(draw: random.Random) -> str:
-    return f"{draw.randint(1, 28)} {draw.choice(MONTHS)} {draw.randint(2023, 2026)}"
+    return f"{draw.randint(1, 28)} {draw.choice(WORDS['months'])} {draw.randint(2023, 2026)}"
 
 
 def clock(draw: random.Random) -> str:
@@ -167,18 +157,20 @@ def clock(draw: random.Random) -> str:
 def value_for(slot: str, draw: random.Random) -> str:
     """Something that fits what the slot seems to ask for, by its name."""
     name = set(re.split(r"[^a-z]+", slot.lower()))
-    if _any(name, ("date", "time", "day", "deadline", "datum")):
+    if name & {"date", "time", "day", "deadline", "datum"}:
         return date(draw)
-    if _any(name, ("number", "id", "amount", "price", "count", "age", "year", "size", "length", "nummer")):
+    if name & {"number", "id", "amount", "price", "count", "age", "year", "size", "length", "nummer"}:
         return str(draw.randint(10, 99_999))
-    if _any(name, ("city", "country", "location", "place", "address", "ort")):
+    if name & {"city", "country", "location", "place", "address", "ort"}:
         return draw.choice(PLACES)
-    if _any(name, ("product", "item", "order", "brand", "model")):
+    if name & {"product", "item", "order", "brand", "model"}:
         return draw.choice(PRODUCTS)
-    if _any(name, ("name", "author", "person", "customer", "client", "patient", "user")):
+    if name & {"name", "author", "person", "customer", "client", "patient", "user"}:
         return person(draw)
     return f"{draw.choice(TOPICS)} in {draw.choice(PLACES)}"
 
 
-def _any(name: set[str], words: Sequence[str]) -> bool:
-    return any(word in name for word in words)
+def endless(items: Sequence[_T], draw: random.Random) -> Iterator[_T]:
+    """All of them, then all of them in another order, and so on; nothing if there are none."""
+    while items:
+        yield from draw.sample(items, len(items))

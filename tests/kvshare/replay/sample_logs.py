@@ -61,7 +61,7 @@ def _conversations(workload: str, num_requests: int) -> Iterator[list[dict[str, 
     """Each a beginning of a request's chat, some of it in other words."""
     draw = random.Random(f"log:{workload}")
     for row in generate(workload, num_requests=num_requests, seed=2):
-        messages = row.draft.messages[: 2 * _QUESTIONS]
+        messages = row.messages[: 2 * _QUESTIONS]
         yield [_changed(message, draw) for message in messages]
 
 

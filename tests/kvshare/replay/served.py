@@ -20,7 +20,7 @@ from kvshare.engines.base import Delta, Event, Finished, GenerationRequest, Samp
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.namespace import Namespace
 from kvshare.replay.arms import Meanings, Workbench
-from kvshare.replay.arms.meanings import prompt_text
+from kvshare.replay.arms.base import prompt_text
 from kvshare.replay.arms.sharing import SharingArm
 from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.replay.requests import TokenizedRequest

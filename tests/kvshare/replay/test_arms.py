@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from delta_tree import DeltaTree
 from kvshare.errors import ConfigError
-from kvshare.replay.arms import make_arm, parse_arms
+from kvshare.replay.arms import losses, make_arm, parse_arms
 from kvshare.replay.arms.base import Arm
 from kvshare.replay.arms.losses import Losses, SecondLook
 from kvshare.replay.arms.sharing import SharingArm
@@ -22,6 +22,7 @@ from kvshare.replay.measures import waterfalls
 from kvshare.replay.requests import Outcome, TokenizedRequest, any_of
 from kvshare.replay.rows import SCHEMA, RowMaker, make_row
 from kvshare.settings import load_settings
+from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import NoPlan
 from tests.kvshare.replay.synthetic import random_tokens, request, stream, workbench
 
@@ -302,7 +303,7 @@ def test_what_short_prompts_lose_is_told_apart() -> None:
     assert (steps["not_found"], steps["too_short"], steps["hit"]) == (0, -25, 0)
 
 
-def test_losses_can_be_left_unexplained() -> None:
+def test_losses_can_be_left_unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then all else is the same; and where no limit can have cost anything, nothing is planned again."""
     requests = stream(_variants_of_variants())
     arm = SharingArm(
@@ -314,7 +315,9 @@ def test_losses_can_be_left_unexplained() -> None:
     explained = run("kvshare-fingerprints", requests)
     assert [outcome.hits for outcome in unexplained] == [outcome.hits for outcome in explained]
     look = SecondLook(SharingOptions(), load_settings(), DeltaTree.open(None, identity=None).segment)
-    assert look.losses(NoPlan("nothing_in_common"), (), lambda _: pytest.fail("planned again")) == Losses()
+    monkeypatch.setattr(losses, "make_plan", lambda *_, **__: pytest.fail("planned again"))
+    rates = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=1e9)
+    assert look.losses(requests[0].token_ids, NoPlan("nothing_in_common"), (), rates) == Losses()
 
 
 def test_requests_embedded_for_the_look_up_are_told() -> None:

@@ -202,6 +202,13 @@ def test_prompts_with_lengths(tmp_path: Path) -> None:
     assert (last.time_s, bare.prompt) == (0.021, "Bare")
 
 
+def test_load_tools_name_users_as_other_logs_do(tmp_path: Path) -> None:
+    """One list of names for all rows that are requests."""
+    row = {**logs.GUIDELLM, "conversation_id": "c1", "user_id": 7, "tenant": "north"}
+    (request,) = logs.requests_of(logs.write_lines(tmp_path / "log", [row]))
+    assert (request.conversation, request.user, request.namespace) == ("c1", "7", "north")
+
+
 def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
     """Slices of long chats do."""
     (request,) = logs.requests_of(logs.write_lines(tmp_path / "log", [logs.CONVERSATION]))

@@ -42,7 +42,7 @@ def prompts(name: str) -> list[TokenIds]:
         as_token_ids(
             [
                 numbers[word]
-                for message in row.draft.messages
+                for message in row.messages
                 for word in re.findall(r"\w+|[^\w\s]|\s+", f"{message['role']}: {message['content']}")
             ]
         )

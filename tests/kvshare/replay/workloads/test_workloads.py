@@ -22,7 +22,7 @@ def _rows(name: str, seed: int = 1, sources: tuple[Path, ...] = ()) -> list[Work
 
 
 def _texts(rows: list[WorkloadRow]) -> list[str]:
-    return ["\n".join(message["content"] for message in row.draft.messages) for row in rows]
+    return ["\n".join(message["content"] for message in row.messages) for row in rows]
 
 
 def _common_prefix(a: str, b: str) -> int:
@@ -61,10 +61,10 @@ def test_the_plain_reader_takes_every_row(tmp_path: Path, name: str) -> None:
     assert report.formats == {"workload.jsonl": "plain"}
     for row, logged in zip(rows, read, strict=True):
         request = logged.request
-        assert request.messages == row.draft.messages
-        assert (request.conversation, request.turn) == (row.draft.conversation, row.draft.turn)
-        assert (request.user, request.time_s) == (row.draft.user, row.timestamp)
-        assert request.answer == (row.draft.answer or None)
+        assert request.messages == row.messages
+        assert (request.conversation, request.turn) == (row.conversation, row.turn)
+        assert (request.user, request.time_s) == (row.user, row.timestamp)
+        assert request.answer == (row.answer or None)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -76,8 +76,8 @@ def test_rows_are_bodies_that_any_server_takes(name: str) -> None:
         document = json.loads(row.to_json())
         assert document["messages"][-1]["role"] == "user"
         assert {message["role"] for message in document["messages"]} <= {"system", "user", "assistant"}
-        assert row.draft.turn == turns[row.draft.conversation]
-        turns[row.draft.conversation] += 1
+        assert row.turn == turns[row.conversation]
+        turns[row.conversation] += 1
     assert [row.timestamp for row in rows] == sorted(row.timestamp for row in rows)
     assert len({row.id for row in rows}) == NUM
 
@@ -128,12 +128,12 @@ def test_window_prompts_lose_their_oldest_turns() -> None:
     """What is left of a chat stands earlier in the prompt than a request before."""
     chats: dict[str, list[WorkloadRow]] = defaultdict(list)
     for row in _rows("window"):
-        chats[row.draft.conversation].append(row)
+        chats[row.conversation].append(row)
     shifted = 0
     for rows in chats.values():
         for before, after in pairwise(rows):
-            old = [message["content"] for message in before.draft.messages]
-            new = [message["content"] for message in after.draft.messages]
+            old = [message["content"] for message in before.messages]
+            new = [message["content"] for message in after.messages]
             shared = [content for content in new[1:] if content in old]
             if shared and old.index(shared[0]) > new.index(shared[0]):
                 shifted += 1
@@ -159,10 +159,10 @@ def test_resubmit_changes_one_user_turn() -> None:
     edits = 0
     chats: dict[str, list[WorkloadRow]] = defaultdict(list)
     for row in _rows("resubmit"):
-        chats[row.draft.conversation].append(row)
+        chats[row.conversation].append(row)
     for rows in chats.values():
         for before, after in pairwise(rows):
-            old, new = before.draft.messages, after.draft.messages
+            old, new = before.messages, after.messages
             changed = [n for n, message in enumerate(new) if message != old[n]]
             assert len(changed) <= 1
             assert all(new[n]["role"] == "user" for n in changed)
@@ -183,12 +183,12 @@ def test_agent_transcripts_grow_and_results_change() -> None:
     """Each request extends the one before; another run of the task differs in its results only."""
     runs: dict[str, list[WorkloadRow]] = defaultdict(list)
     for row in _rows("agent"):
-        runs[row.draft.conversation].append(row)
+        runs[row.conversation].append(row)
     last: dict[str, list[str]] = defaultdict(list)
     for rows in runs.values():
         for before, after in pairwise(rows):
-            assert after.draft.messages[: len(before.draft.messages)] == before.draft.messages
-        last[rows[-1].draft.messages[1]["content"]].append(_texts(rows[-1:])[0])
+            assert after.messages[: len(before.messages)] == before.messages
+        last[rows[-1].messages[1]["content"]].append(_texts(rows[-1:])[0])
     again = next(texts for texts in last.values() if len(texts) > 1)
     assert again[0] != again[1]
 
@@ -204,7 +204,7 @@ def test_users_files_are_taken(tmp_path: Path) -> None:
         {"weather": "fine"},
     ]
     path = logs.write_lines(tmp_path / "rag", rag)
-    assert {row.draft.answer for row in _rows("rag", sources=(path,))} == {"forty", "two", None}
+    assert {row.answer for row in _rows("rag", sources=(path,))} == {"forty", "two", None}
     assert len(_rows("agent", sources=(path,))) == NUM
     form = {
         "instruction": "cancel order 7",
