@@ -39,8 +39,9 @@ from kvshare.replay.options import (
     versions,
 )
 from kvshare.replay.requests import TokenizedRequest
-from kvshare.replay.results import SCHEMA_VERSION, Document, Row, write_document
+from kvshare.replay.results import SCHEMA_VERSION, Document, Row
 from kvshare.replay.tokens import RequestTokenizer
+from kvshare.replay.whole_files import write_document
 
 LIVE_FILE: Final = "live.json"
 LIVE_REQUESTS_FILE: Final = "live.parquet"

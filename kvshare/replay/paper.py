@@ -47,8 +47,9 @@ from kvshare.replay.options import (
 )
 from kvshare.replay.report.shapes import draw_figure_2, draw_figure_4
 from kvshare.replay.requests import TokenizedRequest, batches
-from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document, write_document, write_whole
+from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document
 from kvshare.replay.tokens import RequestTokenizer
+from kvshare.replay.whole_files import write_document, write_whole
 from vector_index import TextEmbedder
 
 PAPER_FILE: Final = "paper.json"

@@ -15,9 +15,7 @@ empty, and a number that is not finite is None: whoever reads draws what there i
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
@@ -284,18 +282,6 @@ class Results(Part):
     similarity: Similarity | None = None  # None: no arm looked at meaning
     waterfall: tuple[Waterfall, ...] = ()  # one per KVShare arm with an infinite store, with an oracle
     times: RunTimes = RunTimes()
-
-
-def write_document(path: Path, document: Document) -> None:
-    """JSON that appears whole or not at all."""
-    write_whole(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """A file that appears whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
 
 
 def arm_label(arm: str, capacity_tokens: int | None) -> str:

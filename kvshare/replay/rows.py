@@ -29,6 +29,7 @@ from kvshare.errors import LogError
 from kvshare.replay.arms.base import Arm
 from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.results import Row
+from kvshare.replay.whole_files import whole
 
 _PROGRESS = b"kvshare.progress"
 SCHEMA = pa.schema(
@@ -113,9 +114,8 @@ def language_label(language: str) -> str:
 
 def write_rows(path: Path, rows: Sequence[Row], *, schema: pa.Schema = SCHEMA) -> None:
     """Rows into a Parquet file that appears whole or not at all."""
-    partial = path.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), partial, compression="zstd")
-    partial.replace(path)
+    with whole(path) as partial:
+        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), partial, compression="zstd")
 
 
 def read_arm(
@@ -193,11 +193,9 @@ class Checkpoint:
 
     def join(self, path: Path) -> None:
         """All parts, one after the other, as one file."""
-        partial = path.with_suffix(".partial")
-        with pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
+        with whole(path) as partial, pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
             for part in self._parts:
                 writer.write_table(pq.read_table(part))
-        partial.replace(path)
 
     def clear(self) -> None:
         """Remove the folder."""

@@ -32,10 +32,11 @@ from kvshare.replay.options import (
     versions,
 )
 from kvshare.replay.requests import TokenizedRequest, batches
-from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Document, Row, write_document
+from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Document, Row
 from kvshare.replay.rows import Checkpoint, Progress, RowMaker, make_row, read_arm
 from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
+from kvshare.replay.whole_files import write_document
 from vector_index import TextEmbedder
 
 _BATCH = 32  # requests embedded together

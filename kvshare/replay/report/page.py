@@ -18,7 +18,8 @@ from kvshare.replay.report.formats import FILTERS
 from kvshare.replay.report.picture import TEMPLATES, Picture
 from kvshare.replay.report.plots import draw
 from kvshare.replay.report.reading import Report, gain, read_report
-from kvshare.replay.results import ArmTimes, Figures, finite, write_whole
+from kvshare.replay.results import ArmTimes, Figures, finite
+from kvshare.replay.whole_files import write_whole
 
 REPORT_FILE: Final = "report.html"
 
