@@ -211,6 +211,10 @@ class Vllm:
         answer = self.ask((tokens, ticket, private_salt(ticket.request_id)), **sampling)[0]
         return answer, self.finished(ticket)
 
+    def drop(self, event: Finished) -> int:
+        """Drop all segments of a donor. Returns how many were held."""
+        return self.side.drop([segment.segment_id for segment in event.stored])
+
     def events(self) -> tuple[JournalEvent, ...]:
         return self.side.events.read(0).events
 
@@ -338,13 +342,14 @@ def text() -> Texts:
 
 @pytest.fixture
 def copies() -> Copies:
-    """`copies(event, (0, 100), (130, 300), shift=0)`: spans of a donor's first segment, moved."""
+    """`copies(event, (0, 100), (130, 300), shift=0)`: spans of a donor, moved; a copy a segment."""
 
     def make(event: Finished, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]:
-        segment = event.stored[0]
         return [
             WireCopy(segment.segment_id, start - segment.start, end - start, start + shift, start)
-            for start, end in spans
+            for span in spans
+            for segment in event.stored
+            if (start := max(span[0], segment.start)) < (end := min(span[1], segment.start + segment.length))
         ]
 
     return make

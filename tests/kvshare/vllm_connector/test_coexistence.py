@@ -26,7 +26,7 @@ def test_approximate_kv_never_enters_the_prefix_cache(vllm: Vllm, text: Texts, c
     donor = vllm.keep(text(600, 1))
     tokens = text(600, 2)
     wrong, event = vllm.shared(tokens, copies(donor, (0, 580)))
-    assert event.used == (0,)
+    assert event.used == (0, 1)
     truth = vllm.plain(tokens)
     assert wrong.logprobs[0] != truth.logprobs[0]  # the laid KV was really used: this test can fail
     for salt in (None, "tenant", "tenant"):
@@ -58,7 +58,8 @@ def test_an_approximate_ticket_without_its_salt_is_refused(
     (answer,) = vllm.ask((tokens, ticket, salt))
     event = vllm.finished(ticket)
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
-    assert (event.reason, event.used, event.stored[0].length) == ("not_private", (), 603)
+    assert (event.reason, event.used) == ("not_private", ())
+    assert [(s.start, s.length) for s in event.stored] == [(0, 256), (256, 347)]
 
 
 def test_exact_requests_keep_hitting_the_prefix_cache(vllm: Vllm, text: Texts, copies: Copies) -> None:
@@ -71,7 +72,7 @@ def test_exact_requests_keep_hitting_the_prefix_cache(vllm: Vllm, text: Texts, c
     (answer,) = vllm.ask((tokens, second, "tenant"))
     event = vllm.finished(second)
     assert answer.distance(plain) <= LIMIT
-    assert (event.num_local, event.used, event.decision) == (512, (0,), "exact")
+    assert (event.num_local, event.used, event.decision) == (512, (0, 1), "exact")
     assert "lay" not in event.stage_seconds
 
 
@@ -96,7 +97,7 @@ def test_blocks_that_another_request_is_about_to_fill(vllm: Vllm, text: Texts, c
     tokens = text(600, 10)
     gone, donor = vllm.keep(tokens[:300]), vllm.keep(tokens)
     ticket = vllm.ticket(tokens, copies(gone, (0, 300)) + copies(donor, (300, 590)), exact_length=590)
-    vllm.side.drop([gone.stored[0].segment_id])
+    vllm.drop(gone)
     _, answer = vllm.ask((tokens[:200] + text(100, 11), None, "burst"), (tokens, ticket, "burst"))
     event = vllm.finished(ticket)
     assert (event.num_local, event.used) == (128, (1,))
@@ -117,7 +118,7 @@ def test_choices_share_one_ticket(vllm: Vllm, text: Texts, copies: Copies) -> No
     truth = vllm.plain(tokens)
     assert len(answers) == 3
     assert all(answer.distance(truth) <= LIMIT for answer in answers)
-    assert vllm.finished(ticket).used == (0, 1, 2, 3)
+    assert vllm.finished(ticket).used == (0, 1, 2, 3, 4)
 
 
 def test_generated_tokens_are_kept(vllm: Vllm, text: Texts, copies: Copies) -> None:

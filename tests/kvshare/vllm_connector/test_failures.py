@@ -33,11 +33,11 @@ def test_a_segment_that_vanished_is_computed(vllm: Vllm, text: Texts, copies: Co
     """All copies of a dropped segment become placeholders; the prompt is exact again and kept whole."""
     tokens = text(600, 1)
     donor = vllm.keep(tokens)
-    assert vllm.side.drop([donor.stored[0].segment_id]) == 1
+    assert vllm.drop(donor) == 2
     answer, event = vllm.shared(tokens, copies(donor, *SCATTERED))
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
     assert (event.decision, event.reason, event.used) == ("full", "segments_gone", ())
-    assert [(s.start, s.length) for s in event.stored] == [(0, 603)]
+    assert [(s.start, s.length) for s in event.stored] == [(0, 256), (256, 347)]
 
 
 def test_one_of_two_donors_vanished(vllm: Vllm, text: Texts, copies: Copies) -> None:
@@ -45,10 +45,10 @@ def test_one_of_two_donors_vanished(vllm: Vllm, text: Texts, copies: Copies) -> 
     tokens = text(600, 2)
     first, second = vllm.keep(tokens), vllm.keep(tokens)
     plan = copies(first, (0, 200)) + copies(second, (220, 400)) + copies(first, (430, 580))
-    vllm.side.drop([second.stored[0].segment_id])
+    vllm.drop(second)
     answer, event = vllm.shared(tokens, plan)
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
-    assert (event.decision, event.reason, event.used) == ("approx", "segments_gone", (0, 2))
+    assert (event.decision, event.reason, event.used) == ("approx", "segments_gone", (0, 3))
     assert event.num_computed == 600 - 200 - 150
 
 
@@ -60,7 +60,7 @@ def test_corrupt_bytes_are_a_miss(vllm: Vllm, text: Texts, copies: Copies) -> No
     corrupt(vllm, bad_id)
     answer, event = vllm.shared(tokens, copies(good, (0, 200)) + copies(bad, (220, 590)), max_tokens=8)
     assert answer.distance(vllm.plain(tokens, max_tokens=8)) <= LIMIT
-    assert event.used == (0,)
+    assert event.used == (0, 2)  # its second segment is whole
     assert bad_id in dropped(vllm)
     assert bad_id not in vllm.side.segments
 
@@ -113,7 +113,7 @@ def test_a_load_that_breaks_off(
     if (stage, max_tokens) == ("_place", 1):
         assert event.stored == ()
         return
-    assert event.stored[0].length == 600 + max_tokens - 1
+    assert sum(segment.length for segment in event.stored) == 600 + max_tokens - 1
     again, event = vllm.shared(tokens, copies(event, *SCATTERED))
     assert again.distance(vllm.plain(tokens)) <= LIMIT
     assert event.decision == "approx"
@@ -210,7 +210,7 @@ def test_a_segment_that_leaves_while_its_copy_is_in_use(vllm: Vllm, text: Texts,
     add(vllm, vllm.fresh(), tokens, ticket, salt=private_salt(ticket.request_id), max_tokens=6)
     for _ in range(2):
         vllm.llm.llm_engine.step()
-    vllm.side.drop([donor.stored[0].segment_id])
+    vllm.drop(donor)
     while vllm.llm.llm_engine.has_unfinished_requests():
         vllm.llm.llm_engine.step()
     vllm.settle()
