@@ -101,11 +101,12 @@ def take_pass(
     The result of a prefill does not depend on the split: an earlier pass writes the rows a later one
     attends to.
     """
-    runs, rest = [], []
     room = max_queries
-    for span in placeholders:
-        middle = min(span.end, span.start + room)
-        room -= middle - span.start
-        runs.append(Span(span.start, middle))
-        rest.append(Span(middle, span.end))
-    return PartialPass(kv, tuple(filter(None, runs))), tuple(filter(None, rest))
+    for index, span in enumerate(placeholders):
+        if len(span) > room:
+            middle = span.start + room
+            runs = (*placeholders[:index], Span(span.start, middle))
+            rest = (Span(middle, span.end), *placeholders[index + 1 :])
+            return PartialPass(kv, tuple(filter(None, runs))), rest
+        room -= len(span)
+    return PartialPass(kv, tuple(placeholders)), ()

@@ -33,16 +33,14 @@ class ConnectorSettings:
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> Self:
-        """Raises ValueError, naming the key and what was expected."""
+        """Raises ValueError, naming the key and what was expected. What was given is not quoted."""
         try:
             settings: Self = TypeAdapter(cls).validate_python(extra.get("kvshare", {}))
         except ValidationError as exc:
-            first = exc.errors(include_url=False)[0]
+            first = exc.errors(include_url=False, include_input=False)[0]
             place = ".".join(("kv_connector_extra_config.kvshare", *map(str, first["loc"])))
             known = ", ".join(field.name for field in fields(cls))
-            raise ValueError(
-                f"{place}: {first['msg']}, got {first['input']!r}; expected an object with {known}"
-            ) from None
+            raise ValueError(f"{place}: {first['msg']}; its keys are {known}") from None
         return settings
 
 

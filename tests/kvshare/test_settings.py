@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from kvshare.errors import ConfigError
+from kvshare.index_factory import nominator_settings
 from kvshare.settings import ReplicaSettings, Settings, default_config_path, load_settings
 
 
@@ -102,3 +103,21 @@ def test_a_replica_is_found_by_its_address(url: str, control: str, label: str) -
     assert (replica.control, replica.label) == (control, label)
     named = ReplicaSettings(url=url, control_url="http://other:1/", name="first")
     assert (named.control, named.label) == ("http://other:1", "first")
+
+
+def test_every_setting_of_nomination_reaches_the_nominator() -> None:
+    """They are handed over by name: one that is renamed on one side only would have no effect."""
+    values = load_settings().index
+    given = {
+        "block_size": 7,
+        "dense_min_tokens": 8,
+        "dense_min_uncovered": 0.9,
+        "embed_timeout_s": 10.0,
+        "kgram": 11,
+        "max_candidates": 12,
+        "max_distance": 0.13,
+        "search_timeout_s": 14.0,
+        "window": 15,
+    }
+    made = nominator_settings(values.model_copy(update=given))
+    assert {name: getattr(made, name) for name in given} == given

@@ -34,7 +34,7 @@ class Scheduler:
     def stop(self) -> None:
         """End the thread after the quantum in progress; tasks still running are released with an error."""
         self._worker.shutdown(cancel_futures=True)
-        for task in self._tasks:
+        for task in tuple(self._tasks):
             self._on_release(task, RuntimeError("the engine was stopped"))
 
     def submit(self, task: Task) -> None:

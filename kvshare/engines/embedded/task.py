@@ -42,7 +42,7 @@ class _Choice:
     finish_reason: FinishReason | None = None
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Task:
     """A request's state in the engine: first prefilling, then decoding its choices in turn."""
 

@@ -69,11 +69,16 @@ class PagedCache:
         ratio = self.block_size // self.kernel_block_size
         return [block_id * ratio + part for block_id in block_ids for part in range(ratio)]
 
+    def _blocks_of(self, block_ids: Sequence[int], span: Span) -> Sequence[int]:
+        """Those that a span lies in: a long prompt has hundreds of spans and thousands of blocks."""
+        return block_ids[span.start // self.block_size : -(-span.end // self.block_size)]
+
     def slots(self, block_ids: Sequence[int], span: Span) -> torch.Tensor:
         """Slots of the positions in `span`, (len(span),) int64 on the device."""
+        first = span.start // self.block_size
         positions = torch.arange(span.start, span.end)
-        table = torch.tensor(block_ids, dtype=torch.int64)
-        slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
+        table = torch.tensor(self._blocks_of(block_ids, span), dtype=torch.int64)
+        slots = table[positions // self.block_size - first] * self.block_size + positions % self.block_size
         return slots.to(self.geometry.device)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
@@ -88,10 +93,10 @@ class PagedCache:
     def read(self, block_ids: Sequence[int], span: Span) -> SegmentKV:
         """A copy of a span's KV on the host, (L, len(span), H, D)."""
         assert self._layout is not None
-        first = span.start // self.kernel_block_size
-        end = -(-span.end // self.kernel_block_size)
-        blocks = torch.tensor(self.kernel_blocks(block_ids)[first:end], device=self.geometry.device)
-        ahead = span.start - first * self.kernel_block_size
+        blocks = torch.tensor(
+            self.kernel_blocks(self._blocks_of(block_ids, span)), device=self.geometry.device
+        )
+        ahead = span.start % self.block_size
         k, v = (torch.empty(self.geometry.shape(len(span)), dtype=self.geometry.dtype) for _ in range(2))
         for index, layer in enumerate(self.layers.values()):
             rows = self._layout.rows(layer.kv_cache.index_select(0, blocks))

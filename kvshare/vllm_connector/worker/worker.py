@@ -126,7 +126,7 @@ class ConnectorWorker:
         `found` None: it did once, and now everything is computed.
         """
         began = time.perf_counter()
-        unreadable = _segment_ids(loads) - (found or {}).keys()
+        unreadable = _segment_ids(loads).difference(found or ())
         try:
             if found is not None:
                 self._place_on_all_ranks(loads, found)

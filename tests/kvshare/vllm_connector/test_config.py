@@ -101,7 +101,8 @@ def test_vllms_own_settings_are_read_right(start: Any, monkeypatch: Any) -> None
         ({"max_bytes": -1}, "max_bytes"),
         ({"max_bytes": "1"}, "max_bytes"),
         ({"control_host": 1}, "control_host"),
-        ([], "object"),
+        ([], "dictionary"),
+        ({"control_token": "s3cret"}, "control_token"),
     ],
 )
 def test_settings_name_what_is_wrong(given: Any, word: str) -> None:
