@@ -46,8 +46,12 @@ class Runtime(Generic[KeeperT]):
     embedding: Background  # stored prompts that are being indexed by meaning
 
     async def write(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Call a function that changes tree or tier, in the writer's thread; then the index follows."""
-        result = await asyncio.get_running_loop().run_in_executor(self.writer, function, *arguments)
+        """Call a function that changes tree or tier, in the writer's thread. The index does not follow."""
+        return await asyncio.get_running_loop().run_in_executor(self.writer, function, *arguments)
+
+    async def evict(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Call one by which prompts leave the tree, and take them out of the index, however slow that is."""
+        result = await self.write(function, *arguments)
         await self.sharing.forget_evicted()
         return result
 
@@ -60,8 +64,8 @@ class Runtime(Generic[KeeperT]):
             self.embedding.spawn(self.sharing.remember(node, text))
 
     async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """An administrator's question: a key of `QUESTIONS`. Raises RequestError for one that is wrong."""
-        answer = await self.write(self.keeper.ask, QUESTIONS[what], arguments)
+        """An administrator's question: a key of `QUESTIONS`. Raises RequestError for wrong arguments."""
+        answer = await self.evict(self.keeper.ask, QUESTIONS[what], arguments)
         return answer.document
 
     def status(self) -> EngineStatus:

@@ -133,7 +133,7 @@ class VllmEngine(Engine):
         """Wait for all replicas, but not forever; then evict what none of them holds."""
         connections = [watcher.was_connected for watcher in server.watchers]
         await _all_within(self._settings.vllm.lost_after_s, connections)
-        await server.runtime.write(server.runtime.keeper.evict_unclaimed)
+        await server.runtime.evict(server.runtime.keeper.evict_unclaimed)
 
 
 @asynccontextmanager

@@ -62,7 +62,7 @@ class Reconciler:
         self._sharing.cost.set_bytes_per_token(info.bytes_per_token)
         # All replicas serve one model.
         self._sharing.limits = replace(self._sharing.limits, can_move_keys=info.can_move_keys)
-        claimed = await self._runtime.write(self._keeper.claim, replica.name, held, info.budget_bytes)
+        claimed = await self._runtime.evict(self._keeper.claim, replica.name, held, info.budget_bytes)
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
             await self._remember_claimed(claimed)
@@ -83,14 +83,14 @@ class Reconciler:
 
     async def apply(self, replica: Replica, event: JournalEvent) -> None:
         if isinstance(event, Dropped):
-            await self._runtime.write(self._keeper.forget, event.segment_ids)
+            await self._runtime.evict(self._keeper.forget, event.segment_ids)
         else:
             await self._on_finished(replica, event)
 
     async def evict_replica(self, replica: Replica) -> None:
         """It has been silent for too long: what it held is gone."""
         self._in_flight.forget_replica(replica.name)
-        await self._runtime.write(self._keeper.lose, replica.name)
+        await self._runtime.evict(self._keeper.lose, replica.name)
 
     async def tidy(self, replica: Replica) -> None:
         """Expire requests, and let the replica drop what no prompt refers to."""
@@ -123,7 +123,9 @@ class Reconciler:
         finally:
             if node is None:
                 self._in_flight.forget(request)
-        if node is not None:
+        if node is None:
+            await self._sharing.forget_evicted()
+        else:  # the journal does not wait for the index
             self._runtime.background.spawn(self._remember(node, request))
 
     async def _remember(self, node: Node, request: RoutedRequest) -> None:

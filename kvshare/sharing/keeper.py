@@ -161,8 +161,10 @@ class Keeper(Generic[TierT]):
         """
         How many of its first tokens a prompt may keep when `num_bytes` are to leave from its end; 0: none.
 
-        What stays must be worth a lookup, and some of it be this prompt's alone: the rest stays anyway.
+        What stays must be worth a lookup, and some of it be this prompt's alone: the rest stays anyway. An
+        eighth goes at least: what stays is stored and indexed anew.
         """
+        most_kept = node.num_tokens - node.num_tokens // 8
         rows = node.pieces.rows()
         first_use = {segment_id: start for start, segment_id, _, _ in reversed(rows)}
         own = {entry for entry in first_use if self.tree.reference_count(entry) == 1 and entry in budget}
@@ -172,7 +174,7 @@ class Keeper(Generic[TierT]):
             if segment_id in own and first_use[segment_id] == start:
                 own.discard(segment_id)
                 num_bytes -= self.tree.segment(segment_id).num_bytes
-            if num_bytes <= 0 or num_kept < self._min_tokens:
+            if (num_bytes <= 0 and num_kept <= most_kept) or num_kept < self._min_tokens:
                 break
         if num_bytes > 0 or not own or num_kept < self._min_tokens:
             return 0
@@ -187,11 +189,9 @@ class Keeper(Generic[TierT]):
     def _has_all(self, node: Node) -> bool:
         return not self.tier.fetch(node.pieces.segment_ids).missing
 
-    def _shorten(self, node: Node, num_tokens: int) -> Node:
+    def _shorten(self, node: Node, num_tokens: int) -> None:
         self.tier.drop(self.tree.shorten(node.node_id, num_tokens, lazily=True).freed_segments)
-        shorter = self.tree.node(node.node_id)
-        self._shortened[node.node_id] = shorter
-        return shorter
+        self._shortened[node.node_id] = self.tree.node(node.node_id)
 
     def _evict(self, node: Node) -> None:
         # Written with the next prompt: a full store pays one transaction for both.

@@ -192,8 +192,11 @@ class Sharing:
         if stored.num_tokens < node.num_tokens:  # it lost its end, while the text waited to be embedded
             text = None
         await self.nominator.remember(node.node_id, node.namespace, stored.token_ids, text)
-        if self.tree.get(node.node_id) is None:  # evicted while it was embedded: it must not come back
+        now = self.tree.get(node.node_id)
+        if now is None:  # evicted while it was embedded: it must not come back
             await self.forget([(node.namespace, node.node_id)])
+        elif now.num_tokens < stored.num_tokens:
+            await self._index(now, None)
 
     async def forget_evicted(self) -> None:
         """Take what left the tree out of the index, whole prompts and ends of prompts."""

@@ -123,6 +123,8 @@ async def answer(request: web.Request, engine: GeneratingEngine, response: Respo
                 if not response.body.stream:
                     return await _collect(run, response, record)
                 await _send_chunks(request, stream, run, response)
+                await _end(stream)  # a drain waits for the last byte, too
+                return stream
         except ConnectionError:
             raise
         except Exception as exc:
@@ -133,11 +135,15 @@ async def answer(request: web.Request, engine: GeneratingEngine, response: Respo
             if reply.status >= 500:
                 log_failure(record.request_id, exc)
             await stream.write(frames(reply.body))
-        await stream.write(DONE)
-        await stream.write_eof()
+        await _end(stream)
     except ConnectionError:
         record.disconnected = True
     return stream
+
+
+async def _end(stream: web.StreamResponse) -> None:
+    await stream.write(DONE)
+    await stream.write_eof()
 
 
 async def _collect(run: Run, response: Response, record: RequestRecord) -> web.Response:

@@ -85,7 +85,7 @@ class RelayedRequest:
             raise HttpError(504, "upstream_timeout", message) from exc
 
     def _salted(self, path: str) -> bytes:
-        """The client's bytes with the salt and the ticket of this try."""
+        """The body with the salt and the ticket of this try."""
         added: dict[str, Any] = {}
         if self.is_json and takes_salt(path):
             added["cache_salt"] = self.routed.salt

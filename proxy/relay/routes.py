@@ -3,7 +3,7 @@ The /v1 routes in front of vLLM: two of them are planned, everything else is pas
 
 1. read      the body, as bytes and as values
 2. tokenize  with vLLM's own tokenizer: `tokenize.py`
-3. forward   plan, choose the replica, send the client's bytes with salt and ticket, pass on the answer's:
+3. forward   plan, choose the replica, send the body with salt and ticket, pass on the answer's:
              `forward.py`
 
 What cannot be planned, or fails to be, is forwarded without a plan.

@@ -42,14 +42,21 @@ _NOT_SENT_ON = _HOP_BY_HOP | frozenset(
 
 
 def sanitized(raw: bytes, document: Mapping[str, Any]) -> bytes:
-    """A body, given as bytes and as values, without what the client may not say: mostly the very bytes."""
+    """
+    A body, given as bytes and as values, without what the client may not say: mostly the very bytes.
+
+    Raises RequestError for one that is nested too deeply to be written again.
+    """
     clean = {name: value for name, value in document.items() if name not in _FORBIDDEN and name != _OWN}
     xargs = document.get(_XARGS)
     if isinstance(xargs, Mapping) and not _FORBIDDEN.isdisjoint(xargs):
         clean[_XARGS] = {name: value for name, value in xargs.items() if name not in _FORBIDDEN}
     elif len(clean) == len(document):
         return raw
-    return dump(clean)
+    try:
+        return dump(clean)
+    except RecursionError:
+        raise RequestError("The JSON body is nested too deeply.") from None
 
 
 def with_members(raw: bytes, added: Mapping[str, Any]) -> bytes:

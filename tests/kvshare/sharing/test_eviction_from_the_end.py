@@ -16,14 +16,18 @@ CAPACITY = 2500
 MIN_TOKENS = 300
 
 
-@pytest.fixture
-def keeper() -> MemoryKeeper[WeightlessKV]:
-    """A byte a token, `CAPACITY` of them; shorter prompts than `MIN_TOKENS` are not kept."""
+def new_keeper(capacity: int) -> MemoryKeeper[WeightlessKV]:
+    """A byte a token; shorter prompts than `MIN_TOKENS` are not kept."""
     ticks, ids = itertools.count(1), itertools.count(1)
     tree = DeltaTree.open(None, identity=None, clock=lambda: float(next(ticks)))
     return MemoryKeeper(
-        tree, WeightlessTier(CAPACITY), min_tokens=MIN_TOKENS, new_id=lambda: SegmentId(next(ids))
+        tree, WeightlessTier(capacity), min_tokens=MIN_TOKENS, new_id=lambda: SegmentId(next(ids))
     )
+
+
+@pytest.fixture
+def keeper() -> MemoryKeeper[WeightlessKV]:
+    return new_keeper(CAPACITY)
 
 
 def tokens(seed: int, length: int) -> TokenIds:
@@ -71,6 +75,14 @@ def test_the_last_to_leave_keeps_its_beginning(keeper: MemoryKeeper[WeightlessKV
     assert keeper.take_shortened() == [shorter]
     assert keeper.take_shortened() == []
     assert (keeper.counters["evictions"], keeper.counters["evictions:end"]) == (0, 1)
+
+
+def test_an_eighth_of_a_long_prompt_goes_at_least() -> None:
+    """What stays is stored and indexed anew: not for each segment."""
+    keeper = new_keeper(9000)
+    first = keep(keeper, tokens(1, 8000))
+    keep(keeper, tokens(2, 1200))
+    assert keeper.tree.node(first.node_id).num_tokens == 27 * SEGMENT_TOKENS == 6912
 
 
 def test_what_is_left_leaves_next(keeper: MemoryKeeper[WeightlessKV]) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from delta_tree import DeltaTree, Node, TokenIds, token_ids
+from delta_tree import DeltaTree, Node, NodeId, TokenIds, token_ids
 from kvshare.bench.random_models import tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.memory_tier import MemoryTier
@@ -320,6 +320,28 @@ async def test_the_index_hears_of_a_prompt_that_lost_its_end(model: EmbeddedMode
     await sharing.forget_evicted()
     await sharing.remember(node, TEXT)
     assert remembered == 2 * [(sharing.tree.node(node.node_id).num_tokens, None)]
+
+
+async def test_a_prompt_that_loses_its_end_while_it_is_embedded_is_indexed_short(
+    model: EmbeddedModel,
+) -> None:
+    """What the index got last is what the tree has."""
+    remembered: list[tuple[int, object]] = []
+
+    class Slow(FixedNominator):
+        async def remember(
+            self, prompt_id: int, namespace: str, token_ids: TokenIds, text: object
+        ) -> tuple[()]:
+            remembered.append((len(token_ids), text))
+            if text is not None:
+                sharing.tree.shorten(NodeId(prompt_id), 256)
+            return ()
+
+    sharing = sharing_with(Slow(), model)
+    node = keep(sharing, model, prompt(900).token_ids)
+    assert node is not None
+    await sharing.remember(node, TEXT)
+    assert remembered == [(900, TEXT), (256, None)]
 
 
 async def test_an_index_entry_without_a_node_is_taken_out(model: EmbeddedModel) -> None:

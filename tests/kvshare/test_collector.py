@@ -1,0 +1,16 @@
+"""What a server asks of Python's garbage collector."""
+
+import gc
+
+from kvshare.collector import calm_collector
+
+
+def test_what_is_there_is_not_looked_at_again() -> None:
+    before = gc.get_threshold()
+    try:
+        calm_collector()
+        assert gc.get_freeze_count() > 1000
+        assert gc.get_threshold()[0] > before[0]
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
