@@ -15,7 +15,7 @@ from functools import wraps
 from inspect import getfullargspec
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, validate_call
+from pydantic import ConfigDict, Field, ValidationError, validate_call
 
 from delta_tree import (
     DeltaTree,
@@ -31,9 +31,7 @@ from delta_tree import (
     align,
 )
 from kvshare.errors import RequestError
-
-_Number = Annotated[int, BeforeValidator(str), Field(ge=1, le=2**53 - 1)]  # as text, JSON's `true` is none
-_Digest = Annotated[str, Field(min_length=4)]  # of a namespace, or its first digits
+from kvshare.query_arguments import Digest, Flag, Number
 
 _SORTED_BY = {"bytes": "subtree_bytes", "hits": "num_hits", "age": "age_s", "tokens": "num_tokens"}
 _MIN_RUN = 16  # of the edits from a parent: one-token matches would tell nothing
@@ -82,7 +80,7 @@ def _question(answer: Callable[..., Answer]) -> Question:
 
 
 @_question
-def stats(tree: DeltaTree, /, *, namespace: _Digest | None = None) -> Answer:
+def stats(tree: DeltaTree, /, *, namespace: Digest | None = None) -> Answer:
     """How much is stored, in all and per namespace."""
     chosen = _namespace(tree, namespace)
     digests = sorted({node.namespace for node in tree.nodes()}) if chosen is None else [chosen]
@@ -95,9 +93,9 @@ def tree(
     tree: DeltaTree,
     /,
     *,
-    root: _Number | None = None,
-    namespace: _Digest | None = None,
-    depth: Annotated[_Number, Field(le=_MAX_DEPTH)] = 4,
+    root: Number | None = None,
+    namespace: Digest | None = None,
+    depth: Annotated[Number, Field(le=_MAX_DEPTH)] = 4,
     sort: Literal["bytes", "hits", "age", "tokens"] = "bytes",
 ) -> Answer:
     """Prompts below their parents, `depth` levels of them; of siblings, those that have most come first."""
@@ -126,7 +124,7 @@ def tree(
 
 
 @_question
-def node(tree: DeltaTree, /, *, id: _Number) -> Answer:
+def node(tree: DeltaTree, /, *, id: Number) -> Answer:
     """One prompt: whom it was edited from, where its KV lies, and with whom it shares it."""
     found = _node(tree, "id", id)
     try:
@@ -147,7 +145,7 @@ def node(tree: DeltaTree, /, *, id: _Number) -> Answer:
 
 
 @_question
-def diff(tree: DeltaTree, /, *, a: _Number, b: _Number, min_run: _Number = 1) -> Answer:
+def diff(tree: DeltaTree, /, *, a: Number, b: Number, min_run: Number = 1) -> Answer:
     """The token-level edits from prompt `a` to `b` of one namespace; a match below `min_run` is a change."""
     source, target = _node(tree, "a", a), _node(tree, "b", b)
     if source.namespace != target.namespace:
@@ -173,10 +171,10 @@ def evict(
     tree: DeltaTree,
     /,
     *,
-    node: _Number | None = None,
-    namespace: _Digest | None = None,
-    all: bool = False,
-    dry_run: bool | None = None,
+    node: Number | None = None,
+    namespace: Digest | None = None,
+    all: Flag = False,
+    dry_run: Flag | None = None,
 ) -> Answer:
     """
     Drop one prompt, a namespace or everything; only the last two drop pinned prompts. KV still needed stays.

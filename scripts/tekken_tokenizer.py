@@ -7,18 +7,18 @@ It comes with mistral_common, which `make test` installs beside vLLM: nothing is
 model's own tokenizer is English and small, and cuts other scripts into single bytes.
 """
 
-import sys
 from importlib.resources import files
+from pathlib import Path
 
+import typer
 from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 
 
-def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
+def main(folder: Path) -> None:
+    """Write Mistral's Tekken tokenizer into FOLDER."""
     source = files("mistral_common") / "data" / "tekken_240911.json"
-    convert_tekken_tokenizer(str(source)).save_pretrained(sys.argv[1])
+    convert_tekken_tokenizer(str(source)).save_pretrained(folder)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

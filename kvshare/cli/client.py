@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -59,9 +60,11 @@ class JsonClient:
         try:
             return asyncio.run(self._exchange(method, self._url + path, **content))
         except aiohttp.ClientConnectorError as exc:
-            raise UnreachableError(self._url, exc.strerror or str(exc)) from exc
-        except (aiohttp.ClientError, OSError) as exc:
-            raise UnreachableError(self._url, str(exc) or type(exc).__name__) from exc
+            problem = os.strerror(exc.errno) if exc.errno else exc.strerror or str(exc)
+            raise UnreachableError(self._url, problem) from exc
+        except (aiohttp.ClientError, OSError, ValueError) as exc:
+            problem = str(exc).partition("\n")[0].strip() or type(exc).__name__
+            raise UnreachableError(self._url, problem) from exc
 
     async def _exchange(self, method: str, url: str, **content: Any) -> object:
         """The answer's JSON; None for what is none."""
@@ -77,7 +80,8 @@ class JsonClient:
         error = document.get("error") if isinstance(document, dict) else None
         message = error.get("message") if isinstance(error, dict) else error  # the connector's are plain text
         hint = self._key_hint if response.status in (401, 403) else ""
-        raise AnswerError(self._url, response.status, f"{message or response.reason}{hint}")
+        told = message or response.reason or "no reason given"
+        raise AnswerError(self._url, response.status, f"{told}{hint}")
 
 
 class AdminClient(JsonClient):

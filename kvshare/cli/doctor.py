@@ -16,6 +16,7 @@ import typer
 from kvshare import __version__
 from kvshare.cli.options import Config, Format, OutputFormat
 from kvshare.cli.output import ExitCode, show
+from kvshare.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvshare.cli.checks import Check
@@ -87,7 +88,12 @@ def run_vllm_checks(url: str, control_url: str | None) -> list[Check]:
     from kvshare.cli import vllm_checks
     from kvshare.settings import load_settings
 
-    settings = load_settings(overrides={"vllm.replicas": [{"url": url, "control_url": control_url}]})
+    replica = {"url": url, "control_url": control_url}
+    try:
+        settings = load_settings(overrides={"vllm.replicas": [replica]})
+    except ConfigError as exc:
+        option = "--vllm-control-url" if exc.key_path.endswith("control_url") else "--vllm-url"
+        raise ConfigError(option, str(exc).removeprefix(f"{exc.key_path}: ")) from exc
     return vllm_checks.check_replicas(settings.vllm.replicas)
 
 

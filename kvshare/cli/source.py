@@ -22,7 +22,6 @@ from kvshare.errors import StoreError
 
 if TYPE_CHECKING:
     from kvshare.cli.client import AdminClient
-    from kvshare.settings import Settings
 
 Ask = Callable[[str, Mapping[str, Any]], None]
 
@@ -70,11 +69,10 @@ def open_source(
         return AdminClient(url, key=key or os.environ.get("KVSHARE_ADMIN_KEY"))
     from kvshare.settings import load_settings
 
-    settings = load_settings(config)
-    path = store or settings.store.path
+    path = store or load_settings(config).store.path
     if path is None:
         raise StoreError("store.path is null: the server has its store in memory; ask it with --url")
-    return StoreSource(Path(path), settings)
+    return StoreSource(Path(path), config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +80,14 @@ class StoreSource:
     """Reads the metadata of a stopped server; evicting is the one thing that writes."""
 
     folder: Path
-    settings: Settings
+    config: Path | None  # of the server; only explaining needs what it says
 
     def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if what == "explain":
             from kvshare.cli.offline import explain_offline
+            from kvshare.settings import load_settings
 
-            return explain_offline(self.folder, self.settings, arguments["messages"])
+            return explain_offline(self.folder, load_settings(self.config), arguments["messages"])
         from kvshare.inspection import QUESTIONS
         from kvshare.metadata import METADATA_FILE, UnreadableStoreError, opened
 

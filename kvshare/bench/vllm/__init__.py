@@ -1,10 +1,9 @@
 """
 Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with the connector, the proxy.
 
-    models.py    a random-weight model on disk that vLLM serves
     servers.py   the processes: start, wait, stop
     stack.py     all of them together, as most benchmarks want them
     client.py    one streamed request and its times
-    front.py     what the proxy tells its operator
+    reports.py   what the proxy tells its operator
     prompts.py   near-duplicates and strangers
 """

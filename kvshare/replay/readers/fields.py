@@ -56,7 +56,8 @@ def text(value: object) -> str:
 
 def language(row: Mapping[str, Any]) -> str:
     """The log's word for it, "unknown" where there is none."""
-    return optional(text, row, "language", "lang") or "unknown"
+    named = first(row, "language", "lang")
+    return (text(named) if isinstance(named, str) else "") or "unknown"
 
 
 def optional_id(row: Mapping[str, Any], *names: str) -> str | None:

@@ -51,11 +51,9 @@ def _known(row: Row, body: Row) -> Row:
     """What stands beside the body, in it, and in its metadata."""
     metadata = body.get("metadata")
     known = {**(metadata if isinstance(metadata, Mapping) else {}), **body, **row}
-    named = fields.first(known, "conversation_id", "session_id", "conversation")
-    return {
-        **known,
-        "conversation": named if isinstance(named, str | int) else None,
-    }  # the API's is an object
+    named = known.get("conversation_id") or known.get("session_id") or known.get("conversation")
+    # The API's is an object.
+    return {**known, "conversation": named if isinstance(named, str | int) else None}
 
 
 def _prompts(value: object) -> list[Any]:

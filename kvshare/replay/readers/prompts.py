@@ -12,6 +12,7 @@ from kvshare.replay.readers.rows import LoggedRow, Reason, RowError
 from kvshare.replay.requests import LoggedRequest, Message
 
 _MOONCAKE_BLOCK_SIZE = 512
+_PLAIN_TIMES = ("timestamp", "created", "created_at", "time")
 _ANSWER_LENGTHS = ("output_tokens_count", "output_tokens", "output_length", "completion_tokens")
 _PROMPT_LENGTHS = ("prompt_tokens_count", "prompt_tokens", "prompt_length", "prompt_len")
 
@@ -33,7 +34,7 @@ def read_plain(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
         content = {"prompt": full_text(row.get("prompt"))}
     turn = fields.optional(fields.int32, row, "turn")
     answer = fields.optional(fields.text, row, "answer", "completion", "response")
-    yield request_row(row, blank, turn=turn, answer=answer, **content)
+    yield request_row(row, blank, turn=turn, times=_PLAIN_TIMES, answer=answer, **content)
 
 
 def read_field(row: Row, blank: LoggedRequest, field: str) -> Iterator[LoggedRow]:
@@ -41,8 +42,19 @@ def read_field(row: Row, blank: LoggedRequest, field: str) -> Iterator[LoggedRow
     return read_plain({**row, "prompt": row.get(field), "messages": None, "token_ids": None}, blank)
 
 
-def request_row(row: Row, blank: LoggedRequest, *, turn: int | None = None, **content: Any) -> LoggedRow:
-    """A request, with what its row knows of it beside the content, under any of the names that logs have."""
+def request_row(
+    row: Row,
+    blank: LoggedRequest,
+    *,
+    turn: int | None = None,
+    times: Sequence[str] = ("timestamp", "created", "created_at"),
+    **content: Any,
+) -> LoggedRow:
+    """
+    A request, with what its row knows of it beside the content, under any of the names that logs have.
+
+    Elsewhere than in plain rows `time` may be how long something took.
+    """
     conversation = fields.optional_id(row, "conversation", "conversation_id", "session_id")
     messages = content.get("messages")
     request = replace(
@@ -50,7 +62,7 @@ def request_row(row: Row, blank: LoggedRequest, *, turn: int | None = None, **co
         conversation=conversation or blank.conversation,
         turn=_num_earlier_turns(messages or ()) if turn is None else turn,
         user=fields.optional_id(row, "user", "safety_identifier", "user_id"),
-        time_s=fields.time_s(fields.first(row, "timestamp", "created", "created_at", "time")),
+        time_s=fields.time_s(fields.first(row, *times)),
         language=fields.language(row),
         namespace=fields.optional_id(row, "namespace", "tenant") or "default",
         **content,
@@ -64,8 +76,9 @@ def request_rows(
 ) -> Iterator[LoggedRow | Reason]:
     """A request for each item of a row; one that cannot be read costs only itself."""
     for number, item in enumerate(items):
+        own = blank if len(items) == 1 else replace(blank, conversation=f"{blank.conversation}.{number}")
         try:
-            yield read(item, replace(blank, conversation=f"{blank.conversation}.{number}"))
+            yield read(item, own)
         except RowError as exc:
             yield exc.reason
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from kvshare.replay.report.formats import counted, percent, short
@@ -77,8 +77,9 @@ def likeness(similarity: Similarity | None) -> Picture | None:
         axes.set_yticks(range(len(overlaps)), [f"{share:.0f}" for share in shares])
         axes.grid(True, axis="both", color=COLOURS["paper"])
         columns, rows = _buckets(distances), _buckets(shares)
-        for column, row in product(range(len(columns)), range(len(rows))):
-            if number := similarity.counts[column][row]:
+        cells = ((c, r, number) for c, of in enumerate(similarity.counts) for r, number in enumerate(of))
+        for column, row, number in cells:
+            if number:
                 strength = 0.12 + 0.88 * math.log1p(number) / math.log1p(most)
                 look = {"color": COLOURS["prefix"], "alpha": strength}
                 (cell,) = axes.bar(column + 0.5, 0.94, 0.98, row + 0.03, **look)

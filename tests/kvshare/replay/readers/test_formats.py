@@ -209,6 +209,13 @@ def test_load_tools_name_users_as_other_logs_do(tmp_path: Path) -> None:
     assert (request.conversation, request.user, request.namespace) == ("c1", "7", "north")
 
 
+def test_how_long_something_took_is_not_when_it_was_asked(tmp_path: Path) -> None:
+    """In rows that are not our own, `time` may be a latency, in any form, and a language a list of them."""
+    row = {**logs.GUIDELLM, "time": "0.5 s", "lang": ["en"]}
+    (request,) = logs.requests_of(logs.write_lines(tmp_path / "log", [row]))
+    assert (request.time_s, request.language) == (None, "unknown")
+
+
 def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
     """Slices of long chats do."""
     (request,) = logs.requests_of(logs.write_lines(tmp_path / "log", [logs.CONVERSATION]))
