@@ -8,9 +8,10 @@ from kvshare.collector import calm_collector
 def test_what_is_there_is_not_looked_at_again() -> None:
     before = gc.get_threshold()
     try:
+        gc.set_threshold(700, 10, 10)  # Python's own: a server may have run in this process
         calm_collector()
         assert gc.get_freeze_count() > 1000
-        assert gc.get_threshold()[0] > before[0]
+        assert gc.get_threshold()[0] > 700
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
