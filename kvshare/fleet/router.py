@@ -52,10 +52,10 @@ class Router:
 
         Raises:  NoReplicaError
         """
-        prompt, reason = request.prompt, "off"
+        prompt = request.prompt
+        reason = "off" if request.mode is SharingMode.OFF else "short_prompt"
         if prompt is not None and request.mode is not SharingMode.OFF:
             # One too short to look up goes the same way: its answer may make it long enough to be stored.
-            reason = "short_prompt"
             if self._sharing.wants(prompt, request.mode):
                 await self._in_flight.wait_reconciled(request.owner, timeout_s=_RECONCILE_S)
                 reason = "no_connector"  # unless there is a lookup
@@ -69,8 +69,6 @@ class Router:
                 log.warning("planning failed, the request is served without it: %s", classes_and_places(exc))
                 self._sharing.counters["fallback:planning:error"] += 1
                 reason = "lookup_failed"
-        elif request.mode is not SharingMode.OFF:
-            reason = "short_prompt"
         request.plan, request.ticket = NoPlan(reason), None
         return self._next_replica()
 

@@ -198,12 +198,18 @@ class Sharing:
         elif now.num_tokens < stored.num_tokens:
             await self._index(now, None)
 
-    async def forget_evicted(self) -> None:
-        """Take what left the tree out of the index, whole prompts and ends of prompts."""
-        await self.forget(self.keeper.take_evicted())
+    async def forget_evicted(self) -> list[tuple[str, int]]:
+        """
+        Take what left the tree out of the index, whole prompts and ends of prompts.
+
+        Returns: the whole prompts that left, by namespace and id
+        """
+        evicted = self.keeper.take_evicted()
+        await self.forget(evicted)
         for node in self.keeper.take_shortened():
             # Without the meaning of the whole, which is not that of its beginning.
             await self._index(node, None)
+        return evicted
 
     async def forget(self, nodes: Iterable[tuple[str, int]]) -> None:
         """Take nodes out of the index. Stale entries are never used, but they crowd out living donors."""

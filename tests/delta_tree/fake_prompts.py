@@ -57,17 +57,11 @@ def fresh_draft(
 def child_draft(parent: Node, num_kept: int, added: Sequence[int]) -> NodeDraft:
     """A prompt that keeps the head of its parent and computes what follows."""
     own = segment(len(added), namespace=parent.namespace, first_position=num_kept)
-    head: list[Piece] = []
-    left = num_kept
-    for piece in parent.pieces:
-        if left > 0:
-            head.append(Piece(piece.segment_id, piece.offset, min(piece.length, left)))
-            left -= piece.length
     return NodeDraft(
         parent.namespace,
         token_ids([*parent.token_ids[:num_kept].tolist(), *added]),
         parent.node_id,
-        PieceTable([*head, whole(own)]),
+        PieceTable([*parent.pieces.first(num_kept), whole(own)]),
         (own,),
         min(num_kept, parent.exact_length),
     )

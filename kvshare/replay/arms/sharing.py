@@ -168,11 +168,8 @@ class SharingArm(Arm):
     async def _remember(self, request: TokenizedRequest, plan: Plan | NoPlan) -> None:
         logged = request.logged
         node = self._keeper.commit(Computed(logged.namespace, stored_tokens(request), plan, self._kv))
-        evicted = self._keeper.take_evicted()
-        for _, node_id in evicted:
+        for _, node_id in await self._core.forget_evicted():
             self._owners.pop(NodeId(node_id), None)
-        await self._core.forget(evicted)
-        await self._core.forget_evicted()
         if node is not None:
             self._owners[node.node_id] = logged.asker
             text = prompt_text(request) if self.sharing.uses_meaning else None

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from delta_tree import SegmentId, Span
-from kvshare.kv.tier import Fetched
+from kvshare.kv.tier import Fetched, SegmentTable
 
 _ENDLESS = 2**62
 
@@ -31,25 +31,15 @@ class WeightlessSequence:
         return WeightlessKV(len(span) * self.bytes_per_token)
 
 
-class WeightlessTier:
+class WeightlessTier(SegmentTable[WeightlessKV]):
     """Counts the bytes that segments would take. `max_bytes` None: there is always room."""
 
     def __init__(self, max_bytes: int | None) -> None:
-        self.max_bytes = _ENDLESS if max_bytes is None else max_bytes
-        self.num_bytes = 0
-        self._sizes: dict[SegmentId, int] = {}
-
-    def __contains__(self, segment_id: object) -> bool:
-        return segment_id in self._sizes
+        super().__init__(_ENDLESS if max_bytes is None else max_bytes)
 
     def put(self, segment_id: SegmentId, segment: WeightlessKV, checksum: int) -> None:
-        self._sizes[segment_id] = segment.num_bytes
-        self.num_bytes += segment.num_bytes
+        self.add(segment_id, segment)
 
     def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
         """No bytes; only what is missing."""
-        return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self._sizes))
-
-    def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        for segment_id in segment_ids:
-            self.num_bytes -= self._sizes.pop(segment_id, 0)
+        return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self))

@@ -12,7 +12,7 @@ from kvshare.replay.readers.rows import LoggedRow, Reason, RowError
 from kvshare.replay.requests import LoggedRequest, Message
 
 _MOONCAKE_BLOCK_SIZE = 512
-_PLAIN_TIMES = ("timestamp", "created", "created_at", "time")
+_TIMES = ("timestamp", "created", "created_at")
 _ANSWER_LENGTHS = ("output_tokens_count", "output_tokens", "output_length", "completion_tokens")
 _PROMPT_LENGTHS = ("prompt_tokens_count", "prompt_tokens", "prompt_length", "prompt_len")
 
@@ -34,7 +34,7 @@ def read_plain(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
         content = {"prompt": full_text(row.get("prompt"))}
     turn = fields.optional(fields.int32, row, "turn")
     answer = fields.optional(fields.text, row, "answer", "completion", "response")
-    yield request_row(row, blank, turn=turn, times=_PLAIN_TIMES, answer=answer, **content)
+    yield request_row(row, blank, turn=turn, times=(*_TIMES, "time"), answer=answer, **content)
 
 
 def read_field(row: Row, blank: LoggedRequest, field: str) -> Iterator[LoggedRow]:
@@ -47,7 +47,7 @@ def request_row(
     blank: LoggedRequest,
     *,
     turn: int | None = None,
-    times: Sequence[str] = ("timestamp", "created", "created_at"),
+    times: Sequence[str] = _TIMES,
     **content: Any,
 ) -> LoggedRow:
     """
