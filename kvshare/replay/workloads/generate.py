@@ -21,7 +21,7 @@ from kvshare.errors import LogError
 from kvshare.replay.workloads import chats, documents, forms
 from kvshare.replay.workloads.sources import WORDS, WorkloadRow
 
-_SAMPLES = Path(__file__).parent / "samples"
+SAMPLES = Path(__file__).parent / "samples"
 _REQUESTS_PER_SECOND = 2.0
 
 
@@ -48,7 +48,7 @@ def generate(
         raise LogError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
     usable = WORDS["sources"][name]
     draw = random.Random(f"{name}:{seed}")
-    drafts = WORKLOADS[name](sources or [_SAMPLES / usable["sample"]], num_requests, draw)
+    drafts = WORKLOADS[name](sources or [SAMPLES / usable["sample"]], num_requests, draw)
     first = next(drafts, None)
     if first is None:
         names = ", ".join(path.name for path in sources)

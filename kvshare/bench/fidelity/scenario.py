@@ -1,0 +1,118 @@
+"""
+What a plan is made for: stored prompts and a new one, as messages (`Draft`) and as tokens (`Scenario`).
+
+A prompt's parts are its documents, messages and paragraphs: what the literature on retrieved text calls
+chunks. They are found in the rendered text, so that a suite only writes messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from delta_tree import Span, TokenIds, token_ids
+from kvshare.engines.embedded.tokenizer import PromptEncoder
+from kvshare.replay.requests import Message
+
+SEED = 20261122  # of the halves and of every scenario: never changed, or measured halves mix
+_SHORTEST_PART = 12  # tokens; shorter ones belong to the next
+_BREAK = re.compile(r"\n\s*\n|<\|im_start\|>")
+
+Messages = tuple[Message, ...]
+
+
+def half_of(source: str) -> int:
+    """0: rules are chosen on it; 1: opened once, for the result. Of a source document, the same in all suites."""
+    return hashlib.sha256(f"{SEED}:{source}".encode()).digest()[0] & 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """
+    One scenario in words.
+
+    `candidates`: answers to rank, the right one first; where the prompt is an edit, the second is the one that
+    was right before. `expected`: what an exact answer must contain. `reordered`: the prompt with its parts in
+    another order, where the order means nothing to a reader. `stages`: for chains, the prompts between the
+    stored one and the new one, oldest first.
+    """
+
+    source: str  # the source document: what halves are drawn by
+    stored: tuple[Messages, ...]
+    prompt: Messages
+    labels: Mapping[str, str | int] = field(default_factory=dict)  # what the report groups by
+    candidates: tuple[str, ...] = ()
+    expected: str | None = None
+    reordered: Messages | None = None
+    stages: tuple[Messages, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A prompt's tokens and the parts that cover them, ascending."""
+
+    token_ids: TokenIds  # (T,) int32
+    parts: tuple[Span, ...]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scenario:
+    """One scenario in tokens; `Draft` says what the fields are."""
+
+    suite: str
+    number: int
+    source: str
+    labels: Mapping[str, str | int]
+    stored: tuple[Prompt, ...]
+    prompt: Prompt
+    candidates: tuple[TokenIds, ...]
+    expected: str | None
+    reordered: Prompt | None
+    stages: tuple[Prompt, ...]
+
+
+def tokenized(draft: Draft, encoder: PromptEncoder, *, suite: str, number: int) -> Scenario:
+    """The scenario of a draft, as this tokenizer and chat template write it."""
+    return Scenario(
+        suite=suite,
+        number=number,
+        source=draft.source,
+        labels=draft.labels,
+        stored=tuple(_prompt(messages, encoder) for messages in draft.stored),
+        prompt=_prompt(draft.prompt, encoder),
+        candidates=tuple(continuation(text, encoder) for text in draft.candidates),
+        expected=draft.expected,
+        reordered=None if draft.reordered is None else _prompt(draft.reordered, encoder),
+        stages=tuple(_prompt(messages, encoder) for messages in draft.stages),
+    )
+
+
+def continuation(text: str, encoder: PromptEncoder) -> TokenIds:
+    """The tokens of an answer, as the model would write it behind the chat template's end."""
+    return token_ids(np.asarray(encoder.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32))
+
+
+def _prompt(messages: Sequence[Message], encoder: PromptEncoder) -> Prompt:
+    text = encoder.render_chat(messages)
+    encoding = encoder.backend.encode(text, add_special_tokens=False)
+    starts = [start for start, _ in encoding.offsets]
+    breaks = sorted({0, *(match.end() if match[0].isspace() else match.start() for match in _BREAK.finditer(text))})
+    firsts = sorted({int(np.searchsorted(starts, place)) for place in breaks})
+    ids = token_ids(np.asarray(encoding.ids, dtype=np.int32))
+    return Prompt(ids, _parts(firsts, len(ids)))
+
+
+def _parts(firsts: Sequence[int], num_tokens: int) -> tuple[Span, ...]:
+    """Spans from these tokens on; the short ones are joined to what follows."""
+    kept = [0]
+    for first in [*firsts[1:], num_tokens]:
+        if first - kept[-1] >= _SHORTEST_PART and first < num_tokens:
+            kept.append(first)
+    return tuple(Span(start, end) for start, end in zip(kept, [*kept[1:], num_tokens], strict=True))
