@@ -137,7 +137,7 @@ def _approximate_plan(
     repairs = structural_repairs(
         foreign,
         num_tokens=num_tokens,
-        max_small_shift=_small_shift(limits.sharing, num_tokens),
+        max_small_shift=small_shift(limits.sharing, num_tokens),
         settings=limits.repair,
     )
     kept = without(foreign, repairs)
@@ -178,7 +178,7 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:
     saved = plan.num_tokens - plan.num_computed - num_exact  # beyond what is free of doubt
     if saved < max(1, sharing.min_saved_fraction * plan.num_tokens):  # repair may leave nothing of the copies
         return "not_enough_saved"
-    small_shift = _small_shift(sharing, plan.num_tokens)
+    small_shift = small_shift(sharing, plan.num_tokens)
     relocated = sum(
         copy.length
         for copy in plan.copies
@@ -192,7 +192,7 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:
     return None
 
 
-def _small_shift(sharing: SharingSettings, num_tokens: int) -> int:
+def small_shift(sharing: SharingSettings, num_tokens: int) -> int:
     """How far a copy may move in a prompt of this length before it counts as relocated, in tokens."""
     return min(sharing.max_small_shift, int(_SMALL_SHIFT_FRACTION * num_tokens))
 

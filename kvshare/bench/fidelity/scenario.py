@@ -26,7 +26,7 @@ Messages = tuple[Message, ...]
 
 
 def half_of(source: str) -> int:
-    """0: rules are chosen on it; 1: opened once, for the result. Of a source document, the same in all suites."""
+    """0: rules are chosen on it; 1: opened once, for the result. The same for a document in all suites."""
     return hashlib.sha256(f"{SEED}:{source}".encode()).digest()[0] & 1
 
 
@@ -35,8 +35,8 @@ class Draft:
     """
     One scenario in words.
 
-    `candidates`: answers to rank, the right one first; where the prompt is an edit, the second is the one that
-    was right before. `expected`: what an exact answer must contain. `reordered`: the prompt with its parts in
+    `candidates`: answers to rank, the right one first; where the prompt is an edit, the second was right
+    before. `expected`: what an exact answer must contain. `reordered`: the prompt with its parts in
     another order, where the order means nothing to a reader. `stages`: for chains, the prompts between the
     stored one and the new one, oldest first.
     """
@@ -103,7 +103,9 @@ def _prompt(messages: Sequence[Message], encoder: PromptEncoder) -> Prompt:
     text = encoder.render_chat(messages)
     encoding = encoder.backend.encode(text, add_special_tokens=False)
     starts = [start for start, _ in encoding.offsets]
-    breaks = sorted({0, *(match.end() if match[0].isspace() else match.start() for match in _BREAK.finditer(text))})
+    breaks = sorted(
+        {0, *(match.end() if match[0].isspace() else match.start() for match in _BREAK.finditer(text))}
+    )
     firsts = sorted({int(np.searchsorted(starts, place)) for place in breaks})
     ids = token_ids(np.asarray(encoding.ids, dtype=np.int32))
     return Prompt(ids, _parts(firsts, len(ids)))

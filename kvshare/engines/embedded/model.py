@@ -137,6 +137,11 @@ class EmbeddedModel:
         return cls(model, name=name, max_model_len=max_model_len)
 
     @property
+    def network(self) -> PreTrainedModel:
+        """The transformers model, in evaluation mode, with KVShare's attention."""
+        return self._model
+
+    @property
     def revision(self) -> str:
         """
         Digest of the configuration and of every weight: another checkpoint is another revision.

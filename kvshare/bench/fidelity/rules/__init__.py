@@ -1,0 +1,18 @@
+"""
+Repair rules by name: what is computed again of the copied tokens.
+
+    structural.py   by place alone: the server's default, chunk heads, edit windows, block ends ...
+    deviation.py    by how far the first layers' fresh K and V are from the copied ones
+    attention.py    by who is attended to
+    cachecraft.py   by what attention did when the stored prompts were computed
+    kvshare.py      our own
+"""
+
+from collections.abc import Mapping
+
+from kvshare.bench.fidelity.rules import attention, cachecraft, deviation, structural
+from kvshare.bench.fidelity.rules.base import Rule
+
+RULES: Mapping[str, Rule] = {
+    rule.name: rule for module in (structural, deviation, attention, cachecraft) for rule in module.RULES
+}

@@ -1,6 +1,6 @@
 """
-The source documents that scenarios are made of, one half of them: from a folder of published data sets, or the
-project's own samples.
+The source documents that scenarios are made of, one half of them: from a folder of published data sets, or
+the project's own samples.
 
 Sources are known by their content, so that a document is in the same half in every suite and data set.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvshare.bench.fidelity.scenario import SEED, half_of
+from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.generate import SAMPLES
 from kvshare.replay.workloads.sources import Passage, Question
@@ -54,10 +55,12 @@ class Library:
     def passages(self) -> Sequence[Source[Passage]]:
         """Documents of no question."""
         names = ["rag_full_context/2wikimqa_corpus.jsonl.gz"]
-        return self._half("passage", sources.bare_passages, names, "tool_results.jsonl", lambda found: found.text)
+        return self._half(
+            "passage", sources.bare_passages, names, "tool_results.jsonl", lambda found: found.text
+        )
 
     @cached_property
-    def chats(self) -> Sequence[Source[tuple[sources.Message, ...]]]:
+    def chats(self) -> Sequence[Source[tuple[Message, ...]]]:
         """Conversations of several turns."""
         names = ["sharegpt_en_1k/sharegpt_en.jsonl.gz"]
         return self._half("chat", sources.chats, names, "chats.jsonl", lambda found: found[0]["content"])

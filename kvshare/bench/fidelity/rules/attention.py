@@ -1,0 +1,121 @@
+"""Rules that look at attention: of the tokens that are computed anyway, or at the time of caching."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from delta_tree import Copy, Span
+from kvshare.bench.fidelity.layered import Mask
+from kvshare.bench.fidelity.rules.base import Rule, Scores, chunks, highest, num_wanted
+from kvshare.bench.fidelity.rules.cachecraft import copies_from
+from kvshare.bench.fidelity.shelf import covered
+from kvshare.bench.fidelity.trial import Selection, Trial
+from kvshare.sharing.plan import clip
+
+_WINDOW = 8  # tokens, of which so many must be picked to keep it
+_PICKED = 5
+
+
+def second_pass(trial: Trial) -> float:
+    """The tokens computed anyway are the probe, and computed again with the repairs."""
+    return float(trial.base_layer_tokens())
+
+
+def asked_for(trial: Trial) -> Scores:
+    """(T,) attention of the prompt's last rows, summed over layers."""
+    last = trial.settings.repair.tail
+    scores: Scores = trial.guided[:, -last:].sum(axis=(0, 1))
+    return scores
+
+
+def _query(trial: Trial, budget: float) -> Selection:
+    rows = highest(asked_for(trial), trial.copied, num_wanted(trial, budget))
+    return Selection(rows, probe=second_pass(trial))
+
+
+def _query_all(trial: Trial, budget: float) -> Selection:
+    """Every token that is computed anyway asks, placeholders too."""
+    scores = trial.guided.sum(axis=(0, 1))
+    return Selection(highest(scores, trial.copied, num_wanted(trial, budget)), probe=second_pass(trial))
+
+
+def windows(scores: Scores, allowed: Mask, count: int) -> Mask:
+    """Windows of equal size with the highest mean scores, `count` positions together."""
+    edges = np.arange(0, len(scores), _WINDOW)
+    sums = np.add.reduceat(np.where(allowed, scores, 0.0), edges)
+    sizes = np.maximum(1, np.add.reduceat(allowed.astype(float), edges))
+    return highest(np.repeat(sums / sizes, _WINDOW)[: len(scores)], allowed, count)
+
+
+def _query_windows(trial: Trial, budget: float) -> Selection:
+    rows = windows(asked_for(trial), trial.copied, num_wanted(trial, budget))
+    return Selection(rows, probe=second_pass(trial))
+
+
+def _most_attended(trial: Trial, budget: float) -> Selection:
+    """In each chunk, the same share of tokens: those most attended to when the chunk was cached."""
+    scores = np.zeros(trial.num_tokens)
+    for copy in trial.foreign:
+        if (done := trial.shelf.prefills.get(copy.donor)) is not None:
+            source = slice(copy.donor_start, copy.donor_start + copy.length)
+            scores[copy.target_start : copy.target_start + copy.length] = done.watched.received[source]
+    rows = np.zeros(trial.num_tokens, np.bool_)
+    total, spent, wanted = int(trial.copied.sum()), 0, num_wanted(trial, budget)
+    seen = 0
+    for chunk in chunks(trial):
+        seen += len(chunk)
+        count = round(wanted * seen / max(1, total)) - spent
+        rows |= highest(scores, covered([chunk], trial.num_tokens), count)
+        spent += count
+    return Selection(rows)
+
+
+def _set_cache(trial: Trial, budget: float) -> Selection:
+    """
+    The longest stored beginning whose documents all occur in the prompt, in any order, keys moved.
+
+    Everything else is computed. There is no budget: it is what it is.
+    """
+    prompt = trial.scenario.prompt
+    places = {prompt.token_ids[part.start : part.end].tobytes(): part for part in prompt.parts}
+    best: list[Copy] = []
+    behind = Span(trial.exact_length, trial.num_tokens)
+    for node in trial.shelf.nodes:
+        done = trial.shelf.prefills.get(node.node_id)
+        if done is None:
+            continue
+        copies: list[Copy] = []
+        for part in done.prompt.parts:
+            target = places.get(done.prompt.token_ids[part.start : part.end].tobytes())
+            if target is None:
+                break
+            found = copies_from(node, part, target)
+            copies += [own for copy in found if (own := clip(copy, behind))]
+        if sum(copy.length for copy in copies) > sum(copy.length for copy in best):
+            best = copies
+    exact = [kept for copy in trial.copies if (kept := clip(copy, Span(0, trial.exact_length)))]
+    reused = covered([copy.target for copy in (*exact, *best)], trial.num_tokens)
+    return Selection(~reused, copies=(*exact, *best))
+
+
+RULES = (
+    Rule(
+        "query",
+        "after query-guided selection",
+        "ProphetKV, InfoFlow, SparseX",
+        _query,
+        second_pass,
+        after=True,
+    ),
+    Rule("query-all", "attention of all computed tokens", "", _query_all, second_pass, published=False),
+    Rule(
+        "query-windows",
+        "after CacheClip (windows)",
+        "arXiv:2510.10129",
+        _query_windows,
+        second_pass,
+        after=True,
+    ),
+    Rule("most-attended", "Prefill-H2O", "Cache-Craft's baseline", _most_attended),
+    Rule("set-cache", "Set-Cache", "Cache-Craft's baseline", _set_cache, has_budget=False),
+)
