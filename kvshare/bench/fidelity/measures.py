@@ -2,8 +2,8 @@
 How far an arm's answer is from the full prefill's, and from the right one.
 
 Teacher-forced: every arm reads the same answer, the full prefill's own, so that positions can be compared.
-Free-running: every arm writes its own; one other token early on makes two texts that cannot be compared token by
-token.
+Free-running: every arm writes its own; one other token early on makes two texts that cannot be compared
+token by token.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def free_running(
 
 
 def agreement(full: TokenIds, found: TokenIds) -> dict[str, float | int]:
-    """Share of equal tokens place by place, where they part (their length if never), whether they are equal."""
+    """Share of equal tokens place by place, where they part (their length if never), whether equal."""
     length = max(len(full), len(found), 1)
     both = min(len(full), len(found))
     equal = np.asarray(full[:both]) == np.asarray(found[:both])

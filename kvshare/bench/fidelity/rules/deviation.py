@@ -170,7 +170,7 @@ class _Shift:
 
 def _capped(shift: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """(N, 1, 1) at most 1: a shift never exceeds the row it is added to."""
-    size = rows.flatten(1).norm(dim=1) / shift.flatten(1).norm(dim=1).clamp(min=1e-9)
+    size: torch.Tensor = rows.flatten(1).norm(dim=1) / shift.flatten(1).norm(dim=1).clamp(min=1e-9)
     return size.clamp(max=1.0)[:, None, None]
 
 
