@@ -1,0 +1,111 @@
+"""
+`kvshare bench fidelity`: what reusing KV costs in fidelity, rule by rule, on a model of one's own.
+
+    suites/       what is stored, what is asked: scenarios in words
+    scenario.py   the same in tokens; halves of the source documents
+    shelf.py      stored prompts and their KV           layered.py   a model run layer by layer
+    trial.py      one plan, ready for any repair rule    rules/       which tokens are computed again
+    measures.py, arms.py, chain.py    what is measured of a plan
+    shards.py, run.py                 work that stops and goes on
+    statistics.py, report.py          intervals, tests, tables, plots
+
+Same donors, same plans, same rotation for every rule; only the repair differs. The server is not touched.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvshare.errors import ConfigError
+
+_ALL_DAY = 24 * 60.0
+
+
+def run(
+    *,
+    model: str = "default",
+    suite: str | None = None,
+    rules: str | None = None,
+    budgets: str = "0.1,0.2",
+    charged: str = "",
+    plans: int = 40,
+    half: int = 0,
+    data: Path | None = None,
+    out: Path = Path("fidelity"),
+    stage: str | None = None,
+    part: str = "0/1",
+    minutes: float = _ALL_DAY,
+    rank: bool = False,
+    free_tokens: int = 0,
+    threads: int | None = None,
+    report: bool = False,
+) -> dict[str, Any]:
+    """
+    Measure what is left of the stages in `out`, or of a stage made of the options; then report.
+
+    Raises:  ConfigError for an option, a stage, a suite or a rule that is wrong; ModelError
+    """
+    import torch
+
+    from kvshare.bench.fidelity import run as runner
+    from kvshare.bench.fidelity.publish import publish
+    from kvshare.bench.fidelity.rules import RULES
+    from kvshare.bench.fidelity.shards import STAGES_FILE, Shards, Stage, read_stages
+    from kvshare.bench.fidelity.suites import SUITES
+    from kvshare.settings import load_settings
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if suite is None and (out / STAGES_FILE).exists():
+        stages = read_stages(out / STAGES_FILE)
+        stages = tuple(each for each in stages if stage is None or each.name in stage.split(","))
+    else:
+        names = _list(suite) or list(SUITES)
+        stages = (
+            Stage(
+                name=stage or f"half-{half}",
+                half=half,
+                plans=dict.fromkeys(names, plans),
+                rules=tuple(_list(rules) or RULES),
+                budgets=_numbers("--budgets", budgets),
+                charged=_numbers("--charged", charged),
+                rank=rank,
+                free_tokens=free_tokens,
+                noise=True,
+            ),
+        )
+    runner.check(stages)
+    shards = Shards(out, *_part(part))
+    counts = {"measured": 0, "left": sum(1 for _ in shards.left(stages))}
+    if counts["left"] and minutes > 0:
+        laboratory = runner.Laboratory.open(
+            _folder(model), load_settings(), data=data, noise=any(each.noise for each in stages)
+        )
+        counts = runner.work(laboratory, shards, stages, minutes=minutes)
+    return {**counts, **({"report": publish(out)} if report else {})}
+
+
+def _folder(model: str) -> Path:
+    from kvshare.chat_model.prepare import prepare
+    from kvshare.demo import MODEL_PATH
+
+    return {"default": prepare, "demo": lambda: MODEL_PATH}.get(model, lambda: Path(model))()
+
+
+def _list(names: str | None) -> list[str]:
+    return [name.strip() for name in (names or "").split(",") if name.strip()]
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(number) for number in _list(text))
+    except ValueError:
+        raise ConfigError(option, f"expected numbers like 0.1,0.2, got {text!r}") from None
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, total = text.partition("/")
+    if not (number.isdigit() and total.isdigit() and int(number) < int(total)):
+        raise ConfigError("--part", f"expected one of several like 0/2 or 1/2, got {text!r}")
+    return int(number), int(total)
