@@ -1,0 +1,125 @@
+"""The report's figures, from its document: mean KL against the budget, and which regime a suite is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle, product
+from typing import TYPE_CHECKING, Any, Final
+
+from kvshare.bench.fidelity.rows import Row
+from kvshare.bench.fidelity.statistics import FLOOR
+from kvshare.bench.fidelity.tables import BASELINE, FULL
+from kvshare.replay.report.picture import COLOURS, Picture, drawing, tip
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLUMNS: Final = 3
+_BUDGET: Final = 0.1  # of the regimes, or the nearest that was run
+_COLOURS: Final = ("prefix", "chunks", "response", "kv3", "kv2", "kv4", "kv5", "kv1", "computed", "nothing")
+_DASHES: Final = ("-", "--", ":", "-.")
+_OURS: Final = {"color": COLOURS["kv0"], "linewidth": 3.5, "marker": "o", "zorder": 4}
+_BASE: Final = {"color": COLOURS["ink"], "linestyle": "--"}
+
+Looks = Mapping[str, Mapping[str, Any]]
+
+
+def draw(document: Row) -> dict[str, Picture]:
+    """All figures by the names of their files; without data there is none."""
+    looks = _looks(document)
+    figures = {
+        f"kl-by-{by}": _panels(rows, looks, document["titles"], by)
+        for by in ("b", "charged")
+        if (rows := _of_budget(document["results"], by))
+    }
+    moved = [row for row in document["regimes"] if row["moved"] is not None and row["ratio"]["low"]]
+    return figures | ({"regimes": _regimes(moved)} if moved else {})
+
+
+def _of_budget(rows: Sequence[Row], by: str) -> list[Row]:
+    """Measured rows with this budget or with none of their own; of the latter alone there is no figure."""
+    known = [row for row in rows if row["kl"] and (row["by"] == by or row["budget"] == 0)]
+    return known if any(row["by"] == by for row in known) else []
+
+
+def _looks(document: Row) -> Looks:
+    """Rule -> how its curve is drawn: no two alike in colour and dashes."""
+    rules = dict.fromkeys([*document["titles"], *(row["rule"] for row in document["results"])])
+    styles = cycle({"linestyle": dash, "color": COLOURS[name]} for dash, name in product(_DASHES, _COLOURS))
+    own = {document["ours"]: _OURS, BASELINE: _BASE}
+    others = [rule for rule in rules if rule not in own and rule != FULL]
+    return {**own, **{rule: {"marker": ".", **style} for rule, style in zip(others, styles, strict=False)}}
+
+
+def _panels(rows: Sequence[Row], looks: Looks, titles: Mapping[str, str], by: str) -> Picture:
+    suites = list(dict.fromkeys(row["suite"] for row in rows))
+    rules = [rule for rule in looks if any(row["rule"] == rule for row in rows)]
+    num_rows = -(-len(suites) // _COLUMNS)
+    name = {"b": "repaired", "charged": "charged"}[by]
+    height = 90 + 240 * num_rows + 20 * -(-len(rules) // _COLUMNS)
+    with drawing(f"Mean KL by the budget {name}", height=height) as picture:
+        grid = picture.figure.subplots(num_rows, _COLUMNS, squeeze=False)
+        panels: list[Axes] = [*grid.flat]
+        lines: dict[str, Any] = {}
+        for axes, suite in zip(panels, suites, strict=False):
+            axes.set(title=suite, yscale="log", xmargin=0.06)
+            own = [row for row in rows if row["suite"] == suite]
+            lines |= dict(_curves(axes, own, looks, titles, by))
+            _readable(axes)
+        for axes in panels[len(suites) :]:
+            axes.remove()
+        picture.figure.supxlabel(f"budget {name}, % of layers x prompt tokens", size=13)
+        picture.figure.supylabel("mean KL over 16 tokens, nats", size=13)
+        names = [titles.get(rule, rule) for rule in rules]
+        picture.figure.legend(
+            [lines[rule] for rule in rules], names, loc="outside lower left", ncols=_COLUMNS
+        )
+    return picture
+
+
+def _curves(
+    axes: Axes, rows: Sequence[Row], looks: Looks, titles: Mapping[str, str], by: str
+) -> Iterator[tuple[str, Any]]:
+    """A curve a rule; one without a budget of its own is a point at what it repairs, the baseline a line."""
+    for rule, look in looks.items():
+        own = sorted((row for row in rows if row["rule"] == rule), key=lambda row: row["budget"])
+        x = [100 * (row["budget"] or row[by] or 0) for row in own]
+        y = [max(FLOOR, row["kl"]["value"]) for row in own]
+        if not own:
+            continue
+        if rule == BASELINE:
+            line: Any = axes.axhline(y[0], **look)
+        else:
+            size = {"markersize": 9} if len(x) == 1 else {}
+            (line,) = axes.plot(x, y, clip_on=False, **{**look, **size})
+        values = ", ".join(f"{value:.3g} at {at:.3g} %" for at, value in zip(x, y, strict=True))
+        tip(line, f"{own[0]['suite']}, {titles.get(rule, rule)}: {values}")
+        yield rule, line
+
+
+def _readable(axes: Axes) -> None:
+    """A logarithmic axis with ticks at 1, 2 and 5, or where it is long at 1 only, as plain numbers."""
+    low, high = axes.get_ylim()
+    axes.locator_params(axis="y", subs=(1.0,) if high > 300 * low else (1.0, 2.0, 5.0))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+
+
+def _regimes(rows: Sequence[Row]) -> Picture:
+    budget = min((row["budget"] for row in rows), key=lambda budget: abs(budget - _BUDGET))
+    with drawing("Two regimes", height=440) as picture:
+        axes = picture.figure.add_subplot(xlabel="mean share of the copied tokens that have moved, %")
+        axes.set(yscale="log", xmargin=0.12, xlim=(-5, 115))
+        axes.set_title(
+            f"mean KL, query-guided over windows, at {100 * budget:g} %; below 1 the query's attention wins"
+        )
+        axes.axhline(1, color=COLOURS["axis"], linestyle="--")
+        for row in [row for row in rows if row["budget"] == budget]:
+            x, found = 100 * row["moved"], row["ratio"]
+            axes.plot([x, x], [found["low"], found["high"]], color=COLOURS["axis"], linewidth=1)
+            (dot,) = axes.plot([x], [found["value"]], "o", color=COLOURS["prefix"])
+            tip(dot, f"{row['suite']}: {found['value']:.3g} ({found['low']:.3g} to {found['high']:.3g})")
+            look = {"textcoords": "offset points", "color": COLOURS["ink"], "va": "center"}
+            axes.annotate(row["suite"], (x, found["value"]), (8, 0), **look)
+        _readable(axes)
+    return picture
