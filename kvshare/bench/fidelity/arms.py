@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from delta_tree import TokenIds
 from kvshare.bench.fidelity.layered import LayeredModel
-from kvshare.bench.fidelity.measures import (
-    agreement,
-    divergence,
-    free_running,
-    margin,
-    rounded,
-)
+from kvshare.bench.fidelity.measures import agreement, divergence, free_running, margin, rounded, text_scores
 from kvshare.bench.fidelity.rules.base import Rule
 from kvshare.bench.fidelity.scenario import Scenario
 from kvshare.bench.fidelity.shelf import Shelf, prefill
@@ -34,6 +29,7 @@ class Arms:
     charged: Sequence[float] = ()
     rank: bool = True
     free_tokens: int = 0  # of the free-running answer; 0: none
+    decode: Callable[[TokenIds], str] = str  # token ids -> text
     noise: bool = True
 
 
@@ -105,15 +101,18 @@ def measured_arm(
         scores = outcome.candidate_scores.tolist()
         arm |= {"margin": rounded(margin(scores)), "rank": int(np.argmax(scores) == 0)}
     if arms.free_tokens:
-        arm["free"] = _free(trial, outcome, arms.free_tokens)
+        arm["free"] = _free(trial, outcome, arms)
     return arm
 
 
-def _free(trial: Trial, outcome: Outcome, limit: int) -> dict[str, Any]:
-    model, size = trial.model, trial.num_tokens
-    found = free_running(model, outcome.kv, outcome.log_probabilities[0], num_tokens=size, limit=limit)
-    full = free_running(model, trial.full.kv, trial.full.last, num_tokens=size, limit=limit)
-    return agreement(full, found)
+def _free(trial: Trial, outcome: Outcome, arms: Arms) -> dict[str, Any]:
+    """The arm's own answer against the full prefill's; `exact` where the suite knows what it must contain."""
+    limit, first = arms.free_tokens, outcome.log_probabilities[0]
+    found = free_running(trial.model, outcome.kv, first, num_tokens=trial.num_tokens, limit=limit)
+    full = trial.free_answer(limit)
+    own, expected = arms.decode(found), trial.scenario.expected
+    scores = {**agreement(full, found), **text_scores(arms.decode(full), own)}
+    return scores if expected is None else {**scores, "exact": int(expected in own)}
 
 
 def _noise(trial: Trial, other: LayeredModel | None) -> Mapping[str, Any]:

@@ -81,6 +81,32 @@ def agreement(full: TokenIds, found: TokenIds) -> dict[str, float | int]:
     return {"agree": rounded(float(equal.sum()) / length), "first": first, "equal": int(is_equal)}
 
 
+def text_scores(reference: str, found: str) -> dict[str, float]:
+    """BLEU (0 to 1), ROUGE-L, token F1 and Jaccard of one text against another."""
+    return {
+        "bleu": rounded(bleu([reference], [found])),
+        "rouge_l": rounded(rouge_l(reference, found)),
+        "f1": rounded(token_f1(reference, found)),
+        "jaccard": rounded(jaccard(reference, found)),
+    }
+
+
+def bleu(references: Sequence[str], found: Sequence[str], *, tokenize: str = "13a") -> float:
+    """Corpus BLEU, 0 to 1 (sacrebleu); `tokenize` "zh" for Chinese."""
+    from sacrebleu import corpus_bleu
+
+    score: float = corpus_bleu(list(found), [list(references)], tokenize=tokenize).score
+    return score / 100
+
+
+def rouge_l(reference: str, found: str) -> float:
+    """F-measure of the longest common subsequence of words (rouge-score)."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    score: float = RougeScorer(["rougeL"]).score(reference, found)["rougeL"].fmeasure
+    return score
+
+
 def token_f1(reference: str, found: str) -> float:
     """F1 of words, as question answering counts them."""
     wanted, given = Counter(reference.lower().split()), Counter(found.lower().split())

@@ -100,6 +100,7 @@ class Laboratory:
             charged=stage.charged,
             rank=stage.rank,
             free_tokens=stage.free_tokens,
+            decode=lambda tokens: self.encoder.backend.decode(tokens.tolist(), skip_special_tokens=True),
             noise=stage.noise,
         )
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from delta_tree import Copy, Span, TokenIds, token_ids
 from kvshare.bench.fidelity.layered import Intervention, LayeredModel, Mask, Pass, causal
+from kvshare.bench.fidelity.measures import free_running
 from kvshare.bench.fidelity.scenario import Scenario
 from kvshare.bench.fidelity.shelf import Prefill, Shelf, covered, prefill
 from kvshare.kv.attention import PartialPass
@@ -75,6 +76,7 @@ class Trial:
         self.placeholders: Mask = ~laid
         self.base: Mask = ~laid | (tail & ~exact)
         self.copied: Mask = laid & ~tail & ~exact  # what a rule may choose from
+        self._answer, self._answer_limit = token_ids([]), 0
 
     @cached_property
     def foreign(self) -> tuple[Copy, ...]:
@@ -90,17 +92,14 @@ class Trial:
     @cached_property
     def answer(self) -> TokenIds:
         """The full prefill's own greedy answer, as many tokens as arms are forced along or fewer."""
-        eos = self.model.model.eos_token_ids(None)
-        found: list[int] = []
-        kv, last = self.full.kv.fork(self.num_tokens), self.full.last
-        kv.reserve(self.num_tokens + NUM_FORCED)
-        while len(found) < NUM_FORCED:
-            found.append(int(last.argmax()))
-            if found[-1] in eos:
-                break
-            slot = np.array([self.num_tokens + len(found) - 1])
-            last = self.model.run(kv, Pass(token_ids(found[-1:]), slot), logits_of=np.array([0]))[0]
-        return token_ids(found)
+        return self.free_answer(NUM_FORCED)
+
+    def free_answer(self, limit: int) -> TokenIds:
+        """The full prefill's own greedy answer, at most so many tokens."""
+        if limit > self._answer_limit:
+            self._answer_limit, (kv, last) = limit, (self.full.kv, self.full.last)
+            self._answer = free_running(self.model, kv, last, num_tokens=self.num_tokens, limit=limit)
+        return self._answer[:limit]
 
     @cached_property
     def truth(self) -> torch.Tensor:
