@@ -13,12 +13,12 @@ from kvshare.replay.stream import take_turns
 from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.sources import WORDS, Passage, Question, WorkloadRow, bare_passages, questions
 
-_RAG_SYSTEM = {"role": "system", "content": WORDS["rag_system"]}
+RAG_SYSTEM = {"role": "system", "content": WORDS["rag_system"]}
 _USES = 8  # of a question's passages, on average
 _NUM_OWN, _NUM_OTHERS = 6, 3
 _MOST_RETRIEVED = 12_000  # characters of all passages
 _NEIGHBOURS = 4  # questions whose passages are retrieved by mistake
-_AGENT_SYSTEM = {"role": "system", "content": WORDS["agent_system"]}
+AGENT_SYSTEM = {"role": "system", "content": WORDS["agent_system"]}
 _STEPS = 5
 _RUNS = 6  # of a task, on average
 _NUM_OPEN = 4
@@ -45,7 +45,7 @@ def rag(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterat
         around = [used[(place + step) % len(used)] for step in range(1, 1 + _NEIGHBOURS)]
         others = [passage for each in around for passage in each.passages] + _some(strangers, 1, draw)
         retrieved = _retrieved(question, others, draw)
-        messages = (_RAG_SYSTEM, {"role": "user", "content": rag_prompt(question.text, retrieved)})
+        messages = (RAG_SYSTEM, {"role": "user", "content": rag_prompt(question.text, retrieved)})
         user = f"u{draw.randrange(max(2, num_requests // 3))}"
         yield WorkloadRow(f"rag-c{number}", 0, user, messages, question.answer)
 
@@ -88,11 +88,11 @@ def agent(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iter
 
 def _run(task: Question, conversation: str, user: str, draw: random.Random) -> Iterator[WorkloadRow]:
     messages: list[Message] = [
-        _AGENT_SYSTEM,
+        AGENT_SYSTEM,
         {"role": "user", "content": f"Task: {task.text}"},
     ]
     for turn, document in enumerate(task.passages):
-        call = f"I do not know enough yet, so I look at the next source.\nopen({_name(document)!r})"
+        call = tool_call(document)
         yield WorkloadRow(conversation, turn, user, tuple(messages), call)
         messages += [
             {"role": "assistant", "content": call},
@@ -104,9 +104,25 @@ def _run(task: Question, conversation: str, user: str, draw: random.Random) -> I
 def _result(document: Passage, draw: random.Random) -> str:
     text = document.text[:_LONGEST]
     if draw.random() < _CHANGES:
-        text = _NUMBER.sub(lambda match: _near(match.group(), draw), text, count=2)
+        text = refigured(text, draw, most=2)
+    return tool_result(Passage(_name(document), text), draw)
+
+
+def tool_call(document: Passage) -> str:
+    """What an agent says to open a document."""
+    return f"I do not know enough yet, so I look at the next source.\nopen({_name(document)!r})"
+
+
+def tool_result(document: Passage, draw: random.Random) -> str:
+    """The document as the tool returns it: when it was fetched, how long that took, and the text."""
     fetched = f"{sources.date(draw)} {sources.clock(draw)}"
-    return f"Result of open({_name(document)!r}), fetched {fetched} in {draw.randint(3, 900)} ms:\n\n{text}"
+    took = draw.randint(3, 900)
+    return f"Result of open({_name(document)!r}), fetched {fetched} in {took} ms:\n\n{document.text}"
+
+
+def refigured(text: str, draw: random.Random, *, most: int) -> str:
+    """The text with its first figures, of two to six digits, a little larger; unchanged if it has none."""
+    return _NUMBER.sub(lambda match: _near(match.group(), draw), text, count=most)
 
 
 def _name(document: Passage) -> str:

@@ -7,8 +7,20 @@ from collections.abc import Callable, Mapping
 from random import Random
 
 from kvshare.bench.fidelity.scenario import Draft
+from kvshare.bench.fidelity.suites import chats, documents
 from kvshare.bench.fidelity.suites.library import Library
 
 Suite = Callable[[Library, int, Random], Draft | None]
 
-SUITES: Mapping[str, Suite] = {}
+SUITES: Mapping[str, Suite] = {
+    suite.__name__: suite
+    for suite in (
+        chats.resubmit,
+        chats.window,
+        documents.rag,
+        documents.reorder,
+        documents.agent,
+        chats.thinking,
+        chats.chain,
+    )
+}

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvshare.bench.fidelity.scenario import SEED, half_of
+from kvshare.bench.fidelity.suites import samples
+from kvshare.bench.fidelity.suites.questions import MarkedQuestion, marked_questions
+from kvshare.bench.fidelity.suites.talks import Talk, talk_of
 from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.generate import SAMPLES
@@ -41,29 +44,43 @@ class Library:
     @cached_property
     def texts(self) -> Sequence[Source[str]]:
         """Prompt templates with slots, and other texts of one piece."""
-        names = ["prompts_chat/prompts.jsonl.gz"]
-        return self._half("text", sources.texts, names, "templates.jsonl", str)
+        paths = self._paths(["prompts_chat/prompts.jsonl.gz"], "templates.jsonl")
+        return self._half("text", sources.texts(paths), str)
 
     @cached_property
     def questions(self) -> Sequence[Source[Question]]:
         """Questions with their passages and answers: MuSiQue and 2WikiMultihopQA."""
         names = ["rag_cacheblend/musique_s.jsonl.gz", "rag_cacheblend/wikimqa_s_clean.jsonl.gz"]
         names += ["rag_full_context/musique_200.jsonl.gz", "rag_full_context/2wikimqa_200.jsonl.gz"]
-        return self._half("question", sources.questions, names, "questions.jsonl", lambda found: found.text)
+        found = sources.questions(self._paths(names, "questions.jsonl"))
+        return self._half("question", found, lambda question: question.text)
+
+    @cached_property
+    def marked(self) -> Sequence[Source[MarkedQuestion]]:
+        """Questions whose supporting passages are known."""
+        names = ["musique_200.jsonl.gz", "musique_train_100.jsonl.gz", "2wikimqa_200.jsonl.gz"]
+        paths = self._paths([f"rag_full_context/{name}" for name in names])
+        found = marked_questions(paths) if paths else samples.marked_questions()
+        return self._half("question", found, lambda question: question.whole.text)
 
     @cached_property
     def passages(self) -> Sequence[Source[Passage]]:
         """Documents of no question."""
-        names = ["rag_full_context/2wikimqa_corpus.jsonl.gz"]
-        return self._half(
-            "passage", sources.bare_passages, names, "tool_results.jsonl", lambda found: found.text
-        )
+        paths = self._paths(["rag_full_context/2wikimqa_corpus.jsonl.gz"], "tool_results.jsonl")
+        found = sources.bare_passages(paths) + ([] if self._folder else samples.passages())
+        return self._half("passage", found, lambda passage: passage.text)
 
     @cached_property
     def chats(self) -> Sequence[Source[tuple[Message, ...]]]:
         """Conversations of several turns."""
-        names = ["sharegpt_en_1k/sharegpt_en.jsonl.gz"]
-        return self._half("chat", sources.chats, names, "chats.jsonl", lambda found: found[0]["content"])
+        paths = self._paths(["sharegpt_en_1k/sharegpt_en.jsonl.gz"], "chats.jsonl")
+        found = sources.chats(paths) + ([] if self._folder else samples.chats())
+        return self._half("chat", found, lambda chat: chat[0]["content"])
+
+    @cached_property
+    def talks(self) -> Sequence[Source[Talk]]:
+        """The same conversations, each message cut to its first sentences."""
+        return [Source(chat.name, talk_of(chat.item)) for chat in self.chats]
 
     def own(self, items: Sequence[Source[T]]) -> list[Source[T]]:
         """Those of these documents that are in this half, in an order drawn once."""
@@ -71,18 +88,16 @@ class Library:
         random.Random(f"{SEED}:{self.half}:{len(items)}").shuffle(chosen)
         return chosen
 
-    def _half(
-        self,
-        kind: str,
-        read: Callable[[Sequence[Path]], Iterable[T]],
-        names: Sequence[str],
-        sample: str,
-        identity: Callable[[T], str],
-    ) -> list[Source[T]]:
-        """What is read from the data sets or the sample; a document that comes twice is one."""
-        paths = [self._folder / name for name in names] if self._folder else [SAMPLES / sample]
+    def _paths(self, names: Sequence[str], sample: str | None = None) -> list[Path]:
+        """These files of the folder; without one, this file of the project's samples, if any is named."""
+        if self._folder:
+            return [self._folder / name for name in names]
+        return [SAMPLES / sample] if sample else []
+
+    def _half(self, kind: str, items: Iterable[T], identity: Callable[[T], str]) -> list[Source[T]]:
+        """Those of this half; a document that comes twice is one."""
         found: dict[str, T] = {}
-        for item in read(paths):
+        for item in items:
             digest = hashlib.sha256(" ".join(identity(item).lower().split()).encode()).hexdigest()
             found.setdefault(f"{kind}:{digest[:12]}", item)
         return self.own([Source(name, item) for name, item in found.items()])

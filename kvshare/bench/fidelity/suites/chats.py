@@ -1,0 +1,203 @@
+"""`thinking`, `resubmit`, `window`: conversations that lose or change something; `chain`: edits of edits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvshare.bench.fidelity.scenario import Draft, Messages
+from kvshare.bench.fidelity.suites.library import Library, Source
+from kvshare.bench.fidelity.suites.talks import Talk, sentences, shortened
+from kvshare.replay.requests import Message
+from kvshare.replay.workloads import sources
+from kvshare.replay.workloads.chats import kept, reworded
+from kvshare.replay.workloads.sources import WORDS
+
+_TEXTS: Mapping[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("conversations.yaml").read_text(encoding="utf-8")
+)
+_SYSTEM: Message = {"role": "system", "content": WORDS["window_system"]}
+_THINKING_SYSTEM: Message = {"role": "system", "content": _TEXTS["thinking_system"]}
+_SHORTEST, _LONGEST = 1300, 3800  # characters of a conversation
+_REASONING = {"short": (180, 330), "long": (480, 760)}  # characters, at least and at most
+_SHORTEST_ANSWER = 200  # characters: what moves when its reasoning goes
+_WINDOWS = range(1500, 3400, 200)  # characters
+_LEAST_FILLED, _LEAST_SHARED = 0.7, 0.5  # of a window: by its messages, and by those of the one before
+_DEPTHS = (1, 2, 4, 8, 16, 40)  # turns
+_PLACES = ("front", "governing", "middle", "tail")
+_FILLING = 250, 420  # characters of a passage in a chain's prompt
+
+
+def thinking(library: Library, number: int, draw: random.Random) -> Draft | None:
+    """
+    The last answer was stored with its reasoning, as it was generated; the next prompt has it without.
+
+    Label `reasoning`: `short`, about 40 to 80 tokens, or `long`, about 120 to 200.
+    """
+    chosen = _chosen(library, number, lambda talk: bool(_reasoned(talk)))
+    if chosen is None:
+        return None
+    talk = chosen.item[: draw.choice(_reasoned(chosen.item))]
+    length = ("short", "long")[number % 2]
+    reasoning = _reasoning(talk[-3]["content"], talk[-2]["content"], length, draw)
+    answer = {"role": "assistant", "content": f"<think>\n{reasoning}\n</think>\n\n{talk[-2]['content']}"}
+    return Draft(
+        source=chosen.name,
+        stored=((_THINKING_SYSTEM, *talk[:-2], answer),),
+        prompt=(_THINKING_SYSTEM, *talk),
+        labels={"reasoning": length},
+    )
+
+
+def resubmit(library: Library, number: int, draw: random.Random) -> Draft | None:
+    """A few words of an earlier turn of the user's are changed; what came after it stays."""
+    chosen = _chosen(library, number, lambda talk: bool(_ends(talk)))
+    if chosen is None:
+        return None
+    before = chosen.item[: draw.choice(_ends(chosen.item))]
+    place = draw.randrange(0, len(before) - 2, 2)
+    text = before[place]["content"]
+    while (changed := reworded(text, draw)) == text:
+        pass
+    after = (*before[:place], {"role": "user", "content": changed}, *before[place + 1 :])
+    return Draft(source=chosen.name, stored=((_SYSTEM, *before),), prompt=(_SYSTEM, *after))
+
+
+def window(library: Library, number: int, draw: random.Random) -> Draft | None:
+    """Behind a fixed system message the oldest turns are dropped, so that everything else moves forward."""
+    chosen = _chosen(library, number, lambda talk: any(_moved(talk, size) for size in _WINDOWS))
+    if chosen is None:
+        return None
+    before, after = draw.choice([pair for size in _WINDOWS for pair in _moved(chosen.item, size)])
+    return Draft(source=chosen.name, stored=((_SYSTEM, *before),), prompt=(_SYSTEM, *after))
+
+
+def _moved(talk: Talk, size: int) -> list[tuple[Talk, Talk]]:
+    """Windows of this size, and one or two turns later, of which the later one dropped something."""
+    if _num_chars(talk) <= size:
+        return []
+    windows = [kept(talk[:end], size) for end in range(1, len(talk) + 1, 2)]
+    return [
+        (before, after)
+        for place, before in enumerate(windows)
+        for after in windows[place + 1 : place + 3]
+        if min(map(_num_chars, (before, after))) >= _LEAST_FILLED * size
+        and _shared(before, after) >= _LEAST_SHARED * _num_chars(after)
+    ]
+
+
+def _shared(before: Talk, after: Talk) -> int:
+    """Characters that both windows have, at another place; 0 if nothing was dropped."""
+    if before[0] is after[0]:
+        return 0
+    return _num_chars([message for message in after if any(message is other for other in before)])
+
+
+def _chosen(library: Library, number: int, fits: Callable[[Talk], bool]) -> Source[Talk] | None:
+    found = [source for source in library.talks if fits(source.item)]
+    return found[number % len(found)] if found else None
+
+
+def _ends(talk: Talk) -> list[int]:
+    """Behind which questions a prompt may end that is neither too short nor too long; not the first one."""
+    return [end for end in range(3, len(talk) + 1, 2) if _SHORTEST <= _num_chars(talk[:end]) <= _LONGEST]
+
+
+def _reasoned(talk: Talk) -> list[int]:
+    """Those of them whose last answer is long enough."""
+    return [end for end in _ends(talk) if len(talk[end - 2]["content"]) >= _SHORTEST_ANSWER]
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"]) for message in messages)
+
+
+def _reasoning(question: str, answer: str, length: str, draw: random.Random) -> str:
+    """What somebody may think who then writes this answer: a pool's sentences around the answer's own."""
+    least, most = _REASONING[length]
+    pool = _TEXTS["reasoning"]
+    points = [shortened(each, 160) for each in sentences(answer)] or [shortened(answer, 160)]
+    opening, closing = draw.choice(pool["opening"]), draw.choice(pool["closing"])
+    text = [opening.format(asked=" ".join(shortened(question, 80).split()))]
+    for number, between in enumerate(draw.sample(pool["between"], len(pool["between"]))):
+        line = between.format(sentence=" ".join(points[number % len(points)].split()))
+        if sum(map(len, text)) + len(line) + len(closing) <= most:
+            text.append(line)
+        if sum(map(len, text)) + len(closing) >= least:
+            break
+    return " ".join([*text, closing])
+
+
+def chain(library: Library, number: int, draw: random.Random) -> Draft | None:
+    """
+    A prompt in which one place is written anew in every turn, and a fact that no turn touches is asked for.
+
+    The number's depth, in turns, and the place that is edited go round; both are labels. The fact stands
+    behind all edited places but the tail.
+    """
+    least, most = _FILLING
+    texts = [source for source in library.passages if len(source.item.text) >= least]
+    if len(texts) < 2:
+        return None
+    depth, place = _DEPTHS[number % len(_DEPTHS)], _PLACES[number // len(_DEPTHS) % len(_PLACES)]
+    first = texts[number % len(texts)]
+    second = draw.choice([source for source in texts if source is not first])
+    fact = draw.choice(_TEXTS["chain"]["facts"])
+    values = [str(code) for code in draw.sample(range(1000, 10_000), 4)]
+    parts = {
+        "first": shortened(first.item.text, most),
+        "second": shortened(second.item.text, most),
+        "fact": fact["says"].format(value=values[0]),
+        "question": fact["asks"],
+        **{name: _written(name, draw) for name in _PLACES},
+    }
+    prompts, original = [_chained(parts)], parts[place]
+    for _ in range(depth):
+        parts = {**parts, place: _rewritten(place, (original, parts[place]), draw)}
+        prompts.append(_chained(parts))
+    return Draft(
+        source=first.name,
+        stored=(prompts[0],),
+        prompt=prompts[-1],
+        labels={"depth": depth, "place": place},
+        candidates=tuple(values),
+        expected=values[0],
+        stages=tuple(prompts[1:-1]),
+    )
+
+
+def _chained(parts: Mapping[str, str]) -> Messages:
+    texts = _TEXTS["chain"]
+    return (
+        {"role": "system", "content": texts["system"].format(**parts)},
+        {"role": "user", "content": texts["user"].format(**parts)},
+    )
+
+
+def _rewritten(place: str, not_these: Sequence[str], draw: random.Random) -> str:
+    while (text := _written(place, draw)) in not_these:
+        pass
+    return text
+
+
+def _written(place: str, draw: random.Random) -> str:
+    """One line of this place's pool with new values; at the front, two to four."""
+    lines = draw.sample(_TEXTS["chain"][place], draw.randint(2, 4) if place == "front" else 1)
+    return "\n".join(line.format(**_details(draw)) for line in lines)
+
+
+def _details(draw: random.Random) -> dict[str, str | int]:
+    return {
+        "date": sources.date(draw),
+        "clock": sources.clock(draw),
+        "person": sources.person(draw),
+        "other": sources.person(draw),
+        "place": draw.choice(sources.PLACES),
+        "product": draw.choice(sources.PRODUCTS),
+        "number": draw.randint(100, 999),
+        "small": draw.randint(2, 40),
+    }
