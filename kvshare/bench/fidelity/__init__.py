@@ -6,7 +6,7 @@
     shelf.py      stored prompts and their KV           layered.py   a model run layer by layer
     trial.py      one plan, ready for any repair rule    rules/       which tokens are computed again
     measures.py, arms.py, chain.py    what is measured of a plan
-    shards.py, run.py                 work that stops and goes on
+    shards.py, laboratory.py               work that stops and goes on
     statistics.py, report.py          intervals, tests, tables, plots
 
 Same donors, same plans, same rotation for every rule; only the repair differs. The server is not touched.
@@ -48,7 +48,7 @@ def run(
     """
     import torch
 
-    from kvshare.bench.fidelity import run as runner
+    from kvshare.bench.fidelity import laboratory as runner
     from kvshare.bench.fidelity.publish import publish
     from kvshare.bench.fidelity.rules import RULES
     from kvshare.bench.fidelity.shards import STAGES_FILE, Shards, Stage, read_stages
