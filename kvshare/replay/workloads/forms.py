@@ -12,7 +12,7 @@ from pathlib import Path
 from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.sources import WORDS, WorkloadRow, objects, texts
 
-_SLOT = re.compile(
+SLOT = re.compile(
     r"\$\{([^{}:]{1,60})(?::([^{}]{0,200}))?\}"  # ${name:default}
     r"|\{\{\s*([^{}]{1,60}?)\s*\}\}"  # {{name}}
     r"|\[([A-Z][A-Za-z0-9 _/'-]{1,40})\]"  # [NAME]
@@ -29,8 +29,8 @@ _NUM_SYSTEM_PROMPTS = 3
 
 def template(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """The same forms filled in by many users; popular ones come often, rare ones seldom."""
-    forms = [text for text in _form_texts(paths) if _is_form(text)]
-    long = [form for form in forms if _num_fixed(form) >= _SHORTEST]
+    forms = [text for text in _form_texts(paths) if is_form(text)]
+    long = [form for form in forms if num_fixed(form) >= _SHORTEST]
     forms = long if len(long) >= min(4, len(forms)) else forms
     if not forms:
         return
@@ -44,15 +44,20 @@ def template(paths: Sequence[Path], num_requests: int, draw: random.Random) -> I
         )
 
 
-def _is_form(text: str) -> bool:
+def is_form(text: str) -> bool:
     """Not without slots, nor with slots only at its very end, where a prefix cache would do."""
-    first = _SLOT.search(text)
-    return first is not None and len(text) <= _LONGEST and _num_fixed(text) - first.start() >= len(text) // 5
+    first = SLOT.search(text)
+    return first is not None and len(text) <= _LONGEST and num_fixed(text) - first.start() >= len(text) // 5
 
 
-def _num_fixed(form: str) -> int:
+def num_fixed(form: str) -> int:
     """Characters outside its slots."""
-    return len(_SLOT.sub("", form))
+    return len(SLOT.sub("", form))
+
+
+def slot_name(match: re.Match[str]) -> str | None:
+    """Of a match of `SLOT`; None for a choice, which has no name."""
+    return next((name.strip() for name in match.group(1, 3, 4) if name), None)
 
 
 def filled(form: str, draw: random.Random) -> str:
@@ -60,14 +65,15 @@ def filled(form: str, draw: random.Random) -> str:
     chosen: dict[str, str] = {}
 
     def value(match: re.Match[str]) -> str:
-        slot = next((name.strip() for name in match.group(1, 3, 4) if name), "choice")
+        name = slot_name(match)
+        slot = "choice" if name is None else name
         default = (match.group(2) or "").strip()
         if slot not in chosen:
             keep = default and draw.random() < 0.2
             chosen[slot] = default if keep else sources.value_for(slot, draw)
         return str(draw.choice(WORDS["choices"])) if slot == "choice" else chosen[slot]
 
-    return _SLOT.sub(value, form)
+    return SLOT.sub(value, form)
 
 
 def _form_texts(paths: Sequence[Path]) -> Iterator[str]:
