@@ -178,11 +178,11 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:
     saved = plan.num_tokens - plan.num_computed - num_exact  # beyond what is free of doubt
     if saved < max(1, sharing.min_saved_fraction * plan.num_tokens):  # repair may leave nothing of the copies
         return "not_enough_saved"
-    small_shift = small_shift(sharing, plan.num_tokens)
+    limit = small_shift(sharing, plan.num_tokens)
     relocated = sum(
         copy.length
         for copy in plan.copies
-        if copy.target_start >= plan.exact_length and abs(copy.shift) > small_shift
+        if copy.target_start >= plan.exact_length and abs(copy.shift) > limit
     )
     if relocated > sharing.max_relocated_fraction * plan.num_tokens:
         return "too_much_relocated"
