@@ -83,7 +83,8 @@ def run(
             _folder(model), load_settings(), data=data, noise=any(each.noise for each in stages)
         )
         counts = runner.work(laboratory, shards, stages, minutes=minutes)
-    return {**counts, **({"report": publish(out)} if report else {})}
+    where = {"out": str(out), "data": None if data is None else str(data)}
+    return {**where, **counts, **({"report": publish(out)} if report else {})}
 
 
 def _folder(model: str) -> Path:
