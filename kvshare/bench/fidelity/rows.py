@@ -48,7 +48,7 @@ def read_plans(folder: Path, *, half: int | None = None, model: str | None = Non
     Raises:  LogError where there is none, where halves or models are mixed, or a line cannot be what it says
     """
     found: dict[tuple[str, str, int, int], Row] = {}
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(folder.rglob("*.jsonl")):
         for row in _lines(path):
             if half in (None, row["half"]) and model in (None, row["model"]):
                 key = (row["model"], row["suite"], row["half"], row["number"])
@@ -113,6 +113,8 @@ def _lines(path: Path) -> Iterator[Row]:
         if line.strip():
             try:
                 row = json.loads(line, parse_constant=_refused)
+                if "skipped" in row:
+                    continue
                 if missing := _NEEDED - row.keys():
                     raise KeyError(*missing)
                 row["arms"] = {_setting(arm): _flat(arm) for arm in row["arms"]}
