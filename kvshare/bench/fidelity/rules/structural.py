@@ -115,8 +115,8 @@ def _shared_out(weights: Scores, total: int, most: int) -> list[int]:
         left = float(np.maximum(counts - most, 0).sum())
         counts = np.minimum(counts, most)
     whole = np.floor(counts + 1e-6).astype(int)
-    for layer in range(total - int(whole.sum())):
-        whole[layer % len(whole)] += whole[layer % len(whole)] < most
+    while (missing := total - int(whole.sum())) > 0:
+        whole[np.flatnonzero(whole < most)[:missing]] += 1
     return [int(count) for count in np.minimum.accumulate(whole)]
 
 
