@@ -68,9 +68,12 @@ def _random(trial: Trial, budget: float) -> Selection:
 
 
 def _epic(trial: Trial, budget: float) -> Selection:
-    """The first k tokens of every chunk but the first of the prompt."""
-    behind = [chunk for chunk in chunks(trial) if chunk.start > trial.scenario.prompt.parts[0].start]
-    return Selection(heads(behind, trial.num_tokens, num_wanted(trial, budget)))
+    """The first k tokens of every chunk but the first of the prompt, which gets what they leave over."""
+    size, count = trial.num_tokens, num_wanted(trial, budget)
+    behind = [chunk for chunk in chunks(trial) if chunk.start > 0]
+    first = [chunk for chunk in chunks(trial) if chunk.start == 0]
+    rows = heads(behind, size, count)
+    return Selection(rows | heads(first, size, count - int(rows.sum())))
 
 
 def _edit_windows(trial: Trial, budget: float) -> Selection:
