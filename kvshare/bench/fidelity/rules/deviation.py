@@ -90,12 +90,20 @@ def falling(mean: int, num_layers: int, *, most: int) -> list[int]:
     ratios = np.concatenate(
         [[_WIDEST] * CHECK_LAYER, np.linspace(_WIDEST, _NARROWEST, num_layers - CHECK_LAYER)]
     )
-    counts = np.minimum(most, np.round(mean * ratios * num_layers / ratios.sum()))
-    missing = mean * num_layers - int(counts.sum())
-    for number in range(abs(missing)):
-        layer = CHECK_LAYER + 1 + number % max(1, num_layers - CHECK_LAYER - 1)
-        counts[layer] = np.clip(counts[layer] + np.sign(missing), 0, counts[layer - 1])
-    return [int(count) for count in np.minimum.accumulate(counts)]
+    even = np.round(mean * ratios * num_layers / ratios.sum())
+    return _summing_to(mean * num_layers, [min(most, int(count)) for count in even])
+
+
+def _summing_to(total: int, counts: list[int]) -> list[int]:
+    """One row more or less in the layers behind the check layer, in turns, until the sum is right."""
+    while (missing := total - sum(counts)) != 0:
+        step = 1 if missing > 0 else -1
+        for layer in range(CHECK_LAYER + 1, len(counts)):
+            least = counts[layer + 1] if layer + 1 < len(counts) else 0
+            if missing != 0 and least <= counts[layer] + step <= counts[layer - 1]:
+                counts[layer] += step
+                missing -= step
+    return counts
 
 
 def _dhd(trial: Trial, budget: float) -> Selection:
