@@ -82,9 +82,16 @@ class Shards:
         """Append a measured plan, or why there is none."""
         path = self.folder / task.stage.name / f"{task.suite}-{self.part}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps(row, separators=(",", ":")) + "\n"
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            file.write(("\n" if _is_torn(path) else "") + line)
         self._done.add((task.stage.name, task.suite, task.number))
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the last line of a file has no end."""
+    text = path.read_bytes()
+    return bool(text) and not text.endswith(b"\n")
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
