@@ -7,17 +7,19 @@ Edits of edits: a prompt that was shared many times over before it is measured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from delta_tree import Copy
 from kvshare.bench.fidelity.arms import Arms, described, measured_arm
 from kvshare.bench.fidelity.layered import LayeredModel
 from kvshare.bench.fidelity.rules.base import Rule, stretches
 from kvshare.bench.fidelity.scenario import Prompt, Scenario
-from kvshare.bench.fidelity.shelf import Prefill, Shelf, prefill
-from kvshare.bench.fidelity.trial import Selection, Trial
+from kvshare.bench.fidelity.shelf import Prefill, Shelf, covered, prefill
+from kvshare.bench.fidelity.trial import Outcome, Selection, Trial
 from kvshare.settings import Settings
 from kvshare.sharing.plan import Estimate, NoPlan, Plan, without
 
@@ -74,7 +76,7 @@ def _take_turn(
     turn = Trial(_as_prompt(scenario, prompt), model, settings, shelf)
     selection = rule.choose(turn, budget)
     outcome = turn.run(selection, forced=False)
-    plan = NoPlan("off") if policy == "re-saved" else _plan(turn, selection)
+    plan = NoPlan("off") if policy == "re-saved" else _plan(turn, selection, outcome)
     shelf.store(prompt.token_ids, outcome.kv, plan)
 
 
@@ -82,18 +84,30 @@ def _as_prompt(scenario: Scenario, prompt: Prompt) -> Scenario:
     return replace(scenario, prompt=prompt, stages=(), candidates=())
 
 
-def _plan(turn: Trial, selection: Selection) -> Plan:
-    """What was copied and computed, as the server would store it."""
-    computed = turn.base | (selection.rows.any(axis=0) if selection.rows.ndim == 2 else selection.rows)
-    computed = computed & ~(np.arange(turn.num_tokens) < turn.exact_length)
-    spans = tuple(stretches(computed))
-    copies = without(turn.copies, spans)
+def _plan(turn: Trial, selection: Selection, outcome: Outcome) -> Plan:
+    """
+    What was copied and computed, as the server would store it.
+
+    A position that some layer did not compute stays a copy: it is as old as its oldest layer.
+    """
+    laid = _uppermost(turn.copies if selection.copies is None else selection.copies)
+    is_laid = covered([copy.target for copy in laid], turn.num_tokens)
+    is_exact = np.arange(turn.num_tokens) < turn.exact_length
+    spans = tuple(stretches(~is_laid | (turn.base | outcome.computed) & ~is_exact))
     return Plan(
         num_tokens=turn.num_tokens,
         exact_length=turn.exact_length,
-        copies=copies,
+        copies=without(laid, spans),
         placeholders=spans,
         repairs=(),
         generation=1,
         estimate=Estimate(0.0, 0.0),
     )
+
+
+def _uppermost(copies: Sequence[Copy]) -> tuple[Copy, ...]:
+    """Ascending by target; where two cover a position, the later one lies on top."""
+    found: list[Copy] = []
+    for copy in copies:
+        found = sorted((*without(found, [copy.target]), copy), key=lambda laid: laid.target_start)
+    return tuple(found)

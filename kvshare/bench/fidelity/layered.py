@@ -76,6 +76,7 @@ class Pass:
     intervention: Intervention | None = None
     weights: Weights | None = None
     num_computed: list[int] = field(default_factory=list)  # repaired rows, by layer: what it came to
+    left: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # slots that came through
 
 
 class _Running:
@@ -185,6 +186,7 @@ class LayeredModel:
             hidden, alive = self._through_layers(running)
         finally:
             config._attn_implementation = before
+        current.left = current.slots[alive.numpy()]
         rows = torch.searchsorted(alive, torch.from_numpy(logits_of))
         logits = self._head(self._decoder.norm(hidden[0, rows]))
         return torch.log_softmax(logits.float(), dim=-1)

@@ -56,6 +56,7 @@ class Outcome:
     b: float
     charged: float
     runs: int  # further stretches that the repair adds to the plan's own
+    computed: Mask  # (T,) positions whose KV is fresh in all layers
     candidate_scores: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))  # nats a token
 
 
@@ -201,6 +202,7 @@ class Trial:
             b=spent / size,
             charged=(base + spent + selection.probe) / size,
             runs=_num_runs(self.base | repaired) - _num_runs(self.base),
+            computed=np.isin(np.arange(self.num_tokens), current.left),
             candidate_scores=tail.scores(log_probabilities),
         )
 
