@@ -84,7 +84,7 @@ def agreement(full: TokenIds, found: TokenIds) -> dict[str, float | int]:
 def text_scores(reference: str, found: str) -> dict[str, float]:
     """BLEU (0 to 1), ROUGE-L, token F1 and Jaccard of one text against another."""
     return {
-        "bleu": rounded(bleu([reference], [found])),
+        "bleu": rounded(_bleu_of_one(reference, found)),
         "rouge_l": rounded(rouge_l(reference, found)),
         "f1": rounded(token_f1(reference, found)),
         "jaccard": rounded(jaccard(reference, found)),
@@ -97,6 +97,14 @@ def bleu(references: Sequence[str], found: Sequence[str], *, tokenize: str = "13
 
     score: float = corpus_bleu(list(found), [list(references)], tokenize=tokenize).score
     return score / 100
+
+
+def _bleu_of_one(reference: str, found: str) -> float:
+    """Of n-grams as long as the text allows: corpus BLEU of fewer than four words is always 0."""
+    from sacrebleu import sentence_bleu
+
+    score: float = sentence_bleu(found, [reference], use_effective_order=True).score
+    return min(1.0, score / 100)
 
 
 def rouge_l(reference: str, found: str) -> float:
