@@ -74,6 +74,7 @@ def scenario(
     candidates: Sequence[TokenIds] = (),
     stages: Sequence[Prompt] = (),
     reordered: Prompt | None = None,
+    expected: str | None = None,
 ) -> Scenario:
     return Scenario(
         suite="hand-made",
@@ -83,7 +84,7 @@ def scenario(
         stored=tuple(stored),
         prompt=new,
         candidates=tuple(candidates),
-        expected=None,
+        expected=expected,
         reordered=reordered,
         stages=tuple(stages),
     )

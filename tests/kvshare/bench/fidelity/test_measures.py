@@ -9,11 +9,14 @@ import torch
 from delta_tree import Span, token_ids
 from kvshare.bench.fidelity.measures import (
     agreement,
+    bleu,
     divergence,
     free_running,
     jaccard,
     margin,
+    rouge_l,
     rounded,
+    text_scores,
     token_f1,
 )
 from kvshare.bench.fidelity.rules import RULES
@@ -71,6 +74,19 @@ def test_words_in_common() -> None:
     assert (token_f1("", ""), token_f1("a", ""), token_f1("", "a")) == (1.0, 0.0, 0.0)
     assert jaccard("the red red house", "The red car") == pytest.approx(2 / 4)
     assert (jaccard("", ""), jaccard("a", "")) == (1.0, 0.0)
+
+
+def test_scores_of_texts_are_between_nothing_and_one() -> None:
+    """BLEU and ROUGE-L beside the words in common, by hand; equal answers score 1 however short."""
+    for same in ("one two three four", "one two", "yes"):
+        assert text_scores(same, same) == {"bleu": 1.0, "rouge_l": 1.0, "f1": 1.0, "jaccard": 1.0}
+    found = text_scores("one two three four", "two one three")
+    assert found["rouge_l"] == pytest.approx(2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4), abs=1e-5)
+    assert found["f1"] == pytest.approx(2 * 1.0 * (3 / 4) / (1.0 + 3 / 4), abs=1e-5)
+    assert 0 < found["bleu"] < 1
+    # of five words four are right in a row, and so are 3 of 4 pairs, 2 of 3 triples, 1 of 2 fours
+    assert bleu(["a b c d e"], ["a b c d x"]) == pytest.approx((4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25)
+    assert rouge_l("alpha", "beta") == 0.0
 
 
 def test_a_free_answer_is_the_engines_greedy_one() -> None:

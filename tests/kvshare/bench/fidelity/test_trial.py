@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_tree import Span, token_ids
+from delta_tree import Span, TokenIds, token_ids
 from kvshare.bench.fidelity.arms import Arms, make_trial, measured
 from kvshare.bench.fidelity.measures import divergence
 from kvshare.bench.fidelity.rules import RULES
@@ -270,6 +270,10 @@ def test_a_base_that_asks_sees_what_is_laid() -> None:
     np.testing.assert_allclose(made.guided, wanted, atol=5e-5)
 
 
+def worded(tokens: TokenIds) -> str:
+    return " ".join(f"word{token}" for token in tokens)
+
+
 def test_a_row_has_a_place_for_every_arm() -> None:
     """Budgets by b and charged; a rule whose selection costs too much cannot run; noise beside it."""
     made = trial_of(
@@ -278,15 +282,18 @@ def test_a_row_has_a_place_for_every_arm() -> None:
             prompt(SYSTEM, B, A, QUESTION),
             candidates=CANDIDATES,
             reordered=prompt(SYSTEM, A, B, QUESTION),
+            expected="word",
         )
     )
     rules = [RULES[name] for name in ("full", "placeholders", "epic", "deviation")]
-    arms = Arms(rules=rules, budgets=(0.1, 0.2), charged=(0.1, 0.9), free_tokens=8)
+    arms = Arms(rules=rules, budgets=(0.1, 0.2), charged=(0.1, 0.9), free_tokens=8, decode=worded)
     row = measured(made, arms, other=llama(4, dtype=torch.bfloat16))
     found = {(arm["rule"], arm["by"], arm["budget"]): arm for arm in row["arms"]}
     assert len(found) == 2 + 2 * 4
     assert found["full", "b", 0.0]["kl"] <= 1e-6
-    assert found["full", "b", 0.0]["free"] == {"agree": 1.0, "first": 8, "equal": 1}
+    free = found["full", "b", 0.0]["free"]
+    assert (free["agree"], free["first"], free["equal"], free["f1"], free["exact"]) == (1.0, 8, 1, 1.0, 1)
+    assert not found["placeholders", "b", 0.0]["free"]["equal"]
     assert found["deviation", "charged", 0.1] == {
         "rule": "deviation",
         "budget": 0.1,
