@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from delta_tree import Span, TokenIds, merge
+from delta_tree import Copy, NodeId, SegmentId, Span, TokenIds, merge
 from kvshare.bench.fidelity.arms import Arms, measured
-from kvshare.bench.fidelity.chain import POLICIES, measured_chain
+from kvshare.bench.fidelity.chain import POLICIES, _uppermost, measured_chain
 from kvshare.bench.fidelity.measures import divergence
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.scenario import Prompt, Scenario
@@ -126,6 +126,15 @@ def test_a_chain_is_its_turns_one_by_one(policy: str) -> None:
     alone = third.run(RULES["placeholders"].choose(third, 0.0))
     assert found["kl"] == pytest.approx(divergence(third.truth, alone.log_probabilities).kl, rel=1e-3)
     assert found["charged"] == pytest.approx(alone.charged, abs=1e-5)
+
+
+def test_a_layout_of_its_own_is_stored() -> None:
+    """Where two copies cover a position, the later one lies on top, in the sequence and in what is stored."""
+    low = Copy(NodeId("low"), SegmentId("low"), 0, 30, 10, 100, 100)
+    high = Copy(NodeId("high"), SegmentId("high"), 5, 10, 20, 7, 7)
+    found = [(copy.donor, copy.target, copy.offset) for copy in _uppermost([low, high])]
+    assert found == [("low", Span(10, 20), 0), ("high", Span(20, 30), 5), ("low", Span(30, 40), 20)]
+    assert _uppermost([high, low]) == (low,)
 
 
 def test_originals_keep_where_their_kv_was_computed() -> None:

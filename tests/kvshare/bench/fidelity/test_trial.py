@@ -197,8 +197,12 @@ def test_absent_slots_are_seen_by_nobody() -> None:
     for name, is_same in (("full-reuse", True), ("placeholders", False)):
         passes = [made.run(RULES[name].choose(made, 0.0), forced=False) for made in (one, other)]
         assert torch.equal(passes[0].log_probabilities, passes[1].log_probabilities) is is_same
-    found = one.run(RULES["full-reuse"].choose(one, 0.0), forced=False)
+    reuse = RULES["full-reuse"].choose(one, 0.0)
+    found = one.run(reuse, forced=False)
     assert found.charged == pytest.approx(TAIL / one.num_tokens)
+    assert reuse.absent is not None
+    one.laid.k[:, places(reuse.absent)] = one.laid.v[:, places(reuse.absent)] = 1e4
+    assert torch.equal(one.run(reuse, forced=False).log_probabilities, found.log_probabilities)
 
 
 def test_another_layout_is_laid() -> None:
