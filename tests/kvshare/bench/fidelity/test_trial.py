@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_tree import Span, TokenIds, token_ids
-from kvshare.bench.fidelity.arms import Arms, make_trial, measured
+from delta_tree import Span, token_ids
 from kvshare.bench.fidelity.measures import divergence
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.rules.base import num_wanted
@@ -16,21 +15,17 @@ from tests.kvshare.bench.fidelity.scenes import (
     CLOSE,
     QUESTION,
     SCENES,
-    SETTINGS,
     SYSTEM,
     TAIL,
     A,
     B,
-    C,
     dense,
     engine_kv,
     laid_by_hand,
-    llama,
     places,
     prompt,
     replaced,
     scenario,
-    text,
     trial,
     trial_of,
 )
@@ -272,49 +267,3 @@ def test_a_base_that_asks_sees_what_is_laid() -> None:
     expected = dense(made.model, made.scenario.prompt.token_ids, k, v, rows)
     wanted = torch.stack(expected.attention).mean(dim=1).numpy()
     np.testing.assert_allclose(made.guided, wanted, atol=5e-5)
-
-
-def worded(tokens: TokenIds) -> str:
-    return " ".join(f"word{token}" for token in tokens)
-
-
-def test_a_row_has_a_place_for_every_arm() -> None:
-    """Budgets by b and charged; a rule whose selection costs too much cannot run; noise beside it."""
-    made = trial_of(
-        scenario(
-            [prompt(SYSTEM, A, B, text(9, 20))],
-            prompt(SYSTEM, B, A, QUESTION),
-            candidates=CANDIDATES,
-            reordered=prompt(SYSTEM, A, B, QUESTION),
-            expected="word",
-        )
-    )
-    rules = [RULES[name] for name in ("full", "placeholders", "epic", "deviation")]
-    arms = Arms(rules=rules, budgets=(0.1, 0.2), charged=(0.1, 0.9), free_tokens=8, decode=worded)
-    row = measured(made, arms, other=llama(4, dtype=torch.bfloat16))
-    found = {(arm["rule"], arm["by"], arm["budget"]): arm for arm in row["arms"]}
-    assert len(found) == 2 + 2 * 4
-    assert found["full", "b", 0.0]["kl"] <= 1e-6
-    free = found["full", "b", 0.0]["free"]
-    assert (free["agree"], free["first"], free["equal"], free["f1"], free["exact"]) == (1.0, 8, 1, 1.0, 1)
-    assert not found["placeholders", "b", 0.0]["free"]["equal"]
-    assert found["deviation", "charged", 0.1] == {
-        "rule": "deviation",
-        "budget": 0.1,
-        "by": "charged",
-        "cannot": True,
-    }
-    base = made.base.sum() / made.num_tokens
-    for name, budget in (("epic", 0.1), ("epic", 0.9), ("deviation", 0.9)):
-        assert found[name, "charged", budget]["charged"] - base <= budget + 1 / made.num_tokens
-    assert set(row["noise"]) == {"chunked", "bfloat16", "reordered"}
-    assert row["noise"]["chunked"]["kl"] <= 1e-6 < row["noise"]["bfloat16"]["kl"]
-    assert row["noise"]["bfloat16"]["kl"] < row["noise"]["reordered"]["kl"]
-    assert row["copied"] == made.copied.sum()
-    assert row["moved"] == 1.0
-
-
-def test_a_prompt_that_can_copy_nothing_is_no_trial() -> None:
-    """Nothing in common but the beginning."""
-    stored = prompt(SYSTEM, A, QUESTION)
-    assert make_trial(scenario([stored], prompt(SYSTEM, C, text(12, 24))), llama(), SETTINGS) is None
