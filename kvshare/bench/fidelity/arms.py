@@ -75,7 +75,6 @@ def described(trial: Trial) -> dict[str, Any]:
 
 def _selections(trial: Trial, arms: Arms) -> Iterator[tuple[Rule, float, str, Selection | None]]:
     """Each rule at each budget; None where its selection alone costs more than it may."""
-    size = trial.num_layers * trial.num_tokens
     for rule in arms.rules:
         if not rule.has_budget:
             yield rule, 0.0, "b", rule.choose(trial, 0.0)
@@ -83,7 +82,7 @@ def _selections(trial: Trial, arms: Arms) -> Iterator[tuple[Rule, float, str, Se
         for budget in arms.budgets:
             yield rule, budget, "b", rule.choose(trial, budget)
         for budget in arms.charged:
-            left = budget - rule.probe(trial) / size
+            left = rule.affordable(trial, budget)
             yield rule, budget, "charged", rule.choose(trial, left) if left > 0 else None
 
 

@@ -12,8 +12,7 @@ from kvshare.bench.fidelity.shelf import covered
 from kvshare.bench.fidelity.trial import Selection, Trial
 from kvshare.sharing.plan import clip
 
-_WINDOW = 8  # tokens, of which so many must be picked to keep it
-_PICKED = 5
+_WINDOW = 8  # tokens
 
 
 def second_pass(trial: Trial) -> float:

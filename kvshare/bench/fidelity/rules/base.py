@@ -23,7 +23,8 @@ class Rule:
     A way to choose what is computed again.
 
     `choose(trial, budget)`: budget b as a share of layers x prompt tokens; rules without one ignore it.
-    `probe(trial)`: layer-tokens that the selection itself gives fresh Q, K, V, whatever the budget.
+    `probe(trial)`: layer-tokens that the selection itself gives fresh Q, K, V, whatever the budget;
+    `paid_layers`: in so many layers repaired rows are part of it.
     `after`: our reading of a published description, not of its code. `per_layer`: layers differ in their
     rows, so the rule cannot run in an engine whose compiled forward takes one set of positions.
     """
@@ -33,10 +34,17 @@ class Rule:
     source: str
     choose: Callable[[Trial, float], Selection]
     probe: Callable[[Trial], float] = NO_COST
+    paid_layers: float = 0.0
     has_budget: bool = True
     after: bool = False
     per_layer: bool = False
     published: bool = True
+
+    def affordable(self, trial: Trial, charged: float) -> float:
+        """What a charged budget leaves for repairs; not above 0 where selecting alone costs more."""
+        num_layers = trial.num_layers
+        left = charged - self.probe(trial) / (num_layers * trial.num_tokens)
+        return left * num_layers / (num_layers - self.paid_layers)
 
 
 def num_wanted(trial: Trial, budget: float) -> int:

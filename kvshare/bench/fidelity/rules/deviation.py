@@ -198,12 +198,21 @@ def _oracle(trial: Trial, budget: float) -> Selection:
 
 
 RULES = (
-    Rule("cacheblend", "CacheBlend", "arXiv:2405.16444, section 4.3", _cacheblend, probe, per_layer=True),
-    Rule("cacheblend-released", "CacheBlend as released", "LMCache, YaoJiayi/CacheBlend", _released, probe),
-    Rule("deviation", "deviation at layer 1", "", _deviation, probe, published=False),
-    Rule("dhd", "after KVShare v2 (DHD)", "arXiv:2503.16525v2", _dhd, probe, after=True),
+    Rule("cacheblend", "CacheBlend", "arXiv:2405.16444, section 4.3", _cacheblend, probe, 3, per_layer=True),
     Rule(
-        "blend", "after CacheSlide (soft blending)", "FAST'26", _cacheslide, probe, after=True, per_layer=True
+        "cacheblend-released", "CacheBlend as released", "LMCache, YaoJiayi/CacheBlend", _released, probe, 2
+    ),
+    Rule("deviation", "deviation at layer 1", "", _deviation, probe, 2, published=False),
+    Rule("dhd", "after KVShare v2 (DHD)", "arXiv:2503.16525v2", _dhd, probe, 2, after=True),
+    Rule(
+        "blend",
+        "after CacheSlide (soft blending)",
+        "FAST'26",
+        _cacheslide,
+        probe,
+        2,
+        after=True,
+        per_layer=True,
     ),
     Rule(
         "mean-shift",
@@ -211,6 +220,7 @@ RULES = (
         "arXiv:2607.21604",
         _shifted,
         probe,
+        2,
         after=True,
         per_layer=True,
     ),
