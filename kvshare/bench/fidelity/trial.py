@@ -201,7 +201,7 @@ class Trial:
             log_probabilities=log_probabilities[: len(tail.forced) + 1],
             b=spent / size,
             charged=(base + spent + selection.probe) / size,
-            runs=_num_runs(self.base | repaired) - _num_runs(self.base),
+            runs=num_runs(self.base | repaired) - num_runs(self.base),
             computed=np.isin(np.arange(self.num_tokens), current.left),
             candidate_scores=tail.scores(log_probabilities),
         )
@@ -269,6 +269,6 @@ def _rows_at(by_layer: Mask | None, repaired: Mask, slots: NDArray[np.int64], nu
     return np.hstack([wanted, np.ones((len(wanted), num_behind), np.bool_)])
 
 
-def _num_runs(rows: Mask) -> int:
+def num_runs(rows: Mask) -> int:
     """Stretches of neighbours."""
     return int(rows[0]) + int((rows[1:] & ~rows[:-1]).sum())

@@ -10,9 +10,9 @@ Repair rules by name: what is computed again of the copied tokens.
 
 from collections.abc import Mapping
 
-from kvshare.bench.fidelity.rules import attention, cachecraft, deviation, structural
+from kvshare.bench.fidelity.rules import attention, cachecraft, deviation, kvshare, structural
 from kvshare.bench.fidelity.rules.base import Rule
 
-RULES: Mapping[str, Rule] = {
-    rule.name: rule for module in (structural, deviation, attention, cachecraft) for rule in module.RULES
-}
+_MODULES = (structural, deviation, attention, cachecraft, kvshare)
+
+RULES: Mapping[str, Rule] = {rule.name: rule for module in _MODULES for rule in module.RULES}

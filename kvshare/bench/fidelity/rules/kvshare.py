@@ -1,0 +1,150 @@
+"""
+Our own rule: compute again what the answer listens to, where it changed, as far as computing sets it right.
+
+    score of a copied token = heard x changed x mendable
+
+    heard      attention that reaches the prompt's last row, straight or through rows computed anyway
+    changed    how far the token's values move when it is computed: measured on a few probes, between them
+               interpolated
+    mendable   falls with the distance to the start of its piece: a token inherits from stale neighbours
+
+One probe pass: the rows that are computed anyway and at most `min(64, 3 %)` copied ones. One set of positions
+for all layers, in at most 32 runs beyond the plan's own. Behind an edit the changes are at the start of the
+piece, and windows come out; in moved text everything changed a little, and attention decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from delta_tree import Span
+from kvshare.bench.fidelity.layered import Mask, Pass
+from kvshare.bench.fidelity.rules.base import Rule, Scores, num_wanted, pieces
+from kvshare.bench.fidelity.trial import Selection, Trial, num_runs
+
+_MOST_PROBES, _PROBED_SHARE = 64, 0.03
+_OFFSETS = (0, 2, 5, 10, 20, 40, 80, 160, 320, 640)  # of probes in a piece: changes decay from its start
+_PASSED_ON = 0.2  # of what a row hears is in what later layers hear from it
+_MENDABLE, _REACH = 0.3, 32.0  # far from the start of a piece; tokens over which it falls
+_MOST_RUNS = 32
+_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens computed together, until runs are few
+_LEAST = 1e-6
+
+
+def probes(stretches: Sequence[Span], num_tokens: int) -> Mask:
+    """(T,) at most `min(64, 3 %)` positions, dense at the start of each piece and sparse behind it."""
+    rows = np.zeros(num_tokens, np.bool_)
+    left = min(_MOST_PROBES, int(_PROBED_SHARE * num_tokens))
+    for offset in _OFFSETS:
+        for piece in stretches:
+            if left > 0 and offset < len(piece):
+                rows[piece.start + offset] = True
+                left -= 1
+    return rows
+
+
+def heard(attention: Scores, slots: NDArray[np.int64]) -> Scores:
+    """
+    (L, T) how much of each slot reaches the last row, by layer.
+
+    Shapes:  attention (L, N, T) of the computed rows, mean over heads; slots (N,) where they stand
+    """
+    reaches = np.zeros(len(slots))
+    reaches[-1] = 1.0
+    found = np.zeros((attention.shape[0], attention.shape[2]))
+    for layer in reversed(range(len(attention))):
+        found[layer] = reaches @ attention[layer]
+        reaches = reaches + _PASSED_ON * found[layer][slots]
+    return found
+
+
+def between(stretches: Sequence[Span], places: NDArray[np.int64], changes: Scores, num_tokens: int) -> Scores:
+    """
+    (L, T) changes at the probes, interpolated in the logarithm within each piece; elsewhere their mean.
+
+    Shapes:  places (P,) of the probes, ascending; changes (L, P)
+    """
+    logarithms = np.log(changes + _LEAST)
+    found = np.zeros((len(changes), num_tokens))
+    for piece in stretches:
+        own = (places >= piece.start) & (places < piece.end)
+        inside = np.arange(piece.start, piece.end)
+        for layer, row in enumerate(logarithms):
+            values = np.interp(inside, places[own], row[own]) if own.any() else row.mean()
+            found[layer, piece.start : piece.end] = np.exp(values)
+    return found
+
+
+def mendable(stretches: Sequence[Span], num_tokens: int) -> Scores:
+    """(T,) 1 at the start of a piece, falling."""
+    found = np.zeros(num_tokens)
+    for piece in stretches:
+        found[piece.start : piece.end] = _MENDABLE + (1 - _MENDABLE) * np.exp(-np.arange(len(piece)) / _REACH)
+    return found
+
+
+def chosen(scores: Scores, allowed: Mask, computed: Mask, count: int) -> Mask:
+    """(T,) `count` allowed positions with the highest scores, in few runs beyond `computed`."""
+    rows = np.zeros(len(allowed), np.bool_)
+    for size in _BLOCKS:
+        rows = _best_blocks(scores, allowed, count, size)
+        if num_runs(rows | computed) - num_runs(computed) <= _MOST_RUNS:
+            break
+    return rows
+
+
+def _best_blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
+    """Whole blocks of neighbours by their mean score; the last one is cut."""
+    edges = np.arange(0, len(scores), size)
+    sums = np.add.reduceat(np.where(allowed, scores, 0.0), edges)
+    means = sums / np.maximum(1, np.add.reduceat(allowed.astype(float), edges))
+    places = allowed.nonzero()[0]
+    order = np.argsort(-means[places // size], kind="stable")
+    rows = np.zeros(len(scores), np.bool_)
+    rows[places[order[:count]]] = True
+    return rows
+
+
+def _probe_pass(trial: Trial, rows: Mask) -> tuple[Scores, Scores]:
+    """(L, N, T) attention of these rows, and (L, P) how far the values of their copied ones moved."""
+    slots = rows.nonzero()[0]
+    seen = np.zeros((trial.num_layers, len(slots), trial.num_tokens), np.float32)
+
+    def see(layer: int, weights: torch.Tensor) -> None:
+        seen[layer] = weights.mean(0)
+
+    kv = trial.laid.fork(trial.num_tokens)
+    current = Pass(trial.scenario.prompt.token_ids[slots], slots, weights=see)
+    trial.model.run(kv, current, logits_of=np.array([len(slots) - 1]))
+    places = torch.from_numpy((rows & trial.copied).nonzero()[0])
+    change = (kv.v[:, places] - trial.laid.v[:, places]).flatten(2).norm(dim=2)
+    return seen, change.numpy()
+
+
+def score(trial: Trial) -> Scores:
+    """(T,) of the copied positions."""
+    stretches = pieces(trial)
+    probed = probes(stretches, trial.num_tokens)
+    rows = trial.base | probed
+    attention, changes = _probe_pass(trial, rows)
+    changed = between(stretches, probed.nonzero()[0], changes, trial.num_tokens)
+    total: Scores = (heard(attention, rows.nonzero()[0]) * changed).sum(axis=0)
+    return total * mendable(stretches, trial.num_tokens)
+
+
+def _probe_cost(trial: Trial) -> float:
+    """The probe pass: what is computed anyway, and the probes, in all layers."""
+    probed = probes(pieces(trial), trial.num_tokens)
+    return float((trial.base | probed).sum() * trial.num_layers)
+
+
+def _kvshare(trial: Trial, budget: float) -> Selection:
+    rows = chosen(score(trial), trial.copied, trial.base, num_wanted(trial, budget))
+    return Selection(rows, probe=_probe_cost(trial))
+
+
+RULES = (Rule("kvshare", "KVShare's rule", "", _kvshare, _probe_cost, published=False),)
