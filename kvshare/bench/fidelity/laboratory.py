@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import time
@@ -27,6 +28,8 @@ from kvshare.sharing.plan import NoPlan
 
 log = logging.getLogger(__name__)
 
+_Drawn = tuple[bytes, int]  # a prompt's digest, and which attempt at its number made it
+
 _ATTEMPTS = 12  # drafts of a number until one fits
 _SHORTEST, _LONGEST = 250, 1500  # tokens of a prompt
 
@@ -42,6 +45,7 @@ class Laboratory:
     other: LayeredModel | None = None  # the same model in bfloat16
     name: str = ""
     _libraries: dict[int, Library] = field(default_factory=dict)
+    _drawn: dict[tuple[str, int], list[_Drawn | None]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path, settings: Settings, *, data: Path | None, noise: bool) -> Laboratory:
@@ -54,17 +58,32 @@ class Laboratory:
         return cls(model, PromptEncoder.load(path), settings, data, other, name)
 
     def scenario(self, suite: str, half: int, number: int) -> Scenario | None:
-        """The number-th scenario of a suite: the first draft that has the right length and can be shared."""
-        library = self._libraries.setdefault(half, Library(self.data, half))
+        """
+        The number-th scenario of a suite: the first draft that has the right length, can be shared, and is no
+        earlier number's prompt. None where there is none.
+        """
+        found = self._drawn.setdefault((suite, half), [])
+        while len(found) <= number:
+            known = {drawn[0] for drawn in found if drawn is not None}
+            found.append(self._draw(suite, half, len(found), known))
+        drawn = found[number]
+        return None if drawn is None else self._made(suite, half, number, drawn[1])
+
+    def _draw(self, suite: str, half: int, number: int, known: set[bytes]) -> _Drawn | None:
         for attempt in range(_ATTEMPTS):
-            draw = random.Random(f"{SEED}:{suite}:{half}:{number}:{attempt}")
-            draft = SUITES[suite](library, number, draw)
-            if draft is None:
+            scenario = self._made(suite, half, number, attempt)
+            if scenario is None:
                 continue
-            scenario = tokenized(draft, self.encoder, suite=suite, number=number)
-            if self._is_usable(scenario):
-                return scenario
+            digest = hashlib.sha256(scenario.prompt.token_ids.tobytes()).digest()
+            if digest not in known and self._is_usable(scenario):
+                return digest, attempt
         return None
+
+    def _made(self, suite: str, half: int, number: int, attempt: int) -> Scenario | None:
+        library = self._libraries.setdefault(half, Library(self.data, half))
+        draw = random.Random(f"{SEED}:{suite}:{half}:{number}:{attempt}")
+        draft = SUITES[suite](library, number, draw)
+        return None if draft is None else tokenized(draft, self.encoder, suite=suite, number=number)
 
     def _is_usable(self, scenario: Scenario) -> bool:
         prompts = (*scenario.stored, *scenario.stages, scenario.prompt)
