@@ -57,7 +57,8 @@ def measured(trial: Trial, arms: Arms, *, other: LayeredModel | None = None) -> 
 
 def described(trial: Trial) -> dict[str, Any]:
     scenario, size = trial.scenario, trial.num_tokens
-    shifts = [abs(copy.shift) for copy in trial.foreign for _ in range(copy.length)]
+    copied = sum(copy.length for copy in trial.foreign)
+    moved = sum(copy.length for copy in trial.foreign if copy.shift)
     return {
         "suite": scenario.suite,
         "number": scenario.number,
@@ -68,7 +69,7 @@ def described(trial: Trial) -> dict[str, Any]:
         "copied": int(trial.copied.sum()),
         "computed": int(trial.base.sum()),
         "pieces": len(trial.foreign),
-        "moved": rounded(float(np.mean(np.array(shifts) > 0))),
+        "moved": rounded(moved / max(1, copied)),
         "answer": len(trial.answer),
     }
 

@@ -8,7 +8,8 @@ Edits of edits: a prompt that was shared many times over before it is measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,60 +25,57 @@ from kvshare.settings import Settings
 from kvshare.sharing.plan import Estimate, NoPlan, Plan, without
 
 POLICIES = ("originals", "re-saved")
+_NOT_STORED = ("full-reuse",)
 
 
 def measured_chain(scenario: Scenario, model: LayeredModel, settings: Settings, arms: Arms) -> dict[str, Any]:
-    """The row of a chain: each rule, used in every turn, under both ways of storing."""
-    first, truth = prefill(model, scenario.stored[0]), None
-    row: dict[str, Any] = {}
-    found = []
+    """
+    The row of a chain: each rule, used in every turn, under both ways of storing.
+
+    Rules that leave slots empty have nothing to store, and are left out.
+    """
+    chain = _Chain(scenario, model, settings, prefill(model, scenario.stored[0]))
+    truth, found = chain.last_turn(), []
     for rule in arms.rules:
-        for policy in POLICIES if rule.name != "full" else POLICIES[:1]:
-            for budget in arms.budgets if rule.has_budget else (0.0,):
-                trial = _last_turn(scenario, model, settings, first, rule, budget, policy)
-                if truth is None:
-                    truth, row = trial, described(trial)
-                else:
-                    trial.take_truth(truth)
-                arm = measured_arm(trial, arms, rule, budget, "b", rule.choose(trial, budget))
-                found.append({**arm, "rule": rule.name if policy == "originals" else f"{rule.name}/{policy}"})
-    return {**row, "arms": found}
+        for policy, budget in product(POLICIES, arms.budgets if rule.has_budget else (0.0,)):
+            if rule.name in _NOT_STORED or (rule.name == "full" and policy != POLICIES[0]):
+                continue
+            trial = truth if rule.name == "full" else chain.served(rule, budget, policy)
+            if trial is not truth:
+                trial.take_truth(truth)
+            arm = measured_arm(trial, arms, rule, budget, "b", rule.choose(trial, budget))
+            found.append({**arm, "rule": rule.name if policy == POLICIES[0] else f"{rule.name}/{policy}"})
+    return {**described(truth), "arms": found}
 
 
-def _last_turn(
-    scenario: Scenario,
-    model: LayeredModel,
-    settings: Settings,
-    first: Prefill,
-    rule: Rule,
-    budget: float,
-    policy: str,
-) -> Trial:
-    """The trial of the new prompt, behind all turns before it."""
-    shelf = Shelf(settings.sharing)
-    shelf.store_full(first)
-    if rule.name != "full":
-        for prompt in scenario.stages:
-            _take_turn(prompt, scenario, model, settings, shelf, rule, budget, policy)
-    return Trial(scenario, model, settings, shelf)
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """A chain with its first prompt computed."""
 
+    scenario: Scenario
+    model: LayeredModel
+    settings: Settings
+    first: Prefill
 
-def _take_turn(
-    prompt: Prompt,
-    scenario: Scenario,
-    model: LayeredModel,
-    settings: Settings,
-    shelf: Shelf,
-    rule: Rule,
-    budget: float,
-    policy: str,
-) -> None:
-    """Serve one turn by the rule, and store it."""
-    turn = Trial(_as_prompt(scenario, prompt), model, settings, shelf)
-    selection = rule.choose(turn, budget)
-    outcome = turn.run(selection, forced=False)
-    plan = NoPlan("off") if policy == "re-saved" else _plan(turn, selection, outcome)
-    shelf.store(prompt.token_ids, outcome.kv, plan)
+    def last_turn(self, shelf: Shelf | None = None) -> Trial:
+        """The trial of the new prompt; by default straight behind the first."""
+        return Trial(self.scenario, self.model, self.settings, shelf or self._shelf())
+
+    def served(self, rule: Rule, budget: float, policy: str) -> Trial:
+        """The same behind all turns, each served by the rule and stored."""
+        shelf = self._shelf()
+        for prompt in self.scenario.stages:
+            turn = Trial(_as_prompt(self.scenario, prompt), self.model, self.settings, shelf)
+            selection = rule.choose(turn, budget)
+            outcome = turn.run(selection, forced=False)
+            plan = _plan(turn, selection, outcome) if policy == POLICIES[0] else NoPlan("off")
+            shelf.store(prompt.token_ids, outcome.kv, plan)
+        return self.last_turn(shelf)
+
+    def _shelf(self) -> Shelf:
+        shelf = Shelf(self.settings.sharing)
+        shelf.store_full(self.first)
+        return shelf
 
 
 def _as_prompt(scenario: Scenario, prompt: Prompt) -> Scenario:
