@@ -28,9 +28,11 @@ from kvshare.bench.fidelity.layered import LayeredModel, Pass
 from kvshare.bench.fidelity.scenario import Prompt
 from kvshare.kv.segment import SegmentKV
 from kvshare.kv.sequence import SequenceKV
-from kvshare.settings import SharingSettings
+from kvshare.settings import Settings, SharingSettings
+from kvshare.sharing.cost import CostModel
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, draft_node
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.planner import PlannerLimits, make_plan
 
 _NAMESPACE = "lab"
 _ANY_GENERATION = 2**30
@@ -167,6 +169,17 @@ class Shelf:
             max_donors=self._sharing.max_donors,
             max_generation=_ANY_GENERATION,
             allow_approximate=True,
+        )
+
+    def plan(self, token_ids: TokenIds, settings: Settings) -> Plan | NoPlan:
+        """What a server with these settings would do, its refusals included."""
+        return make_plan(
+            token_ids,
+            self.nodes,
+            self._tree.segment,
+            approximate=True,
+            limits=PlannerLimits.from_settings(settings),
+            rates=CostModel.from_settings(settings.cost, bytes_per_token=0).rates,
         )
 
 

@@ -1,0 +1,171 @@
+"""
+Published data sets, in the formats they are published in. What a format lacks is made by rule, and said.
+
+    wmt19/newstest2019.XX-YY      pairs of segments, in the order of their documents
+    rag_cacheblend/*              CacheBlend's questions with chunks of 512 tokens, none marked as supporting
+    rag_full_context/*            questions with passages, supporting ones marked
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvshare.errors import ConfigError
+from kvshare.replay.workloads.sources import objects
+
+TEXTS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text(encoding="utf-8"))
+_MARKED = 2  # pieces of unmarked chunks that count as supporting
+_SHORT_WORD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question, its passages with the supporting ones first, and every accepted answer."""
+
+    text: str
+    passages: tuple[str, ...]
+    num_supporting: int
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A text and what it becomes: its translation, its summary."""
+
+    text: str
+    result: str
+
+
+def wmt19(folder: Path, languages: str) -> list[Pair]:
+    """newstest2019 of one direction such as de-en; empty where it is not there."""
+    path = folder / "wmt19" / f"newstest2019.{languages}.jsonl.gz"
+    rows = objects([path]) if path.exists() else ()
+    return [Pair(_line(row["src"]), _line(row["ref"])) for row in rows if row.get("src") and row.get("ref")]
+
+
+def samsum(path: Path) -> list[Pair]:
+    """
+    SAMSum as published: a JSON list of `id`, `dialogue`, `summary`.
+
+    Raises:  ConfigError for another file
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            Pair(re.sub(r"\s*\n\s*", "\n", row["dialogue"]).strip(), _line(row["summary"]))
+            for row in rows
+            if row["dialogue"].strip() and row["summary"].strip()
+        ]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise ConfigError("--samsum", f"{path.name} is no JSON list of id, dialogue, summary: {exc}") from exc
+
+
+def cacheblend(folder: Path, name: str, *, piece_words: int) -> list[Asked]:
+    """
+    CacheBlend's own file, its chunks cut into pieces of at most so many words.
+
+    Supporting: the pieces that have the answer, then those that share most words with the question.
+    """
+    path = folder / "rag_cacheblend" / f"{name}.jsonl.gz"
+    found = []
+    for row in objects([path]) if path.exists() else ():
+        answers = tuple(_flat(row["answers"]))
+        texts = [_line(item["text"]) for item in row["ctxs"] if item.get("text")]
+        pieces = [piece for text in texts for piece in _pieces(text, piece_words)]
+        if answers and len(pieces) > _MARKED:
+            first = sorted(pieces, key=lambda each: _relevance(each, row["question"], answers))
+            supporting = first[:_MARKED]
+            others = [piece for piece in pieces if piece not in supporting]
+            found.append(Asked(_line(row["question"]), (*supporting, *others), _MARKED, answers))
+    return found
+
+
+def two_wiki(folder: Path) -> list[Asked]:
+    """2WikiMultihopQA's rows that bring their articles."""
+    found = []
+    for row in _full_context(folder, "2wikimqa_200"):
+        titles = {title for title, _ in row.get("supporting_facts") or ()}
+        passages = [
+            (title in titles, f"{title}: {_line(' '.join(said))}") for title, said in row.get("context") or ()
+        ]
+        found.append(_asked(row["question"], passages, [row["answer"]]))
+    return [asked for asked in found if asked.passages]
+
+
+def musique(folder: Path) -> list[Asked]:
+    """MuSiQue's questions of two hops and more."""
+    return [
+        _asked(
+            row["question"],
+            [(item["is_supporting"], _passage(item)) for item in row["paragraphs"]],
+            [row["answer"], *row.get("answer_aliases", ())],
+        )
+        for row in _full_context(folder, "musique_200")
+    ]
+
+
+def single_hop(folder: Path) -> list[Asked]:
+    """The first step of each MuSiQue question, which no other step must answer before."""
+    found = []
+    for row in _full_context(folder, "musique_200"):
+        step = row["question_decomposition"][0]
+        subject, is_relation, relation = step["question"].partition(" >> ")
+        asked = subject
+        if is_relation:
+            asked = TEXTS["questions"]["relation"].format(subject=subject, relation=relation)
+        passages = [
+            (item["idx"] == step["paragraph_support_idx"], _passage(item)) for item in row["paragraphs"]
+        ]
+        found.append(_asked(asked, passages, [step["answer"]]))
+    return found
+
+
+def _full_context(folder: Path, name: str) -> Iterable[Mapping[str, Any]]:
+    path = folder / "rag_full_context" / f"{name}.jsonl.gz"
+    return objects([path]) if path.exists() else ()
+
+
+def _asked(question: str, passages: Sequence[tuple[bool, str]], answers: Sequence[str]) -> Asked:
+    supporting = [text for is_supporting, text in passages if is_supporting]
+    others = [text for is_supporting, text in passages if not is_supporting]
+    return Asked(_line(question), (*supporting, *others), len(supporting), tuple(answers))
+
+
+def _passage(item: Mapping[str, Any]) -> str:
+    return f"{item['title']}: {_line(item['paragraph_text'])}"
+
+
+def _pieces(text: str, num_words: int) -> Iterator[str]:
+    words = text.split()
+    parts = -(-len(words) // num_words)
+    size = -(-len(words) // max(1, parts))
+    for start in range(0, len(words), max(1, size)):
+        yield " ".join(words[start : start + size])
+
+
+def _relevance(piece: str, question: str, answers: Sequence[str]) -> tuple[bool, int]:
+    """Sorts the most telling piece first."""
+    lower = piece.lower()
+    asked = {word for word in re.findall(r"\w+", question.lower()) if len(word) >= _SHORT_WORD}
+    has_answer = any(answer.lower() in lower for answer in answers)
+    return not has_answer, -len(asked & set(re.findall(r"\w+", lower)))
+
+
+def _flat(answers: Any) -> Iterator[str]:
+    """Some files have lists of lists."""
+    if isinstance(answers, str):
+        yield answers
+    else:
+        for answer in answers:
+            yield from _flat(answer)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
