@@ -84,7 +84,7 @@ class EmbeddedModel:
         if getattr(config, "is_encoder_decoder", False):
             raise ModelError(f"{name} is an encoder-decoder model; expected a decoder")
         self.name = name
-        self._model = model.train(False)
+        self._model: PreTrainedModel = model.train(False)
         self.vocab_size: int = config.vocab_size
         self.max_model_len = _context_length(config, max_model_len)
         parameter = next(model.parameters())

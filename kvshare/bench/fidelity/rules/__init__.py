@@ -4,7 +4,7 @@ Repair rules by name: what is computed again of the copied tokens.
     structural.py   by place alone: the server's default, chunk heads, edit windows, block ends ...
     deviation.py    by how far the first layers' fresh K and V are from the copied ones
     attention.py    by who is attended to
-    cachecraft.py   by what attention did when the stored prompts were computed
+    cachecraft.py   by what attention did when the stored prompts were computed; its records are in chunks.py
     kvshare.py      our own
 """
 

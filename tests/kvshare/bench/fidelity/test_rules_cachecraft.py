@@ -8,7 +8,7 @@ import torch
 
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.rules.base import num_wanted
-from kvshare.bench.fidelity.rules.cachecraft import (
+from kvshare.bench.fidelity.rules.chunks import (
     ChunkStore,
     Variant,
     fix_overhead,
