@@ -38,6 +38,7 @@ def run(
     minutes: float = _ALL_DAY,
     rank: bool = False,
     free_tokens: int = 0,
+    device: str = "cpu",
     threads: int | None = None,
     report: bool = False,
 ) -> dict[str, Any]:
@@ -80,7 +81,11 @@ def run(
     counts = {"measured": 0, "left": sum(1 for _ in shards.left(stages))}
     if counts["left"] and minutes > 0:
         laboratory = runner.Laboratory.open(
-            _folder(model), load_settings(), data=data, noise=any(each.noise for each in stages)
+            _folder(model),
+            load_settings(),
+            data=data,
+            noise=any(each.noise for each in stages),
+            device=device,
         )
         counts = runner.work(laboratory, shards, stages, minutes=minutes)
     where = {"out": str(out), "data": None if data is None else str(data)}

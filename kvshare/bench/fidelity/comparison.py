@@ -23,7 +23,11 @@ SIGNIFICANT: Final = 0.05  # of p adjusted
 BETTER, WORSE, SAME = "better", "worse", "not told apart"
 CANNOT, OURS_CANNOT, NOT_RUN = "cannot run", "ours cannot run", "not run"
 
-Bound = Mapping[str, Any]  # suite, rule, upper; budget, by ("b"), against: without it `upper` is of mean KL
+Bound = Mapping[str, Any]
+"""
+suite, rule and `upper`, or `at` for a value that the interval must hold; also budget, by ("b"), measure
+("kl"), and against: the rule to which a ratio is taken.
+"""
 
 
 def comparisons(plans: Sequence[Plan], ours: str, published: Sequence[str]) -> list[Row]:
@@ -33,7 +37,7 @@ def comparisons(plans: Sequence[Plan], ours: str, published: Sequence[str]) -> l
 
 
 def check_bounds(plans: Sequence[Plan], bounds: Sequence[Bound]) -> list[Row]:
-    """Each bound with the interval's upper end and by how much it is missed; `reached` None: not measured."""
+    """Each bound with what was found and by how much it is missed; `reached` None: not measured."""
     suites = by_suite(plans)
     return [{**bound, **_checked(suites.get(bound["suite"], []), bound)} for bound in bounds]
 
@@ -78,17 +82,20 @@ def _correct(family: Sequence[Row]) -> None:
 
 
 def _checked(plans: Sequence[Plan], bound: Bound) -> Row:
-    by, budget = bound.get("by", "b"), bound.get("budget", 0.0)
+    by, budget, measure = bound.get("by", "b"), bound.get("budget", 0.0), bound.get("measure", "kl")
     ours = setting_of(plans, bound["rule"], by, budget)
     found, number = None, 0
     if ours and "against" in bound:
         other = setting_of(plans, bound["against"], by, budget)
-        if both := pairs(plans, ours, other) if other else None:
+        if both := pairs(plans, ours, other, measure) if other else None:
             found, number = ratio(both), len(both)
     elif ours:
-        own, sources = values(plans, ours)
+        own, sources = values(plans, ours, measure)
         found, number = (mean(own, sources), len(own)) if len(own) else (None, 0)
-    if found is None or found.high is None:
+    if found is None or found.low is None or found.high is None:
         return {"plans": number, "found": found and asdict(found), "reached": None, "missed_by": None}
-    missed = max(0.0, found.high - bound["upper"])
+    if "at" in bound:
+        missed = max(0.0, found.low - bound["at"], bound["at"] - found.high)
+    else:
+        missed = max(0.0, found.high - bound["upper"])
     return {"plans": number, "found": asdict(found), "reached": missed == 0, "missed_by": missed or None}

@@ -48,13 +48,15 @@ class Laboratory:
     _drawn: dict[tuple[str, int], list[_Drawn | None]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path, settings: Settings, *, data: Path | None, noise: bool) -> Laboratory:
+    def open(
+        cls, path: Path, settings: Settings, *, data: Path | None, noise: bool, device: str = "cpu"
+    ) -> Laboratory:
         """Raises ModelError for a model that the lab cannot run."""
         name = path.name
-        model = LayeredModel(EmbeddedModel.load(path, name=name, dtype="float32", device="cpu"))
+        model = LayeredModel(EmbeddedModel.load(path, name=name, dtype="float32", device=device))
         other = None
         if noise:
-            other = LayeredModel(EmbeddedModel.load(path, name=name, dtype="bfloat16", device="cpu"))
+            other = LayeredModel(EmbeddedModel.load(path, name=name, dtype="bfloat16", device=device))
         return cls(model, PromptEncoder.load(path), settings, data, other, name)
 
     def scenario(self, suite: str, half: int, number: int) -> Scenario | None:

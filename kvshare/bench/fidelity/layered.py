@@ -85,15 +85,16 @@ class _Running:
     def __init__(self, kv: SequenceKV, current: Pass) -> None:
         self.kv, self.current = kv, current
         self.num_slots = int(current.slots[-1]) + 1
-        slots = torch.from_numpy(current.slots)
+        device = kv.geometry.device
+        slots = torch.from_numpy(current.slots).to(device)
         if current.visible is None:
-            mask = torch.arange(self.num_slots)[None, :] <= slots[:, None]
+            mask = torch.arange(self.num_slots, device=device)[None, :] <= slots[:, None]
         else:
-            mask = torch.from_numpy(current.visible[:, : self.num_slots]).clone()
-        mask[torch.arange(len(slots)), slots] = True
+            mask = torch.from_numpy(current.visible[:, : self.num_slots]).to(device, copy=True)
+        mask[torch.arange(len(slots), device=device), slots] = True
         self.mask, self.slots = mask, slots
         repaired = np.zeros(len(slots), np.bool_) if current.repaired is None else current.repaired
-        self.repaired = torch.from_numpy(repaired)
+        self.repaired = torch.from_numpy(repaired).to(device)
         self.step: Step | None = None
 
     def narrow(self, rows: torch.Tensor) -> None:
@@ -186,18 +187,22 @@ class LayeredModel:
             hidden, alive = self._through_layers(running)
         finally:
             config._attn_implementation = before
-        current.left = current.slots[alive.numpy()]
-        rows = torch.searchsorted(alive, torch.from_numpy(logits_of))
+        current.left = current.slots[alive.cpu().numpy()]
+        rows = torch.searchsorted(alive, torch.from_numpy(logits_of).to(alive.device))
         logits = self._head(self._decoder.norm(hidden[0, rows]))
         return torch.log_softmax(logits.float(), dim=-1)
 
     def _through_layers(self, running: _Running) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states (1, N', d) behind the last layer, and which rows (N',) are left."""
         current = running.current
-        positions = torch.from_numpy(current.slots if current.positions is None else current.positions)
-        hidden = self._decoder.embed_tokens(torch.from_numpy(current.token_ids.astype(np.int64)))[None]
+        device = running.slots.device
+        where = current.slots if current.positions is None else current.positions
+        positions = torch.from_numpy(where).to(device)
+        hidden = self._decoder.embed_tokens(torch.from_numpy(current.token_ids.astype(np.int64)).to(device))[
+            None
+        ]
         cos, sin = self._decoder.rotary_emb(hidden, position_ids=positions[None])
-        alive = torch.arange(len(positions))
+        alive = torch.arange(len(positions), device=device)
         cache = _SlotCache(running)
         for number, layer in enumerate(self._decoder.layers):
             if (rows := self._staying(running, number, alive)) is not None:
@@ -211,11 +216,11 @@ class LayeredModel:
         """Indices of the rows that this layer computes, of those left; None: all of them."""
         current, rows = running.current, None
         if current.at_layer is not None:
-            rows = torch.from_numpy(current.at_layer[layer])[alive]
+            rows = torch.from_numpy(current.at_layer[layer]).to(alive.device)[alive]
         if current.intervention is not None and running.step is not None:
             kept = current.intervention.keep(running.step)
             if kept is not None:
-                going = torch.ones(len(alive), dtype=torch.bool)
+                going = torch.ones(len(alive), dtype=torch.bool, device=alive.device)
                 going[running.repaired] = kept
                 rows = going if rows is None else rows & going
         return None if rows is None or bool(rows.all()) else rows.nonzero()[:, 0]

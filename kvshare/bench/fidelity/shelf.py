@@ -62,7 +62,7 @@ class Watched:
 
     def see(self, layer: int, weights: torch.Tensor) -> None:
         """One layer's weights, (H_q, T, T)."""
-        mean = weights.mean(0)
+        mean = weights.mean(0).cpu()
         self._to_parts += mean @ self._member
         self._itself += mean.diagonal()
         self._received_at[layer] = mean.sum(0)

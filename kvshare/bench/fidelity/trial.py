@@ -147,7 +147,7 @@ class Trial:
         seen = np.zeros((self.num_layers, len(slots), self.num_tokens), np.float32)
 
         def see(layer: int, weights: torch.Tensor) -> None:
-            seen[layer] = weights.mean(0)
+            seen[layer] = weights.mean(0).cpu()
 
         kv = self.laid.fork(self.num_tokens)
         current = Pass(self.scenario.prompt.token_ids[slots], slots, weights=see)
@@ -165,7 +165,7 @@ class Trial:
         return self._deviation(self.full.kv.v, self.laid.v)
 
     def _deviation(self, true: torch.Tensor, laid: torch.Tensor) -> torch.Tensor:
-        difference = true[:, : self.num_tokens] - laid[:, : self.num_tokens]
+        difference = (true[:, : self.num_tokens] - laid[:, : self.num_tokens]).cpu()
         difference[:, torch.from_numpy(self.placeholders)] = 0.0
         return difference
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from delta_tree import Copy, Span
 from kvshare.bench.fidelity.layered import Mask
-from kvshare.bench.fidelity.rules.base import Rule, Scores, chunks, highest, num_wanted
+from kvshare.bench.fidelity.rules.base import Rule, Scores, chunks, heads, highest, num_wanted, pieces
 from kvshare.bench.fidelity.rules.cachecraft import copies_from
 from kvshare.bench.fidelity.shelf import covered
 from kvshare.bench.fidelity.trial import Selection, Trial
@@ -48,6 +48,14 @@ def windows(scores: Scores, allowed: Mask, count: int) -> Mask:
 
 def _query_windows(trial: Trial, budget: float) -> Selection:
     rows = windows(asked_for(trial), trial.copied, num_wanted(trial, budget))
+    return Selection(rows, probe=second_pass(trial))
+
+
+def _half_and_half(trial: Trial, budget: float) -> Selection:
+    """Half of the budget for windows behind edits, half for what the query attends to."""
+    count = num_wanted(trial, budget)
+    rows = heads(pieces(trial), trial.num_tokens, count // 2)
+    rows |= highest(asked_for(trial), trial.copied & ~rows, count - int(rows.sum()))
     return Selection(rows, probe=second_pass(trial))
 
 
@@ -115,6 +123,7 @@ RULES = (
         second_pass,
         after=True,
     ),
+    Rule("windows-query", "half windows, half query", "", _half_and_half, second_pass, published=False),
     Rule("most-attended", "Prefill-H2O", "Cache-Craft's baseline", _most_attended),
     Rule("set-cache", "Set-Cache", "Cache-Craft's baseline", _set_cache, has_budget=False),
 )

@@ -65,7 +65,7 @@ class _Filter:
         scores = (step.k - step.old_k)[rows].abs().sum(dim=(1, 2)) + (step.v - step.old_v)[rows].abs().sum(
             dim=(1, 2)
         )
-        kept = torch.zeros(len(scores), dtype=torch.bool)
+        kept = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
         kept[scores.argsort(descending=True, stable=True)[: self._counts[step.layer + 1]]] = True
         return kept
 
@@ -155,7 +155,8 @@ class _Shift:
     def write(self, step: Step) -> None:
         rows = step.repaired
         chosen = step.slots[rows]
-        others = self._others[~torch.isin(self._others, chosen)]
+        others = self._others.to(chosen.device)
+        others = others[~torch.isin(others, chosen)]
         if not len(chosen) or not len(others):
             return
         change = self._turned(step.k[rows] - step.old_k[rows], -chosen).mean(0, keepdim=True)
@@ -169,7 +170,7 @@ class _Shift:
 
     def _turned(self, keys: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         """Keys (N, H, D) rotated by so many positions each."""
-        angles = by.double()[:, None, None] * self._frequencies
+        angles = by.double()[:, None, None] * self._frequencies.to(by.device)
         cos, sin = angles.cos().float(), angles.sin().float()
         first, second = keys.chunk(2, dim=-1)
         turned: torch.Tensor = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -115,14 +115,14 @@ def _probe_pass(trial: Trial, rows: Mask) -> tuple[Scores, Scores]:
     seen = np.zeros((trial.num_layers, len(slots), trial.num_tokens), np.float32)
 
     def see(layer: int, weights: torch.Tensor) -> None:
-        seen[layer] = weights.mean(0)
+        seen[layer] = weights.mean(0).cpu()
 
     kv = trial.laid.fork(trial.num_tokens)
     current = Pass(trial.scenario.prompt.token_ids[slots], slots, weights=see)
     trial.model.run(kv, current, logits_of=np.array([len(slots) - 1]))
     places = torch.from_numpy((rows & trial.copied).nonzero()[0])
     change = (kv.v[:, places] - trial.laid.v[:, places]).flatten(2).norm(dim=2)
-    return seen, change.numpy()
+    return seen, change.cpu().numpy()
 
 
 def score(trial: Trial) -> Scores:

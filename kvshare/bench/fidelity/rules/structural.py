@@ -95,7 +95,7 @@ def _vlcache(trial: Trial, budget: float) -> Selection:
     Calibrated on the plan itself, which no server could: the published rule cannot be better placed.
     """
     deviation = trial.value_deviation.flatten(1).norm(dim=1).numpy()
-    laid = trial.laid.v[:, : trial.num_tokens].flatten(1).norm(dim=1).numpy()
+    laid = trial.laid.v[:, : trial.num_tokens].flatten(1).norm(dim=1).cpu().numpy()
     relative = deviation / np.maximum(laid, 1e-6)
     left = np.cumsum(relative[::-1])[::-1]  # what computing a layer can still set right
     places = trial.copied.nonzero()[0]

@@ -69,6 +69,8 @@ def document(tmp_path_factory):
         {"suite": "rag", "rule": "kvshare", "budget": 0.2, "against": "placeholders", "upper": 0.36},
         {"suite": "rag", "rule": "full", "upper": 1e-6},
         {"suite": "judge", "rule": "kvshare", "budget": 0.1, "against": "placeholders", "upper": 0.5},
+        {"suite": "rag", "rule": "placeholders", "at": 0.1},
+        {"suite": "rag", "rule": "placeholders", "measure": "top1", "at": 0.123},
     ]
     return report(folder, titles=TITLES, published=PUBLISHED, bounds=bounds)
 
@@ -203,12 +205,21 @@ def test_a_rule_beyond_the_charged_budget_cannot_run(document) -> None:
 
 def test_bounds_are_on_the_upper_end_of_the_interval(document) -> None:
     """A quarter on each plan is within .5 and misses .2 by .05; what was not run is neither."""
-    reached, missed, not_run, full, no_suite = document["bounds"]
+    reached, missed, not_run, full, no_suite, *_ = document["bounds"]
     assert (reached["reached"], reached["missed_by"], reached["plans"]) == (True, None, 40)
     assert missed["reached"] is False
     assert missed["missed_by"] == pytest.approx(0.05)
     assert (not_run["reached"], no_suite["reached"], not_run["plans"]) == (None, None, 0)
     assert full["reached"] is True
+
+
+def test_a_value_is_reached_where_the_interval_holds_it(document) -> None:
+    """Every arm has a top-1 of .95; the mean KL of placeholders on `rag` is four times .05, not .1."""
+    kl, top1 = document["bounds"][5:]
+    assert (kl["reached"], top1["reached"]) == (False, False)
+    assert kl["missed_by"] == pytest.approx(kl["found"]["low"] - 0.1)
+    assert top1["missed_by"] == pytest.approx(0.95 - 0.123)
+    assert (top1["found"]["low"], top1["found"]["high"]) == (pytest.approx(0.95), pytest.approx(0.95))
 
 
 def test_labels_noise_answers_and_regimes(document) -> None:
