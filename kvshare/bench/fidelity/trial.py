@@ -37,7 +37,8 @@ class Selection:
     What a rule wants computed again.
 
     `rows` (T,) for all layers, or (L, T); `probe`: layer-tokens of selection passes; `copies`: another layout
-    than the plan's; `absent` (T,): slots that stay empty and nobody sees.
+    than the plan's; `absent` (T,): slots that stay empty and nobody sees; `kv`: with rows of the base computed by
+    a pass before this one, and `kept` (T,): those that are not computed again.
     """
 
     rows: NDArray[np.bool_]
@@ -45,6 +46,8 @@ class Selection:
     intervention: Intervention | None = None
     copies: tuple[Copy, ...] | None = None
     absent: Mask | None = None
+    kv: SequenceKV | None = None
+    kept: Mask | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -177,9 +180,11 @@ class Trial:
         """One arm. `rank`: score the candidates too; not `forced`: only compute the prompt."""
         by_layer = selection.rows if selection.rows.ndim == 2 else None
         union = selection.rows.any(axis=0) if by_layer is not None else selection.rows
-        absent = np.zeros(self.num_tokens, np.bool_) if selection.absent is None else selection.absent
+        nothing = np.zeros(self.num_tokens, np.bool_)
+        absent = nothing if selection.absent is None else selection.absent
+        kept = nothing if selection.kept is None else selection.kept
         repaired = union & ~self.base & ~absent
-        slots = ((self.base | repaired) & ~absent).nonzero()[0]
+        slots = ((self.base & ~kept | repaired) & ~absent).nonzero()[0]
         kv = self._kv_for(selection)
         tail = _Tail(self, rank=rank, forced=forced)
         current = Pass(
@@ -202,14 +207,14 @@ class Trial:
             b=spent / size,
             charged=(base + spent + selection.probe) / size,
             runs=num_runs(self.base | repaired) - num_runs(self.base),
-            computed=np.isin(np.arange(self.num_tokens), current.left),
+            computed=np.isin(np.arange(self.num_tokens), current.left) | kept,
             candidate_scores=tail.scores(log_probabilities),
         )
 
     def _kv_for(self, selection: Selection) -> SequenceKV:
         if selection.copies is not None:
             return self.lay(selection.copies)
-        return self.laid.fork(self.num_tokens)
+        return (selection.kv or self.laid).fork(self.num_tokens)
 
 
 class _Tail:

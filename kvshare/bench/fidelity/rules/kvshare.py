@@ -25,6 +25,7 @@ from delta_tree import Span
 from kvshare.bench.fidelity.layered import Mask, Pass
 from kvshare.bench.fidelity.rules.base import Rule, Scores, num_wanted, pieces
 from kvshare.bench.fidelity.trial import Selection, Trial, num_runs
+from kvshare.kv.sequence import SequenceKV
 
 _MOST_PROBES, _PROBED_SHARE = 64, 0.03
 _OFFSETS = (0, 2, 5, 10, 20, 40, 80, 160, 320, 640)  # of probes in a piece: changes decay from its start
@@ -109,8 +110,11 @@ def _best_blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
     return rows
 
 
-def _probe_pass(trial: Trial, rows: Mask) -> tuple[Scores, Scores]:
-    """(L, N, T) attention of these rows, and (L, P) how far the values of their copied ones moved."""
+def _probe_pass(trial: Trial, rows: Mask) -> tuple[Scores, Scores, SequenceKV]:
+    """
+    (L, N, T) attention of these rows, (L, P) how far the values of their copied ones moved, and the KV with
+    the base computed and the copies as they were.
+    """
     slots = rows.nonzero()[0]
     seen = np.zeros((trial.num_layers, len(slots), trial.num_tokens), np.float32)
 
@@ -122,18 +126,20 @@ def _probe_pass(trial: Trial, rows: Mask) -> tuple[Scores, Scores]:
     trial.model.run(kv, current, logits_of=np.array([len(slots) - 1]))
     places = torch.from_numpy((rows & trial.copied).nonzero()[0])
     change = (kv.v[:, places] - trial.laid.v[:, places]).flatten(2).norm(dim=2)
-    return seen, change.cpu().numpy()
+    for fresh, old in ((kv.k, trial.laid.k), (kv.v, trial.laid.v)):
+        fresh[:, places] = old[:, places]
+    return seen, change.cpu().numpy(), kv
 
 
-def score(trial: Trial) -> Scores:
-    """(T,) of the copied positions."""
+def score(trial: Trial) -> tuple[Scores, SequenceKV]:
+    """(T,) of the copied positions, and the KV behind the probe pass."""
     stretches = pieces(trial)
     probed = probes(stretches, trial.num_tokens)
     rows = trial.base | probed
-    attention, changes = _probe_pass(trial, rows)
+    attention, changes, kv = _probe_pass(trial, rows)
     changed = between(stretches, probed.nonzero()[0], changes, trial.num_tokens)
     total: Scores = (heard(attention, rows.nonzero()[0]) * changed).sum(axis=0)
-    return total * mendable(stretches, trial.num_tokens)
+    return total * mendable(stretches, trial.num_tokens), kv
 
 
 def _probe_cost(trial: Trial) -> float:
@@ -143,8 +149,30 @@ def _probe_cost(trial: Trial) -> float:
 
 
 def _kvshare(trial: Trial, budget: float) -> Selection:
-    rows = chosen(score(trial), trial.copied, trial.base, num_wanted(trial, budget))
+    scores, _ = score(trial)
+    rows = chosen(scores, trial.copied, trial.base, num_wanted(trial, budget))
     return Selection(rows, probe=_probe_cost(trial))
 
 
-RULES = (Rule("kvshare", "KVShare's rule", "", _kvshare, _probe_cost, published=False),)
+def _once_cost(trial: Trial) -> float:
+    """The probes and the prompt's last rows, which are computed a second time."""
+    probed = probes(pieces(trial), trial.num_tokens)
+    return float((probed | _last(trial)).sum() * trial.num_layers)
+
+
+def _last(trial: Trial) -> Mask:
+    """(T,) the rows that the answer starts from."""
+    return trial.base & (np.arange(trial.num_tokens) >= trial.num_tokens - trial.settings.repair.tail)
+
+
+def _once(trial: Trial, budget: float) -> Selection:
+    """Placeholders are computed once, in the probe pass; behind the repairs only the last rows again."""
+    scores, kv = score(trial)
+    rows = chosen(scores, trial.copied, trial.base, num_wanted(trial, budget))
+    return Selection(rows, probe=_once_cost(trial), kv=kv, kept=trial.base & ~_last(trial))
+
+
+RULES = (
+    Rule("kvshare", "KVShare's rule", "", _kvshare, _probe_cost, published=False),
+    Rule("kvshare-once", "KVShare's rule, placeholders once", "", _once, _once_cost, published=False),
+)
