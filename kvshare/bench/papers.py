@@ -53,7 +53,7 @@ def run(
     if prompt_tokens < _SHORTEST:
         raise ConfigError("--prompt-tokens", f"must be at least {_SHORTEST}, got {prompt_tokens}")
     served = find_model(model, download=True)
-    laboratory = Laboratory.open(Path(served.path), load_settings(), data=data, noise=False)
+    laboratory = Laboratory.open(served, load_settings(), data=data, noise=False)
     longest = min(prompt_tokens, laboratory.model.model.max_model_len - answer_tokens)
     bench = Bench(
         server=Server(laboratory.model, laboratory.encoder, laboratory.settings),

@@ -54,6 +54,7 @@ def run(
     from kvshare.bench.fidelity.rules import RULES
     from kvshare.bench.fidelity.shards import STAGES_FILE, Shards, Stage, read_stages
     from kvshare.bench.fidelity.suites import SUITES
+    from kvshare.served_model import find_model
     from kvshare.settings import load_settings
 
     if threads is not None:
@@ -81,7 +82,7 @@ def run(
     counts = {"measured": 0, "left": sum(1 for _ in shards.left(stages))}
     if counts["left"] and minutes > 0:
         laboratory = runner.Laboratory.open(
-            _folder(model),
+            find_model(model, download=True),
             load_settings(),
             data=data,
             noise=any(each.noise for each in stages),
@@ -90,13 +91,6 @@ def run(
         counts = runner.work(laboratory, shards, stages, minutes=minutes)
     where = {"out": str(out), "data": None if data is None else str(data)}
     return {**where, **counts, **({"report": publish(out)} if report else {})}
-
-
-def _folder(model: str) -> Path:
-    from kvshare.chat_model.prepare import prepare
-    from kvshare.demo import MODEL_PATH
-
-    return {"default": prepare, "demo": lambda: MODEL_PATH}.get(model, lambda: Path(model))()
 
 
 def _list(names: str | None) -> list[str]:

@@ -23,6 +23,7 @@ from kvshare.bench.fidelity.suites.library import Library
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import ConfigError
+from kvshare.served_model import ServedModel
 from kvshare.settings import Settings
 from kvshare.sharing.plan import NoPlan
 
@@ -49,10 +50,10 @@ class Laboratory:
 
     @classmethod
     def open(
-        cls, path: Path, settings: Settings, *, data: Path | None, noise: bool, device: str = "cpu"
+        cls, served: ServedModel, settings: Settings, *, data: Path | None, noise: bool, device: str = "cpu"
     ) -> Laboratory:
         """Raises ModelError for a model that the lab cannot run."""
-        name = path.name
+        path, name = served.path, served.name
         model = LayeredModel(EmbeddedModel.load(path, name=name, dtype="float32", device=device))
         other = None
         if noise:

@@ -37,8 +37,8 @@ class Selection:
     What a rule wants computed again.
 
     `rows` (T,) for all layers, or (L, T); `probe`: layer-tokens of selection passes; `copies`: another layout
-    than the plan's; `absent` (T,): slots that stay empty and nobody sees; `kv`: with rows of the base computed by
-    a pass before this one, and `kept` (T,): those that are not computed again.
+    than the plan's; `absent` (T,): slots that stay empty and nobody sees; `kv`: with rows of the base
+    computed by a pass before this one, and `kept` (T,): those that are not computed again.
     """
 
     rows: NDArray[np.bool_]

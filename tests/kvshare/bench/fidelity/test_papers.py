@@ -23,8 +23,8 @@ from kvshare.bench.fidelity.papers.data import Asked
 from kvshare.bench.fidelity.papers.prompts import Wording, Writer
 from kvshare.bench.fidelity.shelf import prefill
 from kvshare.cli.bench import BENCHMARKS
-from kvshare.demo import MODEL_PATH
 from kvshare.errors import ConfigError
+from kvshare.served_model import FORMS_MODEL
 from kvshare.settings import load_settings
 
 PLACES = ("Aldermoor", "Tarrow", "Ebbing", "Penwick", "Saltby", "Hollin", "Marrick", "Oakham")
@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server() -> Server:
     """The bundled model."""
-    laboratory = Laboratory.open(MODEL_PATH, load_settings(), data=None, noise=False)
+    laboratory = Laboratory.open(FORMS_MODEL, load_settings(), data=None, noise=False)
     return Server(laboratory.model, laboratory.encoder, laboratory.settings)
 
 
