@@ -1,16 +1,19 @@
 """
 Our own rule: compute again what the answer listens to, where it changed, as far as computing sets it right.
 
-    score of a copied token = heard x changed x mendable
+    score of a copied token = sqrt(heard) x changed x mendable
 
-    heard      attention that reaches the prompt's last row, straight or through rows computed anyway
+    heard      attention that reaches the prompt's last row, straight or through rows computed anyway; the
+               root, because the answer's later tokens listen elsewhere than its first
     changed    how far the token's values move when it is computed: measured on a few probes, between them
                interpolated
     mendable   falls with the distance to the start of its piece: a token inherits from stale neighbours
 
-One probe pass: the rows that are computed anyway and at most `min(64, 3 %)` copied ones. One set of positions
-for all layers, in at most 32 runs beyond the plan's own. Behind an edit the changes are at the start of the
-piece, and windows come out; in moved text everything changed a little, and attention decides.
+A third of the budget goes to the starts of the pieces, evenly: what no attention tells is most often there.
+The rest goes to the highest scores. One probe pass: the rows that are computed anyway and at most
+min(64, 3 %) copied ones. One set of positions for all layers, in at most 32 runs beyond the plan's own.
+Behind an edit the changes are at the start of the piece, and windows come out; in moved text everything
+changed a little, and attention decides.
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ from numpy.typing import NDArray
 
 from delta_tree import Span
 from kvshare.bench.fidelity.layered import Mask, Pass
-from kvshare.bench.fidelity.rules.base import Rule, Scores, num_wanted, pieces
+from kvshare.bench.fidelity.rules.base import Rule, Scores, heads, num_wanted, pieces
 from kvshare.bench.fidelity.trial import Selection, Trial, num_runs
 from kvshare.kv.sequence import SequenceKV
 
 _MOST_PROBES, _PROBED_SHARE = 64, 0.03
 _OFFSETS = (0, 2, 5, 10, 20, 40, 80, 160, 320, 640)  # of probes in a piece: changes decay from its start
 _PASSED_ON = 0.2  # of what a row hears is in what later layers hear from it
+_HEARD = 0.5  # exponent
+_STARTS = 1 / 3  # of the budget
 _MENDABLE, _REACH = 0.3, 32.0  # far from the start of a piece; tokens over which it falls
 _MOST_RUNS = 32
 _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens computed together, until runs are few
@@ -88,14 +93,21 @@ def mendable(stretches: Sequence[Span], num_tokens: int) -> Scores:
     return found
 
 
-def chosen(scores: Scores, allowed: Mask, computed: Mask, count: int) -> Mask:
-    """(T,) `count` allowed positions with the highest scores, in few runs beyond `computed`."""
+def chosen(scores: Scores, allowed: Mask, computed: Mask, count: int, *, starts: Mask) -> Mask:
+    """(T,) `starts` and the allowed positions with the highest scores, in few runs beyond `computed`."""
+    if _further_runs(starts, computed) > _MOST_RUNS:
+        starts = np.zeros(len(allowed), np.bool_)
+    left = count - int(starts.sum())
     rows = np.zeros(len(allowed), np.bool_)
     for size in _BLOCKS:
-        rows = _best_blocks(scores, allowed, count, size)
-        if num_runs(rows | computed) - num_runs(computed) <= _MOST_RUNS:
+        rows = starts | _best_blocks(scores, allowed & ~starts, left, size)
+        if _further_runs(rows, computed) <= _MOST_RUNS:
             break
     return rows
+
+
+def _further_runs(rows: Mask, computed: Mask) -> int:
+    return num_runs(rows | computed) - num_runs(computed)
 
 
 def _best_blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
@@ -138,7 +150,7 @@ def score(trial: Trial) -> tuple[Scores, SequenceKV]:
     rows = trial.base | probed
     attention, changes, kv = _probe_pass(trial, rows)
     changed = between(stretches, probed.nonzero()[0], changes, trial.num_tokens)
-    total: Scores = (heard(attention, rows.nonzero()[0]) * changed).sum(axis=0)
+    total: Scores = (heard(attention, rows.nonzero()[0]) ** _HEARD * changed).sum(axis=0)
     return total * mendable(stretches, trial.num_tokens), kv
 
 
@@ -148,10 +160,16 @@ def _probe_cost(trial: Trial) -> float:
     return float((trial.base | probed).sum() * trial.num_layers)
 
 
+def _positions(trial: Trial, scores: Scores, budget: float) -> Mask:
+    """(T,) the starts of all pieces and the highest scores; together they spend the budget."""
+    count = num_wanted(trial, budget)
+    starts = heads(pieces(trial), trial.num_tokens, int(_STARTS * count))
+    return chosen(scores, trial.copied, trial.base, count, starts=starts)
+
+
 def _kvshare(trial: Trial, budget: float) -> Selection:
     scores, _ = score(trial)
-    rows = chosen(scores, trial.copied, trial.base, num_wanted(trial, budget))
-    return Selection(rows, probe=_probe_cost(trial))
+    return Selection(_positions(trial, scores, budget), probe=_probe_cost(trial))
 
 
 def _once_cost(trial: Trial) -> float:
@@ -168,7 +186,7 @@ def _last(trial: Trial) -> Mask:
 def _once(trial: Trial, budget: float) -> Selection:
     """Placeholders are computed once, in the probe pass; behind the repairs only the last rows again."""
     scores, kv = score(trial)
-    rows = chosen(scores, trial.copied, trial.base, num_wanted(trial, budget))
+    rows = _positions(trial, scores, budget)
     return Selection(rows, probe=_once_cost(trial), kv=kv, kept=trial.base & ~_last(trial))
 
 

@@ -57,9 +57,19 @@ def test_a_token_far_from_the_start_of_its_piece_is_less_mendable() -> None:
 def test_scattered_picks_become_blocks_until_there_are_few_runs() -> None:
     """Every other token is high: 100 single picks would be 100 runs."""
     scores = np.tile([1.0, 0.9], 200)
-    rows = chosen(scores, np.ones(400, np.bool_), np.zeros(400, np.bool_), 100)
+    nothing = np.zeros(400, np.bool_)
+    rows = chosen(scores, ~nothing, nothing, 100, starts=nothing)
     assert rows.sum() == 100
     assert num_runs(rows) <= 32
+
+
+def test_starts_are_taken_unless_they_are_too_many() -> None:
+    """Ten starts leave room for as many high scores; with forty there would be forty runs."""
+    scores, nothing = np.arange(400.0), np.zeros(400, np.bool_)
+    few, many = (np.isin(np.arange(400), np.arange(0, 10 * number, 10)) for number in (10, 40))
+    taken = chosen(scores, ~nothing, nothing, 20, starts=few)
+    assert taken.nonzero()[0].tolist() == [*range(0, 100, 10), *range(390, 400)]
+    assert chosen(scores, ~nothing, nothing, 50, starts=many).nonzero()[0].tolist() == [*range(350, 400)]
 
 
 @scenes
