@@ -6,8 +6,9 @@
     shelf.py      stored prompts and their KV           layered.py   a model run layer by layer
     trial.py      one plan, ready for any repair rule    rules/       which tokens are computed again
     measures.py, arms.py, chain.py    what is measured of a plan
-    shards.py, laboratory.py               work that stops and goes on
-    statistics.py, report.py          intervals, tests, tables, plots
+    shards.py, laboratory.py          work that stops and goes on
+    statistics.py, comparison.py, report.py    intervals, tests, tables, plots
+    papers/       the source papers' own tables: `kvshare bench papers`
 
 Same donors, same plans, same rotation for every rule; only the repair differs. The server is not touched.
 """
@@ -15,9 +16,12 @@ Same donors, same plans, same rotation for every rule; only the repair differs. 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvshare.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvshare.bench.fidelity.shards import Stage
 
 _ALL_DAY = 24 * 60.0
 
@@ -51,46 +55,53 @@ def run(
 
     from kvshare.bench.fidelity import laboratory as runner
     from kvshare.bench.fidelity.publish import publish
-    from kvshare.bench.fidelity.rules import RULES
-    from kvshare.bench.fidelity.shards import STAGES_FILE, Shards, Stage, read_stages
-    from kvshare.bench.fidelity.suites import SUITES
+    from kvshare.bench.fidelity.shards import STAGES_FILE, Shards, read_stages
     from kvshare.served_model import find_model
     from kvshare.settings import load_settings
 
     if threads is not None:
         torch.set_num_threads(threads)
     if suite is None and (out / STAGES_FILE).exists():
-        stages = read_stages(out / STAGES_FILE)
-        stages = tuple(each for each in stages if stage is None or each.name in stage.split(","))
+        chosen = _list(stage)
+        stages = [each for each in read_stages(out / STAGES_FILE) if not chosen or each.name in chosen]
     else:
-        names = _list(suite) or list(SUITES)
-        stages = (
-            Stage(
-                name=stage or f"half-{half}",
-                half=half,
-                plans=dict.fromkeys(names, plans),
-                rules=tuple(_list(rules) or RULES),
-                budgets=_numbers("--budgets", budgets),
-                charged=_numbers("--charged", charged),
-                rank=rank,
-                free_tokens=free_tokens,
-                noise=True,
-            ),
-        )
+        measures = {"half": half, "rank": rank, "free_tokens": free_tokens}
+        stages = [_stage(stage, suite, rules, plans, budgets, charged, measures)]
     runner.check(stages)
     shards = Shards(out, *_part(part))
     counts = {"measured": 0, "left": sum(1 for _ in shards.left(stages))}
     if counts["left"] and minutes > 0:
-        laboratory = runner.Laboratory.open(
-            find_model(model, download=True),
-            load_settings(),
-            data=data,
-            noise=any(each.noise for each in stages),
-            device=device,
-        )
+        noise = any(each.noise for each in stages)
+        served = find_model(model, download=True)
+        laboratory = runner.Laboratory.open(served, load_settings(), data=data, noise=noise, device=device)
         counts = runner.work(laboratory, shards, stages, minutes=minutes)
     where = {"out": str(out), "data": None if data is None else str(data)}
     return {**where, **counts, **({"report": publish(out)} if report else {})}
+
+
+def _stage(
+    name: str | None,
+    suites: str | None,
+    rules: str | None,
+    plans: int,
+    budgets: str,
+    charged: str,
+    measures: dict[str, Any],
+) -> Stage:
+    """A stage of what the options say; all suites and all rules where they name none."""
+    from kvshare.bench.fidelity.rules import RULES
+    from kvshare.bench.fidelity.shards import Stage
+    from kvshare.bench.fidelity.suites import SUITES
+
+    return Stage(
+        name=name or f"half-{measures['half']}",
+        plans=dict.fromkeys(_list(suites) or SUITES, plans),
+        rules=tuple(_list(rules) or RULES),
+        budgets=_numbers("--budgets", budgets),
+        charged=_numbers("--charged", charged),
+        noise=True,
+        **measures,
+    )
 
 
 def _list(names: str | None) -> list[str]:
