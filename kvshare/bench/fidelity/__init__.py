@@ -15,6 +15,7 @@ Same donors, same plans, same rotation for every rule; only the repair differs. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +63,7 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     if suite is None and (out / STAGES_FILE).exists():
-        chosen = _list(stage)
-        stages = [each for each in read_stages(out / STAGES_FILE) if not chosen or each.name in chosen]
+        stages = _named(_list(stage), read_stages(out / STAGES_FILE))
     else:
         measures = {"half": half, "rank": rank, "free_tokens": free_tokens}
         stages = [_stage(stage, suite, rules, plans, budgets, charged, measures)]
@@ -77,6 +77,14 @@ def run(
         counts = runner.work(laboratory, shards, stages, minutes=minutes)
     where = {"out": str(out), "data": None if data is None else str(data)}
     return {**where, **counts, **({"report": publish(out)} if report else {})}
+
+
+def _named(names: Sequence[str], stages: Sequence[Stage]) -> list[Stage]:
+    """Raises ConfigError for a stage that there is not."""
+    known = [stage.name for stage in stages]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError("--stage", f"no stage {unknown[0]!r}; there are {', '.join(known)}")
+    return [stage for stage in stages if not names or stage.name in names]
 
 
 def _stage(

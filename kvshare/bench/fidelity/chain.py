@@ -25,20 +25,15 @@ from kvshare.settings import Settings
 from kvshare.sharing.plan import Estimate, NoPlan, Plan, without
 
 POLICIES = ("originals", "re-saved")
-_NOT_STORED = ("full-reuse",)
 
 
 def measured_chain(scenario: Scenario, model: LayeredModel, settings: Settings, arms: Arms) -> dict[str, Any]:
-    """
-    The row of a chain: each rule, used in every turn, under both ways of storing.
-
-    Rules that leave slots empty have nothing to store, and are left out.
-    """
+    """The row of a chain: each rule, used in every turn, under both ways of storing."""
     chain = _Chain(scenario, model, settings, prefill(model, scenario.stored[0]))
     truth, found = chain.last_turn(), []
     for rule in arms.rules:
         for policy, budget in product(POLICIES, arms.budgets if rule.has_budget else (0.0,)):
-            if rule.name in _NOT_STORED or (rule.name == "full" and policy != POLICIES[0]):
+            if rule.name == "full" and policy != POLICIES[0]:
                 continue
             trial = truth if rule.name == "full" else chain.served(rule, budget, policy)
             if trial is not truth:

@@ -21,7 +21,7 @@ from kvshare.bench.fidelity.statistics import difference_p, holm, mean, mean_log
 
 SIGNIFICANT: Final = 0.05  # of p adjusted
 BETTER, WORSE, SAME = "better", "worse", "not told apart"
-CANNOT, OURS_CANNOT, NOT_RUN = "cannot run", "ours cannot run", "not run"
+CANNOT, OURS_CANNOT, NOT_RUN, OTHER = "cannot run", "ours cannot run", "not run", "not at equal b"
 
 Bound = Mapping[str, Any]
 """
@@ -58,6 +58,10 @@ def _in_suite(suite: str, plans: Sequence[Plan], ours: Setting, other: Setting) 
     row = {"suite": suite, "rule": other.rule, "plans": len(both), "sources": len({*both.sources}), **unable}
     if both:
         return {**row, "ratio": asdict(ratio(both)), "p": difference_p(both)}
+    fixed = setting_of(plans, other.rule, other.by, other.budget)
+    if fixed and (both := pairs(plans, ours, fixed)):  # it has no budget of its own
+        known = {"plans": len(both), "sources": len({*both.sources}), "ratio": asdict(ratio(both))}
+        return {**row, **known, "p": None, "verdict": OTHER}
     verdict = CANNOT if unable["cannot"] else OURS_CANNOT if unable["ours_cannot"] else NOT_RUN
     return {**row, "ratio": None, "p": None, "verdict": verdict}
 

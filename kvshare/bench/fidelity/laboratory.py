@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from delta_tree import Span
 from kvshare.bench.fidelity.arms import Arms, make_trial, measured
 from kvshare.bench.fidelity.chain import measured_chain
 from kvshare.bench.fidelity.layered import LayeredModel
@@ -25,7 +26,7 @@ from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import ConfigError
 from kvshare.served_model import ServedModel
 from kvshare.settings import Settings
-from kvshare.sharing.plan import NoPlan
+from kvshare.sharing.plan import NoPlan, clip
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ _Drawn = tuple[bytes, int]  # a prompt's digest, and which attempt at its number
 
 _ATTEMPTS = 12  # drafts of a number until one fits
 _SHORTEST, _LONGEST = 250, 1500  # tokens of a prompt
+_LEAST_COPIED = 0.2  # of a prompt: with less, a budget of a tenth computes it all again
 
 
 @dataclass(eq=False)
@@ -97,8 +99,9 @@ class Laboratory:
         for prompt in (*scenario.stored, *scenario.stages):
             shelf.store(prompt.token_ids, None, NoPlan("off"))
         found = shelf.compose(scenario.prompt.token_ids)
-        exact, tail = found.exact_length, len(scenario.prompt) - self.settings.repair.tail
-        return any(exact <= copy.target_start < tail for copy in found.copies)
+        approximate = Span(found.exact_length, len(scenario.prompt) - self.settings.repair.tail)
+        copied = sum(part.length for copy in found.copies if (part := clip(copy, approximate)))
+        return copied >= _LEAST_COPIED * len(scenario.prompt)
 
     def measure(self, task: Task) -> dict[str, Any]:
         """The row of a task; a number without a usable draft says so."""
@@ -144,6 +147,10 @@ def work(
     laboratory: Laboratory, shards: Shards, stages: Sequence[Stage], *, minutes: float
 ) -> dict[str, int]:
     """Measure what is left until the time is up. Returns how many plans were measured and are left."""
+    if shards.models - {laboratory.name}:
+        raise ConfigError(
+            "--out", f"{shards.folder} has rows of {sorted(shards.models)}, not of {laboratory.name}"
+        )
     end = time.monotonic() + 60 * minutes
     done, tasks = 0, list(shards.left(stages))
     for task in tasks:

@@ -16,7 +16,7 @@ BOUNDS_FILE = "bounds.yaml"  # by half: what was to be reached, see `comparison.
 def publish(folder: Path) -> dict[str, Any]:
     """Write the report of each half that is there into FOLDER/report-HALF; returns where, by half."""
     path = folder / BOUNDS_FILE
-    bounds = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    bounds = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
     found = {}
     for half in (0, 1):
         rows = (file.read_text(encoding="utf-8") for file in folder.glob("*/*.jsonl"))
@@ -28,7 +28,7 @@ def publish(folder: Path) -> dict[str, Any]:
             published=[name for name, rule in RULES.items() if rule.published],
             regimes=("query", "edit-windows"),
             half=half,
-            bounds=bounds.get(half, ()),
+            bounds=(bounds or {}).get(half, ()),
         )
         out = folder / f"report-{half}"
         write(document, out)

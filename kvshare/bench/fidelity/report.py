@@ -35,7 +35,7 @@ def report(
     published: Sequence[str],
     ours: str = "kvshare",
     bounds: Sequence[Bound] = (),
-    regimes: tuple[str, str] = ("query-guided", "windows"),
+    regimes: tuple[str, str] = ("query", "edit-windows"),
     half: int | None = None,
     model: str | None = None,
 ) -> Row:

@@ -9,7 +9,9 @@ A run that is killed loses the plan it was at. Several processes share the work 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvshare.bench.fidelity.scenario import INSTRUMENT
 from kvshare.errors import ConfigError
 
 STAGES_FILE = "stages.yaml"
@@ -39,6 +42,12 @@ class Stage(BaseModel):
     free_tokens: int = 0
     noise: bool = False
 
+    @property
+    def digest(self) -> str:
+        """Of all that makes a row but its plan, and of the instrument's version."""
+        made = self.model_dump_json(exclude={"name", "plans"})
+        return hashlib.sha256(f"{INSTRUMENT}:{made}".encode()).hexdigest()[:8]
+
 
 class _Stages(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,17 +66,23 @@ class Task:
 
 @dataclass(slots=True)
 class Shards:
-    """The folder of one model's figures."""
+    """
+    The folder of one model's figures.
+
+    Raises:  ConfigError, by `left`, where a stage's rows were made for something else than it asks for
+    """
 
     folder: Path
     part: int = 0
     parts: int = 1
-    _done: set[tuple[str, str, int]] = field(default_factory=set)
+    models: set[str] = field(default_factory=set)  # that rows were made with
+    _done: dict[tuple[str, str, int], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for path in sorted(self.folder.glob("*/*.jsonl")):
             for row in rows_of(path):
-                self._done.add((path.parent.name, row["suite"], row["number"]))
+                self._done[(path.parent.name, row["suite"], row["number"])] = row.get("made", "")
+                self.models.add(row["model"])
 
     def left(self, stages: Sequence[Stage]) -> Iterator[Task]:
         """This part's tasks that are not done; the suites of a stage take turns."""
@@ -75,23 +90,30 @@ class Shards:
             for number in range(max(stage.plans.values(), default=0)):
                 for suite, plans in stage.plans.items():
                     mine = zlib.crc32(f"{suite}:{number}".encode()) % self.parts == self.part
-                    if number < plans and mine and (stage.name, suite, number) not in self._done:
+                    if number < plans and mine and not self._is_done(stage, suite, number):
                         yield Task(stage, suite, number)
 
+    def _is_done(self, stage: Stage, suite: str, number: int) -> bool:
+        made = self._done.get((stage.name, suite, number))
+        if made not in (None, stage.digest):
+            raise ConfigError(
+                f"stage {stage.name}",
+                f"{self.folder / stage.name} has rows of other rules, budgets or measures, or of another "
+                "version; choose another name with --stage, or another --out",
+            )
+        return made is not None
+
     def add(self, task: Task, row: dict[str, Any]) -> None:
-        """Append a measured plan, or why there is none."""
+        """Append a measured plan, or why there is none; what a killed run left unfinished is cut off."""
         path = self.folder / task.stage.name / f"{task.suite}-{self.part}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(row, separators=(",", ":")) + "\n"
-        with path.open("a", encoding="utf-8") as file:
-            file.write(("\n" if _is_torn(path) else "") + line)
-        self._done.add((task.stage.name, task.suite, task.number))
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether the last line of a file has no end."""
-    text = path.read_bytes()
-    return bool(text) and not text.endswith(b"\n")
+        known = path.read_bytes() if path.exists() else b""
+        line = json.dumps({**row, "made": task.stage.digest}, separators=(",", ":")) + "\n"
+        with path.open("r+b" if known else "wb") as file:
+            file.truncate(known.rfind(b"\n") + 1)
+            file.seek(0, os.SEEK_END)
+            file.write(line.encode())
+        self._done[(task.stage.name, task.suite, task.number)] = task.stage.digest
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from delta_tree import (
     Composition,
+    Copy,
     DeltaTree,
     Node,
     NodeId,
@@ -189,3 +190,24 @@ def covered(spans: Sequence[Span], num_tokens: int) -> NDArray[np.bool_]:
     for span in spans:
         mask[span.start : span.end] = True
     return mask
+
+
+def copies_from(node: Node, source: Span, target: Span) -> list[Copy]:
+    """A part of a stored prompt, laid at a part of the new one."""
+    found = []
+    for start, segment_id, offset, length in node.pieces.rows():
+        first, end = max(start, source.start), min(start + length, source.end)
+        if first < end:
+            target_start = target.start + first - source.start
+            found.append(
+                Copy(
+                    donor=node.node_id,
+                    segment_id=segment_id,
+                    offset=offset + first - start,
+                    length=end - first,
+                    target_start=target_start,
+                    source_position=first,
+                    donor_start=first,
+                )
+            )
+    return found

@@ -37,15 +37,14 @@ class Selection:
     What a rule wants computed again.
 
     `rows` (T,) for all layers, or (L, T); `probe`: layer-tokens of selection passes; `copies`: another layout
-    than the plan's; `absent` (T,): slots that stay empty and nobody sees; `kv`: with rows of the base
-    computed by a pass before this one, and `kept` (T,): those that are not computed again.
+    than the plan's; `kv`: what stands in the slots at the start, where that is not what is laid; `kept` (T,):
+    rows of the base that a pass before this one has computed there.
     """
 
     rows: NDArray[np.bool_]
     probe: float = 0.0
     intervention: Intervention | None = None
     copies: tuple[Copy, ...] | None = None
-    absent: Mask | None = None
     kv: SequenceKV | None = None
     kept: Mask | None = None
 
@@ -135,17 +134,29 @@ class Trial:
         """What every arm computes, in layer-tokens."""
         return int(self.base.sum()) * self.num_layers
 
-    @cached_property
+    @property
     def guided(self) -> NDArray[np.float32]:
         """
         (L, N, T) attention of the base's rows to every slot, mean over heads: a pass over the base alone.
 
         In a server: the first pass; the base is computed again with the repairs.
         """
+        return self._guided[0]
+
+    @property
+    def guided_kv(self) -> SequenceKV:
+        """What stands in the slots behind that pass."""
+        return self._guided[1]
+
+    @cached_property
+    def _guided(self) -> tuple[NDArray[np.float32], SequenceKV]:
         return self.watch(self.base)
 
-    def watch(self, rows: Mask) -> NDArray[np.float32]:
-        """(L, N, T) attention of these rows, computed over what is laid, to every slot; mean over heads."""
+    def watch(self, rows: Mask) -> tuple[NDArray[np.float32], SequenceKV]:
+        """
+        A pass over these rows and what is laid: (L, N, T) their attention to every slot, mean over heads, and
+        the KV behind it.
+        """
         slots = rows.nonzero()[0]
         seen = np.zeros((self.num_layers, len(slots), self.num_tokens), np.float32)
 
@@ -155,7 +166,7 @@ class Trial:
         kv = self.laid.fork(self.num_tokens)
         current = Pass(self.scenario.prompt.token_ids[slots], slots, weights=see)
         self.model.run(kv, current, logits_of=np.array([len(slots) - 1]))
-        return seen
+        return seen, kv
 
     @cached_property
     def key_deviation(self) -> torch.Tensor:
@@ -180,18 +191,16 @@ class Trial:
         """One arm. `rank`: score the candidates too; not `forced`: only compute the prompt."""
         by_layer = selection.rows if selection.rows.ndim == 2 else None
         union = selection.rows.any(axis=0) if by_layer is not None else selection.rows
-        nothing = np.zeros(self.num_tokens, np.bool_)
-        absent = nothing if selection.absent is None else selection.absent
-        kept = nothing if selection.kept is None else selection.kept
-        repaired = union & ~self.base & ~absent
-        slots = ((self.base & ~kept | repaired) & ~absent).nonzero()[0]
+        kept = np.zeros(self.num_tokens, np.bool_) if selection.kept is None else selection.kept
+        repaired = union & ~self.base
+        slots = (self.base & ~kept | repaired).nonzero()[0]
         kv = self._kv_for(selection)
         tail = _Tail(self, rank=rank, forced=forced)
         current = Pass(
             token_ids(np.concatenate([self.scenario.prompt.token_ids[slots], tail.tokens])),
             np.concatenate([slots, tail.slots]),
             positions=np.concatenate([slots, tail.positions]),
-            visible=tail.visible(slots, absent),
+            visible=tail.visible(slots),
             repaired=np.concatenate([repaired[slots], np.zeros(len(tail.slots), np.bool_)]),
             at_layer=_rows_at(by_layer, repaired, slots, len(tail.slots)),
             intervention=selection.intervention,
@@ -200,7 +209,7 @@ class Trial:
         log_probabilities = self.model.run(kv, current, logits_of=wanted)
         spent = sum(current.num_computed)
         size = self.num_layers * self.num_tokens
-        base = int((self.base & ~absent).sum()) * self.num_layers
+        base = self.base_layer_tokens()
         return Outcome(
             kv=kv,
             log_probabilities=log_probabilities[: len(tail.forced) + 1],
@@ -232,10 +241,9 @@ class _Tail:
         self.positions = self._start + np.concatenate([np.arange(length) for length in lengths])
         self._branch = np.repeat(np.arange(len(branches)), lengths)
 
-    def visible(self, slots: NDArray[np.int64], absent: Mask) -> Mask:
-        """(N, S) causal, without absent slots, each branch behind the prompt by itself."""
+    def visible(self, slots: NDArray[np.int64]) -> Mask:
+        """(N, S) causal, each branch behind the prompt by itself."""
         mask = causal(np.concatenate([slots, self.slots]), self._start + len(self.slots))
-        mask[:, : self._start] &= ~absent
         if len(self.slots):
             mask[len(slots) :, self._start :] &= self._branch[:, None] == self._branch[None, :]
         return mask

@@ -6,13 +6,22 @@ import numpy as np
 
 from delta_tree import Copy, Span
 from kvshare.bench.fidelity.layered import Mask
-from kvshare.bench.fidelity.rules.base import Rule, Scores, chunks, heads, highest, num_wanted, pieces
-from kvshare.bench.fidelity.rules.cachecraft import copies_from
-from kvshare.bench.fidelity.shelf import covered
+from kvshare.bench.fidelity.rules.base import (
+    Rule,
+    Scores,
+    chunks,
+    heads,
+    highest,
+    num_wanted,
+    pieces,
+    takes_all,
+)
+from kvshare.bench.fidelity.shelf import copies_from, covered
 from kvshare.bench.fidelity.trial import Selection, Trial
 from kvshare.sharing.plan import clip
 
 _WINDOW = 8  # tokens
+_PARAGRAPH = 12  # tokens: a shorter last part is what the chat template ends with
 
 
 def second_pass(trial: Trial) -> float:
@@ -20,10 +29,22 @@ def second_pass(trial: Trial) -> float:
     return float(trial.base_layer_tokens())
 
 
+def last_again(trial: Trial) -> float:
+    """The same, but of these tokens only the question is computed again."""
+    return float(question(trial).sum() * trial.num_layers)
+
+
+def question(trial: Trial) -> Mask:
+    """(T,) the computed tokens from the last paragraph on, or from the tail if that is further in front."""
+    last = next(part for part in reversed(trial.scenario.prompt.parts) if len(part) >= _PARAGRAPH)
+    start = min(last.start, trial.num_tokens - trial.settings.repair.tail)
+    return trial.base & (np.arange(trial.num_tokens) >= start)
+
+
 def asked_for(trial: Trial) -> Scores:
-    """(T,) attention of the prompt's last rows, summed over layers."""
-    last = trial.settings.repair.tail
-    scores: Scores = trial.guided[:, -last:].sum(axis=(0, 1))
+    """(T,) attention of the question, mean over its tokens, summed over layers."""
+    asking = question(trial)[trial.base]
+    scores: Scores = trial.guided[:, asking].mean(axis=1).sum(axis=0)
     return scores
 
 
@@ -32,10 +53,32 @@ def _query(trial: Trial, budget: float) -> Selection:
     return Selection(rows, probe=second_pass(trial))
 
 
+def _all_asked_for(trial: Trial) -> Scores:
+    """(T,) attention of every token that is computed anyway."""
+    scores: Scores = trial.guided.sum(axis=(0, 1))
+    return scores
+
+
 def _query_all(trial: Trial, budget: float) -> Selection:
     """Every token that is computed anyway asks, placeholders too."""
-    scores = trial.guided.sum(axis=(0, 1))
-    return Selection(highest(scores, trial.copied, num_wanted(trial, budget)), probe=second_pass(trial))
+    return Selection(
+        highest(_all_asked_for(trial), trial.copied, num_wanted(trial, budget)), probe=second_pass(trial)
+    )
+
+
+def _once(trial: Trial, scores: Scores, budget: float) -> Selection:
+    """Placeholders are computed once, in the pass that is watched; behind the repairs the question again."""
+    rows = highest(scores, trial.copied, num_wanted(trial, budget))
+    kept = None if takes_all(trial, budget) else trial.base & ~question(trial)
+    return Selection(rows, probe=last_again(trial), kv=trial.guided_kv, kept=kept)
+
+
+def _query_once(trial: Trial, budget: float) -> Selection:
+    return _once(trial, asked_for(trial), budget)
+
+
+def _query_all_once(trial: Trial, budget: float) -> Selection:
+    return _once(trial, _all_asked_for(trial), budget)
 
 
 def windows(scores: Scores, allowed: Mask, count: int) -> Mask:
@@ -106,15 +149,24 @@ def _set_cache(trial: Trial, budget: float) -> Selection:
 
 
 RULES = (
+    Rule("query", "after query-guided selection", "arXiv:2602.02579", _query, second_pass, after=True),
+    Rule("query-all", "after SparseX", "arXiv:2606.01751", _query_all, second_pass, after=True),
     Rule(
-        "query",
-        "after query-guided selection",
-        "ProphetKV, InfoFlow, SparseX",
-        _query,
-        second_pass,
+        "query-once",
+        "after query-guided, placeholders once",
+        "arXiv:2602.02579",
+        _query_once,
+        last_again,
         after=True,
     ),
-    Rule("query-all", "attention of all computed tokens", "", _query_all, second_pass, published=False),
+    Rule(
+        "query-all-once",
+        "after SparseX, placeholders once",
+        "arXiv:2606.01751",
+        _query_all_once,
+        last_again,
+        after=True,
+    ),
     Rule(
         "query-windows",
         "after CacheClip (windows)",

@@ -52,6 +52,11 @@ def num_wanted(trial: Trial, budget: float) -> int:
     return min(int(trial.copied.sum()), round(budget * trial.num_tokens))
 
 
+def takes_all(trial: Trial, budget: float) -> bool:
+    """Whether a budget buys every copied position: then nothing may stay that was computed over stale KV."""
+    return num_wanted(trial, budget) == int(trial.copied.sum())
+
+
 def highest(scores: Scores, allowed: Mask, count: int) -> Mask:
     """(T,) the `count` allowed positions with the highest scores; of equals the first."""
     rows = np.zeros(len(allowed), np.bool_)

@@ -15,20 +15,22 @@ import numpy as np
 
 from delta_tree import Copy, Node, Span
 from kvshare.bench.fidelity.layered import Mask
+from kvshare.bench.fidelity.rules.attention import question, second_pass
 from kvshare.bench.fidelity.rules.base import Rule, Scores, highest, num_wanted, stretches
 from kvshare.bench.fidelity.rules.chunks import (
     LEAST_MISMATCH,
+    ChunkStore,
     Variant,
     content,
     fix_overhead,
     focused_chunks,
     variant,
 )
-from kvshare.bench.fidelity.scenario import Prompt
-from kvshare.bench.fidelity.shelf import Prefill, covered
+from kvshare.bench.fidelity.shelf import Prefill, copies_from, covered
 from kvshare.bench.fidelity.trial import Selection, Trial
 from kvshare.sharing.plan import clip
 
+_CAPACITY = 256  # variants, N x M: more than a scenario has chunks, or the oldest would leave
 _CONFIDENCE = 3  # layers that must agree on the focused chunks (w of algorithm 1; the paper gives no value)
 
 
@@ -46,32 +48,36 @@ def _found_chunks(trial: Trial) -> list[_Chunk]:
     """
     Every part that is copied, from the variant with the least overhead.
 
-    A part that no stored prompt has as a whole keeps the plan's copies, and the record of most of it.
+    A part that no stored prompt has as a whole is a miss in the paper; here it keeps the plan's copies and
+    the record of most of it.
     """
-    prompt = trial.scenario.prompt
-    found = []
+    prompt, found = trial.scenario.prompt, []
+    store, origins = _stored(trial)
     for number, span in enumerate(prompt.parts):
         if not trial.copied[span.start : span.end].any():
             continue
         prefix = [content(prompt, before) for before in range(number)]
-        whole = [
-            (fix_overhead(stored, prefix), stored, node, part)
-            for node in trial.shelf.nodes
-            if (done := trial.shelf.prefills.get(node.node_id)) is not None
-            for part in _same_parts(done, prompt, number)
-            for stored in [_recorded(done, part)]
-        ]
-        if whole:
-            cost, stored, node, part = min(whole, key=lambda each: each[0])
-            scores = np.zeros(trial.num_tokens)
-            scores[span.start : span.end] = stored.token_scores
-            source = trial.shelf.prefills[node.node_id].prompt.parts[part]
-            inside = stretches(covered([span], trial.num_tokens) & trial.copied)
-            laid = [clip(copy, run) for copy in copies_from(node, source, span) for run in inside]
-            found.append(_Chunk(span, cost, scores, tuple(filter(None, laid))))
-        else:
+        best = store.best(content(prompt, number), prefix)
+        if best is None:
             found.append(_partly_copied(trial, span, prefix))
+            continue
+        node, source = origins[best]
+        scores = np.zeros(trial.num_tokens)
+        scores[span.start : span.end] = store[best].token_scores
+        inside = stretches(covered([span], trial.num_tokens) & trial.copied)
+        laid = [clip(copy, run) for copy in copies_from(node, source, span) for run in inside]
+        found.append(_Chunk(span, fix_overhead(store[best], prefix), scores, tuple(filter(None, laid))))
     return found
+
+
+def _stored(trial: Trial) -> tuple[ChunkStore, dict[int, tuple[Node, Span]]]:
+    """Every chunk of every stored prompt, and which node and part of it a variant is of."""
+    store, origins = ChunkStore(_CAPACITY), {}
+    for node in reversed(trial.shelf.nodes):
+        if (done := trial.shelf.prefills.get(node.node_id)) is not None:
+            for part, span in enumerate(done.prompt.parts):
+                origins[store.add(_recorded(done, part))] = (node, span)
+    return store, origins
 
 
 def _recorded(done: Prefill, part: int) -> Variant:
@@ -94,32 +100,6 @@ def _partly_copied(trial: Trial, span: Span, prefix: Sequence[bytes]) -> _Chunk:
             most = end - start
             cost = fix_overhead(_recorded(done, part), prefix)
     return _Chunk(span, cost, scores, ())
-
-
-def _same_parts(done: Prefill, prompt: Prompt, number: int) -> list[int]:
-    wanted = content(prompt, number)
-    return [part for part in range(len(done.prompt.parts)) if content(done.prompt, part) == wanted]
-
-
-def copies_from(node: Node, source: Span, target: Span) -> list[Copy]:
-    """A part of a stored prompt, laid at a part of the new one."""
-    found = []
-    for start, segment_id, offset, length in node.pieces.rows():
-        first, end = max(start, source.start), min(start + length, source.end)
-        if first < end:
-            target_start = target.start + first - source.start
-            found.append(
-                Copy(
-                    donor=node.node_id,
-                    segment_id=segment_id,
-                    offset=offset + first - start,
-                    length=end - first,
-                    target_start=target_start,
-                    source_position=first,
-                    donor_start=first,
-                )
-            )
-    return found
 
 
 def _layout(trial: Trial, chunks: Sequence[_Chunk]) -> tuple[Copy, ...]:
@@ -175,11 +155,11 @@ def _focused(trial: Trial, budget: float) -> Selection:
     With early termination (section 3.2.2): behind layer L*, only the chunks that the question looks at go on.
 
     L* and the focused chunks come from a pass over the tokens computed anyway, so that the budget is met; the
-    paper finds them on the way. That pass is not charged.
+    paper finds them on the way.
     """
     chunks = _found_chunks(trial)
     spans = [chunk.span for chunk in chunks]
-    attention = trial.guided[:, -trial.settings.repair.tail :].mean(axis=1)  # (L, T)
+    attention = trial.guided[:, question(trial)[trial.base]].mean(axis=1)  # (L, T)
     by_chunk = np.array([[layer[span.start : span.end].sum() for span in spans] for layer in attention])
     focused, last = focused_chunks(by_chunk, confidence=_CONFIDENCE)
     num_layers = trial.num_layers
@@ -190,7 +170,7 @@ def _focused(trial: Trial, budget: float) -> Selection:
     rows = np.zeros((num_layers, trial.num_tokens), np.bool_)
     for number, own in enumerate(chosen):
         rows[: num_layers if everything or number in focused else last] |= own
-    return Selection(rows, copies=_layout(trial, chunks))
+    return Selection(rows, probe=second_pass(trial), copies=_layout(trial, chunks))
 
 
 def _union(masks: Sequence[Mask], num_tokens: int) -> Mask:
@@ -202,5 +182,12 @@ def _union(masks: Sequence[Mask], num_tokens: int) -> Mask:
 
 RULES = (
     Rule("cache-craft", "Cache-Craft", "SIGMOD'25, section 3", _cachecraft),
-    Rule("cache-craft-focused", "Cache-Craft, focused chunks", "SIGMOD'25, 3.2.2", _focused, per_layer=True),
+    Rule(
+        "cache-craft-focused",
+        "Cache-Craft, focused chunks",
+        "SIGMOD'25, 3.2.2",
+        _focused,
+        second_pass,
+        per_layer=True,
+    ),
 )

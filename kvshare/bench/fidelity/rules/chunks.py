@@ -106,6 +106,9 @@ class ChunkStore:
         self._reusability[number] += 1 / costs[number]
         return number
 
+    def __getitem__(self, number: int) -> Variant:
+        return self._variants[number]
+
     def __contains__(self, number: int) -> bool:
         return number in self._variants
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from kvshare.bench.fidelity.layered import Step
-from kvshare.bench.fidelity.rules.base import Rule, Scores, highest, num_wanted
+from kvshare.bench.fidelity.rules.base import Rule, Scores, highest, num_wanted, pieces
 from kvshare.bench.fidelity.trial import Selection, Trial
+from kvshare.kv.sequence import SequenceKV
 
 CHECK_LAYER = 1
 _WIDEST, _NARROWEST = 1.5, 0.5  # of the mean ratio: the gradual filter's first and last layer
@@ -28,6 +29,15 @@ def _charged(trial: Trial, selected: float) -> float:
     return max(0.0, probe(trial) - (CHECK_LAYER + 1) * selected)
 
 
+def _golden(trial: Trial) -> SequenceKV:
+    """What is laid, with the K and V of the probe's layers fresh for every token: they are paid for."""
+    kv = trial.laid.fork(trial.num_tokens)
+    places = torch.from_numpy(trial.copied.nonzero()[0])
+    for layers, true in ((kv.k, trial.full.kv.k), (kv.v, trial.full.kv.v)):
+        layers[: CHECK_LAYER + 1, places] = true[: CHECK_LAYER + 1, places]
+    return kv
+
+
 def _norms(deviation: torch.Tensor, *, power: int) -> Scores:
     """(T,) sum over heads and dims of |deviation|^power at the check layer."""
     return deviation[CHECK_LAYER].abs().pow(power).sum(dim=(1, 2)).numpy()
@@ -35,7 +45,7 @@ def _norms(deviation: torch.Tensor, *, power: int) -> Scores:
 
 def _single(scores: Scores, trial: Trial, budget: float) -> Selection:
     count = num_wanted(trial, budget)
-    return Selection(highest(scores, trial.copied, count), probe=_charged(trial, count))
+    return Selection(highest(scores, trial.copied, count), probe=_charged(trial, count), kv=_golden(trial))
 
 
 def _released(trial: Trial, budget: float) -> Selection:
@@ -52,8 +62,8 @@ def _deviation(trial: Trial, budget: float) -> Selection:
 class _Filter:
     """Keeps in each layer those of its rows that deviate most there, fewer from layer to layer."""
 
-    def __init__(self, counts: list[int]) -> None:
-        self._counts = counts
+    def __init__(self, trial: Trial, counts: list[int]) -> None:
+        self._laid, self._counts = trial.laid, counts
 
     def write(self, step: Step) -> None:
         return
@@ -61,12 +71,13 @@ class _Filter:
     def keep(self, step: Step) -> torch.Tensor | None:
         if step.layer < CHECK_LAYER or step.layer + 1 >= len(self._counts):
             return None
-        rows = step.repaired
-        scores = (step.k - step.old_k)[rows].abs().sum(dim=(1, 2)) + (step.v - step.old_v)[rows].abs().sum(
-            dim=(1, 2)
-        )
-        kept = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
-        kept[scores.argsort(descending=True, stable=True)[: self._counts[step.layer + 1]]] = True
+        rows, slots = step.repaired, step.slots[step.repaired]
+        changes = ((step.k, self._laid.k), (step.v, self._laid.v))
+        scores = sum((fresh[rows] - old[step.layer, slots]).abs().sum(dim=(1, 2)) for fresh, old in changes)
+        kept = torch.zeros(len(slots), dtype=torch.bool, device=slots.device)
+        kept[
+            torch.as_tensor(scores).argsort(descending=True, stable=True)[: self._counts[step.layer + 1]]
+        ] = True
         return kept
 
 
@@ -80,7 +91,8 @@ def _cacheblend(trial: Trial, budget: float) -> Selection:
     scores = _norms(trial.key_deviation, power=1) + _norms(trial.value_deviation, power=1)
     counts = falling(total, trial.num_layers, most=int(trial.copied.sum()))
     first = highest(scores, trial.copied, counts[0])
-    return Selection(first, probe=_charged(trial, counts[0]), intervention=_Filter(counts))
+    filtered = _Filter(trial, counts)
+    return Selection(first, probe=_charged(trial, counts[0]), intervention=filtered, kv=_golden(trial))
 
 
 def falling(mean: int, num_layers: int, *, most: int) -> list[int]:
@@ -113,53 +125,57 @@ def _dhd(trial: Trial, budget: float) -> Selection:
 
 
 class _Blend:
-    """Mixes a repaired row with what was laid: all fresh where they differ by as much as there is."""
+    """Behind the check layer, mixes a repaired key with the laid one: the more it changed, the fresher."""
 
     def write(self, step: Step) -> None:
         rows = step.repaired
-        if not bool(rows.any()):
+        if step.layer <= CHECK_LAYER or not bool(rows.any()):
             return
-        slots = step.slots[rows]
-        for laid, fresh, old in ((step.kv.k, step.k, step.old_k), (step.kv.v, step.v, step.old_v)):
-            change = (fresh[rows] - old[rows]).flatten(1).norm(dim=1)
-            share = (change / old[rows].flatten(1).norm(dim=1).clamp(min=1e-9)).clamp(max=1.0)[:, None, None]
-            laid[step.layer, slots] = share * fresh[rows] + (1 - share) * old[rows]
+        fresh, old = step.k[rows], step.old_k[rows]
+        change = (fresh - old).flatten(1).norm(dim=1)
+        share = (change / old.flatten(1).norm(dim=1).clamp(min=1e-9)).clamp(max=1.0)[:, None, None]
+        step.kv.k[step.layer, step.slots[rows]] = share * fresh + (1 - share) * old
 
     def keep(self, step: Step) -> torch.Tensor | None:
         return None
 
 
 def _cacheslide(trial: Trial, budget: float) -> Selection:
-    """Tokens whose key deviates most at layer 1; deeper, K and V are blended with what was laid."""
+    """Tokens whose key deviates most at layer 1; deeper, K is blended with what was laid."""
     count = num_wanted(trial, budget)
     scores = trial.key_deviation[CHECK_LAYER].flatten(1).norm(dim=1).numpy()
     rows = highest(scores, trial.copied, count)
     everything = count >= int(trial.copied.sum())  # at 100 % nothing is left to blend with
-    return Selection(rows, probe=_charged(trial, count), intervention=None if everything else _Blend())
+    return Selection(
+        rows, probe=_charged(trial, count), intervention=None if everything else _Blend(), kv=_golden(trial)
+    )
 
 
 class _Shift:
     """
-    Adds the repaired rows' mean change to every other copied row of the layer, capped at its own size.
+    Adds the repaired rows' mean change to the other rows of their piece, capped at the row's own size.
 
     Keys are compared as if all stood at position 0: a mean over rotated keys would mean nothing.
     """
 
     def __init__(self, trial: Trial) -> None:
-        self._trial = trial
         rotation = trial.model.model.rotation
         assert rotation is not None  # LayeredModel refuses models without
         self._frequencies = rotation.inverse_frequencies.double()
-        self._others = torch.from_numpy(trial.copied.nonzero()[0])
+        self._pieces = pieces(trial)
 
     def write(self, step: Step) -> None:
-        rows = step.repaired
-        chosen = step.slots[rows]
-        others = self._others.to(chosen.device)
-        others = others[~torch.isin(others, chosen)]
-        if not len(chosen) or not len(others):
+        if step.layer <= CHECK_LAYER:  # everything is fresh there
             return
-        change = self._turned(step.k[rows] - step.old_k[rows], -chosen).mean(0, keepdim=True)
+        for piece in self._pieces:
+            rows = step.repaired & (step.slots >= piece.start) & (step.slots < piece.end)
+            inside = torch.arange(piece.start, piece.end, device=step.slots.device)
+            others = inside[~torch.isin(inside, step.slots[rows])]
+            if bool(rows.any()) and len(others):
+                self._shift(step, rows, others)
+
+    def _shift(self, step: Step, rows: torch.Tensor, others: torch.Tensor) -> None:
+        change = self._turned(step.k[rows] - step.old_k[rows], -step.slots[rows]).mean(0, keepdim=True)
         keys = self._turned(change.expand(len(others), -1, -1), others)
         step.kv.k[step.layer, others] += keys * _capped(keys, step.kv.k[step.layer, others])
         values = (step.v[rows] - step.old_v[rows]).mean(0, keepdim=True)
@@ -188,7 +204,7 @@ def _shifted(trial: Trial, budget: float) -> Selection:
     count = num_wanted(trial, budget)
     scores = _norms(trial.key_deviation, power=1) + _norms(trial.value_deviation, power=1)
     rows = highest(scores, trial.copied, count)
-    return Selection(rows, probe=_charged(trial, count), intervention=_Shift(trial))
+    return Selection(rows, probe=_charged(trial, count), intervention=_Shift(trial), kv=_golden(trial))
 
 
 def _oracle(trial: Trial, budget: float) -> Selection:
@@ -207,7 +223,7 @@ RULES = (
     Rule("dhd", "after KVShare v2 (DHD)", "arXiv:2503.16525v2", _dhd, probe, 2, after=True),
     Rule(
         "blend",
-        "after CacheSlide (soft blending)",
+        "after CacheSlide (blending)",
         "FAST'26",
         _cacheslide,
         probe,

@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 
 from delta_tree import Span
-from kvshare.bench.fidelity.layered import Mask, Pass
-from kvshare.bench.fidelity.rules.base import Rule, Scores, heads, num_wanted, pieces
+from kvshare.bench.fidelity.layered import Mask
+from kvshare.bench.fidelity.rules.base import Rule, Scores, heads, num_wanted, pieces, takes_all
 from kvshare.bench.fidelity.trial import Selection, Trial, num_runs
 from kvshare.kv.sequence import SequenceKV
 
@@ -127,15 +127,7 @@ def _probe_pass(trial: Trial, rows: Mask) -> tuple[Scores, Scores, SequenceKV]:
     (L, N, T) attention of these rows, (L, P) how far the values of their copied ones moved, and the KV with
     the base computed and the copies as they were.
     """
-    slots = rows.nonzero()[0]
-    seen = np.zeros((trial.num_layers, len(slots), trial.num_tokens), np.float32)
-
-    def see(layer: int, weights: torch.Tensor) -> None:
-        seen[layer] = weights.mean(0).cpu()
-
-    kv = trial.laid.fork(trial.num_tokens)
-    current = Pass(trial.scenario.prompt.token_ids[slots], slots, weights=see)
-    trial.model.run(kv, current, logits_of=np.array([len(slots) - 1]))
+    seen, kv = trial.watch(rows)
     places = torch.from_numpy((rows & trial.copied).nonzero()[0])
     change = (kv.v[:, places] - trial.laid.v[:, places]).flatten(2).norm(dim=2)
     for fresh, old in ((kv.k, trial.laid.k), (kv.v, trial.laid.v)):
@@ -187,7 +179,9 @@ def _once(trial: Trial, budget: float) -> Selection:
     """Placeholders are computed once, in the probe pass; behind the repairs only the last rows again."""
     scores, kv = score(trial)
     rows = _positions(trial, scores, budget)
-    return Selection(rows, probe=_once_cost(trial), kv=kv, kept=trial.base & ~_last(trial))
+    return Selection(
+        rows, probe=_once_cost(trial), kv=kv, kept=trial.base & ~_last(trial) & ~takes_all(trial, budget)
+    )
 
 
 RULES = (

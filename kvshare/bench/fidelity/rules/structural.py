@@ -37,8 +37,12 @@ def _prefix(trial: Trial, budget: float) -> Selection:
 
 
 def _full_reuse(trial: Trial, budget: float) -> Selection:
-    last = np.arange(trial.num_tokens) >= trial.num_tokens - trial.settings.repair.tail
-    return Selection(np.zeros(trial.num_tokens, np.bool_), absent=trial.placeholders & ~last)
+    """Parts that were stored as they are are reused; one with an edit is computed as a whole."""
+    rows = np.zeros(trial.num_tokens, np.bool_)
+    for part in trial.scenario.prompt.parts:
+        inside = slice(part.start, min(part.end, trial.num_tokens - trial.settings.repair.tail))
+        rows[inside] = trial.placeholders[inside].any()
+    return Selection(rows & trial.copied)
 
 
 def server_default(trial: Trial, max_small_shift: int | None = None) -> Selection:
@@ -90,7 +94,7 @@ def _block_ends(trial: Trial, budget: float) -> Selection:
 
 def _vlcache(trial: Trial, budget: float) -> Selection:
     """
-    The first r_l of the reused tokens in layer l; r_l falls with depth as the deviation behind layer l does.
+    The first r_l of each reused piece in layer l; r_l falls with depth as the deviation behind layer l does.
 
     Calibrated on the plan itself, which no server could: the published rule cannot be better placed.
     """
@@ -103,7 +107,7 @@ def _vlcache(trial: Trial, budget: float) -> Selection:
     counts = _shared_out(left, total, len(places))
     rows = np.zeros((trial.num_layers, trial.num_tokens), np.bool_)
     for layer, count in enumerate(counts):
-        rows[layer, places[:count]] = True
+        rows[layer] = heads(pieces(trial), trial.num_tokens, count)
     return Selection(rows)
 
 
@@ -125,7 +129,13 @@ def _shared_out(weights: Scores, total: int, most: int) -> list[int]:
 
 RULES = (
     Rule("placeholders", "placeholders only (KVShare)", "arXiv:2503.16525", _nothing, has_budget=False),
-    Rule("full-reuse", "full reuse", "PromptCache, arXiv:2311.04934", _full_reuse, has_budget=False),
+    Rule(
+        "full-reuse",
+        "full reuse of whole parts",
+        "PromptCache, arXiv:2311.04934",
+        _full_reuse,
+        has_budget=False,
+    ),
     Rule("prefix", "prefix cache", "", _prefix, has_budget=False, published=False),
     Rule("full", "full prefill", "", _all, has_budget=False, published=False),
     Rule(

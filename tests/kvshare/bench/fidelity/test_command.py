@@ -52,6 +52,15 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert [row["number"] for row in _rows(tmp_path)].count(0) == 2  # once in each suite
 
 
+def test_an_unknown_stage_is_named(tmp_path: Path) -> None:
+    stages = "stages: [{name: one, half: 0, plans: {needle: 1}, rules: [full]}]"
+    (tmp_path / "stages.yaml").write_text(stages)
+    options = ["bench", "fidelity", "--out", str(tmp_path), "--stage", "two"]
+    result = CliRunner().invoke(app, options)
+    assert isinstance(result.exception, ConfigError)
+    assert "'two'; there are one" in str(result.exception)
+
+
 def test_no_prompt_text_is_written(tmp_path: Path) -> None:
     _run(tmp_path)
     assert all(len(word) < 40 for row in _rows(tmp_path) for word in json.dumps(row).split('"'))

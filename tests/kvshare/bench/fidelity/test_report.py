@@ -72,7 +72,8 @@ def document(tmp_path_factory):
         {"suite": "rag", "rule": "placeholders", "at": 0.1},
         {"suite": "rag", "rule": "placeholders", "measure": "top1", "at": 0.123},
     ]
-    return report(folder, titles=TITLES, published=PUBLISHED, bounds=bounds)
+    regimes = ("query-guided", "windows")
+    return report(folder, titles=TITLES, published=PUBLISHED, bounds=bounds, regimes=regimes)
 
 
 def the(rows, **wanted):

@@ -7,7 +7,7 @@ import torch
 from kvshare.bench.fidelity.arms import make_trial
 from kvshare.bench.fidelity.measures import divergence
 from kvshare.bench.fidelity.rules import RULES
-from kvshare.bench.fidelity.rules.attention import windows
+from kvshare.bench.fidelity.rules.attention import question, windows
 from kvshare.bench.fidelity.rules.base import num_wanted
 from kvshare.bench.fidelity.trial import Trial
 from tests.kvshare.bench.fidelity.scenes import (
@@ -45,13 +45,15 @@ def asked(made: Trial) -> np.ndarray:
 
 @scenes
 def test_the_query_asks_with_its_last_rows(scene: str) -> None:
-    """The prompt's last 16 tokens, all layers; or every token that is computed anyway."""
+    """The question's computed tokens, all layers; or every token that is computed anyway."""
     made = trial(scene)
     attention, count = asked(made), num_wanted(made, BUDGET)
-    for name, rows in (("query", attention[:, -TAIL:]), ("query-all", attention)):
+    asking = question(made)[made.base]
+    for name, rows in (("query", attention[:, asking]), ("query-all", attention)):
         expected = best(rows.sum(axis=(0, 1)), made.copied, count)
         assert places(RULES[name].choose(made, BUDGET).rows) == expected
-    assert {*places(made.base)} > {*range(made.num_tokens - TAIL, made.num_tokens)}
+    assert {*places(question(made))} >= {*range(made.num_tokens - TAIL, made.num_tokens)}
+    assert {*places(question(made))} <= {*places(made.base)}
 
 
 def test_windows_have_the_highest_means() -> None:
@@ -72,7 +74,7 @@ def test_query_windows_are_windows_of_what_the_query_asks() -> None:
     """Taken whole but for the last one."""
     made = trial("moved")
     rows = RULES["query-windows"].choose(made, BUDGET).rows
-    scores = asked(made)[:, -TAIL:].sum(axis=(0, 1))
+    scores = asked(made)[:, question(made)[made.base]].sum(axis=(0, 1))
     means = {
         first: scores[own].mean()
         for first in range(0, made.num_tokens, 8)

@@ -134,7 +134,11 @@ def test_cacheblend_filters_layer_by_layer(scene: str) -> None:
     k1, v1 = differences(made)
     first = best((k1[1].abs() + v1[1].abs()).sum(dim=(1, 2)).numpy(), made.copied, counts[0])
     start = torch.tensor(sorted({*first, *places(made.base)}))
-    expected = dense(made.model, made.scenario.prompt.token_ids, k, v, start, keep)
+    # layers 0 and 1 are fresh for every token: the probe has computed them
+    golden_k, golden_v = k.clone(), v.clone()
+    golden_k[:2, made.copied] = made.full.kv.k[:2, : made.num_tokens][:, made.copied].to(k.dtype)
+    golden_v[:2, made.copied] = made.full.kv.v[:2, : made.num_tokens][:, made.copied].to(v.dtype)
+    expected = dense(made.model, made.scenario.prompt.token_ids, golden_k, golden_v, start, keep)
     found = run(made, "cacheblend")
     assert [len(each) for each in sets] == counts[:-1]
     assert sets[0] > sets[2]
@@ -174,7 +178,7 @@ def selection(made: Trial, name: str) -> Selection:
 
 
 def test_a_blend_is_as_fresh_as_it_differs() -> None:
-    """The fresh row's share is the change's norm over the old row's, at most 1; K and V by themselves."""
+    """A fresh key's share is the change's norm over the old key's, at most 1; values are fresh."""
     made = trial("moved")
     rows = places(made.copied)[:3]
     k, v = (part[2, : made.num_tokens].clone() for part in (made.laid.k, made.laid.v))
@@ -189,7 +193,7 @@ def test_a_blend_is_as_fresh_as_it_differs() -> None:
     found_k, found_v = step.kv.k[2], step.kv.v[2]
     torch.testing.assert_close(found_k[rows[0]], old_k[rows[0]] * (1 + 0.25 * 0.25), atol=1e-5, rtol=0)
     torch.testing.assert_close(found_k[rows[1]], -old_k[rows[1]], atol=1e-5, rtol=0)
-    torch.testing.assert_close(found_v[rows[2]], old_v[rows[2]] * 0.75, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found_v[rows[2]], old_v[rows[2]] * 0.5, atol=1e-5, rtol=0)
     torch.testing.assert_close(found_v[rows[0]], old_v[rows[0]], atol=1e-5, rtol=0)
     base = places(made.base)
     assert torch.equal(found_k[base], k[base])

@@ -149,7 +149,7 @@ def test_vlcache_takes_the_first_ones_of_each_layer() -> None:
     np.testing.assert_allclose(found, expected, atol=1.01)
     assert found[-1] < found[0]
     for layer, number in enumerate(found):
-        assert places(rows[layer]) == places(made.copied)[:number]
+        assert places(rows[layer]) == places(heads(pieces(made), made.num_tokens, number))
 
 
 def test_vlcache_spends_what_full_layers_leave() -> None:
@@ -181,16 +181,17 @@ def test_the_default_is_the_servers_repair_set() -> None:
 
 
 def test_arms_without_a_budget() -> None:
-    """Nothing, everything, everything behind the exact prefix, and what full reuse leaves out."""
+    """Nothing, everything, everything behind the exact prefix, and the parts that were edited."""
     made = trial("edited")
     assert chosen(made, "placeholders", 0.0) == []
     assert chosen(made, "prefix", 0.0) == places(made.copied)
     full = RULES["full"].choose(made, 0.0)
     assert full.rows.all()
     assert full.copies == ()
-    reuse = RULES["full-reuse"].choose(made, 0.0)
-    assert reuse.absent is not None
-    assert places(reuse.absent) == [*range(AFTER_ONE - 3, AFTER_ONE), *range(AFTER_TWO - 3, AFTER_TWO)]
+    edited = [part for part in made.scenario.prompt.parts if part.start < AFTER_ONE <= part.end]
+    edited += [part for part in made.scenario.prompt.parts if part.start < AFTER_TWO <= part.end]
+    whole = {place for part in edited for place in range(part.start, part.end)}
+    assert chosen(made, "full-reuse", 0.0) == sorted(whole & {*places(made.copied)})
 
 
 def test_random_is_drawn_once_for_a_plan_and_a_budget() -> None:

@@ -13,7 +13,7 @@ TWO = Stage(name="two", half=1, plans={"rag": 2}, rules=("full",))
 
 
 def measure(shards: Shards, task: Task) -> None:
-    shards.add(task, {"suite": task.suite, "number": task.number, "arms": []})
+    shards.add(task, {"suite": task.suite, "number": task.number, "model": "small", "arms": []})
 
 
 def keys(tasks: list[Task]) -> list[tuple[str, str, int]]:
@@ -45,6 +45,21 @@ def test_a_later_run_has_only_what_is_left(tmp_path: Path) -> None:
     assert ("two", "rag", 0) in keys(tasks[3:])
     lines = (tmp_path / "one" / "rag-0.jsonl").read_text().splitlines()
     assert [json.loads(line)["number"] for line in lines] == [0, 1]
+
+
+@pytest.mark.parametrize("change", [{"rules": ("prefix",)}, {"budgets": (0.3,)}, {"rank": True}, {"half": 1}])
+def test_rows_of_another_measurement_are_not_taken_for_done(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    """More plans are more work; other rules, budgets or measures are another stage."""
+    shards = Shards(tmp_path)
+    for task in list(shards.left([ONE])):
+        measure(shards, task)
+    more = ONE.model_copy(update={"plans": {"rag": 5, "window": 2}})
+    assert keys(list(Shards(tmp_path).left([more]))) == [("one", "rag", 4)]
+    with pytest.raises(ConfigError, match="stage one"):
+        list(Shards(tmp_path).left([ONE.model_copy(update=change)]))
+    assert Shards(tmp_path).models == {"small"}
 
 
 def test_parts_share_all_tasks(tmp_path: Path) -> None:
@@ -80,6 +95,9 @@ def test_a_torn_last_line_is_measured_again(tmp_path: Path) -> None:
         measure(again, task)
     assert not list(Shards(tmp_path).left([ONE]))
     assert sorted(row["number"] for row in rows_of(path)) == [0, 1, 2, 3]
+    assert all(
+        json.loads(line) for line in path.read_text().splitlines()
+    )  # the report's reader forgives less
 
 
 def written(folder: Path, text: str) -> Path:
