@@ -179,9 +179,8 @@ def _once(trial: Trial, budget: float) -> Selection:
     """Placeholders are computed once, in the probe pass; behind the repairs only the last rows again."""
     scores, kv = score(trial)
     rows = _positions(trial, scores, budget)
-    return Selection(
-        rows, probe=_once_cost(trial), kv=kv, kept=trial.base & ~_last(trial) & ~takes_all(trial, budget)
-    )
+    kept = None if takes_all(trial, budget) else trial.base & ~_last(trial)
+    return Selection(rows, probe=_once_cost(trial), kv=kv, kept=kept)
 
 
 RULES = (

@@ -48,9 +48,7 @@ def test_a_later_run_has_only_what_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"rules": ("prefix",)}, {"budgets": (0.3,)}, {"rank": True}, {"half": 1}])
-def test_rows_of_another_measurement_are_not_taken_for_done(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
+def test_rows_of_another_measurement_do_not_count(tmp_path: Path, change: dict[str, object]) -> None:
     """More plans are more work; other rules, budgets or measures are another stage."""
     shards = Shards(tmp_path)
     for task in list(shards.left([ONE])):
@@ -95,9 +93,7 @@ def test_a_torn_last_line_is_measured_again(tmp_path: Path) -> None:
         measure(again, task)
     assert not list(Shards(tmp_path).left([ONE]))
     assert sorted(row["number"] for row in rows_of(path)) == [0, 1, 2, 3]
-    assert all(
-        json.loads(line) for line in path.read_text().splitlines()
-    )  # the report's reader forgives less
+    assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
 def written(folder: Path, text: str) -> Path:
