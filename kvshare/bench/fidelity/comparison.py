@@ -26,7 +26,7 @@ CANNOT, OURS_CANNOT, NOT_RUN, OTHER = "cannot run", "ours cannot run", "not run"
 Bound = Mapping[str, Any]
 """
 suite, rule and `upper`, or `at` for a value that the interval must hold; also budget, by ("b"), measure
-("kl"), and against: the rule to which a ratio is taken.
+("kl"), against: the rule to which a ratio is taken, and labels: only plans that have all of these.
 """
 
 
@@ -39,7 +39,12 @@ def comparisons(plans: Sequence[Plan], ours: str, published: Sequence[str]) -> l
 def check_bounds(plans: Sequence[Plan], bounds: Sequence[Bound]) -> list[Row]:
     """Each bound with what was found and by how much it is missed; `reached` None: not measured."""
     suites = by_suite(plans)
-    return [{**bound, **_checked(suites.get(bound["suite"], []), bound)} for bound in bounds]
+    return [{**bound, **_checked(_labelled(suites, bound), bound)} for bound in bounds]
+
+
+def _labelled(suites: Mapping[str, Sequence[Plan]], bound: Bound) -> Sequence[Plan]:
+    wanted = bound.get("labels", {}).items()
+    return [plan for plan in suites.get(bound["suite"], []) if wanted <= plan.row.get("labels", {}).items()]
 
 
 def _compared(plans: Sequence[Plan], ours: Setting, published: Sequence[str]) -> Row:

@@ -71,6 +71,7 @@ def document(tmp_path_factory):
         {"suite": "judge", "rule": "kvshare", "budget": 0.1, "against": "placeholders", "upper": 0.5},
         {"suite": "rag", "rule": "placeholders", "at": 0.1},
         {"suite": "rag", "rule": "placeholders", "measure": "top1", "at": 0.123},
+        {"suite": "rag", "rule": "full", "upper": 1e-6, "labels": {"hops": 2}},
     ]
     regimes = ("query-guided", "windows")
     return report(folder, titles=TITLES, published=PUBLISHED, bounds=bounds, regimes=regimes)
@@ -216,7 +217,8 @@ def test_bounds_are_on_the_upper_end_of_the_interval(document) -> None:
 
 def test_a_value_is_reached_where_the_interval_holds_it(document) -> None:
     """Every arm has a top-1 of .95; the mean KL of placeholders on `rag` is four times .05, not .1."""
-    kl, top1 = document["bounds"][5:]
+    kl, top1, two_hops = document["bounds"][5:]
+    assert (two_hops["reached"], two_hops["plans"]) == (True, 20)
     assert (kl["reached"], top1["reached"]) == (False, False)
     assert kl["missed_by"] == pytest.approx(kl["found"]["low"] - 0.1)
     assert top1["missed_by"] == pytest.approx(0.95 - 0.123)

@@ -61,6 +61,14 @@ def test_intervals_of_means_cover_the_truth() -> None:
     assert 0.90 <= covered / 200 <= 0.98
 
 
+def test_intervals_over_few_sources_cover_the_truth() -> None:
+    """Ten sources: without the expansion some nine in ten intervals hold the mean of a normal law."""
+    rng = np.random.default_rng(5)
+    found = [mean(rng.normal(size=10), [f"s{number}" for number in range(10)]) for _ in range(400)]
+    held = np.mean([one.low <= 0 <= one.high for one in found])
+    assert 0.93 <= held <= 0.98
+
+
 def test_a_ratio_is_of_means_and_drawn_in_pairs() -> None:
     """Where ours is exactly a third on each plan, the ratio varies with nothing."""
     pairs = made_pairs(np.random.default_rng(3), 40, 1 / 3, noise=0)
