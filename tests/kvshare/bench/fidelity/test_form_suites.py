@@ -8,10 +8,12 @@ from functools import cache
 
 import pytest
 
-from kvshare.bench.fidelity.scenario import Draft, Messages
+from kvshare.bench.fidelity.scenario import Draft, Messages, tokenized
 from kvshare.bench.fidelity.suites import forms, systems
 from kvshare.bench.fidelity.suites.library import Library
 from kvshare.bench.fidelity.suites.own_forms import FORMS
+from kvshare.demo import MODEL_PATH
+from kvshare.engines.embedded.tokenizer import PromptEncoder
 
 SUITES = {
     "template": forms.template,
@@ -28,6 +30,12 @@ NUM_DRAFTS = 60
 FIRST_TOOL = 5  # line of the header
 
 EACH_SUITE = pytest.mark.parametrize("suite", SUITES)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> PromptEncoder:
+    """The bundled model's."""
+    return PromptEncoder.load(MODEL_PATH)
 
 
 @cache
@@ -202,14 +210,26 @@ def test_the_call_is_what_the_user_asked_for():
         assert list(defined["parameters"]) == list(right["arguments"])
         assert draft.expected == draft.candidates[0]
         for call, messages in ((right, draft.prompt), (stale, draft.stored[0])):
-            request = messages[3]["content"]
+            request = messages[1]["content"].partition(" Keep that ")[0]
             assert all(stands_in(str(value), request) for value in call["arguments"].values())
         (old,) = (
             stale["arguments"][name]
             for name, value in right["arguments"].items()
             if stale["arguments"][name] != value
         )
-        assert not stands_in(str(old), draft.prompt[3]["content"])
+        assert not stands_in(str(old), draft.prompt[1]["content"])
+
+
+def test_nearly_half_of_a_tool_call_can_be_copied_behind_the_edit(encoder):
+    """The same tokens, 40 % and more of at most 3,500 characters; the right call stands nowhere."""
+    for draft in drafts("toolcall") + drafts("toolcall", 1):
+        scenario = tokenized(draft, encoder, suite="toolcall", number=0)
+        stored, prompt = (tokens.token_ids[::-1] for tokens in (*scenario.stored, scenario.prompt))
+        pairs = enumerate(zip(stored, prompt, strict=False))
+        behind = next(place for place, (old, new) in pairs if old != new)
+        assert 0.4 * len(prompt) <= behind
+        assert len(text_of(draft.prompt)) <= 3500
+        assert draft.expected not in text_of(draft.prompt)
 
 
 def test_the_best_answer_agrees_with_the_text_and_the_others_do_not():
@@ -227,5 +247,5 @@ def test_the_best_answer_agrees_with_the_text_and_the_others_do_not():
 
 def answers_in(messages: Messages) -> dict[str, list[str]]:
     """The facts of each answer by its letter, without the words that open it."""
-    found = re.findall(r"^Answer (\w): (?:In short,|[^.:]*:) (.*)$", text_of(messages), re.M)
+    found = re.findall(r"^Answer (\w): [^.:]*: (.*)$", text_of(messages), re.M)
     return {letter: re.split(r"(?<=[.]) ", facts) for letter, facts in found}
