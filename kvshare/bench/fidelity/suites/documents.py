@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
-from kvshare.bench.fidelity.suites.library import Library
+from kvshare.bench.fidelity.suites.library import Library, name_of
 from kvshare.bench.fidelity.suites.questions import Asked, MarkedQuestion, is_yes_or_no
 from kvshare.bench.fidelity.suites.talks import shortened
 from kvshare.replay.workloads.documents import (
@@ -55,7 +55,7 @@ def rag(library: Library, number: int, draw: random.Random) -> Draft | None:
     if case is None or len(neighbours) < 2:
         return None
     company = [*_some(case.others, _OWN, draw)]
-    company += [each for other in neighbours for each in _some(_all(other), _NEIGHBOURS, draw)]
+    company += [each for other in neighbours for each in _some(_all(other, library), _NEIGHBOURS, draw)]
     passages = _retrieved(case.asked.supporting, company, draw)
     if len(passages) < _FEWEST:
         return None
@@ -158,30 +158,41 @@ def _case(library: Library, number: int) -> _Case | None:
 
 def _cases(library: Library, hops: int) -> list[_Case]:
     """
-    What can be asked with this many supporting passages.
+    What can be asked with this many supporting passages, none of it the other half's.
 
-    A part of a question is asked among the passages of the whole one, those of its other parts included.
+    A part of a question is asked among the passages of the whole one, those of its other parts included;
+    it is a source of its own.
     """
-    found = []
+    found: dict[str, _Case] = {}
     for source in library.marked:
         question = source.item
         for asked in question.steps if hops == 1 else (question.whole,):
-            others = tuple(each for each in _all(question) if each not in asked.supporting)
-            fits = sum(len(each.text) for each in asked.supporting) <= _MOST_SUPPORTING
-            if len(asked.supporting) == hops and fits:
-                found.append(_Case(source.name, asked, others))
-    return found
+            if len(asked.supporting) == hops and _is_short(asked) and library.may_ask(asked):
+                name = name_of("question", asked.text)
+                others = tuple(each for each in _all(question, library) if each not in asked.supporting)
+                found.setdefault(name, _Case(name, asked, others))
+    return list(found.values())
+
+
+def _is_short(asked: Asked) -> bool:
+    return sum(len(each.text) for each in asked.supporting) <= _MOST_SUPPORTING
 
 
 def _neighbours(library: Library, case: _Case, draw: random.Random) -> list[MarkedQuestion]:
-    """Up to three other questions of the half."""
-    others = [other.item for other in library.marked if other.name != case.source]
-    short = [each for each in others if sum(len(p.text) for p in each.whole.supporting) <= _MOST_SUPPORTING]
-    return draw.sample(short, min(3, len(short)))
+    """Up to three other questions of the half; not the one that this one is a part of."""
+    found = [
+        MarkedQuestion(other.whole, (), tuple(filter(library.owns, other.others)))
+        for other in (source.item for source in library.marked)
+        if case.asked not in (other.whole, *other.steps)
+        and _is_short(other.whole)
+        and library.may_ask(other.whole)
+    ]
+    return draw.sample(found, min(3, len(found)))
 
 
-def _all(question: MarkedQuestion) -> tuple[Passage, ...]:
-    return (*question.whole.supporting, *question.others)
+def _all(question: MarkedQuestion, library: Library) -> tuple[Passage, ...]:
+    """The passages that came with it and are this half's."""
+    return tuple(filter(library.owns, (*question.whole.supporting, *question.others)))
 
 
 def _retrieved(needed: Sequence[Passage], company: Sequence[Passage], draw: random.Random) -> list[Passage]:
