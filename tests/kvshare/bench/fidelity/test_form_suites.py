@@ -10,6 +10,7 @@ import pytest
 
 from kvshare.bench.fidelity.scenario import Draft, Messages, tokenized
 from kvshare.bench.fidelity.suites import forms, systems
+from kvshare.bench.fidelity.suites.found_forms import filled, typed_slots
 from kvshare.bench.fidelity.suites.library import Library
 from kvshare.bench.fidelity.suites.own_forms import FORMS
 from kvshare.demo import MODEL_PATH
@@ -109,12 +110,33 @@ def test_candidates_differ_and_so_does_the_other_order(suite):
 @pytest.mark.parametrize("suite", ["template", "negation", "needle"])
 def test_only_the_right_value_stands_in_the_new_prompt(suite):
     """The old one and the others cannot be read off it; the old one stands in the stored prompt."""
-    for draft in drafts(suite) + drafts(suite, 1):
+    asked = [draft for half in (0, 1) for draft in drafts(suite, half) if draft.candidates]
+    assert len(asked) > NUM_DRAFTS
+    for draft in asked:
         right, *wrong = draft.candidates
         assert stands_in(right, text_of(draft.prompt))
         assert [value for value in wrong if stands_in(value, text_of(draft.prompt))] == []
-        assert stands_in(wrong[0], text_of(draft.stored[0]))
+        holds_the_second = stands_in(wrong[0], text_of(draft.stored[0]))
+        assert holds_the_second is (draft.labels.get("asks") != "other")
         assert draft.expected in (None, right)
+
+
+def test_half_of_the_templates_ask_for_something_that_was_not_edited():
+    """A value that both prompts have, or a summary, which nobody ranks."""
+    asks = Counter((draft.labels["asks"], bool(draft.candidates)) for draft in drafts("template"))
+    assert asks["edited", True] == asks["other", True] + asks["other", False]
+    assert asks["edited", False] == 0 < min(asks["other", True], asks["other", False])
+    for draft in drafts("template"):
+        if draft.labels["asks"] == "other" and draft.candidates:
+            assert stands_in(draft.candidates[0], text_of(draft.stored[0]))
+
+
+def test_slots_of_found_prompts_get_values_that_fit():
+    """Only where the name says of what kind; others keep what both prompts have."""
+    text = "${City:Ulm} {{order_date}} ${timestamp:now} {{mood}} [NAME] ${age group} ${patient_age}"
+    assert typed_slots(text) == ["City", "order_date", "patient_age"]
+    values = {"City": "Bern", "order_date": "1 May 2024", "patient_age": "40"}
+    assert filled(text, values, "yes") == "Bern 1 May 2024 now mood [NAME] age group 40"
 
 
 def test_templates_come_from_found_prompts_too():
