@@ -89,11 +89,14 @@ def derived(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
     A changed figure and, `distance` tokens behind it, a sentence that is the same in both prompts and means
     another thing because of it: only both together answer what is asked (after arXiv:2609.17983).
+
+    Three numbers in a row are one text, in which only the figure stands elsewhere; so `draw` is not used.
     """
-    distance = in_turn(DISTANCES, number)
+    distance, number = in_turn(DISTANCES, number), number // len(DISTANCES)
+    draw = random.Random(f"derived:{library.half}:{number}")
     source = source_for(library.own(FORMS), number)
     form, limit = source.item, source.item.figure.limit
-    kind = draw.choice(("same", "limit"))
+    kind = in_turn(("same", "limit"), number)
     old = form.values(draw)
     new = form.refilled(old, [form.figure.slot], draw)
     while kind == "limit" and len({limit.answer(values[form.figure.slot]) for values in (new, old)}) == 1:
@@ -228,14 +231,17 @@ def _page(form: Form, draw: random.Random, *, num_neutral: int) -> _Page:
 
 
 def _page_with_gap(form: Form, follows: str, distance: int, draw: random.Random) -> _Page:
-    """What follows from the figure is `distance` tokens behind it; neutral text that is left is elsewhere."""
-    neutral = draw.sample(NEUTRAL, _NUM_NEUTRAL)
-    gap, elsewhere = neutral[: _NUM_GAPS[distance]], neutral[_NUM_GAPS[distance] :]
-    figure = f"{form.figure.text} {follows}"
-    if gap:
-        head = form.figure.text.partition(".")[0]
-        figure = "\n\n".join([form.figure.text, *gap, WORDS["continued"].format(head=head, text=follows)])
-    return _Page(form.title, shuffled([*form.sections, figure, *elsewhere], draw), WORDS["system"])
+    """
+    What follows from the figure is `distance` tokens behind it, and at the same place for each distance:
+    neutral text that does not lie between them lies before the figure.
+    """
+    sections, neutral = shuffled(form.sections, draw), draw.sample(NEUTRAL, _NUM_NEUTRAL)
+    place, num_before = draw.randint(0, len(sections)), _NUM_NEUTRAL - _NUM_GAPS[distance]
+    head = form.figure.text.partition(".")[0]
+    continued = WORDS["continued"].format(head=head, text=follows)
+    figure = "\n\n".join([form.figure.text, *neutral[num_before:], continued])
+    paragraphs = [*sections[:place], *neutral[:num_before], figure, *sections[place:]]
+    return _Page(form.title, paragraphs, WORDS["system"])
 
 
 def _found_template(source: Source[str], number: int, draw: random.Random) -> Draft | None:

@@ -172,8 +172,8 @@ def test_a_derived_answer_follows_from_the_figure():
 
 
 def test_what_follows_from_the_figure_is_as_far_behind_it_as_the_label_says():
-    """In words, of which 100 are some 120 tokens."""
-    words = {0: range(1), 50: range(35, 50), 250: range(185, 230)}
+    """In words, of which 100 are some 120 tokens; a head such as `Rent (2).` counts."""
+    words = {0: range(2, 8), 50: range(35, 50), 250: range(185, 230)}
     for draft in drafts("derived"):
         figure = OWN[draft.source].figure
         follows = figure.same if draft.labels["kind"] == "same" else figure.limit.text
@@ -181,6 +181,18 @@ def test_what_follows_from_the_figure_is_as_far_behind_it_as_the_label_says():
         before, found, _ = text_of(draft.prompt).partition(value)[2].partition(follows)
         assert found
         assert len(before.split()) in words[draft.labels["distance"]]
+
+
+def test_distance_alone_differs_within_three_derived_drafts():
+    """The same text with the figure elsewhere, the same values, question and place of what follows."""
+    made = [drafts("derived")[start : start + 3] for start in range(0, NUM_DRAFTS, 3)]
+    for three in made:
+        assert [draft.labels["distance"] for draft in three] == [0, 50, 250]
+        assert len({(draft.source, draft.labels["kind"], draft.candidates) for draft in three}) == 1
+        texts = [text_of(draft.prompt) for draft in three]
+        assert len({" ".join(sorted(text.split("\n\n"))) for text in texts}) == 1
+        assert len({text.index(" (2). ") for text in texts}) == 1
+    assert len({str(three[0].labels["kind"]) + three[0].source for three in made}) > 10
 
 
 def test_negation_changes_one_value_of_each_kind():
