@@ -117,13 +117,16 @@ def derived(library: Library, number: int, draw: random.Random) -> Draft | None:
 
 
 def negation(library: Library, number: int, draw: random.Random) -> Draft | None:
-    """One decision, number, name or date of a text is another one."""
+    """One decision of a text is the opposite, or one number, name or date is another one."""
     kind = in_turn(CHANGES, number)
     source = source_for(library.own(FORMS), number)
     form = source.item
     name = draw.choice(form.of_kind(kind))
     old = form.values(draw)
     new = form.refilled(old, [name], draw)
+    if kind == "decision":
+        was, is_now = draw.sample(form.slots[name].options[:2], 2)
+        old, new = {**old, name: was}, {**old, name: is_now}
     page, ask = _page(form, draw, num_neutral=draw.randint(2, 5)), form.slots[name].ask
     return Draft(
         source=source.name,

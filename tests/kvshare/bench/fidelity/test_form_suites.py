@@ -199,6 +199,10 @@ def test_negation_changes_one_value_of_each_kind():
     """One paragraph differs, and all kinds come equally often."""
     assert Counter(draft.labels["kind"] for draft in drafts("negation")) == dict.fromkeys(forms.CHANGES, 15)
     assert {num_changed_paragraphs(draft) for draft in drafts("negation")} == {1}
+    for draft in drafts("negation"):
+        if draft.labels["kind"] == "decision":
+            decisions = [slot.options for slot in OWN[draft.source].slots.values() if slot.options]
+            assert any(set(draft.candidates[:2]) == set(options[:2]) for options in decisions)
 
 
 def test_a_needle_has_seven_digits():

@@ -105,6 +105,24 @@ def test_an_agents_earlier_results_change(library: Library) -> None:
         assert re.sub(r"\d", "", old) == re.sub(r"\d", "", new)
 
 
+@pytest.mark.parametrize("library", HALVES)
+def test_every_third_agent_is_asked_for_the_changed_figure(library: Library) -> None:
+    """As it is now; the second candidate is what it was. Put into the gap, it gives the document's words."""
+    found = drafts(agent, library)
+    assert [draft.labels["asks"] for draft in found] == ["task", "task", "figure"] * (len(NUMBERS) // 3)
+    for draft in found[2::3]:
+        before, after = (
+            "\n".join(each["content"] for each in said) for said in (draft.stored[0], draft.prompt)
+        )
+        gap = after.rpartition('gap?\n"')[2].removesuffix('"')
+        now, stale = (
+            gap.replace("___", answer.removeprefix("Done: ")[:-1]) for answer in draft.candidates[:2]
+        )
+        assert now in " ".join(after.split())
+        assert stale in " ".join(before.split())
+        assert now not in " ".join(before.split())
+
+
 def write_questions(folder: Path, num: int = 40) -> None:
     """Each shares its first step, and that step's passage, with the next one; strangers come ten times."""
     rows = []
