@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from kvshare.bench.fidelity.papers.scores import plain
 from kvshare.errors import ConfigError
 from kvshare.replay.workloads.sources import objects
 
@@ -112,8 +113,8 @@ def musique(folder: Path) -> list[Asked]:
 
 
 def single_hop(folder: Path) -> list[Asked]:
-    """The first step of each MuSiQue question, which no other step must answer before."""
-    found = []
+    """The first step of each MuSiQue question, which no other step must answer before; each asked once."""
+    found: dict[str, Asked] = {}
     for row in _full_context(folder, "musique_200"):
         step = row["question_decomposition"][0]
         subject, is_relation, relation = step["question"].partition(" >> ")
@@ -123,8 +124,19 @@ def single_hop(folder: Path) -> list[Asked]:
         passages = [
             (item["idx"] == step["paragraph_support_idx"], _passage(item)) for item in row["paragraphs"]
         ]
-        found.append(_asked(asked, passages, [step["answer"]]))
-    return found
+        single = _asked(asked, passages, [step["answer"]])
+        found.setdefault(single.text, single)
+    return list(found.values())
+
+
+def wrong_answer(asked: Asked, others: Sequence[Asked]) -> str | None:
+    """No for yes, yes for no; else one of the others' that is not accepted here. None: there is none."""
+    right = {plain(answer) for answer in asked.answers}
+    for answer, opposite in (("yes", "no"), ("no", "yes")):
+        if answer in right:
+            return opposite
+    answers = (other.answers[0] for other in others)
+    return next((each for each in answers if plain(each) not in {*right, "yes", "no"}), None)
 
 
 def _full_context(folder: Path, name: str) -> Iterable[Mapping[str, Any]]:

@@ -233,8 +233,9 @@ class _Reuse:
         chunks = self.bench.writer.passages(self.asked, _MOST_REUSED, draw)
         writer, name = self.bench.writer, self.sheets["long"].data
         earlier = prompts.earlier(chunks, self.others, draw)
-        is_true = draw.random() < 0.5
-        said = self.asked.answers[0] if is_true else self.others[0].answers[0]
+        wrong = data.wrong_answer(self.asked, self.others)
+        is_true = wrong is None or draw.random() < 0.5
+        said = self.asked.answers[0] if is_true else wrong
         shelf: Shelf | None = None
         for task, limit in (("long", self.bench.answer_tokens), ("short", _SHORT), ("statement", _ONE_WORD)):
             ending = QUESTIONS[task].format(question=self.asked.text, answer=said)

@@ -11,6 +11,7 @@ import yaml
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
 from kvshare.bench.fidelity.suites.library import Library, Source
+from kvshare.bench.fidelity.suites.own_forms import NEUTRAL
 from kvshare.bench.fidelity.suites.talks import Talk, sentences, shortened
 from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources
@@ -30,6 +31,7 @@ _LEAST_FILLED, _LEAST_SHARED = 0.7, 0.5  # of a window: by its messages, and by 
 _DEPTHS = (1, 2, 4, 8, 16, 40)  # turns
 _PLACES = ("front", "governing", "middle", "tail")
 _FILLING = 250, 420  # characters of a passage in a chain's prompt
+_NUM_NEUTRAL = 2  # paragraphs behind a chain's tail, of some 50 tokens each
 
 
 def thinking(library: Library, number: int, draw: random.Random) -> Draft | None:
@@ -136,8 +138,10 @@ def chain(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
     A prompt in which one place is written anew in every turn, and a fact that no turn touches is asked for.
 
-    The number's depth, in turns, and the place that is edited go round; both are labels. The fact stands
-    behind all edited places but the tail.
+    Places: `front`, two to four lines on top, of a date, a clock and the like; `governing`, the sentence
+    of the system prompt that says how to answer; `middle`, an entry of the log before the fact; `tail`, an
+    entry behind it, with two neutral paragraphs between it and the question. No turn writes what an earlier
+    one wrote. The number's depth, in turns, and the place go round; both are labels.
     """
     least, most = _FILLING
     texts = [source for source in library.passages if len(source.item.text) >= least]
@@ -152,13 +156,14 @@ def chain(library: Library, number: int, draw: random.Random) -> Draft | None:
         "first": shortened(first.item.text, most),
         "second": shortened(second.item.text, most),
         "fact": fact["says"].format(value=values[0]),
+        "neutral": "\n\n".join(draw.sample(NEUTRAL, _NUM_NEUTRAL)),
         "question": fact["asks"],
         **{name: _written(name, draw) for name in _PLACES},
     }
-    prompts, original = [_chained(parts)], parts[place]
+    prompts, written = [_chained(parts)], [parts[place]]
     for _ in range(depth):
-        parts = {**parts, place: _rewritten(place, (original, parts[place]), draw)}
-        prompts.append(_chained(parts))
+        written.append(_rewritten(place, written, draw))
+        prompts.append(_chained({**parts, place: written[-1]}))
     return Draft(
         source=first.name,
         stored=(prompts[0],),

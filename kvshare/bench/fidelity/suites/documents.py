@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
-from kvshare.bench.fidelity.suites.library import Library
+from kvshare.bench.fidelity.suites.library import Library, name_of
 from kvshare.bench.fidelity.suites.questions import Asked, MarkedQuestion, is_yes_or_no
 from kvshare.bench.fidelity.suites.talks import shortened
 from kvshare.replay.workloads.documents import (
@@ -21,12 +24,16 @@ from kvshare.replay.workloads.documents import (
 )
 from kvshare.replay.workloads.sources import Passage
 
+_TEXTS: Mapping[str, str] = yaml.safe_load(
+    Path(__file__).with_name("conversations.yaml").read_text(encoding="utf-8")
+)
 _MOST_SUPPORTING = 1700  # characters of the passages that an answer needs; questions with more are left out
 _MOST_RETRIEVED = 2700  # characters of all passages
 _LONGEST_OTHER = 700  # characters
 _FEWEST = 4  # passages
 _OWN, _NEIGHBOURS = 5, 2  # passages that came with the question, and of each of its neighbours
 _OPENED = 3  # results before the appended one
+_AROUND = 8  # words before and behind a figure that is asked for
 _YEAR, _NUMBER = re.compile(r"\d{4}"), re.compile(r"[\d.,]+( \w+)?")
 
 
@@ -55,7 +62,7 @@ def rag(library: Library, number: int, draw: random.Random) -> Draft | None:
     if case is None or len(neighbours) < 2:
         return None
     company = [*_some(case.others, _OWN, draw)]
-    company += [each for other in neighbours for each in _some(_all(other), _NEIGHBOURS, draw)]
+    company += [each for other in neighbours for each in _some(_all(other, library), _NEIGHBOURS, draw)]
     passages = _retrieved(case.asked.supporting, company, draw)
     if len(passages) < _FEWEST:
         return None
@@ -80,9 +87,10 @@ def agent(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
     A transcript in which a figure of an earlier result has changed, with one more step appended.
 
-    The passages that the answer needs are not changed; one of them is the appended result.
+    The passages that the task's answer needs are not changed; one of them is the appended result.
 
-    Label `refetched`: `one`, only the changed result has a new time, or `all` have.
+    Label `asks`: for the `task`, or, every third draft, in the end for the changed `figure`. Label
+    `refetched`: `one`, only the changed result has a new time, or `all` have.
     """
     cases = [case for case in _cases(library, 2) if len(_changing(case)) >= _OPENED - 1]
     if not cases:
@@ -92,20 +100,39 @@ def agent(library: Library, number: int, draw: random.Random) -> Draft | None:
     changing = draw.sample(_changing(case), _OPENED - 1)
     opened = _permuted([first, *changing], draw)
     refetched = ("one", "all")[number % 2]
+    asks = ("task", "task", "figure")[number % 3]
     results = [tool_result(document, draw) for document in opened]
-    again = list(results)
+    changed, again, ending = _refigured(changing[0], draw), list(results), tool_result(last, draw)
     for place, document in enumerate(opened):
         if document == changing[0]:
-            again[place] = tool_result(_refigured(document, draw), draw)
+            again[place] = tool_result(changed, draw)
         elif refetched == "all":
             again[place] = tool_result(document, draw)
+    if asks == "figure":
+        ask, answers = _about_the_figure(changed, changing[0], draw)
+        ending = f"{ending}\n\n{ask}"
+    else:
+        answers = _answers(case.asked.answer, library, draw)
     return Draft(
         source=case.source,
         stored=(_transcript(case, opened, results),),
-        prompt=_transcript(case, [*opened, last], [*again, tool_result(last, draw)]),
-        labels={"refetched": refetched},
-        candidates=tuple(f"Done: {answer}." for answer in _answers(case.asked.answer, library, draw)),
+        prompt=_transcript(case, [*opened, last], [*again, ending]),
+        labels={"refetched": refetched, "asks": asks},
+        candidates=tuple(f"Done: {answer}." for answer in answers),
     )
+
+
+def _about_the_figure(new: Passage, old: Passage, draw: random.Random) -> tuple[str, tuple[str, ...]]:
+    """A question with the words around the changed figure, and its answers: now, before, never."""
+    words = new.text.split()
+    pairs = enumerate(zip(words, old.text.split(), strict=True))
+    place, *both = next((place, now, before) for place, (now, before) in pairs if now != before)
+    figures = zip(*(re.findall(r"\d+", word) for word in both), strict=True)
+    now, before = next(pair for pair in figures if pair[0] != pair[1])
+    words[place] = words[place].replace(now, "___", 1)
+    around = " ".join(words[max(0, place - _AROUND) : place + _AROUND + 1])
+    never = [str(int(now) + more) for more in draw.sample(range(10, 40), 2)]
+    return _TEXTS["agent_figure"].format(title=new.title, words=around), (now, before, *never)
 
 
 def _changing(case: _Case) -> list[Passage]:
@@ -158,30 +185,41 @@ def _case(library: Library, number: int) -> _Case | None:
 
 def _cases(library: Library, hops: int) -> list[_Case]:
     """
-    What can be asked with this many supporting passages.
+    What can be asked with this many supporting passages, none of it the other half's.
 
-    A part of a question is asked among the passages of the whole one, those of its other parts included.
+    A part of a question is asked among the passages of the whole one, those of its other parts included;
+    it is a source of its own.
     """
-    found = []
+    found: dict[str, _Case] = {}
     for source in library.marked:
         question = source.item
         for asked in question.steps if hops == 1 else (question.whole,):
-            others = tuple(each for each in _all(question) if each not in asked.supporting)
-            fits = sum(len(each.text) for each in asked.supporting) <= _MOST_SUPPORTING
-            if len(asked.supporting) == hops and fits:
-                found.append(_Case(source.name, asked, others))
-    return found
+            if len(asked.supporting) == hops and _is_short(asked) and library.may_ask(asked):
+                name = name_of("question", asked.text)
+                others = tuple(each for each in _all(question, library) if each not in asked.supporting)
+                found.setdefault(name, _Case(name, asked, others))
+    return list(found.values())
+
+
+def _is_short(asked: Asked) -> bool:
+    return sum(len(each.text) for each in asked.supporting) <= _MOST_SUPPORTING
 
 
 def _neighbours(library: Library, case: _Case, draw: random.Random) -> list[MarkedQuestion]:
-    """Up to three other questions of the half."""
-    others = [other.item for other in library.marked if other.name != case.source]
-    short = [each for each in others if sum(len(p.text) for p in each.whole.supporting) <= _MOST_SUPPORTING]
-    return draw.sample(short, min(3, len(short)))
+    """Up to three other questions of the half; not the one that this one is a part of."""
+    found = [
+        MarkedQuestion(other.whole, (), tuple(filter(library.owns, other.others)))
+        for other in (source.item for source in library.marked)
+        if case.asked not in (other.whole, *other.steps)
+        and _is_short(other.whole)
+        and library.may_ask(other.whole)
+    ]
+    return draw.sample(found, min(3, len(found)))
 
 
-def _all(question: MarkedQuestion) -> tuple[Passage, ...]:
-    return (*question.whole.supporting, *question.others)
+def _all(question: MarkedQuestion, library: Library) -> tuple[Passage, ...]:
+    """The passages that came with it and are this half's."""
+    return tuple(filter(library.owns, (*question.whole.supporting, *question.others)))
 
 
 def _retrieved(needed: Sequence[Passage], company: Sequence[Passage], draw: random.Random) -> list[Passage]:

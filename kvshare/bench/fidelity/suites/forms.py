@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
+from kvshare.bench.fidelity.suites.found_forms import (
+    filled,
+    found_answers,
+    found_forms,
+    slot_value,
+    typed_slots,
+)
 from kvshare.bench.fidelity.suites.library import Library, Source
 from kvshare.bench.fidelity.suites.own_forms import (
     FORMS,
@@ -20,39 +27,51 @@ from kvshare.bench.fidelity.suites.own_forms import (
     Form,
     Values,
     asked,
-    fresh,
     in_turn,
     shuffled,
     source_for,
 )
-from kvshare.replay.workloads import forms, sources
+from kvshare.replay.workloads import sources
 
 DISTANCES = (0, 50, 250)  # tokens, about
 CHANGES = ("decision", "number", "name", "date")
 TASKS = ("needle", "record")
+ASKS = ("edited", "other")
 
 _NUM_GAPS = {0: 0, 50: 1, 250: 5}  # neutral paragraphs, of some 48 tokens each
 _NUM_NEUTRAL = 6  # in all: a prompt is equally long at each distance
 _MAX_CHANGED = 5
+_SUMMARY = 0.5  # of the drafts that ask for something else
 _SECOND_STORED = 0.3  # of the drafts have two stored prompts
-_FIXED = (1400, 4500)  # bytes of a text with slots: some 300 to 1,200 tokens
 _PASSAGE = (1100, 4000)  # characters
 _RECORD_SLOTS = 4
 _SENTENCE = re.compile(r"(?<=[.!?]) ")
 
 
 def template(library: Library, number: int, draw: random.Random) -> Draft | None:
-    """The same form with other values in one to five slots; every second one is a found prompt."""
-    found = _found_forms(library) if number % 2 else []
+    """
+    The same form with other values in one to five slots; every second one is a found prompt.
+
+    What is asked is one of these values, computed anew anyway, or (label `asks`) something `other`: a
+    value that stayed, or a summary, which has no candidates.
+    """
+    found = found_forms(library) if number % 2 else []
     if found:
-        return _found_template(source_for(found, number // 2), draw)
+        return _found_template(source_for(found, number // 2), number // 2, draw)
     source = source_for(library.own(FORMS), number // 2)
     form = source.item
     old = form.values(draw)
     changed = draw.sample(sorted(form.slots), draw.randint(1, _MAX_CHANGED))
     new = form.refilled(old, changed, draw)
     page = _page(form, draw, num_neutral=draw.randint(2, 5))
-    ask = form.slots[changed[0]].ask
+    asks = in_turn(ASKS, number // 2)
+    name, before = changed[0], old
+    if asks == "other":
+        name = draw.choice(sorted(set(form.slots) - set(changed)))
+        before = form.refilled(new, [name], draw)
+    ask, candidates = form.slots[name].ask, form.answers(name, new, before, draw)
+    if asks == "other" and draw.random() < _SUMMARY:
+        page, ask, candidates = replace(page, system=WORDS["summary_system"]), WORDS["summary"], ()
     stored = [page.messages(old, ask)]
     if draw.random() < _SECOND_STORED:
         stored.append(page.messages(form.values(draw, taken=[*new.values(), *old.values()]), ask))
@@ -60,8 +79,8 @@ def template(library: Library, number: int, draw: random.Random) -> Draft | None
         source=source.name,
         stored=tuple(stored),
         prompt=page.messages(new, ask),
-        labels={"num_slots": len(changed)},
-        candidates=form.answers(changed[0], new, old, draw),
+        labels={"num_slots": len(changed), "asks": asks},
+        candidates=candidates,
         reordered=page.reordered(new, ask, draw),
     )
 
@@ -70,11 +89,14 @@ def derived(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
     A changed figure and, `distance` tokens behind it, a sentence that is the same in both prompts and means
     another thing because of it: only both together answer what is asked (after arXiv:2609.17983).
+
+    Three numbers in a row are one text, in which only the figure stands elsewhere; so `draw` is not used.
     """
-    distance = in_turn(DISTANCES, number)
+    distance, number = in_turn(DISTANCES, number), number // len(DISTANCES)
+    draw = random.Random(f"derived:{library.half}:{number}")
     source = source_for(library.own(FORMS), number)
     form, limit = source.item, source.item.figure.limit
-    kind = draw.choice(("same", "limit"))
+    kind = in_turn(("same", "limit"), number)
     old = form.values(draw)
     new = form.refilled(old, [form.figure.slot], draw)
     while kind == "limit" and len({limit.answer(values[form.figure.slot]) for values in (new, old)}) == 1:
@@ -95,13 +117,16 @@ def derived(library: Library, number: int, draw: random.Random) -> Draft | None:
 
 
 def negation(library: Library, number: int, draw: random.Random) -> Draft | None:
-    """One decision, number, name or date of a text is another one."""
+    """One decision of a text is the opposite, or one number, name or date is another one."""
     kind = in_turn(CHANGES, number)
     source = source_for(library.own(FORMS), number)
     form = source.item
     name = draw.choice(form.of_kind(kind))
     old = form.values(draw)
     new = form.refilled(old, [name], draw)
+    if kind == "decision":
+        was, is_now = draw.sample(form.slots[name].options[:2], 2)
+        old, new = {**old, name: was}, {**old, name: is_now}
     page, ask = _page(form, draw, num_neutral=draw.randint(2, 5)), form.slots[name].ask
     return Draft(
         source=source.name,
@@ -150,8 +175,8 @@ def _haystack(library: Library, number: int, draw: random.Random) -> tuple[str, 
         return passage.name, [_bare(f"{title}. {text}"), *draw.sample(NEUTRAL, 2)]
     source = source_for(library.own(FORMS), number // 2)
     values = source.item.values(draw)
-    filled = [paragraph.format_map(values) for paragraph in source.item.paragraphs]
-    return source.name, shuffled([*filled, *draw.sample(NEUTRAL, 3)], draw)
+    told = [paragraph.format_map(values) for paragraph in source.item.paragraphs]
+    return source.name, shuffled([*told, *draw.sample(NEUTRAL, 3)], draw)
 
 
 def _bare(text: str) -> str:
@@ -194,8 +219,8 @@ class _Page:
 
     def messages(self, values: Values, ask: str) -> Messages:
         """With these values and this question behind it."""
-        filled = [paragraph.format_map(values) for paragraph in self.paragraphs]
-        return asked([self.title, *filled] if self.title else filled, ask, system=self.system)
+        told = [paragraph.format_map(values) for paragraph in self.paragraphs]
+        return asked([self.title, *told] if self.title else told, ask, system=self.system)
 
     def reordered(self, values: Values, ask: str, draw: random.Random) -> Messages:
         """The same in another order."""
@@ -209,61 +234,46 @@ def _page(form: Form, draw: random.Random, *, num_neutral: int) -> _Page:
 
 
 def _page_with_gap(form: Form, follows: str, distance: int, draw: random.Random) -> _Page:
-    """What follows from the figure is `distance` tokens behind it; neutral text that is left is elsewhere."""
-    neutral = draw.sample(NEUTRAL, _NUM_NEUTRAL)
-    gap, elsewhere = neutral[: _NUM_GAPS[distance]], neutral[_NUM_GAPS[distance] :]
-    figure = f"{form.figure.text} {follows}"
-    if gap:
-        head = form.figure.text.partition(".")[0]
-        figure = "\n\n".join([form.figure.text, *gap, WORDS["continued"].format(head=head, text=follows)])
-    return _Page(form.title, shuffled([*form.sections, figure, *elsewhere], draw), WORDS["system"])
+    """
+    What follows from the figure is `distance` tokens behind it, and at the same place for each distance:
+    neutral text that does not lie between them lies before the figure.
+    """
+    sections, neutral = shuffled(form.sections, draw), draw.sample(NEUTRAL, _NUM_NEUTRAL)
+    place, num_before = draw.randint(0, len(sections)), _NUM_NEUTRAL - _NUM_GAPS[distance]
+    head = form.figure.text.partition(".")[0]
+    continued = WORDS["continued"].format(head=head, text=follows)
+    figure = "\n\n".join([form.figure.text, *neutral[num_before:], continued])
+    paragraphs = [*sections[:place], *neutral[:num_before], figure, *sections[place:]]
+    return _Page(form.title, paragraphs, WORDS["system"])
 
 
-def _found_forms(library: Library) -> list[Source[str]]:
-    """Texts with slots that are neither short nor long."""
-    shortest, longest = _FIXED
-    return [
-        source
-        for source in library.texts
-        if len(source.item.encode()) <= longest
-        and forms.is_form(source.item)
-        and shortest <= forms.num_fixed(source.item)
-    ]
-
-
-def _found_template(source: Source[str], draw: random.Random) -> Draft | None:
-    """None: no slot has a name to ask for, or every old value still stands somewhere in the new text."""
-    names = sorted({name for match in forms.SLOT.finditer(source.item) if (name := forms.slot_name(match))})
-    if not names:
-        return None
-    old = {name: _slot_value(name, draw, []) for name in names}
+def _found_template(source: Source[str], number: int, draw: random.Random) -> Draft | None:
+    """None: every old value still stands somewhere in the new text."""
+    names = typed_slots(source.item)
+    old: dict[str, str] = {}
+    for name in names:
+        old[name] = slot_value(name, draw, old.values())
     changed = draw.sample(names, draw.randint(1, min(_MAX_CHANGED, len(names))))
-    new = {**old, **{name: _slot_value(name, draw, old.values()) for name in changed}}
+    new = dict(old)
+    for name in changed:
+        new[name] = slot_value(name, draw, [*old.values(), *new.values()])
     choice = draw.choice(sources.WORDS["choices"])
-    text, before = (_filled(source.item, values, choice) for values in (new, old))
-    name = next((name for name in changed if old[name] not in text), None)
-    if name is None:
+    text, before = (filled(source.item, values, choice) for values in (new, old))
+    gone = [name for name in changed if old[name] not in text]
+    if not gone:
         return None
-    others = [new[name], old[name]]
-    for _ in range(2):
-        others.append(_slot_value(name, draw, [*old.values(), *new.values(), *others]))
-    ask = WORDS["library_question"].format(slot=_label(name).strip().lower())
+    asks, ask = in_turn(ASKS, number), WORDS["summary"]
+    candidates: tuple[str, ...] = ()
+    if asks == "edited":
+        ask = WORDS["library_question"].format(slot=_label(gone[0]).strip().lower())
+        candidates = found_answers(gone[0], new, old, draw)
     return Draft(
         source=source.name,
         stored=(_one_message(before, ask),),
         prompt=_one_message(text, ask),
-        labels={"num_slots": len(changed)},
-        candidates=tuple(others),
+        labels={"num_slots": len(changed), "asks": asks},
+        candidates=candidates,
     )
-
-
-def _slot_value(name: str, draw: random.Random, taken: Iterable[str]) -> str:
-    return fresh(lambda: sources.value_for(name, draw), taken)
-
-
-def _filled(form: str, values: Values, choice: str) -> str:
-    """A slot without a name is a choice, and gets always the same."""
-    return forms.SLOT.sub(lambda match: values.get(forms.slot_name(match) or "", choice), form)
 
 
 def _one_message(text: str, ask: str) -> Messages:

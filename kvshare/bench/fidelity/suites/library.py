@@ -2,22 +2,23 @@
 The source documents that scenarios are made of, one half of them: from a folder of published data sets, or
 the project's own samples.
 
-Sources are known by their content, so that a document is in the same half in every suite and data set.
+Sources are known by their content, so that a document is in the same half in every suite and data set. A
+passage is with the questions that it supports: if these are in both halves, with those of half 0.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvshare.bench.fidelity.scenario import SEED, half_of
 from kvshare.bench.fidelity.suites import samples
-from kvshare.bench.fidelity.suites.questions import MarkedQuestion, marked_questions
+from kvshare.bench.fidelity.suites.questions import Asked, MarkedQuestion, marked_questions
 from kvshare.bench.fidelity.suites.talks import Talk, talk_of
 from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources
@@ -33,6 +34,12 @@ class Source(Generic[T]):
 
     name: str
     item: T
+
+
+@lru_cache(maxsize=50_000)
+def name_of(kind: str, text: str) -> str:
+    """What halves know a document of this text by; case and white space do not count."""
+    return f"{kind}:{hashlib.sha256(' '.join(text.lower().split()).encode()).hexdigest()[:12]}"
 
 
 class Library:
@@ -82,6 +89,41 @@ class Library:
         """The same conversations, each message cut to its first sentences."""
         return [Source(chat.name, talk_of(chat.item)) for chat in self.chats]
 
+    def owns(self, passage: Passage) -> bool:
+        """
+        Whether this half may have that passage of a question in a prompt; never both may.
+
+        The project's twelve samples, which all hang together, are not divided.
+        """
+        if self._folder is None:
+            return True
+        name = name_of("passage", passage.text)
+        return self._halves_of_supporting.get(name, half_of(name)) == self.half
+
+    def may_ask(self, asked: Asked) -> bool:
+        """Whether neither the question nor what supports it is another half's."""
+        return name_of("question", asked.text) not in self._taken and all(map(self.owns, asked.supporting))
+
+    @cached_property
+    def _halves_of_supporting(self) -> Mapping[str, int]:
+        """By the passage's name; what supports questions of both halves is half 0's."""
+        found: dict[str, int] = {}
+        for half in (0, 1):
+            for asked in self._questions_of(half):
+                for passage in asked.supporting:
+                    found.setdefault(name_of("passage", passage.text), half)
+        return found
+
+    @cached_property
+    def _taken(self) -> frozenset[str]:
+        """Names of the questions that only half 0 may ask."""
+        return frozenset(name_of("question", each.text) for each in self._questions_of(0) if self.half)
+
+    def _questions_of(self, half: int) -> list[Asked]:
+        """Whole questions and their steps."""
+        marked = self.marked if half == self.half else Library(self._folder, half).marked
+        return [asked for source in marked for asked in (source.item.whole, *source.item.steps)]
+
     def own(self, items: Sequence[Source[T]]) -> list[Source[T]]:
         """Those of these documents that are in this half, in an order drawn once."""
         chosen = [item for item in items if half_of(item.name) == self.half]
@@ -98,6 +140,5 @@ class Library:
         """Those of this half; a document that comes twice is one."""
         found: dict[str, T] = {}
         for item in items:
-            digest = hashlib.sha256(" ".join(identity(item).lower().split()).encode()).hexdigest()
-            found.setdefault(f"{kind}:{digest[:12]}", item)
+            found.setdefault(name_of(kind, identity(item)), item)
         return self.own([Source(name, item) for name, item in found.items()])

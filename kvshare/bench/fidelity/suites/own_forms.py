@@ -34,7 +34,7 @@ class Slot:
     kind: str  # name, place, date, number or decision
     ask: str
     numbers: range = range(0)  # of a number
-    options: tuple[str, ...] = ()  # of a decision
+    options: tuple[str, ...] = ()  # of a decision; of a form's, the first two are opposites
 
     @classmethod
     def from_yaml(cls, row: Mapping[str, Any]) -> Slot:

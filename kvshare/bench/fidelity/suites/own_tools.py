@@ -56,11 +56,11 @@ class Tool:
         }
         return json.dumps({"name": self.name, "arguments": arguments})
 
-    def values(self, draw: random.Random) -> dict[str, str]:
+    def values(self, draw: random.Random, taken: Sequence[str] = ()) -> dict[str, str]:
         """A value for each argument."""
         found: dict[str, str] = {}
         for name in self.arguments:
-            found = self.changed(found, name, draw)
+            found = self.changed(found, name, draw, taken)
         return found
 
     def changed(

@@ -36,6 +36,7 @@ NUM_ANSWERS = (3, 4, 5)  # to judge
 _SYSTEM_PROMPT = (1500, 4000)  # bytes: some 350 to 1,000 tokens
 _NUM_NEUTRAL = 4
 _NUM_OTHER_TOOLS = 3
+_NUM_NOTES = 3  # of some 50 tokens each, behind the calls of the other tools
 _NUM_FACTS = 3
 _SENTENCE = re.compile(r"(?<=[.!?]) ")
 
@@ -135,17 +136,23 @@ def _with_header(values: Mapping[str, Any], body: str, ask: str) -> Messages:
 
 
 def toolcall(library: Library, number: int, draw: random.Random) -> Draft | None:
-    """A call whose arguments the user named a turn ago, one of them another than in the stored prompt."""
+    """
+    A call whose arguments the user named some turns ago, one of them another than in the stored prompt.
+
+    What came in between, three other calls and some notes, is the same in both and half of the prompt.
+    """
     own = library.own(TOOLS)
     source = source_for(own, number)
     tool = source.item
     others = draw.sample([other.item for other in own if other is not source], _NUM_OTHER_TOOLS)
-    before, done = others[0], others[0].values(draw)
+    done = [(other, other.values(draw)) for other in others]
     tools = shuffled([tool, *others], draw)
     edited, wrong = draw.sample(sorted(tool.arguments), 2)
-    old = tool.values(draw)
-    new = tool.changed(old, edited, draw, taken=list(done.values()))
-    transcript = [_transcript(before, done, tool, values) for values in (old, new)]
+    taken = [value for _, values in done for value in values.values()]
+    old = tool.values(draw, taken)
+    new = tool.changed(old, edited, draw, taken=taken)
+    notes = draw.sample(NEUTRAL, _NUM_NOTES)
+    transcript = [_transcript(done, notes, tool.request.format_map(values)) for values in (old, new)]
     return Draft(
         source=source.name,
         stored=(_with_tools(tools, transcript[0]),),
@@ -155,17 +162,20 @@ def toolcall(library: Library, number: int, draw: random.Random) -> Draft | None
             tool.call(new),
             tool.call(old),
             tool.call(tool.changed(new, wrong, draw)),
-            before.call(done),
+            others[0].call(done[0][1]),
         ),
         expected=tool.call(new),
         reordered=_with_tools(shuffled(tools, draw), transcript[1]),
     )
 
 
-def _transcript(before: Tool, done: Values, tool: Tool, values: Values) -> Messages:
-    """A call that was made, what the user wants next, and the word to go."""
-    following = WORDS["toolcall_next"].format(result=before.result, request=tool.request.format_map(values))
-    said = [before.request.format_map(done), before.call(done), following]
+def _transcript(done: Sequence[tuple[Tool, Values]], notes: Sequence[str], request: str) -> Messages:
+    """What the user wants in the end, other calls that are made before it, notes, and the word to go."""
+    requests = [tool.request.format_map(values) for tool, values in done]
+    said = [WORDS["toolcall_later"].format(request=request, first=requests[0])]
+    following = [*requests[1:], WORDS["toolcall_notes"].format(notes="\n\n".join(notes))]
+    for (tool, values), then in zip(done, following, strict=True):
+        said += [tool.call(values), WORDS["toolcall_next"].format(result=tool.result, request=then)]
     said += [WORDS["toolcall_confirm"], WORDS["toolcall_go"]]
     roles = ("user", "assistant")
     return tuple({"role": in_turn(roles, place), "content": text} for place, text in enumerate(said))

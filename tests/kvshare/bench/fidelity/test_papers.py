@@ -128,6 +128,31 @@ def test_supporting_passages_stand_first_and_the_answer_marks_them(folder: Path)
     assert data.two_wiki(folder) == []
 
 
+def test_a_step_of_several_questions_is_asked_once(tmp_path: Path) -> None:
+    """MuSiQue builds several questions on one first step."""
+    step = {"question": "Ulm >> river", "answer": "the Danube", "paragraph_support_idx": 0}
+    row = {
+        "paragraphs": [{"idx": 0, "title": "Ulm", "paragraph_text": "On the Danube.", "is_supporting": True}],
+        "question_decomposition": [step],
+    }
+    other = {**row, "question_decomposition": [{**step, "question": "Ulm >> country"}]}
+    write(tmp_path / "rag_full_context/musique_200.jsonl.gz", [row, other, row])
+    assert len({asked.text for asked in data.single_hop(tmp_path)}) == len(data.single_hop(tmp_path)) == 2
+
+
+def test_a_false_statement_is_false() -> None:
+    """Not another accepted answer, however it is written; yes faces no."""
+
+    def asked(*answers: str) -> Asked:
+        return Asked("?", (), 0, answers)
+
+    others = [asked("the ulm."), asked("no"), asked("Bern")]
+    assert data.wrong_answer(asked("The town", "Ulm"), others) == "Bern"
+    assert data.wrong_answer(asked("Bern"), others) == "the ulm."
+    assert data.wrong_answer(asked("Bern", "Ulm"), others) is None
+    assert (data.wrong_answer(asked("Yes"), others), data.wrong_answer(asked("no"), [])) == ("no", "yes")
+
+
 def test_long_chunks_are_cut_into_even_pieces(folder: Path) -> None:
     """None is longer than asked for, and no word is lost."""
     asked = data.cacheblend(folder, "wikimqa_s_clean", piece_words=10)[0]

@@ -77,6 +77,17 @@ def test_every_turn_of_a_chain_edits_the_same_place(library: Library) -> None:
         ]
         assert all(len(places) == 1 for places in edited)
         assert len({places[0] for places in edited}) == 1
+        assert len({str(turn) for turn in turns}) == len(turns)
+
+
+@pytest.mark.parametrize("library", HALVES)
+def test_much_of_a_chain_can_be_copied_behind_its_edits(library: Library) -> None:
+    """Characters behind the edited paragraph: a fifth of the prompt for the tail, more for the others."""
+    for draft in drafts(chain, library, num=24):
+        before, after = (paragraphs(messages) for messages in (draft.stored[0], draft.prompt))
+        (place,) = (n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
+        behind = sum(map(len, after[place + 1 :]))
+        assert behind >= (0.2 if draft.labels["place"] == "tail" else 0.4) * sum(map(len, after))
 
 
 def test_chains_go_through_all_depths_and_places() -> None:

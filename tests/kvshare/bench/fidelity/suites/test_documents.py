@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -12,7 +13,7 @@ import pytest
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
 from kvshare.bench.fidelity.suites.documents import agent, rag, reorder
-from kvshare.bench.fidelity.suites.library import Library
+from kvshare.bench.fidelity.suites.library import Library, name_of
 from kvshare.bench.fidelity.suites.questions import Asked, marked_questions
 from kvshare.replay.workloads.sources import Passage
 
@@ -32,9 +33,13 @@ def passages(messages: Messages) -> list[str]:
 
 def asked(draft: Draft, library: Library) -> Asked:
     """The question of the draft's source that the prompt ends with."""
-    question = next(source.item for source in library.marked if source.name == draft.source)
     text = draft.prompt[1]["content"].rpartition("Question: ")[2]
-    return next(each for each in (question.whole, *question.steps) if each.text == text)
+    questions = (source.item for source in library.marked)
+    found = next(
+        each for question in questions for each in (question.whole, *question.steps) if each.text == text
+    )
+    assert draft.source == name_of("question", text)
+    return found
 
 
 @pytest.mark.parametrize("library", HALVES)
@@ -98,6 +103,82 @@ def test_an_agents_earlier_results_change(library: Library) -> None:
         bodies = [(old.split("\n\n", 1)[1], new.split("\n\n", 1)[1]) for old, new in changed]
         ((old, new),) = [(old, new) for old, new in bodies if old != new]
         assert re.sub(r"\d", "", old) == re.sub(r"\d", "", new)
+
+
+@pytest.mark.parametrize("library", HALVES)
+def test_every_third_agent_is_asked_for_the_changed_figure(library: Library) -> None:
+    """As it is now; the second candidate is what it was. Put into the gap, it gives the document's words."""
+    found = drafts(agent, library)
+    assert [draft.labels["asks"] for draft in found] == ["task", "task", "figure"] * (len(NUMBERS) // 3)
+    for draft in found[2::3]:
+        before, after = (
+            "\n".join(each["content"] for each in said) for said in (draft.stored[0], draft.prompt)
+        )
+        gap = after.rpartition('gap?\n"')[2].removesuffix('"')
+        now, stale = (
+            gap.replace("___", answer.removeprefix("Done: ")[:-1]) for answer in draft.candidates[:2]
+        )
+        assert now in " ".join(after.split())
+        assert stale in " ".join(before.split())
+        assert now not in " ".join(before.split())
+
+
+def write_questions(folder: Path, num: int = 40) -> None:
+    """Each shares its first step, and that step's passage, with the next one; strangers come ten times."""
+    rows = []
+    for number in range(num):
+        subject, passages = number // 2, [number // 2, 100 + number, *range(200 + number, 210 + number)]
+        rows.append(
+            {
+                "question": f"What is the colour of the roof of the builder of house {number}?",
+                "answer": f"colour{number}",
+                "paragraphs": [
+                    {
+                        "idx": place,
+                        "title": f"P{passage}",
+                        "paragraph_text": f"In {1000 + passage} builder{subject} took colour{number} for it."
+                        if place < 2
+                        else f"In {1000 + passage} a stranger came.",
+                        "is_supporting": place < 2,
+                    }
+                    for place, passage in enumerate(passages)
+                ],
+                "question_decomposition": [
+                    {
+                        "question": f"House {subject} >> builder",
+                        "answer": f"builder{subject}",
+                        "paragraph_support_idx": 0,
+                    },
+                    {"question": "#1 >> roof", "answer": f"colour{number}", "paragraph_support_idx": 1},
+                ],
+            }
+        )
+    for row in rows[1::2]:
+        row["paragraphs"][0] = rows[rows.index(row) - 1]["paragraphs"][0]
+    path = folder / "rag_full_context" / "musique_200.jsonl.gz"
+    path.parent.mkdir()
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    for name in ("musique_train_100", "2wikimqa_200"):
+        gzip.open(path.with_name(f"{name}.jsonl.gz"), "wb").close()
+
+
+@pytest.mark.parametrize("suite", [rag, reorder])
+def test_halves_share_no_question_and_no_passage(suite: object, tmp_path: Path) -> None:
+    """Neither what is asked, now or before, nor any passage, though the published questions share them."""
+    write_questions(tmp_path)
+    both = (Library(tmp_path, 0), Library(tmp_path, 1))
+    steps = [{each.text for source in half.marked for each in source.item.steps} for half in both]
+    assert steps[0] & steps[1]
+    texts: list[set[str]] = []
+    for half in both:
+        found = drafts(suite, half)
+        assert len(found) == len(NUMBERS)
+        prompts = [messages for draft in found for messages in (*draft.stored, draft.prompt)]
+        said = "\n".join(message["content"] for messages in prompts for message in messages[1:])
+        texts.append({*re.findall(r"In \d{4}[^.]*\.|Question: .*", said)})
+    assert min(map(len, texts)) >= 30
+    assert texts[0].isdisjoint(texts[1])
 
 
 def test_reads_marks_as_published(tmp_path: Path) -> None:
