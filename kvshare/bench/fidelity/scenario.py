@@ -19,7 +19,7 @@ from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.replay.requests import Message
 
 SEED = 20261122  # of the halves and of every scenario: never changed, or measured halves mix
-INSTRUMENT = 2  # version of suites, rules and measures: rows of different ones are not mixed
+INSTRUMENT = 3  # version of suites, rules and measures: rows of different ones are not mixed
 _SHORTEST_PART = 12  # tokens; shorter ones belong to the next
 _BREAK = re.compile(r"\n\s*\n|<\|im_start\|>")
 
