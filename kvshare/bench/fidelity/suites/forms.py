@@ -236,10 +236,11 @@ def _page(form: Form, draw: random.Random, *, num_neutral: int) -> _Page:
 def _page_with_gap(form: Form, follows: str, distance: int, draw: random.Random) -> _Page:
     """
     What follows from the figure is `distance` tokens behind it, and at the same place for each distance:
-    neutral text that does not lie between them lies before the figure.
+    neutral text that does not lie between them lies before the figure, and half of the form or more behind.
     """
     sections, neutral = shuffled(form.sections, draw), draw.sample(NEUTRAL, _NUM_NEUTRAL)
-    place, num_before = draw.randint(0, len(sections)), _NUM_NEUTRAL - _NUM_GAPS[distance]
+    place = draw.randint(0, len(sections) // 2)
+    num_before = _NUM_NEUTRAL - _NUM_GAPS[distance]
     head = form.figure.text.partition(".")[0]
     continued = WORDS["continued"].format(head=head, text=follows)
     figure = "\n\n".join([form.figure.text, *neutral[num_before:], continued])
