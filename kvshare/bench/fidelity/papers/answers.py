@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -91,9 +91,9 @@ class Server:
         costs = []
         for arm in arms:
             selection, is_approximate = self._selection(trial, arm)
-            outcome, seconds = _timed(trial, selection)
+            outcome, seconds = timed(trial, selection)
             if arm.rule == "cacheblend":
-                seconds = _timed(trial, _with_probe(trial, selection, arm.budget))[1]
+                seconds = timed(trial, _with_probe(trial, selection, arm.budget))[1]
             answering.add(outcome.kv, outcome.log_probabilities[0])
             costs.append((seconds, outcome.b, outcome.charged, is_approximate))
         texts = (self._text(found) for found in answering.answers())
@@ -167,11 +167,11 @@ class Together:
         return [int(token) for token in rows.argmax(dim=-1)]
 
 
-def _timed(trial: Trial, selection: Selection) -> tuple[Outcome, float]:
+def timed(trial: Trial, selection: Selection) -> tuple[Outcome, float]:
     """Laying out and computing a prompt, in seconds."""
-    if selection.copies is None:
-        selection = replace(selection, copies=trial.copies)
     began = time.perf_counter()
+    if selection.copies is None:  # the trial keeps what is laid for all rules; a server lays it out each time
+        trial.lay(trial.copies)
     outcome = trial.run(selection, forced=False)
     return outcome, time.perf_counter() - began
 

@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sacrebleu.metrics.bleu import BLEU
 
 from kvshare.bench import papers
 from kvshare.bench.fidelity.laboratory import Laboratory
 from kvshare.bench.fidelity.measures import free_running
 from kvshare.bench.fidelity.papers import data, prompts, scores
-from kvshare.bench.fidelity.papers.answers import FULL, KVSHARE, Arm, Server, Together
+from kvshare.bench.fidelity.papers.answers import FULL, KVSHARE, Arm, Server, Together, timed
 from kvshare.bench.fidelity.papers.data import Asked
 from kvshare.bench.fidelity.papers.prompts import Wording, Writer
+from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.shelf import prefill
 from kvshare.cli.bench import BENCHMARKS
 from kvshare.errors import ConfigError
@@ -230,6 +232,23 @@ def test_the_servers_arm_makes_the_servers_plan(server: Server) -> None:
     assert found[KVSHARE].computed == pytest.approx(plan.charged_budget)  # type: ignore[union-attr]  # a plan
     assert found[FULL].computed == 1.0
     assert found[Arm("full", "full")] is found[FULL]
+
+
+def test_the_clock_changes_nothing_that_an_arm_computes(server: Server) -> None:
+    """A rule's own start, such as the fresh first layers of CacheBlend's probe, is not laid over."""
+    writer = Writer(server.encoder, 1000)
+    chunks = [passage(number) for number in range(6)]
+    prompt = prompts.with_passages(chunks, "When?")
+    scenario = writer.scenario(prompt, prompts.alone(chunks), suite="x", number=0)
+    trial = server.trial(scenario, server.store(scenario.stored))
+    assert trial is not None
+    selection = RULES["cacheblend"].choose(trial, 0.15)
+    assert selection.kv is not None
+    outcome, seconds = timed(trial, selection)
+    plain = trial.run(selection, forced=False)
+    assert torch.equal(outcome.kv.k[:, : trial.num_tokens], plain.kv.k[:, : trial.num_tokens])
+    assert torch.equal(outcome.log_probabilities, plain.log_probabilities)
+    assert seconds > 0
 
 
 def test_the_command_makes_all_tables(folder: Path, tmp_path: Path) -> None:
