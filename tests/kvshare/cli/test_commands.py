@@ -16,7 +16,19 @@ from kvshare.cli import bench
 from kvshare.settings import load_settings
 from tests.kvshare.cli.conftest import Cli
 
-BENCHES = ["parity", "ttft", "plan", "commit", "index", "replay", "storage", "demo", "proxy"]
+BENCHES = [
+    "parity",
+    "ttft",
+    "plan",
+    "commit",
+    "index",
+    "replay",
+    "storage",
+    "demo",
+    "fidelity",
+    "papers",
+    "proxy",
+]
 VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak"]
 CHOOSING = {"plan": {"workload"}}  # options that say which benchmark runs
 COMMANDS = [
