@@ -56,6 +56,7 @@ def measured(trial: Trial, arms: Arms, *, other: LayeredModel | None = None) -> 
 
 
 def described(trial: Trial) -> dict[str, Any]:
+    """The plan: whose it is, and how many tokens are exact, copied and computed."""
     scenario, size = trial.scenario, trial.num_tokens
     copied = sum(copy.length for copy in trial.foreign)
     moved = sum(copy.length for copy in trial.foreign if copy.shift)
@@ -90,6 +91,7 @@ def _selections(trial: Trial, arms: Arms) -> Iterator[tuple[Rule, float, str, Se
 def measured_arm(
     trial: Trial, arms: Arms, rule: Rule, budget: float, by: str, selection: Selection | None
 ) -> dict[str, Any]:
+    """What one rule came to at one budget; `selection` None: selecting alone costs more than it may."""
     arm: dict[str, Any] = {"rule": rule.name, "budget": budget, "by": by}
     if selection is None:
         return {**arm, "cannot": True}

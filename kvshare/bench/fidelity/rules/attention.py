@@ -9,6 +9,7 @@ from kvshare.bench.fidelity.layered import Mask
 from kvshare.bench.fidelity.rules.base import (
     Rule,
     Scores,
+    blocks,
     chunks,
     heads,
     highest,
@@ -83,10 +84,7 @@ def _query_all_once(trial: Trial, budget: float) -> Selection:
 
 def windows(scores: Scores, allowed: Mask, count: int) -> Mask:
     """Windows of equal size with the highest mean scores, `count` positions together."""
-    edges = np.arange(0, len(scores), _WINDOW)
-    sums = np.add.reduceat(np.where(allowed, scores, 0.0), edges)
-    sizes = np.maximum(1, np.add.reduceat(allowed.astype(float), edges))
-    return highest(np.repeat(sums / sizes, _WINDOW)[: len(scores)], allowed, count)
+    return blocks(scores, allowed, count, _WINDOW)
 
 
 def _query_windows(trial: Trial, budget: float) -> Selection:

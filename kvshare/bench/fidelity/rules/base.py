@@ -66,6 +66,14 @@ def highest(scores: Scores, allowed: Mask, count: int) -> Mask:
     return rows
 
 
+def blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
+    """(T,) `count` allowed positions in blocks of neighbours with the highest means; the last one is cut."""
+    edges = np.arange(0, len(scores), size)
+    sums = np.add.reduceat(np.where(allowed, scores, 0.0), edges)
+    means = sums / np.maximum(1, np.add.reduceat(allowed.astype(float), edges))
+    return highest(np.repeat(means, size)[: len(scores)], allowed, count)
+
+
 def heads(stretches: Sequence[Span], num_tokens: int, count: int, *, from_end: bool = False) -> Mask:
     """(T,) equally many positions at the start (or end) of each stretch, `count` together."""
     rows = np.zeros(num_tokens, np.bool_)

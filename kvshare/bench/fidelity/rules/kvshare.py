@@ -19,6 +19,7 @@ changed a little, and attention decides.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from delta_tree import Span
 from kvshare.bench.fidelity.layered import Mask
-from kvshare.bench.fidelity.rules.base import Rule, Scores, heads, num_wanted, pieces, takes_all
+from kvshare.bench.fidelity.rules.base import Rule, Scores, blocks, heads, num_wanted, pieces, takes_all
 from kvshare.bench.fidelity.trial import Selection, Trial, num_runs
 from kvshare.kv.sequence import SequenceKV
 
@@ -100,7 +101,7 @@ def chosen(scores: Scores, allowed: Mask, computed: Mask, count: int, *, starts:
     left = count - int(starts.sum())
     rows = np.zeros(len(allowed), np.bool_)
     for size in _BLOCKS:
-        rows = starts | _best_blocks(scores, allowed & ~starts, left, size)
+        rows = starts | blocks(scores, allowed & ~starts, left, size)
         if _further_runs(rows, computed) <= _MOST_RUNS:
             break
     return rows
@@ -108,18 +109,6 @@ def chosen(scores: Scores, allowed: Mask, computed: Mask, count: int, *, starts:
 
 def _further_runs(rows: Mask, computed: Mask) -> int:
     return num_runs(rows | computed) - num_runs(computed)
-
-
-def _best_blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
-    """Whole blocks of neighbours by their mean score; the last one is cut."""
-    edges = np.arange(0, len(scores), size)
-    sums = np.add.reduceat(np.where(allowed, scores, 0.0), edges)
-    means = sums / np.maximum(1, np.add.reduceat(allowed.astype(float), edges))
-    places = allowed.nonzero()[0]
-    order = np.argsort(-means[places // size], kind="stable")
-    rows = np.zeros(len(scores), np.bool_)
-    rows[places[order[:count]]] = True
-    return rows
 
 
 def _probe_pass(trial: Trial, rows: Mask) -> tuple[Scores, Scores, SequenceKV]:
@@ -135,6 +124,9 @@ def _probe_pass(trial: Trial, rows: Mask) -> tuple[Scores, Scores, SequenceKV]:
     return seen, change.cpu().numpy(), kv
 
 
+@lru_cache(
+    maxsize=1
+)  # the budgets of both rules on one plan share its probe pass; nobody writes to the result
 def score(trial: Trial) -> tuple[Scores, SequenceKV]:
     """(T,) of the copied positions, and the KV behind the probe pass."""
     stretches = pieces(trial)
