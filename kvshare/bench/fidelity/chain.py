@@ -17,12 +17,13 @@ import numpy as np
 from delta_tree import Copy
 from kvshare.bench.fidelity.arms import Arms, described, measured_arm
 from kvshare.bench.fidelity.layered import LayeredModel
-from kvshare.bench.fidelity.rules.base import Rule, stretches
+from kvshare.bench.fidelity.rules.base import Rule
 from kvshare.bench.fidelity.scenario import Prompt, Scenario
 from kvshare.bench.fidelity.shelf import Prefill, Shelf, covered, prefill
 from kvshare.bench.fidelity.trial import Outcome, Selection, Trial
 from kvshare.settings import Settings
 from kvshare.sharing.plan import Estimate, NoPlan, Plan, without
+from kvshare.sharing.selection import stretches
 
 POLICIES = ("originals", "re-saved")
 

@@ -27,6 +27,7 @@ from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SequenceKV
 from kvshare.settings import Settings
 from kvshare.sharing.plan import clip
+from kvshare.sharing.selection import num_runs
 
 NUM_FORCED = 16  # tokens of the full prefill's own answer that every arm is forced along
 
@@ -280,8 +281,3 @@ def _rows_at(by_layer: Mask | None, repaired: Mask, slots: NDArray[np.int64], nu
         return None
     wanted: Mask = by_layer[:, slots] | ~repaired[slots]
     return np.hstack([wanted, np.ones((len(wanted), num_behind), np.bool_)])
-
-
-def num_runs(rows: Mask) -> int:
-    """Stretches of neighbours."""
-    return int(rows[0]) + int((rows[1:] & ~rows[:-1]).sum())

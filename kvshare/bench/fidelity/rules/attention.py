@@ -6,20 +6,11 @@ import numpy as np
 
 from delta_tree import Copy, Span
 from kvshare.bench.fidelity.layered import Mask
-from kvshare.bench.fidelity.rules.base import (
-    Rule,
-    Scores,
-    blocks,
-    chunks,
-    heads,
-    highest,
-    num_wanted,
-    pieces,
-    takes_all,
-)
+from kvshare.bench.fidelity.rules.base import Rule, chunks, heads, num_wanted, pieces, takes_all
 from kvshare.bench.fidelity.shelf import copies_from, covered
 from kvshare.bench.fidelity.trial import Selection, Trial
 from kvshare.sharing.plan import clip
+from kvshare.sharing.selection import Scores, blocks, highest
 
 _WINDOW = 8  # tokens
 _PARAGRAPH = 12  # tokens: a shorter last part is what the chat template ends with

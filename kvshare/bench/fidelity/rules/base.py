@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from delta_tree import Span
 from kvshare.bench.fidelity.layered import Mask
 from kvshare.bench.fidelity.trial import Selection, Trial
+from kvshare.sharing.selection import stretches
 
-Scores = NDArray[np.floating]
 NO_COST: Callable[[Trial], float] = lambda trial: 0.0  # noqa: E731
 
 
@@ -57,23 +57,6 @@ def takes_all(trial: Trial, budget: float) -> bool:
     return num_wanted(trial, budget) == int(trial.copied.sum())
 
 
-def highest(scores: Scores, allowed: Mask, count: int) -> Mask:
-    """(T,) the `count` allowed positions with the highest scores; of equals the first."""
-    rows = np.zeros(len(allowed), np.bool_)
-    places = allowed.nonzero()[0]
-    order = np.argsort(-scores[places], kind="stable")
-    rows[places[order[:count]]] = True
-    return rows
-
-
-def blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
-    """(T,) `count` allowed positions in blocks of neighbours with the highest means; the last one is cut."""
-    edges = np.arange(0, len(scores), size)
-    sums = np.add.reduceat(np.where(allowed, scores, 0.0), edges)
-    means = sums / np.maximum(1, np.add.reduceat(allowed.astype(float), edges))
-    return highest(np.repeat(means, size)[: len(scores)], allowed, count)
-
-
 def heads(stretches: Sequence[Span], num_tokens: int, count: int, *, from_end: bool = False) -> Mask:
     """(T,) equally many positions at the start (or end) of each stretch, `count` together."""
     rows = np.zeros(num_tokens, np.bool_)
@@ -85,12 +68,6 @@ def heads(stretches: Sequence[Span], num_tokens: int, count: int, *, from_end: b
                 left -= 1
         depth += 1
     return rows
-
-
-def stretches(mask: Mask) -> list[Span]:
-    """The runs of True, ascending."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
-    return [Span(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
 def cut(mask: Mask, starts: Sequence[int]) -> list[Span]:

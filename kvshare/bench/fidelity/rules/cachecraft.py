@@ -16,7 +16,7 @@ import numpy as np
 from delta_tree import Copy, Node, Span
 from kvshare.bench.fidelity.layered import Mask
 from kvshare.bench.fidelity.rules.attention import question, second_pass
-from kvshare.bench.fidelity.rules.base import Rule, Scores, highest, num_wanted, stretches
+from kvshare.bench.fidelity.rules.base import Rule, num_wanted
 from kvshare.bench.fidelity.rules.chunks import (
     LEAST_MISMATCH,
     ChunkStore,
@@ -29,6 +29,7 @@ from kvshare.bench.fidelity.rules.chunks import (
 from kvshare.bench.fidelity.shelf import Prefill, copies_from, covered
 from kvshare.bench.fidelity.trial import Selection, Trial
 from kvshare.sharing.plan import clip
+from kvshare.sharing.selection import Scores, highest, stretches
 
 _CAPACITY = 256  # variants, N x M: more than a scenario has chunks, or the oldest would leave
 _CONFIDENCE = 3  # layers that must agree on the focused chunks (w of algorithm 1; the paper gives no value)

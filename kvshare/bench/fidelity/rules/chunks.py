@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvshare.bench.fidelity.rules.base import Scores
 from kvshare.bench.fidelity.scenario import Prompt
+from kvshare.sharing.selection import Scores
 
 LEAST_MISMATCH = 1e-6  # of 1 - beta': at 100 % every token is computed, whatever stood before it
 

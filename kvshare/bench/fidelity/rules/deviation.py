@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from kvshare.bench.fidelity.layered import Step
-from kvshare.bench.fidelity.rules.base import Rule, Scores, highest, num_wanted, pieces
+from kvshare.bench.fidelity.rules.base import Rule, num_wanted, pieces
 from kvshare.bench.fidelity.trial import Selection, Trial
 from kvshare.kv.sequence import SequenceKV
+from kvshare.sharing.selection import Scores, highest
 
 CHECK_LAYER = 1
 _WIDEST, _NARROWEST = 1.5, 0.5  # of the mean ratio: the gradual filter's first and last layer

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvshare.bench.fidelity.rules.base import (
-    Rule,
-    Scores,
-    chunks,
-    cut,
-    heads,
-    highest,
-    num_wanted,
-    pieces,
-)
+from kvshare.bench.fidelity.rules.base import Rule, chunks, cut, heads, num_wanted, pieces
 from kvshare.bench.fidelity.scenario import SEED
 from kvshare.bench.fidelity.shelf import covered
 from kvshare.bench.fidelity.trial import Selection, Trial
 from kvshare.sharing.planner import small_shift
 from kvshare.sharing.repair import structural_repairs
+from kvshare.sharing.selection import Scores, highest
 
 _BLOCK = 256  # tokens: a copied block of SCR
 

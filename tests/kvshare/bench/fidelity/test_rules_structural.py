@@ -7,9 +7,10 @@ import pytest
 
 from delta_tree import Span
 from kvshare.bench.fidelity.rules import RULES
-from kvshare.bench.fidelity.rules.base import chunks, cut, heads, highest, moved, pieces, stretches
+from kvshare.bench.fidelity.rules.base import chunks, cut, heads, moved, pieces
 from kvshare.bench.fidelity.rules.structural import server_default
 from kvshare.bench.fidelity.trial import Trial
+from kvshare.sharing.selection import highest, stretches
 from tests.kvshare.bench.fidelity.scenes import (
     QUESTION,
     SETTINGS,

@@ -1,0 +1,113 @@
+"""The repair rule: its factors by hand, and what makes it servable."""
+
+import numpy as np
+import pytest
+
+from delta_tree import Span
+from kvshare.sharing.selection import (
+    MAX_FURTHER_RUNS,
+    MAX_LISTENERS,
+    chosen,
+    highest,
+    listeners,
+    num_runs,
+    probes,
+    scores,
+    stretches,
+)
+
+ONE_LAYER = np.ones((1, 200))
+
+
+def _nothing(length: int) -> np.ndarray:
+    return np.zeros(length, np.bool_)
+
+
+def test_probes_are_dense_at_the_start_of_each_piece() -> None:
+    """Three percent of 200 tokens are six: two rounds over three pieces, the third of which is too short."""
+    places = probes([Span(10, 60), Span(80, 150), Span(160, 162)], 200)
+    assert places.tolist() == [10, 12, 15, 80, 82, 160]
+
+
+def test_there_are_at_most_64_probes() -> None:
+    assert len(probes([Span(start, start + 90) for start in range(0, 10_000, 100)], 10_000)) == 64
+
+
+def test_a_prompt_too_short_for_a_probe_has_none() -> None:
+    assert probes([Span(0, 20)], 30).tolist() == []
+
+
+def test_the_last_computed_tokens_listen() -> None:
+    computed = _nothing(100)
+    computed[[3, 50]] = True
+    assert listeners(computed).tolist() == [3, 50]
+    computed[40:] = True
+    assert listeners(computed).tolist() == list(range(100 - MAX_LISTENERS, 100))
+
+
+def test_twice_the_attention_counts_by_its_root() -> None:
+    heard = ONE_LAYER.copy()
+    heard[0, 1] = 4.0
+    found = scores([Span(0, 2)], heard, np.array([0]), np.array([[1.0]]))
+    assert found[1] / found[0] == pytest.approx(2 * (0.3 + 0.7 * np.exp(-1 / 32)), rel=1e-5)
+    assert not found[2:].any()
+
+
+def test_layers_add_up() -> None:
+    """Attention 1 and 4 in two layers, changes 3 and 5: 1 x 3 + 2 x 5."""
+    heard = np.array([[1.0], [4.0]])
+    found = scores([Span(0, 1)], heard, np.array([0]), np.array([[3.0], [5.0]]))
+    assert found.tolist() == pytest.approx([13.0], rel=1e-5)
+
+
+def test_changes_are_interpolated_within_a_piece() -> None:
+    """In the logarithm; a piece without a probe gets the geometric mean of all."""
+    found = scores([Span(0, 5), Span(6, 8)], np.ones((1, 10)), np.array([0, 4]), np.array([[1.0, 0.01]]))
+    falling = 0.3 + 0.7 * np.exp(-np.arange(5) / 32)
+    assert found[:5] == pytest.approx(falling * [1.0, 10**-0.5, 0.1, 10**-1.5, 0.01], rel=1e-3)
+    assert found[6:8] == pytest.approx(falling[:2] * 0.1, rel=1e-3)
+    assert found[[5, 8, 9]].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_token_far_from_the_start_of_its_piece_is_less_mendable() -> None:
+    found = scores([Span(2, 402)], np.ones((1, 410)), np.array([2]), np.array([[1.0]]))
+    assert found[34] / found[2] == pytest.approx(0.3 + 0.7 / np.e)
+    assert found[401] / found[2] == pytest.approx(0.3, abs=1e-4)
+
+
+def test_without_any_probe_attention_and_place_decide() -> None:
+    found = scores([Span(0, 3)], np.array([[1.0, 9.0, 1.0]]), np.empty(0, np.int64), np.empty((1, 0)))
+    assert np.isfinite(found).all()
+    assert found.argmax() == 1
+
+
+def test_the_highest_scores_are_chosen_as_they_are_while_runs_are_few() -> None:
+    places = np.array([3, 90, 40, 41])
+    high = _nothing(200).astype(float)
+    high[places] = [4.0, 3.0, 2.0, 1.0]
+    assert chosen(high, ~_nothing(200), _nothing(200), 3).nonzero()[0].tolist() == [3, 40, 90]
+
+
+def test_scattered_picks_become_blocks_until_there_are_few_runs() -> None:
+    """Every other token is high: 100 single picks would be 100 runs."""
+    rows = chosen(np.tile([1.0, 0.9], 200), ~_nothing(400), _nothing(400), 100)
+    assert rows.sum() == 100
+    assert num_runs(rows) <= MAX_FURTHER_RUNS
+
+
+def test_what_touches_a_computed_token_is_no_further_run() -> None:
+    """Forty computed tokens apart from each other, and the token behind each is the highest."""
+    computed = np.isin(np.arange(400), np.arange(0, 400, 10))
+    behind = np.isin(np.arange(400), np.arange(1, 400, 10))
+    rows = chosen(behind.astype(float), ~computed, computed, 40)
+    assert (rows == behind).all()
+
+
+def test_only_what_is_allowed_is_chosen_and_of_equals_the_first() -> None:
+    allowed = np.isin(np.arange(10), [2, 5, 7])
+    assert highest(np.ones(10), allowed, 2).nonzero()[0].tolist() == [2, 5]
+    assert highest(np.ones(10), allowed, 9).nonzero()[0].tolist() == [2, 5, 7]
+
+
+def test_stretches_are_the_runs_of_true() -> None:
+    assert stretches(np.array([True, True, False, True])) == [Span(0, 2), Span(3, 4)]
