@@ -128,6 +128,7 @@ class SharingSettings(_Section):
 
 
 class RepairSettings(_Section):
+    rule: Literal["windows", "attention"]
     edit_window: int = Field(ge=0)
     relocated_head: int = Field(ge=0)
     tail: int = Field(ge=1)

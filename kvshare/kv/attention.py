@@ -22,15 +22,21 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from delta_tree import Span
+from kvshare.kv.listening import Listener
 from kvshare.kv.sequence import SequenceKV
 
 
 @dataclass(frozen=True, eq=False)  # no slots: the cached masks live in __dict__
 class PartialPass:
-    """One forward pass over `runs` of a sequence. Runs are ascending, disjoint and not empty."""
+    """
+    One forward pass over `runs` of a sequence. Runs are ascending, disjoint and not empty.
+
+    A `listener` writes down what some of the rows attend to.
+    """
 
     kv: SequenceKV
     runs: tuple[Span, ...]
+    listener: Listener | None = None
 
     @property
     def num_queries(self) -> int:
@@ -57,13 +63,21 @@ class PartialPass:
         return self.kv.layer(layer, self.num_visible)
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
     ) -> torch.Tensor:
         """
         Exact causal attention of every run over everything before and inside it.
 
         Shapes:  query (1, H_q, N, D), key and value (1, H, num_visible, D) -> (1, H_q, N, D)
         """
+        if self.listener is not None:
+            self.listener.hear(layer, self.positions, query[0], key[0], scaling=scaling)
         queries = torch.split(query, [len(run) for run in self.runs], dim=2)
         outputs = [
             scaled_dot_product_attention(
@@ -93,7 +107,7 @@ class PartialPass:
 
 
 def take_pass(
-    kv: SequenceKV, placeholders: Sequence[Span], *, max_queries: int
+    kv: SequenceKV, placeholders: Sequence[Span], *, max_queries: int, listener: Listener | None = None
 ) -> tuple[PartialPass, tuple[Span, ...]]:
     """
     The next pass of at most `max_queries` queries, from the left, and the placeholders that remain.
@@ -107,6 +121,6 @@ def take_pass(
             middle = span.start + room
             runs = (*placeholders[:index], Span(span.start, middle))
             rest = (Span(middle, span.end), *placeholders[index + 1 :])
-            return PartialPass(kv, tuple(filter(None, runs))), rest
+            return PartialPass(kv, tuple(filter(None, runs)), listener), rest
         room -= len(span)
-    return PartialPass(kv, tuple(placeholders)), ()
+    return PartialPass(kv, tuple(placeholders), listener), ()

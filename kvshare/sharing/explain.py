@@ -70,6 +70,7 @@ def explanation(
         "copied": report.num_copied,
         "recomputed": report.num_recomputed,
         "repaired": report.num_repaired,
+        "to_choose": _to_choose(plan),
         "charged_budget": plan.charged_budget if isinstance(plan, Plan) else 1.0,
         "spans": _spans(plan, num_tokens),
         "donors": _donors(plan, lookup.candidates, _outcomes(token_ids, nodes, planning)),
@@ -95,6 +96,14 @@ def _outcomes(token_ids: TokenIds, nodes: Sequence[Node], planning: Planning) ->
         allow_approximate=planning.approximate,
     )
     return {int(node.node_id): reason for node, reason in zip(nodes, composition.reasons, strict=True)}
+
+
+def _to_choose(plan: Plan | NoPlan) -> dict[str, int] | None:
+    """What the engine repairs of the copied spans after a probe pass; None where all repairs are known."""
+    if isinstance(plan, NoPlan) or plan.order is None:
+        return None
+    order = plan.order
+    return {"tokens": order.num_tokens, "probes": len(order.probes), "pieces": len(order.pieces)}
 
 
 def _spans(plan: Plan | NoPlan, num_tokens: int) -> list[dict[str, Any]]:

@@ -10,10 +10,12 @@ hashable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from delta_tree import Copy, NodeId, Span, merge
+
+MAX_LISTENERS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +32,26 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
+class RepairOrder:
+    """
+    How much of what is copied an engine computes again; which tokens, it learns in a probe pass.
+
+    `pieces` are the stretches of approximate copies, each from one place of one donor; `probes` some of their
+    positions, whose change is measured. See `sharing.selection`.
+    """
+
+    pieces: tuple[Span, ...]  # ascending, disjoint
+    probes: tuple[int, ...]  # ascending
+    num_tokens: int  # to repair, exactly
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """
     Copies and placeholders cover every position of the prompt exactly once.
 
-    `reason` says why not more is shared, where something was refused; else it is None.
+    With an `order` the engine still has to choose its repairs among the copies; `with_repairs` is the plan
+    behind that. `reason` says why not more is shared, where something was refused; else it is None.
     """
 
     num_tokens: int
@@ -45,6 +62,8 @@ class Plan:
     generation: int  # of the KV computed behind the first approximate copy; 0 if there is none
     estimate: Estimate
     reason: str | None = None
+    order: RepairOrder | None = None
+    exact_until: int | None = None  # known where repairs were chosen: what they replaced had been attended to
 
     @property
     def decision(self) -> str:
@@ -52,11 +71,16 @@ class Plan:
 
     @property
     def num_computed(self) -> int:
-        return sum(len(span) for span in self.placeholders)
+        """Tokens with fresh KV, those included that are still to be chosen."""
+        return _total(self.placeholders) + self._num_ordered
 
     @property
     def num_repaired(self) -> int:
-        return sum(len(span) for span in self.repairs)
+        return _total(self.repairs) + self._num_ordered
+
+    @property
+    def _num_ordered(self) -> int:
+        return 0 if self.order is None else self.order.num_tokens
 
     @property
     def num_recomputed(self) -> int:
@@ -70,11 +94,24 @@ class Plan:
 
     @property
     def charged_budget(self) -> float:
-        """
-        Layer-tokens given fresh Q/K/V in prefill, over layers x prompt tokens; there is no selection
-        pass.
-        """
-        return self.num_computed / self.num_tokens
+        """Layer-tokens given fresh Q/K/V in prefill, selection included, over layers x prompt tokens."""
+        return (self.num_computed + self.num_selecting) / self.num_tokens
+
+    @property
+    def num_selecting(self) -> int:
+        """Tokens computed only to choose repairs, or once more behind them: probes and listeners."""
+        return 0 if self.order is None else len(self.order.probes) + _total(self.listeners)
+
+    @property
+    def listeners(self) -> tuple[Span, ...]:
+        """The last placeholders: what they attend to is repaired, and then they are computed again."""
+        return last_tokens(self.placeholders, MAX_LISTENERS)
+
+    @property
+    def probe_pass(self) -> tuple[Span, ...]:
+        """What is computed first: the placeholders, and the probes of an order."""
+        probes = () if self.order is None else self.order.probes
+        return merge([*self.placeholders, *(Span(place, place + 1) for place in probes)])
 
     @property
     def donors(self) -> tuple[NodeId, ...]:
@@ -83,9 +120,27 @@ class Plan:
 
     @property
     def first_approximate(self) -> int:
-        """Position of the first approximate copy; num_tokens if all is exact."""
+        """Position of the first KV that is not exact; num_tokens if all is."""
         starts = (copy.target_start for copy in self.copies if copy.target_start >= self.exact_length)
-        return min(starts, default=self.num_tokens)
+        first = min(starts, default=self.num_tokens)
+        return first if self.exact_until is None else min(first, self.exact_until)
+
+    def with_repairs(self, chosen: Sequence[Span]) -> Plan:
+        """
+        The plan as it is carried out once the order's repairs are known.
+
+        What was computed in the probe pass attended to the copies that they replace: what was not exact
+        before is not exact now.
+        """
+        kept = without(self.copies, chosen)
+        return replace(
+            self,
+            copies=kept,
+            placeholders=merge([*self.placeholders, *chosen]),
+            repairs=merge([*self.repairs, *chosen]),
+            order=None,
+            exact_until=self.first_approximate,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +153,17 @@ class NoPlan:
     """
 
     reason: str
+
+
+def last_tokens(spans: Sequence[Span], count: int) -> tuple[Span, ...]:
+    """The last `count` positions of ascending spans."""
+    found: list[Span] = []
+    for span in reversed(spans):
+        if count <= 0:
+            break
+        found.append(Span(max(span.start, span.end - count), span.end))
+        count -= len(span)
+    return tuple(reversed(found))
 
 
 def clip(copy: Copy, span: Span) -> Copy | None:
@@ -142,3 +208,7 @@ def without(copies: Iterable[Copy], holes: Iterable[Span]) -> tuple[Copy, ...]:
         if start < end and (part := clip(copy, Span(start, end))):
             kept.append(part)
     return tuple(kept)
+
+
+def _total(spans: Iterable[Span]) -> int:
+    return sum(len(span) for span in spans)

@@ -29,7 +29,7 @@ from delta_tree import (
 from kvshare.settings import RepairSettings, Settings, SharingSettings
 from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import NoPlan, Plan, clip, without
-from kvshare.sharing.repair import structural_repairs
+from kvshare.sharing.repair import find_repairs
 
 _SMALL_SHIFT_FRACTION = 0.1  # of the prompt: in a short one 512 tokens would reach past every document
 
@@ -41,16 +41,20 @@ class PlannerLimits:
     sharing: SharingSettings
     repair: RepairSettings
     can_move_keys: bool = True
+    can_probe: bool = False  # whether the engine can choose repairs after a probe pass
     min_saved_s: float = 0.0
     dense_min_prefill_s: float = 0.0  # search by meaning only where prefill would take this long
 
     @classmethod
-    def from_settings(cls, settings: Settings, *, can_move_keys: bool = True) -> Self:
-        """What config.yaml says, for an engine that can or cannot move keys."""
+    def from_settings(
+        cls, settings: Settings, *, can_move_keys: bool = True, can_probe: bool = False
+    ) -> Self:
+        """What config.yaml says, for an engine that can or cannot move keys and choose repairs."""
         return cls(
             sharing=settings.sharing,
             repair=settings.repair,
             can_move_keys=can_move_keys,
+            can_probe=can_probe,
             min_saved_s=settings.cost.min_saved_s,
             dense_min_prefill_s=settings.index.dense_min_prefill_s,
         )
@@ -134,21 +138,21 @@ def _approximate_plan(
     exact_length = min(composition.exact_length, num_tokens - 1)
     exact = _within(composition.copies, Span(0, exact_length))
     foreign = _within(composition.copies, Span(exact_length, num_tokens))
-    repairs = structural_repairs(
+    repairs = find_repairs(
         foreign,
         num_tokens=num_tokens,
         max_small_shift=small_shift(limits.sharing, num_tokens),
         settings=limits.repair,
+        probe=limits.can_probe,
     )
-    kept = without(foreign, repairs)
+    kept = without(foreign, repairs.spans)
     copies = (*exact, *kept)
-    placeholders = gaps((copy.target for copy in copies), num_tokens)
-    return Plan(
+    plan = Plan(
         num_tokens=num_tokens,
         exact_length=exact_length,
         copies=copies,
-        placeholders=placeholders,
-        repairs=repairs,
+        placeholders=gaps((copy.target for copy in copies), num_tokens),
+        repairs=repairs.spans,
         generation=max(
             (
                 _generation_after(copy, context[copy.donor], segment_of(copy.segment_id).generation)
@@ -156,8 +160,11 @@ def _approximate_plan(
             ),
             default=0,
         ),
-        estimate=rates.estimate(num_tokens=num_tokens, num_computed=sum(len(span) for span in placeholders)),
+        estimate=rates.estimate(num_tokens=num_tokens, num_computed=0),
+        order=repairs.order,
     )
+    num_computed = min(num_tokens, plan.num_computed + plan.num_selecting)
+    return replace(plan, estimate=rates.estimate(num_tokens=num_tokens, num_computed=num_computed))
 
 
 def _generation_after(copy: Copy, common_prefix: int, generation: int) -> int:

@@ -1,43 +1,87 @@
 """
-The structural repair set: positions whose tokens match but whose context changed, chosen by place alone.
+What is computed again although a donor had it: positions whose tokens match but whose context changed.
 
-After an edit, a contiguous window behind it carries most of what the edited value left in the text
-(measured in arXiv:2609.17983); a copy that comes from elsewhere needs its head, where attention sinks sit
-(EPIC, arXiv:2410.15332); the tail of the prompt is always fresh, because the answer starts from it.
+How much is decided by place alone. After an edit, a contiguous window behind it carries most of what the
+edited value left in the text (measured in arXiv:2609.17983); a copy that comes from elsewhere needs its head,
+where attention sinks sit (EPIC, arXiv:2410.15332); the tail of the prompt is always fresh, because the answer
+starts from it. Which tokens: those windows and heads, or as many that an engine chooses after a probe pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from delta_tree import Copy, Span, merge
 from kvshare.settings import RepairSettings
+from kvshare.sharing.plan import RepairOrder
+from kvshare.sharing.selection import probes
 
 # What is left of a copy after its repairs; below this a further run costs more than computing the tokens.
 _MIN_LEFTOVER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Repairs:
+    """What is computed again for certain, and what is still to be chosen."""
+
+    spans: tuple[Span, ...]
+    order: RepairOrder | None = None
+
+
+def find_repairs(
+    copies: Sequence[Copy], *, num_tokens: int, max_small_shift: int, settings: RepairSettings, probe: bool
+) -> Repairs:
+    """
+    Repairs of approximate `copies`. `probe`: whether the engine can choose.
+
+    Units:   token positions of the recipient, half-open; copies ascending by target
+    """
+    heads = _heads(copies, num_tokens=num_tokens, max_small_shift=max_small_shift, settings=settings)
+    if not (probe and settings.rule == "attention" and any(heads)):
+        return Repairs(_cut(copies, heads, num_tokens, settings))
+    pieces = _pieces(copies, num_tokens - settings.tail)
+    wanted = min(sum(heads), sum(len(piece) for piece in pieces))
+    places = probes(pieces, num_tokens).tolist()
+    order = RepairOrder(pieces, tuple(places), wanted) if wanted else None
+    return Repairs(_cut(copies, [0] * len(copies), num_tokens, settings), order)
 
 
 def structural_repairs(
     copies: Sequence[Copy], *, num_tokens: int, max_small_shift: int, settings: RepairSettings
 ) -> tuple[Span, ...]:
     """
-    Spans inside approximate `copies` that are computed again.
+    The windows, heads and tail inside approximate `copies`.
 
-    Units:   token positions of the recipient, half-open; copies ascending by target
     Source:  see above; windows shrink evenly when they exceed `settings.max_budget` of the prompt
     """
+    heads = _heads(copies, num_tokens=num_tokens, max_small_shift=max_small_shift, settings=settings)
+    return _cut(copies, heads, num_tokens, settings)
+
+
+def _heads(
+    copies: Sequence[Copy], *, num_tokens: int, max_small_shift: int, settings: RepairSettings
+) -> list[int]:
+    """Tokens to recompute for each copy, at most what the budget allows."""
     heads = [
         _head_length(copy, before, max_small_shift=max_small_shift, settings=settings)
         for before, copy in zip([None, *copies], copies, strict=False)
     ]
     allowed = settings.max_budget * num_tokens
     scale = min(1.0, allowed / sum(heads)) if sum(heads) else 1.0
-    tail = Span(max(0, num_tokens - settings.tail), num_tokens)
+    return [int(head * scale) for head in heads]
+
+
+def _cut(
+    copies: Sequence[Copy], heads: Sequence[int], num_tokens: int, settings: RepairSettings
+) -> tuple[Span, ...]:
+    """The heads, the tail, and what would be left of a copy but is too short."""
+    tail = max(0, num_tokens - settings.tail)
     repairs: list[Span] = []
     for copy, head in zip(copies, heads, strict=True):
         target_start, target_end = copy.target_start, copy.target_start + copy.length
-        start = min(target_end, target_start + int(head * scale))
-        end = max(start, min(target_end, tail.start))
+        start = min(target_end, target_start + head)
+        end = max(start, min(target_end, tail))
         if end - start < _MIN_LEFTOVER:
             start = end = target_end
         if start > target_start:
@@ -47,17 +91,36 @@ def structural_repairs(
     return merge(repairs)
 
 
+def _pieces(copies: Sequence[Copy], end: int) -> tuple[Span, ...]:
+    """Stretches in front of `end` that come from one place of one donor each; too short ones left out."""
+    pieces: list[Span] = []
+    before: Copy | None = None
+    for copy in copies:
+        target = Span(copy.target_start, max(copy.target_start, min(copy.target.end, end)))
+        if len(target) < _MIN_LEFTOVER:
+            before = None
+            continue
+        if before is not None and _continues(before, copy):
+            target = Span(pieces.pop().start, target.end)
+        pieces.append(target)
+        before = copy
+    return tuple(pieces)
+
+
 def _head_length(copy: Copy, before: Copy | None, *, max_small_shift: int, settings: RepairSettings) -> int:
     """Tokens to recompute at the start of a copy: none where the donor's own text simply goes on."""
-    same_donor = before is not None and before.donor == copy.donor
-    if (
-        before is not None
-        and same_donor
-        and before.target_start + before.length == copy.target_start
-        and before.donor_start + before.length == copy.donor_start
-    ):
+    if before is not None and _continues(before, copy):
         return 0
     moved_far = abs(copy.target_start - copy.donor_start) > max_small_shift
-    if moved_far or (before is not None and not same_donor):
+    if moved_far or (before is not None and before.donor != copy.donor):
         return settings.relocated_head
     return settings.edit_window
+
+
+def _continues(before: Copy, copy: Copy) -> bool:
+    """Whether a copy is the next stretch of the same donor's text."""
+    return (
+        before.donor == copy.donor
+        and before.target_start + before.length == copy.target_start
+        and before.donor_start + before.length == copy.donor_start
+    )

@@ -24,17 +24,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import Span
+from kvshare.sharing.plan import MAX_LISTENERS, RepairOrder
 
 Mask = NDArray[np.bool_]
 Scores = NDArray[np.floating]
 
-MAX_LISTENERS = 32
 MAX_FURTHER_RUNS = 32
 _MOST_PROBES, _PROBED_SHARE = 64, 0.03
 _OFFSETS = (0, 2, 5, 10, 20, 40, 80, 160, 320, 640)  # of probes in a piece: changes decay from its start
 _MENDABLE, _REACH = 0.3, 32.0  # far from the start of a piece; tokens over which it falls
 _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens chosen together, until runs are few
 _LEAST = 1e-6
+
+
+def choose(
+    order: RepairOrder, placeholders: Sequence[Span], heard: Scores, changed: Scores
+) -> tuple[Span, ...]:
+    """
+    The repairs that a plan's engine computes behind its probe pass: `order.num_tokens` positions.
+
+    Shapes:  heard (L, T) of the listeners, mean over them and over heads; changed (L, P) of the probes
+    """
+    allowed, computed = (_mask(spans, heard.shape[1]) for spans in (order.pieces, placeholders))
+    found = scores(order.pieces, heard, np.array(order.probes, np.int64), changed)
+    return tuple(stretches(chosen(found, allowed, computed, order.num_tokens)))
 
 
 def probes(pieces: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
@@ -122,4 +135,11 @@ def _between(
 def _mendable(length: int) -> NDArray[np.float64]:
     """(length,) 1 at the start of a piece, falling."""
     found: NDArray[np.float64] = _MENDABLE + (1 - _MENDABLE) * np.exp(-np.arange(length) / _REACH)
+    return found
+
+
+def _mask(spans: Sequence[Span], num_tokens: int) -> Mask:
+    found = np.zeros(num_tokens, np.bool_)
+    for span in spans:
+        found[span.start : span.end] = True
     return found

@@ -65,7 +65,8 @@ def _attend(
     """transformers' attention signature; the mask is ignored because the pass knows its runs."""
     if wanted := [name for name in _CHANGES_ATTENTION if extras.get(name) is not None]:
         raise ModelError(f"attention with {', '.join(wanted)} is not handled")
-    output = partial_pass.attend(query, key, value, scaling=scaling)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, says transformers
+    output = partial_pass.attend(layer, query, key, value, scaling=scaling)
     return output.transpose(1, 2).contiguous(), None  # (1, N, H_q, D)
 
 

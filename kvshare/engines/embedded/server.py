@@ -139,7 +139,9 @@ def _runtime(
         settings,
         open_tree=partial(open_emptied_tree, settings.store.path, identity=identity),
         new_keeper=new_keeper,
-        limits=PlannerLimits.from_settings(settings, can_move_keys=model.rotation is not None),
+        limits=PlannerLimits.from_settings(
+            settings, can_move_keys=model.rotation is not None, can_probe=True
+        ),
         cost=CostModel.from_settings(settings.cost, bytes_per_token=model.geometry.bytes_per_token),
     )
 

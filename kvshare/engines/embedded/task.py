@@ -18,9 +18,10 @@ from tokenizers import Tokenizer
 from delta_tree import Span, token_ids
 from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
 from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.engines.embedded.prefill import Prefill
 from kvshare.engines.embedded.sampling import Sampler, top_logprobs
 from kvshare.engines.embedded.text import Detokenizer, StopMatcher, token_text
-from kvshare.kv.attention import PartialPass, take_pass
+from kvshare.kv.attention import PartialPass
 from kvshare.kv.segment import SegmentKV
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.cost import CostModel
@@ -64,10 +65,8 @@ class Task:
         self.stage_seconds = dict(lookup.stage_seconds)
         self._lookup: Lookup | None = lookup
         self._prompt = self.request.prompt.token_ids
-        self._remaining = (
-            self.plan.placeholders if isinstance(self.plan, Plan) else (Span(0, len(self._prompt)),)
-        )
         self._kv: SequenceKV | None = None
+        self._running: Prefill | None = None
         self._choices: list[_Choice] = []
 
     @property
@@ -80,7 +79,8 @@ class Task:
         first = self._choices[0]
         generated = np.asarray(first.generated[:-1], dtype=np.int32)
         tokens = token_ids(np.concatenate([self._prompt, generated]))
-        return Computed(self.request.namespace.digest, tokens, self.plan, first.kv)
+        plan = self.plan if self._running is None else self._running.plan
+        return Computed(self.request.namespace.digest, tokens, plan, first.kv)
 
     def end(self, error: BaseException | None) -> None:
         """On the event loop, once the worker has let go: nothing more will come."""
@@ -102,16 +102,15 @@ class Task:
         return [choice for choice in self._choices if choice.finish_reason is None]
 
     def _prefill(self, max_queries: int) -> None:
-        if self._kv is None:
+        if self._running is None:
             self._kv = self._lay_out()
+            self._running = Prefill(self.model, self._prompt, self.plan, self._kv)
         began = time.perf_counter()
-        current, self._remaining = take_pass(self._kv, self._remaining, max_queries=max_queries)
-        tokens = np.concatenate([self._prompt[run.start : run.end] for run in current.runs])
-        logits = self.model.compute(current, tokens)
+        num_computed, logits = self._running.advance(max_queries=max_queries)
         seconds = time.perf_counter() - began
-        self.cost.observe_prefill(current.num_queries, seconds)
+        self.cost.observe_prefill(num_computed, seconds)
         self.stage_seconds["recompute"] = self.stage_seconds.get("recompute", 0.0) + seconds
-        if not self._remaining:
+        if logits is not None:
             self.prefilled = True
             self._start_choices(logits)
 

@@ -2,7 +2,7 @@
 
 from delta_tree import Copy, NodeId, SegmentId, Span
 from kvshare.settings import RepairSettings, load_settings
-from kvshare.sharing.repair import structural_repairs
+from kvshare.sharing.repair import Repairs, find_repairs, structural_repairs
 
 SMALL = 100
 
@@ -21,7 +21,7 @@ def copy(target: int, length: int, *, donor: int = 1, donor_start: int | None = 
 
 
 def repairs(copies: list[Copy], num_tokens: int = 1000, **changes: float) -> tuple[Span, ...]:
-    defaults = {"edit_window": 20, "relocated_head": 10, "tail": 5, "max_budget": 1.0}
+    defaults = {"rule": "windows", "edit_window": 20, "relocated_head": 10, "tail": 5, "max_budget": 1.0}
     settings = RepairSettings(**{**defaults, **changes})
     return structural_repairs(copies, num_tokens=num_tokens, max_small_shift=SMALL, settings=settings)
 
@@ -68,3 +68,51 @@ def test_the_defaults_repair_edits() -> None:
     settings = load_settings().repair
     assert settings.edit_window >= 16
     assert settings.tail >= 1
+
+
+def found(copies: list[Copy], num_tokens: int = 1000, *, probe: bool = True, **changes: float) -> Repairs:
+    defaults = {"edit_window": 20, "relocated_head": 10, "tail": 5, "max_budget": 1.0}
+    settings = RepairSettings(**{**defaults, **changes, "rule": "attention"})
+    return find_repairs(copies, num_tokens=num_tokens, max_small_shift=SMALL, settings=settings, probe=probe)
+
+
+def test_an_order_is_for_as_many_tokens_as_the_windows() -> None:
+    """An edit and a head from elsewhere: 20 + 10; what is certain is the tail."""
+    repairs = found([copy(200, 100), copy(300, 700, donor_start=1500)])
+    assert repairs.spans == (Span(995, 1000),)
+    assert repairs.order is not None
+    assert repairs.order.num_tokens == 30
+    assert repairs.order.pieces == (Span(200, 300), Span(300, 995))
+    assert repairs.order.probes[:3] == (200, 202, 205)
+    assert len(repairs.order.probes) == 7 + 10  # as far as the pieces reach
+
+
+def test_one_place_of_one_donor_is_one_piece() -> None:
+    repairs = found([copy(200, 100), copy(300, 100), copy(400, 100, donor_start=440)])
+    assert repairs.order is not None
+    assert repairs.order.pieces == (Span(200, 400), Span(400, 500))
+    assert repairs.order.num_tokens == 40
+
+
+def test_an_order_is_never_for_more_than_is_copied() -> None:
+    repairs = found([copy(200, 15)], edit_window=40)
+    assert repairs.order is not None
+    assert repairs.order.num_tokens == 15
+
+
+def test_what_is_left_of_a_short_copy_is_no_piece() -> None:
+    """Five tokens in front of the tail are computed with it."""
+    repairs = found([copy(100, 100), copy(990, 10, donor_start=1400)])
+    assert repairs.spans == (Span(990, 1000),)
+    assert repairs.order is not None
+    assert repairs.order.pieces == (Span(100, 200),)
+
+
+def test_an_engine_that_cannot_choose_gets_windows() -> None:
+    repairs = found([copy(200, 800)], probe=False)
+    assert repairs == Repairs((Span(200, 220), Span(995, 1000)))
+
+
+def test_nothing_to_repair_is_no_order() -> None:
+    assert found([], 1000) == Repairs(())
+    assert found([copy(200, 100)], edit_window=0).order is None

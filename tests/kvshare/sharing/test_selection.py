@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from delta_tree import Span
+from kvshare.sharing.plan import MAX_LISTENERS
 from kvshare.sharing.selection import (
     MAX_FURTHER_RUNS,
-    MAX_LISTENERS,
     chosen,
     highest,
     listeners,

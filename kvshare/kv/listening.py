@@ -1,0 +1,58 @@
+"""What some rows of a pass attend to, written down while the pass runs: the repair rule's first factor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from delta_tree import Span
+
+
+class Listener:
+    """
+    Attention of the rows at some positions to every slot, summed over rows and meant over heads.
+
+    The rows may come in several passes. The weights are computed beside the model's own attention, which
+    does not give them away: for a few rows, in float32.
+    """
+
+    def __init__(
+        self, spans: Sequence[Span], *, num_layers: int, num_slots: int, device: torch.device
+    ) -> None:
+        places = [place for span in spans for place in range(span.start, span.end)]
+        self._places = torch.tensor(places, dtype=torch.int64, device=device)
+        self._total = torch.zeros(num_layers, num_slots, device=device)
+
+    def hear(
+        self,
+        layer: int,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *,
+        scaling: float | None,
+    ) -> None:
+        """
+        Add what our rows among these attend to in a layer.
+
+        Shapes:  positions (N,) of the rows; query (H_q, N, D); key (H, S, D), slots [0, S)
+        """
+        rows = torch.isin(positions, self._places).nonzero()[:, 0]
+        if not len(rows):
+            return
+        num_heads, num_slots, dim = key.shape
+        queries = query[:, rows].float().reshape(num_heads, -1, dim)  # (H, H_q / H * N', D)
+        scores = queries @ key.float().transpose(1, 2) * (dim**-0.5 if scaling is None else scaling)
+        scores = scores.view(-1, len(rows), num_slots)  # (H_q, N', S)
+        behind = torch.arange(num_slots, device=key.device) > positions[rows, None]
+        weights = scores.masked_fill_(behind, float("-inf")).softmax(dim=-1)
+        self._total[layer, :num_slots] += weights.mean(dim=0).sum(dim=0)
+
+    @property
+    def heard(self) -> NDArray[np.float32]:
+        """(L, S), mean over all rows."""
+        found: NDArray[np.float32] = (self._total / max(1, len(self._places))).cpu().numpy()
+        return found

@@ -1,0 +1,125 @@
+"""A prefill that chooses its repairs: the same choice and the same KV as the fidelity lab's rule."""
+
+import numpy as np
+import pytest
+import torch
+
+from delta_tree import Span
+from kvshare.bench.fidelity.rules import RULES
+from kvshare.bench.fidelity.rules.base import num_wanted, pieces
+from kvshare.bench.fidelity.trial import Selection, Trial
+from kvshare.engines.embedded.prefill import Prefill
+from kvshare.kv.sequence import SequenceKV
+from kvshare.sharing.plan import Estimate, Plan, RepairOrder, without
+from kvshare.sharing.selection import probes, stretches
+from tests.kvshare.bench.fidelity.scenes import CLOSE, SCENES, trial
+
+scenes = pytest.mark.parametrize("scene", sorted(SCENES))
+BUDGET = 0.15
+
+
+def plan_of(made: Trial, *, budget: float = BUDGET) -> Plan:
+    """A trial's plan as the server has it, with an order for its budget."""
+    computed = tuple(stretches(made.base))
+    order = RepairOrder(
+        pieces=tuple(pieces(made)),
+        probes=tuple(probes(pieces(made), made.num_tokens).tolist()),
+        num_tokens=num_wanted(made, budget),
+    )
+    return Plan(
+        num_tokens=made.num_tokens,
+        exact_length=made.exact_length,
+        copies=without(made.copies, computed),
+        placeholders=computed,
+        repairs=(),
+        generation=1,
+        estimate=Estimate(1.0, 0.5),
+        order=order,
+    )
+
+
+def computed(made: Trial, plan: Plan, *, max_queries: int = 512) -> tuple[Prefill, SequenceKV, torch.Tensor]:
+    kv = made.model.model.new_sequence(made.num_tokens)
+    kv.k.zero_()
+    kv.v.zero_()
+    kv.lay_out(plan.copies, made.shelf.kv, made.model.model.rotation)
+    prefill = Prefill(made.model.model, made.scenario.prompt.token_ids, plan, kv)
+    logits = None
+    while logits is None:
+        _, logits = prefill.advance(max_queries=max_queries)
+    return prefill, kv, torch.log_softmax(logits, dim=-1)
+
+
+def chosen(prefill: Prefill) -> list[int]:
+    assert isinstance(prefill.plan, Plan)
+    return [place for span in prefill.plan.repairs for place in range(span.start, span.end)]
+
+
+@scenes
+@pytest.mark.parametrize("max_queries", [512, 7])
+def test_it_chooses_and_computes_what_the_lab_does(scene: str, max_queries: int) -> None:
+    """The same positions, the same KV in every slot, the same first token; in one pass or in many."""
+    made = trial(scene)
+    selection = RULES["kvshare"].choose(made, BUDGET)
+    expected = made.run(selection)
+    prefill, kv, logits = computed(made, plan_of(made), max_queries=max_queries)
+    assert chosen(prefill) == selection.rows.nonzero()[0].tolist()
+    for found, wanted in ((kv.k, expected.kv.k), (kv.v, expected.kv.v)):
+        torch.testing.assert_close(found, wanted[:, : made.num_tokens], atol=CLOSE, rtol=0)
+    torch.testing.assert_close(logits, expected.log_probabilities[0], atol=1e-4, rtol=0)
+
+
+@scenes
+def test_the_plan_says_how_much_is_computed(scene: str) -> None:
+    """Before and after the choice, and as many tokens as went through the model."""
+    made = trial(scene)
+    plan = plan_of(made)
+    kv = made.model.model.new_sequence(made.num_tokens)
+    kv.lay_out(plan.copies, made.shelf.kv, made.model.model.rotation)
+    prefill, num_computed, logits = (
+        Prefill(made.model.model, made.scenario.prompt.token_ids, plan, kv),
+        0,
+        None,
+    )
+    while logits is None:
+        count, logits = prefill.advance(max_queries=512)
+        num_computed += count
+    assert num_computed == plan.num_computed + plan.num_selecting
+    assert isinstance(prefill.plan, Plan)
+    assert prefill.plan.num_computed == plan.num_computed
+    assert prefill.plan.num_repaired == plan.num_repaired == num_wanted(made, BUDGET)
+    assert prefill.plan.num_copied == plan.num_copied
+
+
+def test_it_beats_no_repair() -> None:
+    """On what moved, a choice of a third of the tokens comes nearer to the full prefill than none."""
+    made = trial("moved")
+    _, _, logits = computed(made, plan_of(made, budget=0.33))
+    nothing = made.run(Selection(np.zeros(made.num_tokens, np.bool_))).log_probabilities[0]
+    truth = made.truth[0]
+
+    def kl(other: torch.Tensor) -> float:
+        return float((truth.exp() * (truth - other)).sum())
+
+    assert kl(logits) < kl(nothing)
+
+
+def test_what_was_attended_to_before_it_was_repaired_leaves_nothing_exact() -> None:
+    """The whole first piece is repaired; what the probe pass computed behind it saw the copy all the same."""
+    made = trial("edited")
+    plan = plan_of(made)
+    first = next(copy for copy in plan.copies if copy.target_start >= plan.exact_length)
+    repaired = plan.with_repairs([first.target])
+    assert all(copy.target_start != first.target_start for copy in repaired.copies)
+    assert repaired.first_approximate == plan.first_approximate == first.target_start
+    assert repaired.repairs == (first.target,)
+    assert repaired.order is None
+    assert repaired.num_copied == plan.num_copied + num_wanted(made, BUDGET) - first.length
+
+
+def test_listeners_are_the_last_computed_tokens() -> None:
+    made = trial("edited")
+    plan = plan_of(made)
+    places = [place for span in plan.listeners for place in range(span.start, span.end)]
+    assert places == made.base.nonzero()[0][-32:].tolist()
+    assert Span(0, 0) not in plan.listeners

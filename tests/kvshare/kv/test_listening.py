@@ -1,0 +1,57 @@
+"""What a pass's rows attend to, against the model's own eager attention."""
+
+import numpy as np
+import pytest
+import torch
+
+from delta_tree import Span, token_ids
+from kvshare.bench.random_models import tiny_model
+from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.kv.attention import take_pass
+from kvshare.kv.listening import Listener
+
+TOKENS = token_ids(np.random.default_rng(3).integers(16, 290, 40))
+LISTENING = (Span(9, 11), Span(30, 40))
+
+
+def eager(family: str) -> torch.Tensor:
+    """(L, T, T) attention as transformers computes it, mean over heads."""
+    network = tiny_model(family)
+    network.set_attn_implementation("eager")
+    ids = torch.from_numpy(TOKENS.astype(np.int64))[None]
+    with torch.inference_mode():
+        weights = network(ids, output_attentions=True).attentions
+    return torch.stack([layer[0].mean(dim=0) for layer in weights])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("max_queries", [64, 7])
+def test_it_hears_what_eager_attention_has(family: str, max_queries: int) -> None:
+    """Grouped heads, norms on queries and keys, and rows that come in several passes."""
+    rows = [place for span in LISTENING for place in range(span.start, span.end)]
+    expected = eager(family)[:, rows].mean(dim=1)
+    model = EmbeddedModel(tiny_model(family), name=family)
+    kv, remaining = model.new_sequence(len(TOKENS)), (Span(0, len(TOKENS)),)
+    listener = Listener(
+        LISTENING, num_layers=model.geometry.num_layers, num_slots=len(TOKENS), device=torch.device("cpu")
+    )
+    while remaining:
+        current, remaining = take_pass(kv, remaining, max_queries=max_queries, listener=listener)
+        span = current.runs[0]
+        model.compute(current, TOKENS[span.start : span.end])
+    assert listener.heard == pytest.approx(expected.numpy(), abs=1e-6)
+    assert listener.heard.sum(axis=1) == pytest.approx(np.ones(model.geometry.num_layers), abs=1e-5)
+
+
+def test_rows_that_nobody_asked_for_are_not_heard() -> None:
+    listener = Listener([Span(3, 4)], num_layers=1, num_slots=8, device=torch.device("cpu"))
+    query, key = torch.randn(2, 2, 4), torch.randn(1, 6, 4)
+    listener.hear(0, torch.tensor([4, 5]), query, key, scaling=None)
+    assert not listener.heard.any()
+
+
+def test_a_row_does_not_hear_what_comes_behind_it() -> None:
+    listener = Listener([Span(2, 3)], num_layers=1, num_slots=6, device=torch.device("cpu"))
+    listener.hear(0, torch.tensor([2, 5]), torch.randn(2, 2, 4), torch.randn(1, 6, 4), scaling=None)
+    assert (listener.heard[0, :3] > 0).all()
+    assert not listener.heard[0, 3:].any()
