@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 from delta_tree import Copy, NodeId, Span, merge
 
-MAX_LISTENERS = 32
+MAX_LISTENERS = 32  # the last placeholders: what they attend to is repaired
+MAX_RENEWED = 64  # other placeholders that are computed once more behind the repairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,13 @@ class Plan:
 
     @property
     def num_selecting(self) -> int:
-        """Tokens computed only to choose repairs, or once more behind them: probes and listeners."""
-        return 0 if self.order is None else len(self.order.probes) + _total(self.listeners)
+        """Tokens computed only to choose repairs, or once more behind them."""
+        if self.order is None:
+            return 0
+        stale = sum(max(0, span.end - max(span.start, self.first_approximate)) for span in self.placeholders)
+        num_listening = _total(self.listeners)
+        num_renewed = min(MAX_RENEWED, max(0, stale - num_listening))
+        return len(self.order.probes) + num_listening + num_renewed
 
     @property
     def listeners(self) -> tuple[Span, ...]:

@@ -9,9 +9,10 @@ KVShare's repair rule: which copied tokens are computed again. The plan says how
     mendable   falls with the distance to the start of its piece: a token inherits from stale neighbours
 
 It takes one probe pass: what is computed anyway and at most min(64, 3 %) copied tokens. Behind it the repairs
-and the listeners are computed, in all layers the same positions, in at most 32 runs more than the plan has.
-Behind an edit the changes are at the start of the piece, and windows come out; in moved text everything
-changed a little, and attention decides. docs/fidelity.md compares it with the published rules.
+are computed, in all layers the same positions and in at most 32 runs more than the plan has; and once more
+the listeners and the placeholders that they attend to most, because the probe pass computed them over what is
+repaired now. Behind an edit the changes are at the start of the piece, and windows come out; in moved text
+everything changed a little, and attention decides. docs/fidelity.md compares it with the published rules.
 
 Pure: numpy arrays in, positions out. T tokens of the prompt, L layers, P probes.
 """
@@ -19,12 +20,13 @@ Pure: numpy arrays in, positions out. T tokens of the prompt, L layers, P probes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import Span
-from kvshare.sharing.plan import MAX_LISTENERS, RepairOrder
+from kvshare.sharing.plan import MAX_LISTENERS, MAX_RENEWED, RepairOrder
 
 Mask = NDArray[np.bool_]
 Scores = NDArray[np.floating]
@@ -37,17 +39,33 @@ _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens chosen 
 _LEAST = 1e-6
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is computed behind a probe pass. Both ascending."""
+
+    repairs: tuple[Span, ...]  # of what is copied
+    again: tuple[Span, ...]  # of what the probe pass computed
+
+
 def choose(
-    order: RepairOrder, placeholders: Sequence[Span], heard: Scores, changed: Scores
-) -> tuple[Span, ...]:
+    order: RepairOrder,
+    placeholders: Sequence[Span],
+    heard: Scores,
+    changed: Scores,
+    *,
+    first_approximate: int,
+) -> Choice:
     """
-    The repairs that a plan's engine computes behind its probe pass: `order.num_tokens` positions.
+    What a plan's engine computes behind its probe pass: `order.num_tokens` repairs, and placeholders again.
 
     Shapes:  heard (L, T) of the listeners, mean over them and over heads; changed (L, P) of the probes
     """
-    allowed, computed = (_mask(spans, heard.shape[1]) for spans in (order.pieces, placeholders))
+    num_tokens = heard.shape[1]
+    allowed, computed = (_mask(spans, num_tokens) for spans in (order.pieces, placeholders))
     found = scores(order.pieces, heard, np.array(order.probes, np.int64), changed)
-    return tuple(stretches(chosen(found, allowed, computed, order.num_tokens)))
+    repairs = chosen(found, allowed, computed, order.num_tokens)
+    again = renewed(heard, computed, repairs, first_approximate=first_approximate)
+    return Choice(tuple(stretches(repairs)), tuple(stretches(again)))
 
 
 def probes(pieces: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
@@ -62,8 +80,22 @@ def probes(pieces: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
 
 
 def listeners(computed: Mask) -> NDArray[np.int64]:
-    """(N,) the last tokens that are computed anyway: they are listened to, and computed again."""
+    """(N,) the last tokens that are computed anyway."""
     return computed.nonzero()[0][-MAX_LISTENERS:]
+
+
+def renewed(heard: Scores, computed: Mask, repairs: Mask, *, first_approximate: int) -> Mask:
+    """
+    (T,) the listeners, and of the other computed tokens those that they attend to most.
+
+    What stands in front of the first approximate copy has seen nothing stale.
+    """
+    again = np.zeros(len(computed), np.bool_)
+    again[listeners(computed)] = True
+    stale = computed & ~again
+    stale[:first_approximate] = False
+    count = min(MAX_RENEWED, int(stale.sum()))
+    return again | chosen(heard.sum(axis=0), stale, again | repairs, count)
 
 
 def scores(

@@ -12,7 +12,7 @@ from kvshare.kv.attention import take_pass
 from kvshare.kv.listening import Listener
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import NoPlan, Plan, RepairOrder
-from kvshare.sharing.selection import choose
+from kvshare.sharing.selection import Choice, choose
 
 
 class Prefill:
@@ -52,10 +52,10 @@ class Prefill:
         return current.num_queries, None
 
     def _repair(self, probe: _ProbePass) -> None:
-        """Behind the probe pass: the repairs, and the listeners once more, which answer."""
-        chosen, again = probe.chosen(), probe.plan.listeners
-        self.plan = probe.plan.with_repairs(chosen)
-        self._remaining = merge([*chosen, *again])
+        """Behind the probe pass: the repairs, and what heard or was heard most, once more."""
+        choice = probe.choice()
+        self.plan = probe.plan.with_repairs(choice.repairs)
+        self._remaining = merge([*choice.repairs, *choice.again])
         self._probe = None
 
 
@@ -75,11 +75,17 @@ class _ProbePass:
             device=kv.geometry.device,
         )
 
-    def chosen(self) -> tuple[Span, ...]:
-        """The repairs; the probes stand as they were laid again, since they count as no repair."""
+    def choice(self) -> Choice:
+        """The probes stand as they were laid again, since they count as no repair."""
         changed = self._changed()
         self._kv.k[:, self._places], self._kv.v[:, self._places] = self._laid_k, self._laid_v
-        return choose(self._order, self.plan.placeholders, self.listener.heard, changed)
+        return choose(
+            self._order,
+            self.plan.placeholders,
+            self.listener.heard,
+            changed,
+            first_approximate=self.plan.first_approximate,
+        )
 
     def _changed(self) -> NDArray[np.float32]:
         """(L, P) how far the values of the probes moved."""

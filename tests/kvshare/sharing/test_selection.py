@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from delta_tree import Span
-from kvshare.sharing.plan import MAX_LISTENERS
+from kvshare.sharing.plan import MAX_LISTENERS, MAX_RENEWED
 from kvshare.sharing.selection import (
     MAX_FURTHER_RUNS,
     chosen,
@@ -12,6 +12,7 @@ from kvshare.sharing.selection import (
     listeners,
     num_runs,
     probes,
+    renewed,
     scores,
     stretches,
 )
@@ -107,6 +108,26 @@ def test_only_what_is_allowed_is_chosen_and_of_equals_the_first() -> None:
     allowed = np.isin(np.arange(10), [2, 5, 7])
     assert highest(np.ones(10), allowed, 2).nonzero()[0].tolist() == [2, 5]
     assert highest(np.ones(10), allowed, 9).nonzero()[0].tolist() == [2, 5, 7]
+
+
+def test_listeners_and_what_they_hear_most_are_computed_again() -> None:
+    """Tokens 0 to 99 are computed; the last 32 listen, mostly to 10, 20 and 40, and 10 saw nothing stale."""
+    computed = np.arange(200) < 100
+    heard = np.zeros((2, 200))
+    heard[:, [10, 20, 40]] = [9.0, 5.0, 7.0]
+    again = renewed(heard, computed, _nothing(200), first_approximate=15)
+    assert again[68:100].all()
+    assert again[[20, 40]].all()
+    assert not again[:15].any()
+    assert again.sum() == MAX_LISTENERS + 68 - 15  # fewer than 64 are left: all of them
+
+
+def test_at_most_so_many_are_computed_again_in_few_runs() -> None:
+    computed = np.arange(1000) < 900
+    heard = np.random.default_rng(0).random((2, 1000))
+    again = renewed(heard, computed, _nothing(1000), first_approximate=0)
+    assert again.sum() == MAX_LISTENERS + MAX_RENEWED
+    assert num_runs(again) <= MAX_FURTHER_RUNS + 1
 
 
 def test_stretches_are_the_runs_of_true() -> None:
