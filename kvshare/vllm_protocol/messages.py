@@ -135,9 +135,25 @@ class Ticket(VersionedMessage):
             if copy.target_start < self.exact_length and copy.shift:
                 raise ValueError("copies: an exact one moves")
             end = copy.target.end
-        if self.order is not None and not max(end, 1) <= self.order.end < self.num_tokens:
-            raise ValueError(f"order: expected an end from {end} to {self.num_tokens - 1}")
+        if self.order is not None:
+            self._check_order(self.order, end)
         return self
+
+    def _check_order(self, order: WireOrder, end_of_copies: int) -> None:
+        if not max(end_of_copies, 1) <= order.end < self.num_tokens:
+            raise ValueError(f"order: expected an end from {end_of_copies} to {self.num_tokens - 1}")
+        end = self.first_approximate
+        for piece in order.pieces:
+            if not end <= piece.start < piece.end <= end_of_copies:
+                raise ValueError(
+                    f"order: a piece [{piece.start}, {piece.end}) overlaps, is empty or not copied"
+                )
+            end = piece.end
+        places = {place for piece in order.pieces for place in range(piece.start, piece.end)}
+        if not places.issuperset(order.probes) or order.num_tokens > len(places):
+            raise ValueError(
+                "order: expected probes in its pieces, and no more repairs than they have tokens"
+            )
 
     @property
     def first_approximate(self) -> int:

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from delta_tree import SEGMENT_TOKENS, SegmentId, Span, gaps, merge, new_segment_id, split
-from kvshare.sharing.plan import RepairOrder
+from kvshare.sharing.plan import RepairOrder, cut
 from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, SaveRequest, StepMetadata, WorkerReport
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
@@ -191,7 +191,8 @@ class ConnectorScheduler:
             ticketed.lost = "segments_gone"  # copied KV must not be retained as computed
             return
         computed = gaps((ticketed.copy(index).target for index in copies), kept.num_tokens)
-        spans = split(merge([*computed, *ticketed.repaired]), SEGMENT_TOKENS)
+        computed = cut(merge([*computed, *ticketed.repaired]), ticketed.ticket.first_approximate)
+        spans = split(computed, SEGMENT_TOKENS)  # each of one generation
         stored = tuple(
             Stored(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)
             for span in spans
