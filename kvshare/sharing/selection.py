@@ -86,6 +86,14 @@ def listeners(computed: Mask) -> NDArray[np.int64]:
     return computed.nonzero()[0][-MAX_LISTENERS:]
 
 
+def choose_by_place(
+    order: RepairOrder, placeholders: Sequence[Span], *, num_tokens: int, first_approximate: int
+) -> Choice:
+    """The same number where nothing can be measured: the starts of the pieces."""
+    heard, changed = np.ones((1, num_tokens)), np.ones((1, len(order.probes)))
+    return choose(order, placeholders, heard, changed, first_approximate=first_approximate)
+
+
 def renewed(heard: Scores, computed: Mask, repairs: Mask, *, first_approximate: int) -> Mask:
     """
     (T,) the listeners, and of the other computed tokens those that they attend to most.

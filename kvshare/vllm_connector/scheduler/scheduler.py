@@ -191,8 +191,10 @@ class ConnectorScheduler:
             ticketed.lost = "segments_gone"  # copied KV must not be retained as computed
             return
         computed = gaps((ticketed.copy(index).target for index in copies), kept.num_tokens)
-        computed = cut(merge([*computed, *ticketed.repaired]), ticketed.ticket.first_approximate)
-        spans = split(computed, SEGMENT_TOKENS)  # each of one generation
+        if ticketed.ticket.order is not None:  # a segment is of one generation
+            computed = merge([*computed, *ticketed.repaired])
+            computed = cut(computed, ticketed.ticket.first_approximate)
+        spans = split(computed, SEGMENT_TOKENS)
         stored = tuple(
             Stored(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)
             for span in spans

@@ -18,7 +18,7 @@ import torch
 from delta_tree import SegmentId, Span, merge
 from kvshare.kv.listening import Listener
 from kvshare.sharing.plan import MAX_LISTENERS, RepairOrder, last_tokens
-from kvshare.sharing.selection import Choice, choose
+from kvshare.sharing.selection import Choice, choose, choose_by_place
 from kvshare.vllm_connector.metadata import LoadRequest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import Run
@@ -67,16 +67,21 @@ class Choosing:
             slots = [self._cache.slots(self._load.block_ids, Span(p, p + 1)) for p in self._order.probes]
             self._cache.write(*self._laid, torch.cat(slots))
         self.listener.total = summed(self.listener.total) / num_ranks
-        return self._choose(self.listener.heard, changed)
+        return choose(
+            self._order,
+            self._computed,
+            self.listener.heard,
+            changed,
+            first_approximate=self._load.first_approximate,
+        )
 
     def choice_by_place(self) -> Choice:
         """Where attention cannot be watched: the starts of the pieces, evenly."""
-        num_slots = self.listener.total.shape[1]
-        return self._choose(np.ones((1, num_slots)), np.ones((1, len(self._order.probes))))
-
-    def _choose(self, heard: np.ndarray, changed: np.ndarray) -> Choice:
-        return choose(
-            self._order, self._computed, heard, changed, first_approximate=self._load.first_approximate
+        return choose_by_place(
+            self._order,
+            self._computed,
+            num_tokens=self.listener.total.shape[1],
+            first_approximate=self._load.first_approximate,
         )
 
     def _run(self, span: Span, listener: Listener | None = None) -> Run:
