@@ -19,6 +19,7 @@ from aiohttp import web
 
 from delta_tree import SegmentId, Span, gaps, new_segment_id
 from kvshare.vllm_protocol.messages import (
+    PROTOCOL,
     Dropped,
     Finished,
     Journal,
@@ -62,7 +63,7 @@ class Behaviour:
     token_s: float = 0.0
     status: int = 200  # of the generating routes
     die_after_chunks: int | None = None
-    protocol: int = 1
+    protocol: int = PROTOCOL
     refusals: tuple[str, ...] = ()
     token: str | None = None  # of the control server
     keeps: bool = True

@@ -22,6 +22,7 @@ from kvshare.replay.arms import parse_arms
 from kvshare.replay.live import LIVE_ARMS, LiveOptions, replay_live
 from kvshare.replay.options import ReplayOptions
 from kvshare.settings import load_settings
+from kvshare.vllm_protocol.messages import PROTOCOL
 from tests.conftest import KEYS
 from tests.conftest import Server as EmbeddedServer
 
@@ -216,7 +217,7 @@ def test_what_a_client_says_about_kv_is_ignored(fleet: Fleet) -> None:
     messages = pair(12).donor_messages
     stolen = {
         "cache_salt": "kvshare-private-somebody",
-        "kv_transfer_params": {"kvshare": {"protocol": 1, "copies": [[1, 0, 100, 0, 0]]}},
+        "kv_transfer_params": {"kvshare": {"protocol": PROTOCOL, "copies": [[1, 0, 100, 0, 0]]}},
     }
     with fleet.client("ann") as ann, fleet.client("dot") as dot:  # new here
         donate(fleet, ann, messages)

@@ -179,7 +179,7 @@ def draft_of(
         return None
     assert request.prompt is not None, "it had a ticket"
     assert request.ticket is not None, "found by its ticket"
-    plan = _carried_out(request.plan, finished.used)
+    plan = _carried_out(request.plan, finished.used, [entry.span for entry in finished.repaired])
     stored = [
         StoredSpan(entry.segment_id, Span(entry.start, entry.start + entry.length), entry.num_bytes)
         for entry in finished.stored
@@ -194,13 +194,14 @@ def draft_of(
     return draft_node(token_ids(tokens[:num_retained]), plan, stored, namespace=namespace, parent=parent)
 
 
-def _carried_out(plan: Plan | NoPlan, used: Sequence[int]) -> Plan | NoPlan:
-    """The plan with the copies that were used; what the others were to cover was computed."""
+def _carried_out(plan: Plan | NoPlan, used: Sequence[int], repaired: Sequence[Span]) -> Plan | NoPlan:
+    """The plan with the copies that were used and what was repaired of them; all else was computed."""
     if not used:
         return NoPlan("computed")
     if isinstance(plan, NoPlan) or len(set(used)) != len(used) or max(used) >= len(plan.copies):
         raise BadReportError("copies used that are not in the ticket")
-    return replace(plan, copies=tuple(plan.copies[index] for index in sorted(used)))
+    carried_out = replace(plan, copies=tuple(plan.copies[index] for index in sorted(used)))
+    return carried_out if plan.order is None else carried_out.with_repairs(repaired)
 
 
 def _covered(spans: Sequence[Span]) -> int:

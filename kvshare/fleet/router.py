@@ -26,7 +26,7 @@ from kvshare.settings import VllmSettings
 from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.vllm_protocol.messages import Ticket, WireCopy, digest_of
+from kvshare.vllm_protocol.messages import Ticket, WireCopy, WireOrder, WireSpan, digest_of
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +159,9 @@ def choose(lookups: Mapping[Replica, Lookup | None], settings: VllmSettings) -> 
     return min(allowed or lookups, key=lambda replica: (_prefill_s(lookups[replica]), replica.num_inflight))
 
 
+_TAIL = 16  # tokens that vLLM computes itself, behind what the connector provides
+
+
 def ticket_for(
     plan: Plan | NoPlan, prompt: TokenIds, *, request_id: str, namespace: str, keep: bool
 ) -> Ticket:
@@ -177,6 +180,18 @@ def ticket_for(
         exact_length=plan.exact_length if isinstance(plan, Plan) else 0,
         copies=copies,
         keep=keep,
+        order=_wire_order(plan) if isinstance(plan, Plan) else None,
+    )
+
+
+def _wire_order(plan: Plan) -> WireOrder | None:
+    if plan.order is None:
+        return None
+    return WireOrder(
+        pieces=tuple(WireSpan(piece.start, piece.end) for piece in plan.order.pieces),
+        probes=plan.order.probes,
+        num_tokens=plan.order.num_tokens,
+        end=max(plan.num_tokens - _TAIL, plan.copies[-1].target.end),
     )
 
 

@@ -22,9 +22,14 @@ class Listener:
     def __init__(
         self, spans: Sequence[Span], *, num_layers: int, num_slots: int, device: torch.device
     ) -> None:
+        self._spans = spans
         places = [place for span in spans for place in range(span.start, span.end)]
         self._places = torch.tensor(places, dtype=torch.int64, device=device)
-        self._total = torch.zeros(num_layers, num_slots, device=device)
+        self.total = torch.zeros(num_layers, num_slots, device=device)
+
+    def is_in(self, run: Span) -> bool:
+        """Whether a run has rows of ours."""
+        return any(run.intersection(span) for span in self._spans)
 
     def hear(
         self,
@@ -41,18 +46,28 @@ class Listener:
         Shapes:  positions (N,) of the rows; query (H_q, N, D); key (H, S, D), slots [0, S)
         """
         rows = torch.isin(positions, self._places).nonzero()[:, 0]
-        if not len(rows):
-            return
-        num_heads, num_slots, dim = key.shape
-        queries = query[:, rows].float().reshape(num_heads, -1, dim)  # (H, H_q / H * N', D)
-        scores = queries @ key.float().transpose(1, 2) * (dim**-0.5 if scaling is None else scaling)
-        scores = scores.view(-1, len(rows), num_slots)  # (H_q, N', S)
-        behind = torch.arange(num_slots, device=key.device) > positions[rows, None]
-        weights = scores.masked_fill_(behind, float("-inf")).softmax(dim=-1)
-        self._total[layer, :num_slots] += weights.mean(dim=0).sum(dim=0)
+        if len(rows):
+            weights = attention(positions[rows], query[:, rows], key, scaling=scaling)
+            self.total[layer, : key.shape[1]] += weights.mean(dim=0).sum(dim=0)
 
     @property
     def heard(self) -> NDArray[np.float32]:
         """(L, S), mean over all rows."""
-        found: NDArray[np.float32] = (self._total / max(1, len(self._places))).cpu().numpy()
+        found: NDArray[np.float32] = (self.total / max(1, len(self._places))).cpu().numpy()
         return found
+
+
+def attention(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *, scaling: float | None
+) -> torch.Tensor:
+    """
+    Causal attention weights in float32.
+
+    Shapes:  positions (N,) of the rows; query (H_q, N, D); key (H, S, D), slots [0, S) -> (H_q, N, S)
+    """
+    num_heads, num_slots, dim = key.shape
+    queries = query.float().reshape(num_heads, -1, dim)  # (H, H_q / H * N, D)
+    scores = queries @ key.float().transpose(1, 2) * (dim**-0.5 if scaling is None else scaling)
+    scores = scores.view(-1, len(positions), num_slots)
+    behind = torch.arange(num_slots, device=key.device) > positions[:, None]
+    return scores.masked_fill_(behind, float("-inf")).softmax(dim=-1)

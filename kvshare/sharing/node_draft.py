@@ -24,7 +24,7 @@ from delta_tree import (
     merge,
     split,
 )
-from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.plan import NoPlan, Plan, cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,17 @@ class StoredSpan:
 
 
 def computed_spans(plan: Plan | NoPlan, num_tokens: int) -> tuple[Span, ...]:
-    """What was computed of so many tokens, by segment: the placeholders, and everything generated."""
-    spans = [Span(0, num_tokens)]
-    if isinstance(plan, Plan):
-        spans = [Span(span.start, min(span.end, num_tokens)) for span in plan.placeholders]
-        spans.append(Span(min(plan.num_tokens, num_tokens), num_tokens))
-    return split(merge(spans), SEGMENT_TOKENS)
+    """
+    What was computed of so many tokens, by segment: the placeholders, and everything generated.
+
+    A segment is of one generation: where repairs were chosen, it ends where the KV ceases to be exact.
+    """
+    if isinstance(plan, NoPlan):
+        return split([Span(0, num_tokens)], SEGMENT_TOKENS)
+    spans = [Span(span.start, min(span.end, num_tokens)) for span in plan.placeholders]
+    spans.append(Span(min(plan.num_tokens, num_tokens), num_tokens))
+    merged = merge(spans)
+    return split(merged if plan.exact_until is None else cut(merged, plan.exact_until), SEGMENT_TOKENS)
 
 
 def draft_node(

@@ -172,6 +172,18 @@ def last_tokens(spans: Sequence[Span], count: int) -> tuple[Span, ...]:
     return tuple(reversed(found))
 
 
+def cut(spans: Iterable[Span], place: int) -> tuple[Span, ...]:
+    """The spans, and the one that `place` lies inside in two."""
+    parts = (part for span in spans for part in _halves(span, place))
+    return tuple(part for part in parts if part)
+
+
+def _halves(span: Span, place: int) -> tuple[Span, ...]:
+    if not span.start < place < span.end:
+        return (span,)
+    return Span(span.start, place), Span(place, span.end)
+
+
 def clip(copy: Copy, span: Span) -> Copy | None:
     """The part of a copy whose target lies in `span`, or None."""
     target_start = copy.target_start

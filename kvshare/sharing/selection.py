@@ -58,12 +58,14 @@ def choose(
     """
     What a plan's engine computes behind its probe pass: `order.num_tokens` repairs, and placeholders again.
 
+    Pieces that had to be computed, because their KV was gone, need no repair.
     Shapes:  heard (L, T) of the listeners, mean over them and over heads; changed (L, P) of the probes
     """
     num_tokens = heard.shape[1]
-    allowed, computed = (_mask(spans, num_tokens) for spans in (order.pieces, placeholders))
+    pieces, computed = (_mask(spans, num_tokens) for spans in (order.pieces, placeholders))
+    allowed = pieces & ~computed
     found = scores(order.pieces, heard, np.array(order.probes, np.int64), changed)
-    repairs = chosen(found, allowed, computed, order.num_tokens)
+    repairs = chosen(found, allowed, computed, min(order.num_tokens, int(allowed.sum())))
     again = renewed(heard, computed, repairs, first_approximate=first_approximate)
     return Choice(tuple(stretches(repairs)), tuple(stretches(again)))
 
@@ -82,6 +84,14 @@ def probes(pieces: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
 def listeners(computed: Mask) -> NDArray[np.int64]:
     """(N,) the last tokens that are computed anyway."""
     return computed.nonzero()[0][-MAX_LISTENERS:]
+
+
+def choose_by_place(
+    order: RepairOrder, placeholders: Sequence[Span], *, num_tokens: int, first_approximate: int
+) -> Choice:
+    """The same number where nothing can be measured: the starts of the pieces."""
+    heard, changed = np.ones((1, num_tokens)), np.ones((1, len(order.probes)))
+    return choose(order, placeholders, heard, changed, first_approximate=first_approximate)
 
 
 def renewed(heard: Scores, computed: Mask, repairs: Mask, *, first_approximate: int) -> Mask:

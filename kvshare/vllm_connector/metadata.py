@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from delta_tree import SegmentId, Span, gaps, merge
+from kvshare.sharing.plan import RepairOrder
 from kvshare.vllm_protocol.messages import WireCopy
 
 
@@ -28,6 +29,8 @@ class LoadRequest:
         0        ready        start                           end      num_tokens
         [ local ][ in flight ][ copy ][ run ][ copy ][ run ][ copy ][ tail: vLLM's own forward ]
 
+    With an `order`, some of the copies are computed again; to learn which, the tail is computed here, too.
+
     In flight are blocks of the prefix cache that vLLM's forward pass of this step fills for another request,
     after our pass. A load that computes anything behind them computes them, too.
     """
@@ -37,8 +40,10 @@ class LoadRequest:
     ready: int
     start: int
     end: int
-    token_ids: tuple[int, ...] = field(repr=False)  # of [0, end); vLLM logs it when a step fails
+    token_ids: tuple[int, ...] = field(repr=False)  # of [0, end) or more; vLLM logs it when a step fails
     copies: tuple[WireCopy, ...]  # ascending; those wholly before `start` are left out
+    order: RepairOrder | None = None  # what is still to be chosen of [start, end)
+    first_approximate: int = 0
 
     def targets(self, unreadable: frozenset[SegmentId] = frozenset()) -> list[tuple[WireCopy, Span]]:
         """The copies to write, each with the part of its target that lies behind `start`."""
@@ -84,6 +89,7 @@ class LoadResult:
     failed: bool = False
     unreadable: frozenset[SegmentId] = frozenset()
     stage_seconds: Mapping[str, float] = field(default_factory=dict)  # lay, pass
+    repaired: tuple[Span, ...] = ()  # of the copies, chosen and computed
 
 
 @dataclass
@@ -105,7 +111,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for request_id, result in other.loads.items():
             mine = loads.get(request_id, result)
             loads[request_id] = LoadResult(
-                mine.failed or result.failed, mine.unreadable | result.unreadable, mine.stage_seconds
+                mine.failed or result.failed,
+                mine.unreadable | result.unreadable,
+                mine.stage_seconds,
+                mine.repaired,  # ranks choose from the same scores
             )
         return WorkerReport(
             loads, self.failed_saves | other.failed_saves, {**other.save_seconds, **self.save_seconds}

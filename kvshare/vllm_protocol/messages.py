@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from delta_tree import SegmentId, Span, TokenIds
 from kvshare.vllm_protocol.json_fields import Flag, Message, Number, Text
 
-PROTOCOL = 1
+PROTOCOL = 2
 HEADROOM = 8  # one part in so many of a replica's memory
 TICKET_KEY = "kvshare"  # in kv_transfer_params
 WORKER_CLASS = "kvshare.vllm_connector.workers.KVShareWorker"  # for --worker-cls
@@ -68,6 +68,32 @@ class WireCopy(NamedTuple):
         return self.target_start - self.source_position
 
 
+class WireSpan(NamedTuple):
+    """Positions [start, end); a row in JSON."""
+
+    start: Number
+    end: Number
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class WireOrder(Message):
+    """
+    Of the copies in `pieces` the connector computes `num_tokens` again; which, it learns in a probe pass.
+
+    It provides everything in front of `end`; behind that is the tail, which vLLM computes. See
+    `kvshare.sharing.plan.RepairOrder`.
+    """
+
+    pieces: tuple[WireSpan, ...]  # ascending, disjoint
+    probes: tuple[Number, ...]
+    num_tokens: Number
+    end: Number
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket(VersionedMessage):
     """
@@ -84,6 +110,7 @@ class Ticket(VersionedMessage):
     exact_length: Number = 0  # copies inside [0, exact_length) are exact
     copies: tuple[WireCopy, ...] = ()  # ascending by target, disjoint
     keep: Flag = True
+    order: WireOrder | None = None  # repairs that are still to be chosen
 
     @property
     def is_exact(self) -> bool:
@@ -108,7 +135,31 @@ class Ticket(VersionedMessage):
             if copy.target_start < self.exact_length and copy.shift:
                 raise ValueError("copies: an exact one moves")
             end = copy.target.end
+        if self.order is not None:
+            self._check_order(self.order, end)
         return self
+
+    def _check_order(self, order: WireOrder, end_of_copies: int) -> None:
+        if not max(end_of_copies, 1) <= order.end < self.num_tokens:
+            raise ValueError(f"order: expected an end from {end_of_copies} to {self.num_tokens - 1}")
+        end = self.first_approximate
+        for piece in order.pieces:
+            if not end <= piece.start < piece.end <= end_of_copies:
+                raise ValueError(
+                    f"order: a piece [{piece.start}, {piece.end}) overlaps, is empty or not copied"
+                )
+            end = piece.end
+        places = {place for piece in order.pieces for place in range(piece.start, piece.end)}
+        if not places.issuperset(order.probes) or order.num_tokens > len(places):
+            raise ValueError(
+                "order: expected probes in its pieces, and no more repairs than they have tokens"
+            )
+
+    @property
+    def first_approximate(self) -> int:
+        """Position of the first approximate copy; num_tokens if there is none."""
+        starts = (copy.target_start for copy in self.copies if copy.target_start >= self.exact_length)
+        return min(starts, default=self.num_tokens)
 
 
 class Stored(NamedTuple):
@@ -125,8 +176,9 @@ class Finished(Message):
     """
     A ticketed request has ended, and its KV is retained where it should be.
 
-    The KV of the retained positions comes from the copies `used` (indices into the ticket's) and from
-    `stored`; both are empty where nothing was retained. `output_ids` are the generated tokens among them.
+    The KV of the retained positions comes from the copies `used` (indices into the ticket's), but for what
+    was `repaired` of them, and from `stored`; all are empty where nothing was retained. `output_ids` are the
+    generated tokens among them.
     """
 
     request_id: Text
@@ -137,6 +189,7 @@ class Finished(Message):
     num_local: Number = 0  # prompt tokens that vLLM's own prefix cache had
     output_ids: tuple[Number, ...] = ()
     stored: tuple[Stored, ...] = ()
+    repaired: tuple[WireSpan, ...] = ()
     stage_seconds: Mapping[str, float] = field(default_factory=dict)  # lay, pass, save
     kind: Literal["finished"] = "finished"
 

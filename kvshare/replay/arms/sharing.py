@@ -27,6 +27,7 @@ from kvshare.sharing.cost import CostModel
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.selection import choose_by_place
 from vector_index import Nominator, QdrantEdgeIndex
 
 _MAINTAIN_EVERY = 1000  # requests between two flushes of the index
@@ -130,15 +131,15 @@ class SharingArm(Arm):
         lookup = await self._core.find_plan(
             namespace, prompt, SharingMode.APPROX, by_meaning=self.sharing.uses_meaning
         )
-        plan = lookup.plan
+        plan = _carried_out(lookup.plan)
         donors = plan.donors if isinstance(plan, Plan) else ()
         cross_user = any_of(request.logged.asker.is_other(self._owners[donor]) for donor in donors)
         nodes = self._core.own_nodes(namespace, lookup.candidates)
         losses = self._losses(request, plan, nodes)
-        self._keeper.hold(plan)
+        self._keeper.hold(lookup.plan)
         self._core.note_use(lookup)
         await self._remember(request, plan)
-        self._keeper.release(plan)
+        self._keeper.release(lookup.plan)
         self._check_counters()
         plan_s = sum(lookup.stage_seconds.get(stage, 0.0) for stage in ("plan", "load"))
         return replace(
@@ -190,6 +191,19 @@ class SharingArm(Arm):
             "num_prompt_tokens": stats.num_tokens,
             "num_stored_tokens": stats.num_stored_tokens,
         }
+
+
+def _carried_out(plan: Plan | NoPlan) -> Plan | NoPlan:
+    """Without a model nobody knows which repairs an engine would choose: as many, at the starts of pieces."""
+    if isinstance(plan, NoPlan) or plan.order is None:
+        return plan
+    choice = choose_by_place(
+        plan.order,
+        plan.placeholders,
+        num_tokens=plan.num_tokens,
+        first_approximate=plan.first_approximate,
+    )
+    return plan.with_repairs(choice.repairs)
 
 
 def _outcome(plan: Plan | NoPlan, *, with_repairs: bool = False) -> Outcome:

@@ -61,7 +61,7 @@ class SharingOptions:
 
     def limits(self, settings: Settings) -> PlannerLimits:
         """The planner's limits."""
-        limits = PlannerLimits.from_settings(settings)
+        limits = PlannerLimits.from_settings(settings, can_probe=True)
         if self.open_gates:
             limits = replace(
                 limits,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from delta_tree import SegmentId
-from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, WireCopy, digest_of
+from delta_tree import SegmentId, Span
+from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, WireCopy, WireSpan, digest_of
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class TicketedRequest:
     placed: frozenset[int] = frozenset()  # the copies whose KV stands in the slots
     is_mixed: bool = False  # a copy's slots are partly the segment's and partly not: nothing is retained
     load_failed: bool = False  # vLLM or the worker computes everything from here on
+    repaired: tuple[Span, ...] = ()  # of the placed copies: what was computed again
     num_awaited: int = 0  # loads that were requested and are not reported
     num_prompt: int = 0  # known at the end
     retained: frozenset[int] | None = None  # copies that the retained KV consists of; None: none is retained
@@ -125,6 +126,8 @@ class TicketedRequest:
             self.num_first_local = self.num_local
             if self.num_local:
                 self._note_mixed()  # a sibling's blocks under the same salt, filled from what it found
+        if self.num_local and self.ticket.order is not None:
+            self._note_mixed()  # what was chosen at an earlier admission stands there
         placed = set()
         for index, copy in enumerate(self.ticket.copies):
             before, now = index in self.placed, loads and index in held
@@ -148,6 +151,7 @@ class TicketedRequest:
             if any(self.copy(index).target_start < self.num_local for index in lost):
                 self._note_mixed()
             self.placed -= lost
+            self.repaired = () if result.failed else result.repaired
         if self.retained is not None and not self._is_whole(self.retained, result.unreadable):
             self.lost = "load_failed" if result.failed else "segments_gone"
 
@@ -167,6 +171,7 @@ class TicketedRequest:
         num_local = self.num_first_local or 0
         targets = (self.copy(index).target for index in self.placed)
         num_placed = sum(max(0, target.end - max(target.start, num_local)) for target in targets)
+        num_placed -= sum(len(span) for span in self.repaired)
         is_retained = self.retained is not None and self.lost is None
         return Finished(
             request_id=self.ticket.request_id,
@@ -177,8 +182,12 @@ class TicketedRequest:
             num_local=num_local,
             output_ids=self.output_ids if is_retained else (),
             stored=self.stored if is_retained else (),
+            repaired=tuple(WireSpan(*span) for span in self._repaired_bounds()) if is_retained else (),
             stage_seconds=dict(self.stage_seconds),
         )
+
+    def _repaired_bounds(self) -> list[tuple[int, int]]:
+        return [(span.start, span.end) for span in self.repaired]
 
     def _advance(self, event: Event) -> None:
         following = TRANSITIONS.get((self.state, event))

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from delta_tree import SEGMENT_TOKENS, SegmentId, gaps, new_segment_id, split
+from delta_tree import SEGMENT_TOKENS, SegmentId, Span, gaps, merge, new_segment_id, split
+from kvshare.sharing.plan import RepairOrder, cut
 from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, SaveRequest, StepMetadata, WorkerReport
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
@@ -27,6 +28,16 @@ from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, Stored, Ticket
 log = logging.getLogger("vllm.kvshare")
 
 _MAX_SEEN = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What of an ended request is in its slots for good."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    output_ids: tuple[int, ...]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -44,6 +55,7 @@ class ConnectorScheduler:
         self._seen: OrderedDict[str, None] = OrderedDict()  # n > 1 sends one ticket n times
         self._loads: list[LoadRequest] = []
         self._saves: list[SaveRequest] = []
+        self._unsaved: dict[str, _Kept] = {}  # ended before it was reported which repairs were chosen
         self._drops: list[SegmentId] = []
         self._drops_lock = threading.Lock()
 
@@ -72,8 +84,11 @@ class ConnectorScheduler:
         ticketed.num_found = num_local
         if not ticketed.may_load:
             return 0
-        held = self._held(ticketed.ticket)
-        return max(0, max((ticketed.copy(index).target.end for index in held), default=0) - num_local)
+        ticket, held = ticketed.ticket, self._held(ticketed.ticket)
+        end = max((ticketed.copy(index).target.end for index in held), default=0)
+        if end > ticket.first_approximate and ticket.order is not None:
+            end = ticket.order.end
+        return max(0, end - num_local)
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external: int) -> None:
         """The request has its blocks, and this step is to provide `num_external` tokens."""
@@ -87,6 +102,7 @@ class ConnectorScheduler:
         start, end = ticketed.num_local, ticketed.num_local + num_external
         copies = [ticketed.copy(index) for index in sorted(held)]
         self.segments.touch(copy.segment_id for copy in copies)
+        order = _order(ticketed.ticket, Span(start, end))
         self._loads.append(
             LoadRequest(
                 request_id=request.request_id,
@@ -94,8 +110,10 @@ class ConnectorScheduler:
                 ready=start,
                 start=start,
                 end=end,
-                token_ids=tuple(request.all_token_ids[:end]),
+                token_ids=tuple(request.all_token_ids[: end if order is None else None]),
                 copies=tuple(copy for copy in copies if copy.target.end > start),
+                order=order,
+                first_approximate=ticketed.ticket.first_approximate,
             )
         )
 
@@ -119,7 +137,9 @@ class ConnectorScheduler:
             return False
         num_retained = _num_retained(request, ticketed)
         if num_retained:
-            self._retain(ticketed, request, block_ids, num_retained)
+            output_ids = tuple(request.output_token_ids[: num_retained - request.num_prompt_tokens])
+            kept = _Kept(request.request_id, tuple(block_ids), num_retained, output_ids)
+            self._retain(ticketed, kept)
         ticketed.end(num_prompt=request.num_prompt_tokens)
         self._requests[request.request_id] = ticketed
         self._publish_if_done(request.request_id, ticketed)
@@ -147,15 +167,33 @@ class ConnectorScheduler:
         for ticketed in self._requests.values():
             ticketed.is_mixed = True
 
-    def _retain(
-        self, ticketed: TicketedRequest, request: Request, block_ids: Sequence[int], num_retained: int
-    ) -> None:
+    def _retain(self, ticketed: TicketedRequest, kept: _Kept) -> None:
+        """Have it saved, now or when it is known which repairs were chosen for it."""
+        if ticketed.ticket.order is not None and ticketed.num_awaited:
+            ticketed.retained = self._retained_copies(ticketed)
+            self._unsaved[kept.request_id] = kept
+        else:
+            self._save(ticketed, kept)
+
+    def _save_late(self, request_id: str, ticketed: TicketedRequest) -> None:
+        """Its load was reported after its end. Its blocks wait, also if there is nothing to save."""
+        if ticketed.num_awaited or (kept := self._unsaved.pop(request_id, None)) is None:
+            return
+        if ticketed.lost is None:
+            self._save(ticketed, kept)
+        if ticketed.lost is not None:
+            self._saves.append(SaveRequest(request_id, kept.block_ids, ()))
+
+    def _save(self, ticketed: TicketedRequest, kept: _Kept) -> None:
         """Make room for what no stored segment covers, and request that it is saved."""
         copies = self._retained_copies(ticketed)
         if not ticketed.ticket.is_exact and not ticketed.placed <= copies:
             ticketed.lost = "segments_gone"  # copied KV must not be retained as computed
             return
-        computed = gaps((ticketed.copy(index).target for index in copies), num_retained)
+        computed = gaps((ticketed.copy(index).target for index in copies), kept.num_tokens)
+        if ticketed.ticket.order is not None:  # a segment is of one generation
+            computed = merge([*computed, *ticketed.repaired])
+            computed = cut(computed, ticketed.ticket.first_approximate)
         spans = split(computed, SEGMENT_TOKENS)
         stored = tuple(
             Stored(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)
@@ -173,9 +211,9 @@ class ConnectorScheduler:
             held = HeldSegment(ticketed.ticket.namespace, segment.length, segment.num_bytes)
             self.segments.add(segment.segment_id, held)
         to_save = tuple((segment.segment_id, span) for segment, span in zip(stored, spans, strict=True))
-        self._saves.append(SaveRequest(request.request_id, tuple(block_ids), to_save))
+        self._saves.append(SaveRequest(kept.request_id, kept.block_ids, to_save))
         ticketed.retained = copies
-        ticketed.output_ids = tuple(request.output_token_ids[: num_retained - request.num_prompt_tokens])
+        ticketed.output_ids = kept.output_ids
         ticketed.stored = stored
 
     def _retained_copies(self, ticketed: TicketedRequest) -> frozenset[int]:
@@ -193,6 +231,7 @@ class ConnectorScheduler:
     def _note_load(self, request_id: str, result: LoadResult) -> None:
         if (ticketed := self._requests.get(request_id)) is not None:
             ticketed.note_load(result)
+            self._save_late(request_id, ticketed)
             self._publish_if_done(request_id, ticketed)
 
     def _note_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
@@ -235,6 +274,16 @@ class ConnectorScheduler:
         local = load.block_ids[: load.start // self.block_size]
         first = next((index for index, block_id in enumerate(local) if block_id in written), None)
         return load.start if first is None else first * self.block_size
+
+
+def _order(ticket: Ticket, provided: Span) -> RepairOrder | None:
+    """What is to be chosen of the positions that are provided now."""
+    if ticket.order is None:
+        return None
+    parts = (piece.span.intersection(provided) for piece in ticket.order.pieces)
+    pieces = tuple(part for part in parts if part)
+    probes = tuple(place for place in ticket.order.probes if provided.start <= place < provided.end)
+    return RepairOrder(pieces, probes, ticket.order.num_tokens) if pieces else None
 
 
 def _num_retained(request: Request, ticketed: TicketedRequest) -> int:

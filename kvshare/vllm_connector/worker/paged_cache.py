@@ -104,6 +104,33 @@ class PagedCache:
                 target[index] = source.flatten(0, 1)[ahead : ahead + len(span)]
         return SegmentKV(k, v)
 
+    def keys(self, layer: int, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
+        """A layer's K of positions [0, num_tokens) on the device, (T, H, D)."""
+        assert self._layout is not None
+        blocks = self._table(self._blocks_of(block_ids, Span(0, num_tokens)))
+        cache = list(self.layers.values())[layer].kv_cache
+        k, _ = self._layout.rows(cache.index_select(0, blocks))
+        return k.flatten(0, 1)[:num_tokens]
+
+    def rows(self, block_ids: Sequence[int], positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of K and V at single positions, on the device, (L, P, H, D) each."""
+        assert self._layout is not None
+        size = self.kernel_block_size
+        table = self.kernel_blocks(block_ids)
+        blocks = self._table_of([table[position // size] for position in positions])
+        inside = torch.tensor([position % size for position in positions], device=self.geometry.device)
+        each = torch.arange(len(positions), device=self.geometry.device)
+        found = [self._layout.rows(layer.kv_cache.index_select(0, blocks)) for layer in self.layers.values()]
+        return torch.stack([k[each, inside] for k, _ in found]), torch.stack(
+            [v[each, inside] for _, v in found]
+        )
+
+    def _table(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return self._table_of(self.kernel_blocks(block_ids))
+
+    def _table_of(self, kernel_blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(kernel_blocks, dtype=torch.int64, device=self.geometry.device)
+
     def _write_layer(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
 

@@ -14,8 +14,10 @@ passes before. One forward pass over all runs of all requests of a step is exact
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -24,6 +26,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
+from kvshare.kv.listening import Listener
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 # As in vLLM's own buffer of token ids; positions are int64. A compiled model reads its input as what it was
@@ -39,6 +42,7 @@ class Run:
     span: Span
     token_ids: tuple[int, ...]  # the request's, from position 0 on
     shift: int = 0  # how much higher the model believes the positions to be; slots stay as they are
+    listener: Listener | None = None  # writes down what some of the rows attend to
 
 
 def split(runs: Sequence[Run], max_tokens: int, max_runs: int) -> Iterator[list[Run]]:
@@ -60,6 +64,10 @@ def split(runs: Sequence[Run], max_tokens: int, max_runs: int) -> Iterator[list[
             start = part.end
     if batch:
         yield batch
+
+
+Watch = Callable[[int, Run, torch.Tensor, torch.Tensor], None]
+"""Gets a layer's number, a run, and its rows (N, H_q, D) of queries and of what attention made of them."""
 
 
 class PartialForward:
@@ -84,11 +92,58 @@ class PartialForward:
                 cache.geometry.device,
             )
 
-    def compute(self, runs: Sequence[Run]) -> None:
-        """Make the slots of all runs valid."""
+    def scaling(self, layer: int) -> float:
+        """What a layer multiplies queries and keys by."""
+        return float(list(self._cache.layers.values())[layer].impl.scale)
+
+    def compute_heard(self, runs: Sequence[Run]) -> None:
+        """The same as `compute`; the runs' listeners are told what their rows attend to."""
+        self.compute(runs, watch=self._hear)
+
+    def _hear(self, layer: int, run: Run, query: torch.Tensor, output: torch.Tensor) -> None:
+        if run.listener is None or not run.listener.is_in(run.span):
+            return
+        keys = self._cache.keys(layer, run.block_ids, run.span.end).transpose(0, 1)
+        positions = torch.arange(run.span.start, run.span.end, device=keys.device)
+        run.listener.hear(layer, positions, query.transpose(0, 1), keys, scaling=self.scaling(layer))
+
+    def compute(self, runs: Sequence[Run], *, watch: Watch | None = None) -> None:
+        """Make the slots of all runs valid. `watch` is called with each run in each layer."""
         for batch in split(runs, self._max_tokens, self._max_runs):
             # Backends that treat short queries apart want them first; the order does not change the result.
-            self._forward(sorted(batch, key=lambda run: len(run.span)))
+            ordered = sorted(batch, key=lambda run: len(run.span))
+            with self._watched(ordered, watch) if watch is not None else nullcontext():
+                self._forward(ordered)
+
+    @contextmanager
+    def _watched(self, runs: Sequence[Run], watch: Watch) -> Iterator[None]:
+        """
+        Stand in for the attention kernels of all layers. vLLM calls them through an opaque operator, outside
+        of what it compiles; a kernel that writes the cache itself has done so by then.
+        """
+        impls = [layer.impl for layer in self._cache.layers.values()]
+
+        def standing_in(index: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(
+                layer: Any, query: torch.Tensor, *rest: Any, output: torch.Tensor, **options: Any
+            ) -> Any:
+                result = kernel(layer, query, *rest, output=output, **options)
+                start = 0
+                for run in runs:
+                    rows = slice(start, start + len(run.span))
+                    watch(index, run, query[rows], output[rows].view_as(query[rows]))
+                    start += len(run.span)
+                return result
+
+            return forward
+
+        for index, impl in enumerate(impls):
+            impl.forward = standing_in(index, impl.forward)
+        try:
+            yield
+        finally:
+            for impl in impls:
+                del impl.forward  # the class's own is found again
 
     def _forward(self, runs: Sequence[Run]) -> None:
         device = self._cache.geometry.device

@@ -3,6 +3,7 @@ What must be true before anything is shared, tried out on the running model befo
 
     layout     what vLLM writes into a block is read back bit by bit
     partial    scattered runs give the KV that one pass gives
+    listening  from queries and stored keys follow the attention weights that the kernel used
     rotation   a text moved by d positions has the same V, and K rotated by d, on every layer
 
 A layer without positions, a mask that is not causal, a kernel that reads its cache in another way: each fails
@@ -14,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from delta_tree import Span
+from kvshare.kv.listening import attention
 from kvshare.kv.rotation import Rotation
 from kvshare.kv.segment import SegmentKV
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
@@ -54,6 +56,26 @@ class SelfTest:
         if not (self._agree(whole.k, parts.k) and self._agree(whole.v, parts.v)):
             return "partial attention does not give what a whole prefill gives"
         return None
+
+    def check_listening(self) -> str | None:
+        """Why it cannot be told what tokens attend to, or None."""
+        whole = self._compute([Span(0, _NUM_TOKENS)])
+        num_layers, errors = self._cache.geometry.num_layers, []
+
+        def watch(index: int, run: Run, query: torch.Tensor, output: torch.Tensor) -> None:
+            keys = self._cache.keys(index, run.block_ids, run.span.end)
+            positions = torch.arange(run.span.start, run.span.end, device=keys.device)
+            scaling = self._forward.scaling(index)
+            weights = attention(positions, query.transpose(0, 1), keys.transpose(0, 1), scaling=scaling)
+            values = whole.v[index].float().to(weights.device)  # (S, H, D)
+            values = values.repeat_interleave(len(weights) // values.shape[1], dim=1)
+            expected = torch.einsum("hns,shd->nhd", weights, values)
+            errors.append(self._agree(expected[None], output[None]))
+
+        self._forward.compute([Run(self._block_ids, Span(0, _NUM_TOKENS), self._tokens)], watch=watch)
+        if len(errors) != num_layers:
+            return "the attention kernels cannot be watched"
+        return None if all(errors) else "attention is not that of queries and stored keys"
 
     def check_rotation(self, rotation: Rotation) -> str | None:
         """Why keys must not be moved, or None."""

@@ -29,6 +29,7 @@ from kvshare.vllm_connector.metadata import (
     WorkerHandshake,
     WorkerReport,
 )
+from kvshare.vllm_connector.worker.choosing import Choosing
 from kvshare.vllm_connector.worker.model import find_rotation, rope_digest, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
@@ -48,6 +49,7 @@ class ConnectorWorker:
         self._layer_names = list(layer_names)
         self.forget_segments()
         self._rotation: Rotation | None = None
+        self._can_listen = False
         self.handshake: WorkerHandshake | None = None  # None: no model was attached
         self._invalid_blocks: set[int] = set()
         self._saved: set[str] = set()
@@ -89,13 +91,16 @@ class ConnectorWorker:
             problem = check()
             if not all(_agreed([problem is None])):  # the next check needs all ranks
                 return (problem or "the self-test failed on another rank",), ()
+        problem = self_test.check_listening()
+        self._can_listen = all(_agreed([problem is None]))
+        warnings = () if self._can_listen else (f"repairs are chosen by their place alone: {problem}",)
         rotation, problem = find_rotation(model, head_dim=self._cache.geometry.head_dim)
         if rotation is not None:
             problem = self_test.check_rotation(rotation)
         if problem:
-            return (), (f"only text at the same position is shared: {problem}",)
+            return (), (*warnings, f"only text at the same position is shared: {problem}")
         self._rotation = rotation
-        return (), ()
+        return (), warnings
 
     def start_load_kv(self, loads: Sequence[LoadRequest]) -> None:
         """
@@ -131,7 +136,7 @@ class ConnectorWorker:
             if found is not None:
                 self._place_on_all_ranks(loads, found)
             placed = time.perf_counter()
-            self._compute(loads, unreadable)
+            repaired = self._compute(loads, unreadable, choose=found is not None)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.error("kvshare: loading %d requests failed: %s", len(loads), classes_and_places(exc))
             return None
@@ -142,7 +147,9 @@ class ConnectorWorker:
         for load, place_share, pass_share in zip(loads, _shares(num_placed), _shares(num_run), strict=True):
             gone = frozenset() if found is None else unreadable & _segment_ids([load])
             stages = {"lay": (placed - began) * place_share, "pass": (computed - placed) * pass_share}
-            results[load.request_id] = LoadResult(found is None, gone, stages)
+            results[load.request_id] = LoadResult(
+                found is None, gone, stages, repaired.get(load.request_id, ())
+            )
         return results
 
     def forget_segments(self) -> None:
@@ -215,10 +222,33 @@ class ConnectorWorker:
         if ks:
             self._cache.write(_joined(ks), _joined(vs), torch.cat(slots))
 
-    def _compute(self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId]) -> None:
-        runs = [Run(load.block_ids, span, load.token_ids) for load in loads for span in load.runs(unreadable)]
+    def _compute(
+        self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId], *, choose: bool
+    ) -> dict[str, tuple[Span, ...]]:
+        """Everything that is not laid, and repairs. Returns those that were chosen, by request."""
+        choosing = {
+            load.request_id: Choosing(load, load.order, unreadable, self._cache)
+            for load in loads
+            if choose and load.order is not None
+        }
+        runs: list[Run] = []
+        for load in loads:
+            if load.request_id in choosing and self._can_listen:
+                runs += choosing[load.request_id].probe_pass
+            else:
+                runs += [Run(load.block_ids, span, load.token_ids) for span in load.runs(unreadable)]
         if runs:
-            self._forward.compute(runs)
+            self._forward.compute_heard(runs) if choosing and self._can_listen else self._forward.compute(
+                runs
+            )
+        choices = {
+            request_id: each.choice(_summed, _num_ranks()) if self._can_listen else each.choice_by_place()
+            for request_id, each in choosing.items()
+        }
+        behind = [run for name, each in choosing.items() for run in each.repair_pass(choices[name])]
+        if behind:
+            self._forward.compute(behind)
+        return {request_id: choice.repairs for request_id, choice in choices.items()}
 
 
 def _segment_ids(loads: Sequence[LoadRequest]) -> frozenset[SegmentId]:
@@ -239,6 +269,20 @@ def _agreed(values: Sequence[bool]) -> list[bool]:
     tensor = torch.tensor(values, dtype=torch.int32)
     torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     return [bool(value) for value in tensor.tolist()]
+
+
+def _num_ranks() -> int:
+    return int(get_tp_group().world_size)
+
+
+def _summed(values: torch.Tensor) -> torch.Tensor:
+    """Over all ranks."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return values
+    total = values.cpu()
+    torch.distributed.all_reduce(total, group=group.cpu_group)
+    return total
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

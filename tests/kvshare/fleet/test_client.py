@@ -12,7 +12,7 @@ from kvshare.bench.vllm.reports import watching
 from kvshare.errors import UpstreamError
 from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.json_fields import WireError
-from kvshare.vllm_protocol.messages import Finished
+from kvshare.vllm_protocol.messages import PROTOCOL, Finished
 from tests.fake_vllm import Behaviour, FakeVllm, running_vllm
 
 
@@ -32,9 +32,9 @@ async def test_a_refused_call_says_with_which_status(vllm: FakeVllm) -> None:
 
 async def test_an_answer_of_another_protocol_names_its_field(vllm: FakeVllm) -> None:
     """The cause is the error of the reader, and there is no status: the answer was a 200."""
-    vllm.behaviour.protocol = 2
+    vllm.behaviour.protocol = 1
     async with ControlClient(vllm.control_url, token="secret") as control:
-        with pytest.raises(UpstreamError, match="protocol: expected 1, got 2") as error:
+        with pytest.raises(UpstreamError, match=f"protocol: expected {PROTOCOL}, got 1") as error:
             await control.info()
     assert error.value.status is None
     assert isinstance(error.value.__cause__, WireError)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +15,8 @@ from kvshare.fleet.replica_keeper import BadReportError, draft_of
 from kvshare.fleet.router import ticket_for
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt
-from kvshare.sharing.plan import Estimate, NoPlan, Plan
-from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, digest_of
+from kvshare.sharing.plan import Estimate, NoPlan, Plan, RepairOrder
+from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, WireSpan, digest_of
 from kvshare.vllm_protocol.salts import owner_salt, private_salt
 from vector_index import PromptText
 
@@ -165,3 +167,36 @@ def test_any_subset_of_copies_can_be_kept(used: set[int], num_output: int) -> No
     draft = retained(PLAN, finished)
     assert draft is not None
     assert draft.pieces.num_tokens == 100 + num_output == len(draft.token_ids)
+
+
+ORDERED = replace(
+    PLAN, order=RepairOrder(pieces=(Span(30, 60), Span(70, 84)), probes=(30, 32, 70), num_tokens=6)
+)
+
+
+def test_an_order_travels_with_the_ticket() -> None:
+    """The connector provides all but the last 16 tokens, and never less than the copies."""
+    ticket = ticket_for(ORDERED, PROMPT, request_id="r", namespace="n", keep=True)
+    assert ticket.order is not None
+    assert [entry.span for entry in ticket.order.pieces] == [Span(30, 60), Span(70, 84)]
+    assert (ticket.order.probes, ticket.order.num_tokens, ticket.order.end) == ((30, 32, 70), 6, 90)
+    assert Ticket.from_json(ticket.to_json()) == ticket
+    assert ticket_for(PLAN, PROMPT, request_id="r", namespace="n", keep=True).order is None
+
+
+def test_what_was_repaired_is_a_segment_of_its_own() -> None:
+    """The copies lose it; the first of them is approximate all the same, so nothing behind it is exact."""
+    finished = replace(
+        told((20, 30), (30, 36), (60, 72), (90, 100), used=(0, 1, 2)),
+        repaired=(WireSpan(30, 36), WireSpan(70, 72)),
+    )
+    draft = retained(ORDERED, finished)
+    assert draft is not None
+    assert draft.exact_length == 30
+    assert [segment.generation for segment in draft.new_segments] == [0, 1, 1, 1]
+
+
+def test_repairs_that_leave_a_gap_are_no_report() -> None:
+    finished = replace(told((20, 30), (60, 70), (90, 100), used=(0, 1, 2)), repaired=(WireSpan(30, 36),))
+    with pytest.raises(BadReportError, match="expected KV from position 30"):
+        retained(ORDERED, finished)

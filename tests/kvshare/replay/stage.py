@@ -53,6 +53,7 @@ class Stage:
     folder: Path
     capacity_tokens: int
     embedder: TextEmbedder | None = None
+    repair_rule: str = "windows"
 
     @property
     def model(self) -> Path:
@@ -74,6 +75,7 @@ class Stage:
                 "model.dtype": "float32",
                 "cost.prior_prefill_tokens_per_s": PREFILL_TOKENS_PER_S,
                 "cost.smoothing": 1e-12,  # rates as good as fixed
+                "repair.rule": self.repair_rule,
                 "index.dense": self.embedder is not None,
                 "index.dense_min_tokens": 64,  # also where tokens found something
                 "index.dense_min_prefill_s": 0.0,

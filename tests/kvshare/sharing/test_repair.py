@@ -2,6 +2,7 @@
 
 from delta_tree import Copy, NodeId, SegmentId, Span
 from kvshare.settings import RepairSettings, load_settings
+from kvshare.sharing.plan import cut
 from kvshare.sharing.repair import Repairs, find_repairs, structural_repairs
 
 SMALL = 100
@@ -116,3 +117,9 @@ def test_an_engine_that_cannot_choose_gets_windows() -> None:
 def test_nothing_to_repair_is_no_order() -> None:
     assert found([], 1000) == Repairs(())
     assert found([copy(200, 100)], edit_window=0).order is None
+
+
+def test_spans_are_cut_where_asked() -> None:
+    spans = (Span(0, 10), Span(20, 30))
+    assert cut(spans, 25) == (Span(0, 10), Span(20, 25), Span(25, 30))
+    assert cut(spans, 20) == cut(spans, 15) == cut(spans, 99) == spans

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvshare.vllm_protocol.messages import Ticket
+from kvshare.vllm_protocol.messages import PROTOCOL, Ticket
 
 if TYPE_CHECKING:
     from tests.kvshare.vllm_connector.conftest import Copies, Texts, Vllm
@@ -297,7 +297,7 @@ def test_a_copy_beyond_its_segment_is_not_laid(vllm: Vllm, text: Texts) -> None:
         7,
         {},
         {"protocol": 99},
-        {"protocol": 1, "request_id": "x"},
+        {"protocol": PROTOCOL, "request_id": "x"},
         {"copies": [[1, 2]]},
         {"copies": [[1, 0, 50, 0, 0], [1, 0, 50, 20, 20]]},
         {"copies": [[1, 0, 600, 0, 0]]},

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from delta_tree import SegmentId
 from kvshare.vllm_protocol.json_fields import WireError
 from kvshare.vllm_protocol.messages import (
+    PROTOCOL,
     Dropped,
     Finished,
     HeldSegments,
@@ -21,6 +22,8 @@ from kvshare.vllm_protocol.messages import (
     Stored,
     Ticket,
     WireCopy,
+    WireOrder,
+    WireSpan,
     digest_of,
 )
 from kvshare.vllm_protocol.salts import private_salt
@@ -67,6 +70,7 @@ finished = st.builds(
     num_local=numbers,
     output_ids=st.lists(numbers, max_size=4).map(tuple),
     stored=st.lists(stored, max_size=4).map(tuple),
+    repaired=st.lists(st.builds(WireSpan, numbers, numbers), max_size=3).map(tuple),
     stage_seconds=st.dictionaries(words, st.floats(0, 10), max_size=3),
 )
 dropped = st.builds(Dropped, st.lists(ids, max_size=4).map(tuple))
@@ -127,6 +131,8 @@ def test_a_ticket_without_a_field_names_it(ticket: Ticket, data: st.DataObject) 
     document = sent(ticket)
     name = data.draw(st.sampled_from(sorted(document)))
     for wrong in (None, {}, -1, [[1, 2]], "" if name in ("protocol", "keep") else True):
+        if (name, wrong) == ("order", None):
+            continue  # there is nothing to choose
         with pytest.raises(WireError, match=name):
             Ticket.from_json({**document, name: wrong})
     del document[name]
@@ -193,8 +199,39 @@ def test_copies_that_cannot_be_laid_are_refused(copies: tuple[WireCopy, ...]) ->
 def test_a_ticket_of_another_protocol_is_refused() -> None:
     """Both sides are upgraded together, or nothing is shared."""
     document = sent(Ticket("r", "n", "d", 10))
-    with pytest.raises(WireError, match="protocol: expected 1, got 2"):
-        Ticket.from_json({**document, "protocol": 2})
+    with pytest.raises(WireError, match=f"protocol: expected {PROTOCOL}, got 1"):
+        Ticket.from_json({**document, "protocol": 1})
+
+
+COPIES = (WireCopy(SegmentId(1), 0, 5, 0, 0), WireCopy(SegmentId(2), 0, 30, 10, 40))  # the second moves
+ORDER = WireOrder(pieces=(WireSpan(10, 20), WireSpan(20, 40)), probes=(10, 25), num_tokens=8, end=45)
+
+
+def test_an_order_is_read_as_it_was_written() -> None:
+    ticket = Ticket("r", "n", "d", num_tokens=50, exact_length=5, copies=COPIES, order=ORDER)
+    assert Ticket.from_json(sent(ticket)) == ticket
+    assert ticket.first_approximate == 10
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"end": 39},  # before the last copy's end
+        {"end": 50},  # the last token
+        {"pieces": (WireSpan(4, 20),)},  # exact KV needs no repair
+        {"pieces": (WireSpan(10, 25), WireSpan(20, 40))},  # overlap
+        {"pieces": (WireSpan(10, 10),)},  # empty
+        {"pieces": (WireSpan(10, 41),)},  # not copied
+        {"probes": (9,)},
+        {"num_tokens": 31},
+    ],
+)
+def test_an_order_that_cannot_be_carried_out_is_refused(changes: dict[str, Any]) -> None:
+    """Before any KV is laid."""
+    order = replace(ORDER, **changes)
+    ticket = Ticket("r", "n", "d", num_tokens=50, exact_length=5, copies=COPIES, order=order)
+    with pytest.raises(WireError, match="order"):
+        Ticket.from_json(sent(ticket))
 
 
 def test_exact_is_what_lies_within_the_exact_prefix() -> None:

@@ -15,7 +15,31 @@ class TestSelfTest:
         self_test = self.self_test(vllm := start("llama"))
         assert self_test.check_layout() is None
         assert self_test.check_partial_attention() is None
+        assert self_test.check_listening() is None
         assert self_test.check_rotation(vllm.worker._rotation) is None
+
+    def test_weights_that_are_not_the_kernels_are_found(self, start: Any, monkeypatch: Any) -> None:
+        """Another scale, as of a model that scales its queries by itself."""
+        vllm = start("llama")
+        scaling = vllm.worker._forward.scaling
+        monkeypatch.setattr(vllm.worker._forward, "scaling", lambda layer: 1.2 * scaling(layer))
+        assert "attention is not" in self.self_test(vllm).check_listening()
+
+    def test_kernels_that_are_not_called_where_we_stand_in_are_found(
+        self, start: Any, monkeypatch: Any
+    ) -> None:
+        """As they would be in a captured graph."""
+        from contextlib import nullcontext
+
+        vllm = start("llama")
+        monkeypatch.setattr(vllm.worker._forward, "_watched", lambda runs, watch: nullcontext())
+        assert "cannot be watched" in self.self_test(vllm).check_listening()
+
+    def test_watching_leaves_no_trace(self, start: Any) -> None:
+        vllm = start("llama")
+        self.self_test(vllm).check_listening()
+        layers = vllm.worker._cache.layers.values()
+        assert all("forward" not in vars(layer.impl) for layer in layers)
 
     def test_wrong_frequencies_are_found(self, start: Any) -> None:
         from kvshare.kv.rotation import Rotation

@@ -1,0 +1,220 @@
+"""Repairs that are chosen inside vLLM: the embedded engine's positions and KV, counted and stored as such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from delta_tree import Copy, NodeId, Span, gaps
+from kvshare.sharing.plan import Estimate, Plan, RepairOrder
+from kvshare.sharing.selection import probes
+from kvshare.vllm_protocol.messages import Finished, WireCopy, WireOrder, WireSpan
+from kvshare.vllm_protocol.salts import private_salt
+
+if TYPE_CHECKING:
+    from tests.kvshare.vllm_connector.conftest import Answer, Copies, Texts, Vllm
+
+LIMIT = 1e-4  # log-probability, float32
+NUM_REPAIRED = 60
+SHIFT = 41
+
+
+@dataclass(frozen=True)
+class Scene:
+    """600 tokens that are known, 41 tokens further behind: three copies with gaps, of the last 16 none."""
+
+    tokens: list[int]
+    copies: tuple[WireCopy, ...]
+
+    @property
+    def order(self) -> WireOrder:
+        pieces = [copy.target for copy in self.copies]
+        return WireOrder(
+            pieces=tuple(WireSpan(piece.start, piece.end) for piece in pieces),
+            probes=tuple(probes(pieces, len(self.tokens)).tolist()),
+            num_tokens=NUM_REPAIRED,
+            end=len(self.tokens) - 16,
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """The same for the embedded engine."""
+        placeholders = gaps([copy.target for copy in self.copies], len(self.tokens))
+        return Plan(
+            num_tokens=len(self.tokens),
+            exact_length=0,
+            copies=tuple(
+                Copy(
+                    donor=NodeId(1),
+                    segment_id=copy.segment_id,
+                    offset=copy.offset,
+                    length=copy.length,
+                    target_start=copy.target_start,
+                    source_position=copy.source_position,
+                    donor_start=copy.source_position,
+                )
+                for copy in self.copies
+            ),
+            placeholders=placeholders,
+            repairs=(),
+            generation=1,
+            estimate=Estimate(1.0, 0.5),
+            order=RepairOrder(
+                tuple(entry.span for entry in self.order.pieces), self.order.probes, NUM_REPAIRED
+            ),
+        )
+
+    def ask(self, vllm: Vllm, **sampling: Any) -> tuple[Answer, Finished]:
+        ticket = vllm.ticket(self.tokens, self.copies, order=self.order)
+        answer = vllm.ask((self.tokens, ticket, private_salt(ticket.request_id)), **sampling)[0]
+        return answer, vllm.finished(ticket)
+
+
+def scene(donor: Finished, tokens: Sequence[int], text: Texts, copies: Copies) -> Scene:
+    recipient = text(SHIFT, 9) + list(tokens)
+    return Scene(recipient, tuple(copies(donor, (0, 100), (130, 300), (301, 560), shift=SHIFT)))
+
+
+def places(spans: Sequence[WireSpan]) -> list[int]:
+    return [place for entry in spans for place in range(entry.start, entry.end)]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def architecture(request: pytest.FixtureRequest, start: Callable[..., Vllm]) -> Vllm:
+    return start(request.param)
+
+
+def test_it_chooses_and_answers_as_the_embedded_engine(
+    architecture: Vllm, text: Texts, copies: Copies
+) -> None:
+    """Two engines that share no attention code: the same positions, the same first token's distribution."""
+    import torch
+
+    from kvshare.engines.embedded.model import EmbeddedModel
+    from kvshare.engines.embedded.prefill import Prefill
+    from kvshare.kv.attention import PartialPass
+
+    vllm, tokens = architecture, text(600)
+    donor = vllm.keep(tokens)
+    made = scene(donor, tokens, text, copies)
+    answer, event = made.ask(vllm, max_tokens=1, logprobs=20)
+
+    model = EmbeddedModel.load(
+        str(vllm.model), name="tiny", device="cpu", dtype="float32", max_model_len=None
+    )
+    with torch.inference_mode():
+        source = model.new_sequence(len(tokens))
+        model.compute(PartialPass(source, (Span(0, len(tokens)),)), np.array(tokens, np.int32))
+        segments = {
+            part.segment_id: source.cut(Span(part.start, min(part.start + part.length, len(tokens))))
+            for part in donor.stored
+        }
+        kv = model.new_sequence(len(made.tokens))
+        kv.lay_out(made.plan.copies, segments, model.rotation)
+        prefill, logits = Prefill(model, np.array(made.tokens, np.int32), made.plan, kv), None
+        while logits is None:
+            _, logits = prefill.advance(max_queries=512)
+        expected = torch.log_softmax(logits, dim=-1)
+    assert isinstance(prefill.plan, Plan)
+    assert places(event.repaired) == [p for span in prefill.plan.repairs for p in range(span.start, span.end)]
+    assert max(abs(expected[t].item() - value) for t, value in answer.logprobs[0].items()) <= LIMIT
+
+
+def test_as_many_are_computed_as_the_plan_says(architecture: Vllm, text: Texts, copies: Copies) -> None:
+    vllm, tokens = architecture, text(600, 1)
+    made = scene(vllm.keep(tokens), tokens, text, copies)
+    _, event = made.ask(vllm)
+    assert (event.decision, event.reason) == ("approx", None)
+    assert event.num_computed == made.plan.num_computed
+    assert len(places(event.repaired)) == NUM_REPAIRED
+    vllm.check_idle()
+
+
+def test_what_is_retained_is_what_stood_in_the_slots(architecture: Vllm, text: Texts, copies: Copies) -> None:
+    """Repairs are stored anew, the rest of the copies is not: asked again from it, the answer is the same."""
+    vllm, tokens = architecture, text(600, 2)
+    made = scene(vllm.keep(tokens), tokens, text, copies)
+    answer, event = made.ask(vllm)
+    repaired = set(places(event.repaired))
+    stored = {place for part in event.stored for place in range(part.start, part.start + part.length)}
+    copied = {place for copy in made.copies for place in range(copy.target.start, copy.target.end)}
+    assert repaired <= stored
+    assert stored.isdisjoint(copied - repaired)
+    assert stored | copied >= set(range(len(made.tokens)))
+
+    rows = [WireCopy(part.segment_id, 0, part.length, part.start, part.start) for part in event.stored]
+    for copy in made.copies:
+        for part in gaps([Span(p, p + 1) for p in sorted(repaired)], len(made.tokens)):
+            kept = part.intersection(copy.target)
+            if kept:
+                ahead = kept.start - copy.target_start
+                rows.append(
+                    WireCopy(
+                        copy.segment_id,
+                        copy.offset + ahead,
+                        len(kept),
+                        kept.start,
+                        copy.source_position + ahead,
+                    )
+                )
+    last = len(made.tokens) - 1
+    rows = [row if row.target.end <= last else row._replace(length=last - row.target_start) for row in rows]
+    again = sorted((row for row in rows if row.target_start < last), key=lambda row: row.target_start)
+    repeated, second = vllm.shared(made.tokens, again)
+    assert second.num_computed == 1
+    assert repeated.distance(answer) <= LIMIT
+
+
+def test_a_segment_that_is_gone_is_computed_and_the_rest_is_repaired(
+    architecture: Vllm, text: Texts, copies: Copies
+) -> None:
+    """Nothing is chosen where nothing is copied any more."""
+    vllm, tokens = architecture, text(600, 3)
+    donor = vllm.keep(tokens)
+    made = scene(donor, tokens, text, copies)
+    gone = made.copies[0].segment_id
+    vllm.worker._store.drop([gone])
+    _, event = made.ask(vllm)
+    kept = (copy.target for copy in made.copies if copy.segment_id != gone)
+    left = places([WireSpan(target.start, target.end) for target in kept])
+    assert set(places(event.repaired)) <= set(left)
+    assert event.decision == ("approx" if left else "full")
+
+
+def test_where_attention_cannot_be_watched_place_decides(
+    architecture: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many tokens, at the starts of the pieces."""
+    vllm, tokens = architecture, text(600, 4)
+    made = scene(vllm.keep(tokens), tokens, text, copies)
+    monkeypatch.setattr(vllm.worker, "_can_listen", False)
+    _, event = made.ask(vllm)
+    repaired = places(event.repaired)
+    assert len(repaired) == NUM_REPAIRED
+    starts = [copy.target_start for copy in made.copies]
+    assert all(min(abs(place - start) for start in starts) < NUM_REPAIRED for place in repaired)
+
+
+def test_loads_with_and_without_an_order_share_a_step(
+    architecture: Vllm, text: Texts, copies: Copies
+) -> None:
+    """Two that choose and one that does not, together: each as it is alone."""
+    vllm = architecture
+    scenes = [scene(vllm.keep(text(600, seed)), text(600, seed), text, copies) for seed in (5, 6)]
+    alone = [made.ask(vllm) for made in scenes]
+    plain = vllm.keep(text(500, 7))
+    tickets = [vllm.ticket(made.tokens, made.copies, order=made.order) for made in scenes]
+    other = vllm.ticket(text(500, 7), copies(plain, (0, 200), (230, 480)))
+    requests = [
+        (made.tokens, ticket, private_salt(ticket.request_id))
+        for made, ticket in zip(scenes, tickets, strict=True)
+    ]
+    answers = vllm.ask(*requests, (text(500, 7), other, private_salt(other.request_id)))
+    for (expected, event), answer, ticket in zip(alone, answers, tickets, strict=False):
+        assert answer.distance(expected) <= LIMIT
+        assert vllm.finished(ticket).repaired == event.repaired
+    vllm.check_idle()
