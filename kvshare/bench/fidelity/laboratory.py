@@ -95,13 +95,17 @@ class Laboratory:
         longest = min(_LONGEST, self.model.model.max_model_len - 64)
         if not all(_SHORTEST <= len(prompt) <= longest for prompt in prompts):
             return False
-        shelf = Shelf(self.settings.sharing)
-        for prompt in (*scenario.stored, *scenario.stages):
-            shelf.store(prompt.token_ids, None, NoPlan("off"))
-        found = shelf.compose(scenario.prompt.token_ids)
+        found = self.shelf(scenario).compose(scenario.prompt.token_ids)
         approximate = Span(found.exact_length, len(scenario.prompt) - self.settings.repair.tail)
         copied = sum(part.length for copy in found.copies if (part := clip(copy, approximate)))
         return copied >= _LEAST_COPIED * len(scenario.prompt)
+
+    def shelf(self, scenario: Scenario) -> Shelf:
+        """The scenario's stored prompts without their KV: enough to plan."""
+        shelf = Shelf(self.settings.sharing)
+        for prompt in (*scenario.stored, *scenario.stages):
+            shelf.store(prompt.token_ids, None, NoPlan("off"))
+        return shelf
 
     def measure(self, task: Task) -> dict[str, Any]:
         """The row of a task; a number without a usable draft says so."""

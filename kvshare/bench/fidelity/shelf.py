@@ -22,6 +22,7 @@ from delta_tree import (
     SegmentId,
     Span,
     TokenIds,
+    common_prefix_length,
     compose,
     new_segment_id,
 )
@@ -171,6 +172,10 @@ class Shelf:
             max_generation=_ANY_GENERATION,
             allow_approximate=True,
         )
+
+    def common_prefixes(self, token_ids: TokenIds) -> dict[NodeId, int]:
+        """How much of a prompt each stored one begins with."""
+        return {node.node_id: common_prefix_length(node.token_ids, token_ids) for node in self.nodes}
 
     def plan(self, token_ids: TokenIds, settings: Settings) -> Plan | NoPlan:
         """What a server with these settings would do, its refusals included."""

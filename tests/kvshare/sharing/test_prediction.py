@@ -1,0 +1,120 @@
+"""What a plan's shape says of its answer: the features by hand, and a fit that finds what is there."""
+
+import json
+
+import numpy as np
+import pytest
+
+from delta_tree import Copy, NodeId, SegmentId
+from kvshare.sharing.prediction import FEATURES, Calibration, features, fit
+
+NOBODY = {NodeId(1): 0, NodeId(2): 0}
+
+
+def copy(target: int, length: int, *, start: int | None = None, donor: int = 1) -> Copy:
+    place = target if start is None else start
+    return Copy(NodeId(donor), SegmentId(donor), place, length, target, place, place)
+
+
+def told(*copies: Copy, exact: int = 0, common: dict[NodeId, int] | None = None) -> dict[str, float]:
+    values = features(copies, num_tokens=1000, exact_length=exact, tail=16, common=common or NOBODY)
+    return dict(zip(FEATURES, values, strict=True))
+
+
+def test_an_edit_in_place() -> None:
+    """100 exact tokens, ten replaced, and the donor's own text behind them."""
+    found = told(copy(0, 100), copy(110, 890), exact=100, common={NodeId(1): 100})
+    assert found["lost"] == found["new"] == pytest.approx(np.log1p(10))
+    assert (found["shift"], found["donors"], found["pieces"]) == (0.0, 0.0, 0.0)
+    assert found["exact"] == 0.1
+    assert found["distance"] == pytest.approx(np.log1p(890))
+
+
+def test_a_deletion_moves_what_is_behind_it() -> None:
+    """Fifty tokens are gone; nothing is new."""
+    found = told(copy(100, 884, start=150), exact=100, common={NodeId(1): 100})
+    assert found["lost"] == found["shift"] == pytest.approx(np.log1p(50))
+    assert found["new"] == 0.0
+
+
+def test_what_was_copied_in_front_is_neither_lost_nor_new() -> None:
+    """The second piece has all in front of it that it had but for the ten replaced tokens."""
+    first = told(copy(110, 190), copy(310, 674), exact=100, common={NodeId(1): 100})
+    weights = np.array([190, 674]) / 864
+    assert first["lost"] == pytest.approx(np.log1p(weights @ [10, 20]))
+    assert first["pieces"] == pytest.approx(np.log(2))
+
+
+def test_documents_in_another_order() -> None:
+    """Each is behind what stood behind it before: lost, new and moved."""
+    found = told(copy(0, 300, start=300), copy(300, 300, start=0))
+    assert found["shift"] == pytest.approx(np.log1p(300))
+    assert found["lost"] == pytest.approx(np.log1p(150))  # 300 of the first, none of the second
+    assert found["new"] == pytest.approx(np.log1p(150))
+
+
+def test_two_donors() -> None:
+    found = told(copy(0, 300), copy(300, 300, donor=2))
+    assert found["donors"] == pytest.approx(np.log(2))
+
+
+def test_stale_tokens_are_those_at_the_start_of_a_piece() -> None:
+    """Many short pieces have more of them than one long one."""
+    one = told(copy(100, 800))
+    many = told(*(copy(100 + 100 * number, 90) for number in range(8)))
+    assert many["stale"] > one["stale"]
+
+
+def test_a_donors_text_that_goes_on_is_one_piece() -> None:
+    assert told(copy(100, 50), copy(150, 50))["pieces"] == 0.0
+
+
+def test_the_tail_is_no_copy() -> None:
+    assert told(copy(0, 100), copy(990, 10), exact=100, common={NodeId(1): 100}) == dict.fromkeys(
+        FEATURES, 0.0
+    )
+
+
+def drawn(count: int = 400) -> tuple[np.ndarray, np.ndarray]:
+    """Features at random, and KL that falls with the third and rises with the first."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(count, len(FEATURES)))
+    return values, 10 ** (-3 + 0.5 * values[:, 0] - 0.8 * values[:, 2] + 0.1 * rng.normal(size=count))
+
+
+def test_a_fit_finds_the_weights() -> None:
+    values, kl = drawn()
+    found = fit(values, kl, model="m", rule="kvshare")
+    assert found.weights[0] == pytest.approx(0.5, abs=0.03)
+    assert found.weights[2] == pytest.approx(-0.8, abs=0.03)
+    assert found.spread == pytest.approx(0.1, abs=0.05)
+    assert np.corrcoef(np.log10(found.typical(values)), np.log10(kl))[0, 1] > 0.98
+
+
+def test_the_expected_mean_is_the_measured_one() -> None:
+    values, kl = drawn()
+    found = fit(values, kl, model="m", rule="kvshare")
+    assert found.expected(values).mean() == pytest.approx(kl.mean())
+    assert found.bias >= 1
+
+
+def test_a_plan_unlike_any_measured_is_as_the_nearest() -> None:
+    values, kl = drawn()
+    found = fit(values, kl, model="m", rule="kvshare")
+    far, edge = np.full(len(FEATURES), 99.0), np.array(found.high)
+    assert found.typical(far) == found.typical(edge)
+
+
+def test_a_calibration_is_read_as_it_was_written() -> None:
+    values, kl = drawn(60)
+    found = fit(values, kl, model="m", rule="kvshare")
+    assert Calibration.from_document(json.loads(json.dumps(found.as_document()))) == found
+
+
+@pytest.mark.parametrize("missing", ["intercept", "features", "model"])
+def test_a_calibration_without_a_part_is_refused(missing: str) -> None:
+    values, kl = drawn(60)
+    document = fit(values, kl, model="m", rule="kvshare").as_document()
+    del document[missing]
+    with pytest.raises(ValueError, match=missing):
+        Calibration.from_document(document)
