@@ -25,6 +25,8 @@ from delta_tree import Span
 from kvshare.kv.listening import Listener
 from kvshare.kv.sequence import SequenceKV
 
+_SHORT = 64  # tokens of a run: below it a call for each costs more than what the others' masks waste
+
 
 @dataclass(frozen=True, eq=False)  # no slots: the cached masks live in __dict__
 class PartialPass:
@@ -78,32 +80,75 @@ class PartialPass:
         """
         if self.listener is not None:
             self.listener.hear(layer, self.positions, query[0], key[0], scaling=scaling)
-        queries = torch.split(query, [len(run) for run in self.runs], dim=2)
-        outputs = [
-            scaled_dot_product_attention(
-                rows,
-                key[:, :, : run.end],
-                value[:, :, : run.end],
-                attn_mask=mask,
-                is_causal=run.start == 0 and len(run) > 1,
-                scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-            for run, mask, rows in zip(self.runs, self._masks, queries, strict=True)
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        first, *others = self._groups
+        if not others:
+            return first.attend(query, key, value, scaling=scaling)
+        output = torch.empty_like(query)
+        for group in self._groups:
+            rows = query[:, :, group.rows]
+            output[:, :, group.rows] = group.attend(rows, key, value, scaling=scaling)
+        return output
 
     @cached_property
-    def _masks(self) -> tuple[torch.Tensor | None, ...]:
-        """Additive masks (len(run), run.end); None where the kernel needs none."""
-        return tuple(self._mask(run) for run in self.runs)
+    def _groups(self) -> tuple[_Group, ...]:
+        """Long runs one by one, as each sees no more than up to its end; all short ones in one call."""
+        groups, short, start = [], [], 0
+        for run in self.runs:
+            rows = slice(start, start + len(run))
+            start = rows.stop
+            if len(run) < _SHORT and run.start > 0:
+                short.append((rows, run))
+            else:
+                groups.append(
+                    _Group(rows, run.end, self._mask(run), is_causal=run.start == 0 and len(run) > 1)
+                )
+        if len(short) == 1:
+            ((rows, run),) = short
+            groups.append(_Group(rows, run.end, self._mask(run)))
+        elif short:
+            indices = torch.cat([torch.arange(rows.start, rows.stop) for rows, _ in short])
+            rows_there = indices.to(self.kv.geometry.device)
+            groups.append(_Group(rows_there, short[-1][1].end, self._mask_of(rows_there, short[-1][1].end)))
+        return tuple(groups)
 
     def _mask(self, run: Span) -> torch.Tensor | None:
+        """Additive, (len(run), run.end); None where the kernel needs none."""
         if run.start == 0 or len(run) == 1:
             return None  # the kernel's own causal flag, or a single row that sees everything
         geometry = self.kv.geometry
         mask = torch.full((len(run), run.end), float("-inf"), dtype=geometry.dtype, device=geometry.device)
         return mask.triu_(diagonal=run.start + 1)
+
+    def _mask_of(self, rows: torch.Tensor, end: int) -> torch.Tensor:
+        """Additive, (N, end): each row sees the slots up to its own."""
+        geometry = self.kv.geometry
+        behind = torch.arange(end, device=geometry.device) > self.positions[rows, None]
+        mask = torch.zeros(len(rows), end, dtype=geometry.dtype, device=geometry.device)
+        return mask.masked_fill_(behind, float("-inf"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Rows of a pass that one call of the kernel computes; they see the slots before `end`."""
+
+    rows: slice | torch.Tensor
+    end: int
+    mask: torch.Tensor | None
+    is_causal: bool = False
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None
+    ) -> torch.Tensor:
+        """Shapes:  query (1, H_q, N of these rows, D) -> the same"""
+        return scaled_dot_product_attention(
+            query,
+            key[:, :, : self.end],
+            value[:, :, : self.end],
+            attn_mask=self.mask,
+            is_causal=self.is_causal,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
 
 
 def take_pass(

@@ -177,14 +177,14 @@ class Shelf:
         """How much of a prompt each stored one begins with."""
         return {node.node_id: common_prefix_length(node.token_ids, token_ids) for node in self.nodes}
 
-    def plan(self, token_ids: TokenIds, settings: Settings) -> Plan | NoPlan:
+    def plan(self, token_ids: TokenIds, settings: Settings, *, can_probe: bool = False) -> Plan | NoPlan:
         """What a server with these settings would do, its refusals included."""
         return make_plan(
             token_ids,
             self.nodes,
             self._tree.segment,
             approximate=True,
-            limits=PlannerLimits.from_settings(settings),
+            limits=PlannerLimits.from_settings(settings, can_probe=can_probe),
             rates=CostModel.from_settings(settings.cost, bytes_per_token=0).rates,
         )
 

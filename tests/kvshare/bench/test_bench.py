@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvshare.bench import demo, parity, plan, plan_agent, proxy, storage, ttft
+from kvshare.bench import demo, parity, plan, plan_agent, proxy, selection, storage, ttft
 from kvshare.errors import ConfigError
 
 
@@ -45,6 +45,21 @@ async def test_time_to_first_token_is_measured_in_four_arms() -> None:
     assert sum(document["tokens"].values()) == 300
     for key in ("speedup", "ideal_speedup", "exact_prefix_speedup", "of_ideal"):
         assert document[key] > 0
+
+
+def test_choosing_repairs_is_measured_beside_as_many_tokens() -> None:
+    """Both kinds of prompt; how many tokens both arms compute."""
+    document = selection.run(prompt_tokens=400, repeats=1)
+    for kind in ("edited", "reordered"):
+        found = document[kind]
+        assert found["ratio_min"] <= found["ratio"] <= found["ratio_max"]
+        assert found["tokens"]["repaired"] > 0
+        assert found["tokens"]["selecting"] > 0
+
+
+def test_prompts_of_which_nothing_is_shared_are_told() -> None:
+    with pytest.raises(ConfigError, match="nothing is repaired of such prompts"):
+        selection.run(prompt_tokens=100, changed=0.9, repeats=1)
 
 
 @pytest.mark.model

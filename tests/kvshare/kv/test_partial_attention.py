@@ -77,6 +77,18 @@ def test_scattered_runs_on_correct_kv_equal_a_normal_prefill(name: str) -> None:
 
 
 @architectures
+def test_many_short_runs_between_long_ones_equal_a_normal_prefill(name: str) -> None:
+    """Short ones are computed in one call of the kernel: each row sees what it must and no more."""
+    model, tokens = embedded(name), prompt(length=400)
+    singles = tuple(Span(place, place + 1) for place in range(210, 300, 3))
+    runs = (Span(5, 80), Span(90, 91), Span(100, 130), Span(135, 205), *singles, Span(310, 390))
+    kv = poisoned_copy(prefilled(model, tokens), runs)
+    logits = run_pass(model, kv, runs, tokens)
+    positions = torch.cat([torch.arange(run.start, run.end) for run in runs])
+    torch.testing.assert_close(logits, reference(name, tokens)[positions], atol=FLOAT32, rtol=0)
+
+
+@architectures
 def test_bfloat16_stays_within_its_precision(name: str) -> None:
     """In bfloat16 the same holds up to the type's own rounding."""
     model, tokens = embedded(name, torch.bfloat16), prompt()

@@ -141,7 +141,7 @@ async def test_vllm_without_a_connector_is_served_unshared(vllm: FakeVllm, tmp_p
 @pytest.mark.parametrize(
     ("behaviour", "told"),
     [
-        (Behaviour(protocol=2), "protocol: expected 1, got 2"),
+        (Behaviour(protocol=1), "protocol: expected 2, got 1"),
         (Behaviour(token="secret"), "expected status 200, got 401"),
         (Behaviour(refusals=("pipeline parallel",)), "shares nothing: pipeline parallel"),
     ],
