@@ -2,6 +2,7 @@
 Edits of edits: a prompt that was shared many times over before it is measured.
 
     originals   every turn copies from where the KV was computed, as KVShare stores it
+    unrepaired  the same, but repairs are not stored: the next turn copies what they had replaced
     re-saved    every turn saves its whole KV, and the next copies from that: what others do, for comparison
 """
 
@@ -25,7 +26,7 @@ from kvshare.settings import Settings
 from kvshare.sharing.plan import Estimate, NoPlan, Plan, without
 from kvshare.sharing.selection import stretches
 
-POLICIES = ("originals", "re-saved")
+POLICIES = ("originals", "unrepaired", "re-saved")
 
 
 def measured_chain(scenario: Scenario, model: LayeredModel, settings: Settings, arms: Arms) -> dict[str, Any]:
@@ -64,8 +65,7 @@ class _Chain:
             turn = Trial(_as_prompt(self.scenario, prompt), self.model, self.settings, shelf)
             selection = rule.choose(turn, budget)
             outcome = turn.run(selection, forced=False)
-            plan = _plan(turn, selection, outcome) if policy == POLICIES[0] else NoPlan("off")
-            shelf.store(prompt.token_ids, outcome.kv, plan)
+            shelf.store(prompt.token_ids, outcome.kv, _stored(turn, selection, outcome, policy))
         return self.last_turn(shelf)
 
     def _shelf(self) -> Shelf:
@@ -78,16 +78,21 @@ def _as_prompt(scenario: Scenario, prompt: Prompt) -> Scenario:
     return replace(scenario, prompt=prompt, stages=(), candidates=())
 
 
-def _plan(turn: Trial, selection: Selection, outcome: Outcome) -> Plan:
+def _stored(turn: Trial, selection: Selection, outcome: Outcome, policy: str) -> Plan | NoPlan:
     """
     What was copied and computed, as the server would store it.
 
-    A position that some layer did not compute stays a copy: it is as old as its oldest layer.
+    A position that some layer did not compute stays a copy: it is as old as its oldest layer. What a probe
+    pass computed over copies that were repaired later is not exact, even if nothing of them is left.
     """
+    if policy == "re-saved":
+        return NoPlan("off")
     laid = _uppermost(turn.copies if selection.copies is None else selection.copies)
     is_laid = covered([copy.target for copy in laid], turn.num_tokens)
     is_exact = np.arange(turn.num_tokens) < turn.exact_length
-    spans = tuple(stretches(~is_laid | (turn.base | outcome.computed) & ~is_exact))
+    fresh = turn.base | outcome.computed if policy == "originals" else turn.base
+    spans = tuple(stretches(~is_laid | fresh & ~is_exact))
+    first = int(turn.copied.argmax()) if turn.copied.any() else turn.num_tokens
     return Plan(
         num_tokens=turn.num_tokens,
         exact_length=turn.exact_length,
@@ -96,6 +101,7 @@ def _plan(turn: Trial, selection: Selection, outcome: Outcome) -> Plan:
         repairs=(),
         generation=1,
         estimate=Estimate(0.0, 0.0),
+        exact_until=None if selection.kept is None else first,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from delta_tree import Copy, NodeId, SegmentId, Span, TokenIds, merge
 from kvshare.bench.fidelity.arms import Arms, measured
-from kvshare.bench.fidelity.chain import POLICIES, _uppermost, measured_chain
+from kvshare.bench.fidelity.chain import POLICIES, _stored, _uppermost, measured_chain
 from kvshare.bench.fidelity.measures import divergence
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.scenario import Prompt, Scenario
@@ -65,12 +65,14 @@ def test_one_turn_is_one_trial() -> None:
     made = chain(1)
     row = measured_chain(made, llama(), SETTINGS, arms(*NAMES))
     found, expected = by_rule(row), by_rule(measured(trial_of(made), arms(*NAMES)))
-    assert set(found) == {*NAMES, *(f"{name}/re-saved" for name in NAMES[1:])}
+    others = [f"{name}/{policy}" for name in NAMES[1:] for policy in POLICIES[1:]]
+    assert set(found) == {*NAMES, *others}
     assert row["copied"] == trial_of(made).copied.sum()
     for name, arm in expected.items():
         assert found[name] == arm
         if name != "full":
-            assert found[f"{name}/re-saved"] == {**arm, "rule": f"{name}/re-saved"}
+            for other in (f"{name}/{policy}" for policy in POLICIES[1:]):
+                assert found[other] == {**arm, "rule": other}
 
 
 def test_resaved_copies_differ_from_originals_at_depth_three() -> None:
@@ -88,8 +90,30 @@ def test_resaved_copies_differ_from_originals_at_depth_three() -> None:
 def test_a_whole_budget_is_a_full_prefill_at_any_depth() -> None:
     """Turns that compute all that is not exact leave exact KV behind."""
     found = by_rule(measured_chain(chain(3), llama(), SETTINGS, arms("epic", "cacheblend", budget=1.0)))
-    assert len(found) == 4
+    assert len(found) == 6
     assert all(arm["kl"] <= 1e-6 for arm in found.values())
+
+
+def test_repairs_that_are_not_stored_are_made_again() -> None:
+    """The last turn copies what the first prompt had; with repairs stored, more of it is as it should be."""
+    found = by_rule(measured_chain(chain(3), llama(), SETTINGS, arms("epic", budget=0.4)))
+    stored, dropped = found["epic"], found["epic/unrepaired"]
+    assert dropped["b"] == pytest.approx(stored["b"], abs=0.02)
+    assert dropped["kl"] > stored["kl"]
+
+
+def test_what_a_probe_pass_computed_is_not_exact_later() -> None:
+    """Ours computes placeholders once, over what it repairs: the next exact prefix ends before them."""
+    made = chain(2)
+    for name in ("kvshare", "epic"):
+        shelf = Shelf(SETTINGS.sharing)
+        shelf.store_full(prefill(llama(), turn(0)))
+        first = Trial(scenario([], turn(1)), llama(), SETTINGS, shelf)
+        selection = RULES[name].choose(first, 0.3)
+        done = first.run(selection, forced=False)
+        shelf.store(turn(1).token_ids, done.kv, _stored(first, selection, done, "originals"))
+        again = Trial(scenario([], turn(1)), llama(), SETTINGS, shelf)
+        assert (again.exact_length == first.copied.argmax()) == (name == "kvshare"), made
 
 
 def test_what_one_layer_left_out_is_not_exact() -> None:
@@ -121,7 +145,7 @@ def plan_of(made: Trial) -> Plan:
 def test_a_chain_is_its_turns_one_by_one(policy: str) -> None:
     """The figures of depth 3 are those of three trials over one store."""
     third = third_turn(policy)
-    name = "placeholders" if policy == "originals" else "placeholders/re-saved"
+    name = "placeholders" if policy == "originals" else f"placeholders/{policy}"
     found = by_rule(measured_chain(chain(3), llama(), SETTINGS, arms("placeholders")))[name]
     alone = third.run(RULES["placeholders"].choose(third, 0.0))
     assert found["kl"] == pytest.approx(divergence(third.truth, alone.log_probabilities).kl, rel=1e-3)
