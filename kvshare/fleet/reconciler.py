@@ -162,7 +162,8 @@ class Reconciler:
             cost.observe_prefill(request.ticket.num_tokens, request.first_byte_s)
         used = [copies[index] for index in finished.used if index < len(copies)]
         num_copied = sum(copy.length for copy in used)
-        if "pass" in finished.stage_seconds and used and not finished.num_local:
+        chosen = request.ticket.order is not None  # then a pass is more than what lies between the copies
+        if "pass" in finished.stage_seconds and used and not finished.num_local and not chosen:
             # The tail behind the last copy is computed in vLLM's own pass, whose time is not known.
             num_passed = max(copy.target.end for copy in used) - num_copied
             cost.observe_prefill(num_passed, finished.stage_seconds["pass"])

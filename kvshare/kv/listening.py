@@ -25,7 +25,7 @@ class Listener:
         self._spans = spans
         places = [place for span in spans for place in range(span.start, span.end)]
         self._places = torch.tensor(places, dtype=torch.int64, device=device)
-        self.total = torch.zeros(num_layers, num_slots, device=device)
+        self._total = torch.zeros(num_layers, num_slots, device=device)
 
     def is_in(self, run: Span) -> bool:
         """Whether a run has rows of ours."""
@@ -47,13 +47,20 @@ class Listener:
         """
         rows = torch.isin(positions, self._places).nonzero()[:, 0]
         if len(rows):
-            weights = attention(positions[rows], query[:, rows], key, scaling=scaling)
-            self.total[layer, : key.shape[1]] += weights.mean(dim=0).sum(dim=0)
+            groups = query[:, rows].chunk(len(key))  # of the heads that share keys; one at a time, for memory
+            for group, keys in zip(groups, key, strict=True):
+                weights = attention(positions[rows], group, keys[None], scaling=scaling)
+                self._total[layer, : key.shape[1]] += weights.sum(dim=(0, 1)) / len(query)
+
+    @property
+    def heard_there(self) -> torch.Tensor:
+        """(L, S), mean over all rows, on the device."""
+        return self._total / max(1, len(self._places))
 
     @property
     def heard(self) -> NDArray[np.float32]:
-        """(L, S), mean over all rows."""
-        found: NDArray[np.float32] = (self.total / max(1, len(self._places))).cpu().numpy()
+        """The same on the host."""
+        found: NDArray[np.float32] = self.heard_there.cpu().numpy()
         return found
 
 

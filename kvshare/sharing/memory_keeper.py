@@ -140,7 +140,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         with self._writing:
             plan = computed.plan
             if isinstance(plan, Plan) and not self._has_copies(plan):
-                if plan.num_copied:
+                if plan.first_approximate < plan.num_tokens:
                     self.counters["fallback:commit:donor_gone"] += 1
                     return None
                 # Everything in the slots is exact, wherever it came from: keep it whole.

@@ -75,7 +75,7 @@ def draft_node(
 
 def find_parent(plan: Plan | NoPlan, node_of: Callable[[NodeId], Node | None]) -> NodeId | None:
     """The donor that gave most, if it is still there."""
-    if isinstance(plan, NoPlan):
+    if isinstance(plan, NoPlan) or not plan.copies:
         return None
     given: Counter[NodeId] = Counter()
     for copy in plan.copies:

@@ -163,7 +163,7 @@ def _approximate_plan(
         estimate=rates.estimate(num_tokens=num_tokens, num_computed=0),
         order=repairs.order,
     )
-    num_computed = min(num_tokens, plan.num_computed + plan.num_selecting)
+    num_computed = plan.num_computed + plan.num_selecting
     return replace(plan, estimate=rates.estimate(num_tokens=num_tokens, num_computed=num_computed))
 
 
@@ -182,7 +182,8 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:
     """Why an approximate plan is refused, or None. A doubtful match counts as no match."""
     sharing = limits.sharing
     num_exact = exact.exact_length if exact is not None else 0
-    saved = plan.num_tokens - plan.num_computed - num_exact  # beyond what is free of doubt
+    num_computed = plan.num_computed + plan.num_selecting
+    saved = plan.num_tokens - num_computed - num_exact  # beyond what is free of doubt
     if saved < max(1, sharing.min_saved_fraction * plan.num_tokens):  # repair may leave nothing of the copies
         return "not_enough_saved"
     limit = small_shift(sharing, plan.num_tokens)

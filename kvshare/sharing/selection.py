@@ -58,14 +58,15 @@ def choose(
     """
     What a plan's engine computes behind its probe pass: `order.num_tokens` repairs, and placeholders again.
 
-    Pieces that had to be computed, because their KV was gone, need no repair.
+    Pieces that had to be computed, because their KV was gone, need no repair: there are fewer in proportion.
     Shapes:  heard (L, T) of the listeners, mean over them and over heads; changed (L, P) of the probes
     """
     num_tokens = heard.shape[1]
     pieces, computed = (_mask(spans, num_tokens) for spans in (order.pieces, placeholders))
     allowed = pieces & ~computed
     found = scores(order.pieces, heard, np.array(order.probes, np.int64), changed)
-    repairs = chosen(found, allowed, computed, min(order.num_tokens, int(allowed.sum())))
+    num_repairs = round(order.num_tokens * allowed.sum() / max(1, pieces.sum()))
+    repairs = chosen(found, allowed, computed, num_repairs)
     again = renewed(heard, computed, repairs, first_approximate=first_approximate)
     return Choice(tuple(stretches(repairs)), tuple(stretches(again)))
 

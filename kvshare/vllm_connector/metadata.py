@@ -20,6 +20,10 @@ from delta_tree import SegmentId, Span, gaps, merge
 from kvshare.sharing.plan import RepairOrder
 from kvshare.vllm_protocol.messages import WireCopy
 
+# Tokens behind the last copy that a load computes for a choice of repairs: they are beyond vLLM's budget
+# for a step. With more, the load ends at the last copy, and places decide.
+MOST_BEHIND = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:

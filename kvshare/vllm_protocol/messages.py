@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -149,10 +150,12 @@ class Ticket(VersionedMessage):
                     f"order: a piece [{piece.start}, {piece.end}) overlaps, is empty or not copied"
                 )
             end = piece.end
-        places = {place for piece in order.pieces for place in range(piece.start, piece.end)}
-        if not places.issuperset(order.probes) or order.num_tokens > len(places):
+        ascending = all(before < probe for before, probe in pairwise(order.probes))
+        inside = all(any(p.start <= probe < p.end for p in order.pieces) for probe in order.probes)
+        num_copied = sum(piece.end - piece.start for piece in order.pieces)
+        if not ascending or not inside or order.num_tokens > num_copied:
             raise ValueError(
-                "order: expected probes in its pieces, and no more repairs than they have tokens"
+                "order: expected ascending probes in its pieces, and no more repairs than those have"
             )
 
     @property

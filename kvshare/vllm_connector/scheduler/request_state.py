@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from delta_tree import SegmentId, Span
+from delta_tree import SegmentId, Span, merge
 from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, WireCopy, WireSpan, digest_of
 from kvshare.vllm_protocol.salts import private_salt
 
@@ -138,6 +138,7 @@ class TicketedRequest:
             if now:
                 placed.add(index)
         self.placed = frozenset(placed)
+        self.repaired = ()
 
     def note_load(self, result: LoadResult) -> None:
         """What was lost behind `num_local` was computed; a lost copy across it is mixed."""
@@ -151,7 +152,9 @@ class TicketedRequest:
             if any(self.copy(index).target_start < self.num_local for index in lost):
                 self._note_mixed()
             self.placed -= lost
-            self.repaired = () if result.failed else result.repaired
+            targets = [self.copy(index).target for index in self.placed]
+            parts = (span.intersection(target) for span in result.repaired for target in targets)
+            self.repaired = merge(part for part in parts if part)
         if self.retained is not None and not self._is_whole(self.retained, result.unreadable):
             self.lost = "load_failed" if result.failed else "segments_gone"
 

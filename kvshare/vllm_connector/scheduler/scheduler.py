@@ -18,7 +18,14 @@ from vllm.v1.request import Request
 
 from delta_tree import SEGMENT_TOKENS, SegmentId, Span, gaps, merge, new_segment_id, split
 from kvshare.sharing.plan import RepairOrder, cut
-from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, SaveRequest, StepMetadata, WorkerReport
+from kvshare.vllm_connector.metadata import (
+    MOST_BEHIND,
+    LoadRequest,
+    LoadResult,
+    SaveRequest,
+    StepMetadata,
+    WorkerReport,
+)
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
@@ -86,8 +93,9 @@ class ConnectorScheduler:
             return 0
         ticket, held = ticketed.ticket, self._held(ticketed.ticket)
         end = max((ticketed.copy(index).target.end for index in held), default=0)
-        if end > ticket.first_approximate and ticket.order is not None:
-            end = ticket.order.end
+        order = ticket.order
+        if order is not None and end > ticket.first_approximate and order.end - end <= MOST_BEHIND:
+            end = order.end
         return max(0, end - num_local)
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external: int) -> None:
@@ -179,6 +187,8 @@ class ConnectorScheduler:
         """Its load was reported after its end. Its blocks wait, also if there is nothing to save."""
         if ticketed.num_awaited or (kept := self._unsaved.pop(request_id, None)) is None:
             return
+        if ticketed.is_mixed:
+            ticketed.lost = "segments_gone"
         if ticketed.lost is None:
             self._save(ticketed, kept)
         if ticketed.lost is not None:
@@ -193,7 +203,7 @@ class ConnectorScheduler:
         computed = gaps((ticketed.copy(index).target for index in copies), kept.num_tokens)
         if ticketed.ticket.order is not None:  # a segment is of one generation
             computed = merge([*computed, *ticketed.repaired])
-            computed = cut(computed, ticketed.ticket.first_approximate)
+            computed = cut(computed, _first_approximate(ticketed, copies))
         spans = split(computed, SEGMENT_TOKENS)
         stored = tuple(
             Stored(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)
@@ -274,6 +284,13 @@ class ConnectorScheduler:
         local = load.block_ids[: load.start // self.block_size]
         first = next((index for index, block_id in enumerate(local) if block_id in written), None)
         return load.start if first is None else first * self.block_size
+
+
+def _first_approximate(ticketed: TicketedRequest, copies: Iterable[int]) -> int:
+    """Of the copies that are retained: what was computed behind it had not only exact KV before it."""
+    starts = (ticketed.copy(index).target_start for index in copies)
+    exact_length = ticketed.ticket.exact_length
+    return min((start for start in starts if start >= exact_length), default=ticketed.ticket.num_tokens)
 
 
 def _order(ticket: Ticket, provided: Span) -> RepairOrder | None:

@@ -5,7 +5,8 @@ Repairs that are chosen while a load is computed: a probe pass, and what is comp
        p       x     p p      x              x         x computed, p probes: the first pass
       r r            r        x                        r repairs, x again:   the second, up to `end`
 
-The tail is computed twice, here to learn what it attends to, and by vLLM behind the repairs.
+The tail is computed twice, here to learn what it attends to, and by vLLM behind the repairs. Where attention
+cannot be followed, or much comes behind the last copy, there is no probe, and repairs are chosen by place.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from delta_tree import SegmentId, Span, merge
+from delta_tree import SegmentId, Span, gaps, merge
 from kvshare.kv.listening import Listener
 from kvshare.sharing.plan import MAX_LISTENERS, RepairOrder, last_tokens
 from kvshare.sharing.selection import Choice, choose, choose_by_place
-from kvshare.vllm_connector.metadata import LoadRequest
+from kvshare.vllm_connector.metadata import MOST_BEHIND, LoadRequest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import Run
 
@@ -30,28 +31,39 @@ class Choosing:
     """One load's order. Its copies are laid by now."""
 
     def __init__(
-        self, load: LoadRequest, order: RepairOrder, unreadable: frozenset[SegmentId], cache: PagedCache
+        self,
+        load: LoadRequest,
+        order: RepairOrder,
+        unreadable: frozenset[SegmentId],
+        cache: PagedCache,
+        *,
+        can_listen: bool,
     ) -> None:
         self._load, self._cache = load, cache
-        limit = min(len(load.token_ids), len(load.block_ids) * cache.block_size)
-        self._computed = merge([*load.runs(unreadable), Span(load.end, max(load.end, limit))])
-        probes = tuple(p for p in order.probes if not any(s.start <= p < s.end for s in self._computed))
+        self._limit = max(load.end, min(len(load.token_ids), len(load.block_ids) * cache.block_size))
+        self.listens = can_listen and self._limit - load.end <= MOST_BEHIND
+        placed = [span for _, span in load.targets(unreadable)]
+        behind = Span(load.end, self._limit if self.listens else load.end)
+        self._computed = merge([*gaps(merge([Span(0, load.ready), *placed]), load.end), behind])
+        probes = order.probes if self.listens else ()
+        probes = tuple(p for p in probes if not any(s.start <= p < s.end for s in self._computed))
         self._order = RepairOrder(order.pieces, probes, order.num_tokens)
         self._laid = cache.rows(load.block_ids, probes) if probes else None
         self.listener = Listener(
             last_tokens(self._computed, MAX_LISTENERS),
             num_layers=cache.geometry.num_layers,
-            num_slots=limit,
+            num_slots=self._limit,
             device=cache.geometry.device,
         )
 
     @property
-    def probe_pass(self) -> list[Run]:
-        """What is computed first."""
+    def first_pass(self) -> list[Run]:
+        """What is computed before anything is chosen."""
         probes = (Span(place, place + 1) for place in self._order.probes)
-        return [self._run(span, self.listener) for span in merge([*self._computed, *probes])]
+        listener = self.listener if self.listens else None
+        return [self._run(span, listener) for span in merge([*self._computed, *probes])]
 
-    def repair_pass(self, choice: Choice) -> list[Run]:
+    def second_pass(self, choice: Choice) -> list[Run]:
         """What is computed behind it; the tail is vLLM's."""
         provided = Span(0, self._load.end)
         parts = (span.intersection(provided) for span in merge([*choice.repairs, *choice.again]))
@@ -59,6 +71,13 @@ class Choosing:
 
     def choice(self, summed: Summed, num_ranks: int) -> Choice:
         """The same on every rank. The probes stand as they were laid again: they count as no repair."""
+        if not self.listens:
+            return choose_by_place(
+                self._order,
+                self._computed,
+                num_tokens=self._limit,
+                first_approximate=self._load.first_approximate,
+            )
         changed = np.empty((self._cache.geometry.num_layers, 0))
         if self._laid is not None:
             _, fresh = self._cache.rows(self._load.block_ids, self._order.probes)
@@ -66,21 +85,12 @@ class Choosing:
             changed = summed(squares).sqrt().cpu().numpy()
             slots = [self._cache.slots(self._load.block_ids, Span(p, p + 1)) for p in self._order.probes]
             self._cache.write(*self._laid, torch.cat(slots))
-        self.listener.total = summed(self.listener.total) / num_ranks
+        received = summed(self.listener.heard_there) / num_ranks
         return choose(
             self._order,
             self._computed,
-            self.listener.heard,
+            received.cpu().numpy(),
             changed,
-            first_approximate=self._load.first_approximate,
-        )
-
-    def choice_by_place(self) -> Choice:
-        """Where attention cannot be watched: the starts of the pieces, evenly."""
-        return choose_by_place(
-            self._order,
-            self._computed,
-            num_tokens=self.listener.total.shape[1],
             first_approximate=self._load.first_approximate,
         )
 

@@ -58,7 +58,13 @@ class SelfTest:
         return None
 
     def check_listening(self) -> str | None:
-        """Why it cannot be told what tokens attend to, or None."""
+        """Why what tokens attend to cannot be followed, or None."""
+        try:
+            return self._check_listening()
+        except Exception as exc:  # noqa: BLE001  sharing goes on without it
+            return f"following attention raised an error: {type(exc).__name__}: {exc}"
+
+    def _check_listening(self) -> str | None:
         whole = self._compute([Span(0, _NUM_TOKENS)])
         num_layers, errors = self._cache.geometry.num_layers, []
 

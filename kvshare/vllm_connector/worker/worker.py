@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from vllm.config import VllmConfig
@@ -136,20 +137,19 @@ class ConnectorWorker:
             if found is not None:
                 self._place_on_all_ranks(loads, found)
             placed = time.perf_counter()
-            repaired = self._compute(loads, unreadable, choose=found is not None)
+            passed = self._compute(loads, unreadable, choose=found is not None)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.error("kvshare: loading %d requests failed: %s", len(loads), classes_and_places(exc))
             return None
         computed = time.perf_counter()
         num_placed = [sum(len(span) for _, span in load.targets(unreadable)) for load in loads]
-        num_run = [sum(len(run) for run in load.runs(unreadable)) for load in loads]
+        num_run = [passed[load.request_id].num_tokens for load in loads]
         results = {}
         for load, place_share, pass_share in zip(loads, _shares(num_placed), _shares(num_run), strict=True):
             gone = frozenset() if found is None else unreadable & _segment_ids([load])
             stages = {"lay": (placed - began) * place_share, "pass": (computed - placed) * pass_share}
-            results[load.request_id] = LoadResult(
-                found is None, gone, stages, repaired.get(load.request_id, ())
-            )
+            repaired = passed[load.request_id].repaired
+            results[load.request_id] = LoadResult(found is None, gone, stages, repaired)
         return results
 
     def forget_segments(self) -> None:
@@ -224,31 +224,61 @@ class ConnectorWorker:
 
     def _compute(
         self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId], *, choose: bool
-    ) -> dict[str, tuple[Span, ...]]:
-        """Everything that is not laid, and repairs. Returns those that were chosen, by request."""
-        choosing = {
-            load.request_id: Choosing(load, load.order, unreadable, self._cache)
+    ) -> dict[str, _Passed]:
+        """Everything that is not laid, and repairs, where a load has them chosen. By request."""
+        choosing = self._choosing_on_all_ranks(loads, unreadable) if choose else {}
+        runs = {
+            load.request_id: choosing[load.request_id].first_pass
+            if load.request_id in choosing
+            else [Run(load.block_ids, span, load.token_ids) for span in load.runs(unreadable)]
             for load in loads
-            if choose and load.order is not None
         }
-        runs: list[Run] = []
-        for load in loads:
-            if load.request_id in choosing and self._can_listen:
-                runs += choosing[load.request_id].probe_pass
-            else:
-                runs += [Run(load.block_ids, span, load.token_ids) for span in load.runs(unreadable)]
-        if runs:
-            self._forward.compute_heard(runs) if choosing and self._can_listen else self._forward.compute(
-                runs
+        self._run(runs.values(), listens=any(each.listens for each in choosing.values()))
+        choices = {name: each.choice(_summed, _num_ranks()) for name, each in choosing.items()}
+        behind = {name: each.second_pass(choices[name]) for name, each in choosing.items()}
+        self._run(behind.values())
+        return {
+            name: _Passed(
+                sum(len(run.span) for run in (*runs[name], *behind.get(name, ()))),
+                choices[name].repairs if name in choices else (),
             )
-        choices = {
-            request_id: each.choice(_summed, _num_ranks()) if self._can_listen else each.choice_by_place()
-            for request_id, each in choosing.items()
+            for name in runs
         }
-        behind = [run for name, each in choosing.items() for run in each.repair_pass(choices[name])]
-        if behind:
-            self._forward.compute(behind)
-        return {request_id: choice.repairs for request_id, choice in choices.items()}
+
+    def _choosing_on_all_ranks(
+        self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId]
+    ) -> dict[str, Choosing]:
+        """Raises on every rank if it fails on one: choosing takes all of them."""
+        choosing, is_ready = {}, False
+        try:
+            choosing = {
+                load.request_id: Choosing(
+                    load, load.order, unreadable, self._cache, can_listen=self._can_listen
+                )
+                for load in loads
+                if load.order is not None
+            }
+            is_ready = True
+        finally:
+            is_ready_everywhere = not any(load.order for load in loads) or all(_agreed([is_ready]))
+        if not is_ready_everywhere:
+            raise RuntimeError("another rank could not prepare a choice of repairs")
+        return choosing
+
+    def _run(self, runs: Iterable[Sequence[Run]], *, listens: bool = False) -> None:
+        together = [run for each in runs for run in each]
+        if together and listens:
+            self._forward.compute_heard(together)
+        elif together:
+            self._forward.compute(together)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """What was computed for a load."""
+
+    num_tokens: int
+    repaired: tuple[Span, ...]
 
 
 def _segment_ids(loads: Sequence[LoadRequest]) -> frozenset[SegmentId]:

@@ -269,3 +269,43 @@ def test_how_far_is_far_depends_on_the_prompt(tree: DeltaTree, num_tokens: int, 
     else:
         assert isinstance(plan, Plan)
         assert plan.decision == decision
+
+
+def test_what_choosing_costs_is_no_saving(tree: DeltaTree) -> None:
+    """Windows leave 16 tokens more than a fifth of the prompt; probes and listeners are more than those."""
+    tokens = prompt(400)
+    donor = stored(tree, tokens)
+    recipient = replaced(tokens, (0, 120), (160, 200), (240, 310))
+    attention = SETTINGS.repair.model_copy(update={"rule": "attention"})
+    found = {
+        rule: make_plan(
+            recipient,
+            [donor],
+            tree.segment,
+            approximate=True,
+            limits=PlannerLimits(sharing=SETTINGS.sharing, repair=repair, can_probe=True),
+            rates=RATES,
+        )
+        for rule, repair in (("windows", SETTINGS.repair), ("attention", attention))
+    }
+    assert isinstance(found["windows"], Plan)
+    assert found["attention"] == NoPlan("not_enough_saved")
+
+
+def test_a_plan_with_an_order_repairs_as_many_tokens(tree: DeltaTree) -> None:
+    """All but what is certain to be computed is still copied; the estimate knows what choosing costs."""
+    tokens = prompt(1000)
+    donor = stored(tree, tokens)
+    recipient = replaced(tokens, (200, 210), (600, 610))
+    attention = SETTINGS.repair.model_copy(update={"rule": "attention"})
+    limits = PlannerLimits(sharing=SETTINGS.sharing, repair=attention, can_probe=True)
+    windows = plan_for(tree, recipient, donor)
+    plan = make_plan(recipient, [donor], tree.segment, approximate=True, limits=limits, rates=RATES)
+    assert isinstance(plan, Plan)
+    assert isinstance(windows, Plan)
+    assert plan.order is not None
+    assert_covers_once(plan)
+    assert (plan.num_computed, plan.num_repaired) == (windows.num_computed, windows.num_repaired)
+    computed = plan.num_computed + plan.num_selecting
+    assert plan.estimate == RATES.estimate(num_tokens=1000, num_computed=computed)
+    assert plan.charged_budget == computed / 1000

@@ -218,3 +218,24 @@ def test_loads_with_and_without_an_order_share_a_step(
         assert answer.distance(expected) <= LIMIT
         assert vllm.finished(ticket).repaired == event.repaired
     vllm.check_idle()
+
+
+def test_much_behind_the_last_copy_is_left_to_vllm(
+    architecture: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load ends at the last copy, and place decides: vLLM's own steps keep to their budget."""
+    from kvshare.vllm_connector.scheduler import scheduler
+    from kvshare.vllm_connector.worker import choosing
+
+    for module in (scheduler, choosing):
+        monkeypatch.setattr(module, "MOST_BEHIND", 100)
+    vllm, tokens = architecture, text(600, 8)
+    donor = vllm.keep(tokens)
+    recipient = text(SHIFT, 9) + tokens + text(200, 10)
+    made = Scene(recipient, tuple(copies(donor, (0, 100), (130, 300), (301, 560), shift=SHIFT)))
+    _, event = made.ask(vllm)
+    assert (event.decision, event.reason) == ("approx", None)
+    assert len(places(event.repaired)) == NUM_REPAIRED
+    starts = [copy.target_start for copy in made.copies]
+    assert all(min(abs(place - start) for start in starts) < NUM_REPAIRED for place in places(event.repaired))
+    vllm.check_idle()

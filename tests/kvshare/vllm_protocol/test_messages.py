@@ -223,6 +223,7 @@ def test_an_order_is_read_as_it_was_written() -> None:
         {"pieces": (WireSpan(10, 10),)},  # empty
         {"pieces": (WireSpan(10, 41),)},  # not copied
         {"probes": (9,)},
+        {"probes": (25, 10)},  # not ascending
         {"num_tokens": 31},
     ],
 )

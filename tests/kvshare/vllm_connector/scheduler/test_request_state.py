@@ -1,11 +1,12 @@
 """The states of a request, and which copies stand in its slots, whatever vLLM does with it. No model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from delta_tree import SegmentId
+from delta_tree import SegmentId, Span
 from kvshare.vllm_connector.scheduler import request_state
 from kvshare.vllm_connector.scheduler.request_state import (
     TABLE,
@@ -207,6 +208,38 @@ class TestSlots:
         request.num_found = 128
         request.note_load(result(failed=True))
         assert request.placed == frozenset()
+
+
+class TestRepairs:
+    """What was computed again of the placed copies is known with the last load's report."""
+
+    def reported(self, *spans: Span) -> Any:
+        return replace(result(), repaired=spans)
+
+    def test_they_are_no_reused_tokens(self) -> None:
+        request = new_request()
+        admit(request, num_local=0)
+        request.note_load(self.reported(Span(10, 30), Span(120, 130)))
+        end(request, retains=False)
+        assert request.finished().num_computed == 400 - (100 + 180) + 30
+
+    def test_a_later_admission_knows_nothing_of_them(self) -> None:
+        """Preempted, its copies gone, and computed in full: nothing was reused and nothing repaired."""
+        request = new_request()
+        admit(request, num_local=0)
+        request.note_load(self.reported(Span(10, 30)))
+        admit(request, num_local=0, held=(), loads=False)
+        assert request.repaired == ()
+        end(request, retains=False)
+        assert request.finished().decision == "full"
+        assert request.finished().num_computed == 400
+
+    def test_a_late_report_says_nothing_of_copies_that_are_gone(self) -> None:
+        request = new_request()
+        admit(request, num_local=0)
+        admit(request, num_local=0, held=(), loads=False)
+        request.note_load(self.reported(Span(10, 30)))
+        assert request.repaired == ()
 
 
 class TestReport:

@@ -35,6 +35,16 @@ class TestSelfTest:
         monkeypatch.setattr(vllm.worker._forward, "_watched", lambda runs, watch: nullcontext())
         assert "cannot be watched" in self.self_test(vllm).check_listening()
 
+    def test_an_error_is_a_reason_not_to_listen(self, start: Any, monkeypatch: Any) -> None:
+        """Nothing else depends on it: windows are repaired all the same."""
+        vllm = start("llama")
+
+        def scaling(layer: int) -> float:
+            raise AttributeError("no scale")
+
+        monkeypatch.setattr(vllm.worker._forward, "scaling", scaling)
+        assert "AttributeError: no scale" in self.self_test(vllm).check_listening()
+
     def test_watching_leaves_no_trace(self, start: Any) -> None:
         vllm = start("llama")
         self.self_test(vllm).check_listening()
