@@ -79,7 +79,7 @@ class PartialPass:
         Shapes:  query (1, H_q, N, D), key and value (1, H, num_visible, D) -> (1, H_q, N, D)
         """
         if self.listener is not None:
-            self.listener.hear(layer, self.positions, query[0], key[0], scaling=scaling)
+            self.listener.observe(layer, self.positions, query[0], key[0], scaling=scaling)
         first, *others = self._groups
         if not others:
             return first.attend(query, key, value, scaling=scaling)

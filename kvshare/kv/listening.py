@@ -31,7 +31,7 @@ class Listener:
         """Whether a run has rows of ours."""
         return any(run.intersection(span) for span in self._spans)
 
-    def hear(
+    def observe(
         self,
         layer: int,
         positions: torch.Tensor,
@@ -53,14 +53,14 @@ class Listener:
                 self._total[layer, : key.shape[1]] += weights.sum(dim=(0, 1)) / len(query)
 
     @property
-    def heard_there(self) -> torch.Tensor:
+    def attended_there(self) -> torch.Tensor:
         """(L, S), mean over all rows, on the device."""
         return self._total / max(1, len(self._places))
 
     @property
-    def heard(self) -> NDArray[np.float32]:
+    def attended(self) -> NDArray[np.float32]:
         """The same on the host."""
-        found: NDArray[np.float32] = self.heard_there.cpu().numpy()
+        found: NDArray[np.float32] = self.attended_there.cpu().numpy()
         return found
 
 

@@ -1,9 +1,9 @@
 """
 KVShare's repair rule: which copied tokens are computed again. The plan says how many; this says which.
 
-    score of a copied token = sum over layers of  sqrt(heard) x changed  x  mendable
+    score of a copied token = sum over layers of  sqrt(attended) x changed  x  mendable
 
-    heard      attention that the last tokens computed anyway pay to it, mean over them and over heads; the
+    attended   attention that the last tokens computed anyway pay to it, mean over them and over heads; the
                root, because an answer's later tokens listen elsewhere than its first
     changed    how far its values move when it is computed: measured on a few probes, else interpolated
     mendable   falls with the distance to the start of its piece: a token inherits from stale neighbours
@@ -50,7 +50,7 @@ class Choice:
 def choose(
     order: RepairOrder,
     placeholders: Sequence[Span],
-    heard: Scores,
+    attended: Scores,
     changed: Scores,
     *,
     first_approximate: int,
@@ -59,15 +59,15 @@ def choose(
     What a plan's engine computes behind its probe pass: `order.num_tokens` repairs, and placeholders again.
 
     Pieces that had to be computed, because their KV was gone, need no repair: there are fewer in proportion.
-    Shapes:  heard (L, T) of the listeners, mean over them and over heads; changed (L, P) of the probes
+    Shapes:  attended (L, T) of the listeners, mean over them and over heads; changed (L, P) of the probes
     """
-    num_tokens = heard.shape[1]
+    num_tokens = attended.shape[1]
     pieces, computed = (_mask(spans, num_tokens) for spans in (order.pieces, placeholders))
     allowed = pieces & ~computed
-    found = scores(order.pieces, heard, np.array(order.probes, np.int64), changed)
+    found = scores(order.pieces, attended, np.array(order.probes, np.int64), changed)
     num_repairs = round(order.num_tokens * allowed.sum() / max(1, pieces.sum()))
     repairs = chosen(found, allowed, computed, num_repairs)
-    again = renewed(heard, computed, repairs, first_approximate=first_approximate)
+    again = renewed(attended, computed, repairs, first_approximate=first_approximate)
     return Choice(tuple(stretches(repairs)), tuple(stretches(again)))
 
 
@@ -91,11 +91,11 @@ def choose_by_place(
     order: RepairOrder, placeholders: Sequence[Span], *, num_tokens: int, first_approximate: int
 ) -> Choice:
     """The same number where nothing can be measured: the starts of the pieces."""
-    heard, changed = np.ones((1, num_tokens)), np.ones((1, len(order.probes)))
-    return choose(order, placeholders, heard, changed, first_approximate=first_approximate)
+    attended, changed = np.ones((1, num_tokens)), np.ones((1, len(order.probes)))
+    return choose(order, placeholders, attended, changed, first_approximate=first_approximate)
 
 
-def renewed(heard: Scores, computed: Mask, repairs: Mask, *, first_approximate: int) -> Mask:
+def renewed(attended: Scores, computed: Mask, repairs: Mask, *, first_approximate: int) -> Mask:
     """
     (T,) the listeners, and of the other computed tokens those that they attend to most.
 
@@ -106,23 +106,23 @@ def renewed(heard: Scores, computed: Mask, repairs: Mask, *, first_approximate: 
     stale = computed & ~again
     stale[:first_approximate] = False
     count = min(MAX_RENEWED, int(stale.sum()))
-    return again | chosen(heard.sum(axis=0), stale, again | repairs, count)
+    return again | chosen(attended.sum(axis=0), stale, again | repairs, count)
 
 
 def scores(
-    pieces: Sequence[Span], heard: Scores, places: NDArray[np.int64], changed: Scores
+    pieces: Sequence[Span], attended: Scores, places: NDArray[np.int64], changed: Scores
 ) -> NDArray[np.float64]:
     """
     (T,) of the pieces' tokens; 0 elsewhere.
 
-    Shapes:  heard (L, T); places (P,) of the probes, ascending; changed (L, P), norms
+    Shapes:  attended (L, T); places (P,) of the probes, ascending; changed (L, P), norms
     """
-    found = np.zeros(heard.shape[1])
-    everywhere = np.log(changed + _LEAST).mean(axis=1) if len(places) else np.zeros(len(heard))
+    found = np.zeros(attended.shape[1])
+    everywhere = np.log(changed + _LEAST).mean(axis=1) if len(places) else np.zeros(len(attended))
     for piece in pieces:
         inside = slice(piece.start, piece.end)
         change = _between(piece, places, changed, everywhere)
-        found[inside] = (np.sqrt(heard[:, inside]) * change).sum(axis=0) * _mendable(len(piece))
+        found[inside] = (np.sqrt(attended[:, inside]) * change).sum(axis=0) * _mendable(len(piece))
     return found
 
 

@@ -52,7 +52,7 @@ class Prefill:
         return current.num_queries, None
 
     def _repair(self, probe: _ProbePass) -> None:
-        """Behind the probe pass: the repairs, and what heard or was heard most, once more."""
+        """Behind the probe pass: the repairs, and the listeners and what they attend to most, once more."""
         choice = probe.choice()
         self.plan = probe.plan.with_repairs(choice.repairs)
         self._remaining = merge([*choice.repairs, *choice.again])
@@ -82,7 +82,7 @@ class _ProbePass:
         return choose(
             self._order,
             self.plan.placeholders,
-            self.listener.heard,
+            self.listener.attended,
             changed,
             first_approximate=self.plan.first_approximate,
         )

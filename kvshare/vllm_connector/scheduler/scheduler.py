@@ -38,7 +38,7 @@ _MAX_SEEN = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Retained:
     """What of an ended request is in its slots for good."""
 
     request_id: str
@@ -62,7 +62,7 @@ class ConnectorScheduler:
         self._seen: OrderedDict[str, None] = OrderedDict()  # n > 1 sends one ticket n times
         self._loads: list[LoadRequest] = []
         self._saves: list[SaveRequest] = []
-        self._unsaved: dict[str, _Kept] = {}  # ended before it was reported which repairs were chosen
+        self._unsaved: dict[str, _Retained] = {}  # ended before it was reported which repairs were chosen
         self._drops: list[SegmentId] = []
         self._drops_lock = threading.Lock()
 
@@ -146,8 +146,8 @@ class ConnectorScheduler:
         num_retained = _num_retained(request, ticketed)
         if num_retained:
             output_ids = tuple(request.output_token_ids[: num_retained - request.num_prompt_tokens])
-            kept = _Kept(request.request_id, tuple(block_ids), num_retained, output_ids)
-            self._retain(ticketed, kept)
+            retained = _Retained(request.request_id, tuple(block_ids), num_retained, output_ids)
+            self._retain(ticketed, retained)
         ticketed.end(num_prompt=request.num_prompt_tokens)
         self._requests[request.request_id] = ticketed
         self._publish_if_done(request.request_id, ticketed)
@@ -175,32 +175,32 @@ class ConnectorScheduler:
         for ticketed in self._requests.values():
             ticketed.is_mixed = True
 
-    def _retain(self, ticketed: TicketedRequest, kept: _Kept) -> None:
+    def _retain(self, ticketed: TicketedRequest, retained: _Retained) -> None:
         """Have it saved, now or when it is known which repairs were chosen for it."""
         if ticketed.ticket.order is not None and ticketed.num_awaited:
             ticketed.retained = self._retained_copies(ticketed)
-            self._unsaved[kept.request_id] = kept
+            self._unsaved[retained.request_id] = retained
         else:
-            self._save(ticketed, kept)
+            self._save(ticketed, retained)
 
     def _save_late(self, request_id: str, ticketed: TicketedRequest) -> None:
         """Its load was reported after its end. Its blocks wait, also if there is nothing to save."""
-        if ticketed.num_awaited or (kept := self._unsaved.pop(request_id, None)) is None:
+        if ticketed.num_awaited or (retained := self._unsaved.pop(request_id, None)) is None:
             return
         if ticketed.is_mixed:
             ticketed.lost = "segments_gone"
         if ticketed.lost is None:
-            self._save(ticketed, kept)
+            self._save(ticketed, retained)
         if ticketed.lost is not None:
-            self._saves.append(SaveRequest(request_id, kept.block_ids, ()))
+            self._saves.append(SaveRequest(request_id, retained.block_ids, ()))
 
-    def _save(self, ticketed: TicketedRequest, kept: _Kept) -> None:
+    def _save(self, ticketed: TicketedRequest, retained: _Retained) -> None:
         """Make room for what no stored segment covers, and request that it is saved."""
         copies = self._retained_copies(ticketed)
         if not ticketed.ticket.is_exact and not ticketed.placed <= copies:
             ticketed.lost = "segments_gone"  # copied KV must not be retained as computed
             return
-        computed = gaps((ticketed.copy(index).target for index in copies), kept.num_tokens)
+        computed = gaps((ticketed.copy(index).target for index in copies), retained.num_tokens)
         if ticketed.ticket.order is not None:  # a segment is of one generation
             computed = merge([*computed, *ticketed.repaired])
             computed = cut(computed, _first_approximate(ticketed, copies))
@@ -221,9 +221,9 @@ class ConnectorScheduler:
             held = HeldSegment(ticketed.ticket.namespace, segment.length, segment.num_bytes)
             self.segments.add(segment.segment_id, held)
         to_save = tuple((segment.segment_id, span) for segment, span in zip(stored, spans, strict=True))
-        self._saves.append(SaveRequest(kept.request_id, kept.block_ids, to_save))
+        self._saves.append(SaveRequest(retained.request_id, retained.block_ids, to_save))
         ticketed.retained = copies
-        ticketed.output_ids = kept.output_ids
+        ticketed.output_ids = retained.output_ids
         ticketed.stored = stored
 
     def _retained_copies(self, ticketed: TicketedRequest) -> frozenset[int]:

@@ -85,7 +85,7 @@ class Choosing:
             changed = summed(squares).sqrt().cpu().numpy()
             slots = [self._cache.slots(self._load.block_ids, Span(p, p + 1)) for p in self._order.probes]
             self._cache.write(*self._laid, torch.cat(slots))
-        received = summed(self.listener.heard_there) / num_ranks
+        received = summed(self.listener.attended_there) / num_ranks
         return choose(
             self._order,
             self._computed,

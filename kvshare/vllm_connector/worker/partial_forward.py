@@ -96,16 +96,16 @@ class PartialForward:
         """What a layer multiplies queries and keys by."""
         return float(list(self._cache.layers.values())[layer].impl.scale)
 
-    def compute_heard(self, runs: Sequence[Run]) -> None:
+    def compute_listening(self, runs: Sequence[Run]) -> None:
         """The same as `compute`; the runs' listeners are told what their rows attend to."""
-        self.compute(runs, watch=self._hear)
+        self.compute(runs, watch=self._observe)
 
-    def _hear(self, layer: int, run: Run, query: torch.Tensor, output: torch.Tensor) -> None:
+    def _observe(self, layer: int, run: Run, query: torch.Tensor, output: torch.Tensor) -> None:
         if run.listener is None or not run.listener.is_in(run.span):
             return
         keys = self._cache.keys(layer, run.block_ids, run.span.end).transpose(0, 1)
         positions = torch.arange(run.span.start, run.span.end, device=keys.device)
-        run.listener.hear(layer, positions, query.transpose(0, 1), keys, scaling=self.scaling(layer))
+        run.listener.observe(layer, positions, query.transpose(0, 1), keys, scaling=self.scaling(layer))
 
     def compute(self, runs: Sequence[Run], *, watch: Watch | None = None) -> None:
         """Make the slots of all runs valid. `watch` is called with each run in each layer."""

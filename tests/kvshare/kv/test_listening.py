@@ -39,19 +39,19 @@ def test_it_hears_what_eager_attention_has(family: str, max_queries: int) -> Non
         current, remaining = take_pass(kv, remaining, max_queries=max_queries, listener=listener)
         span = current.runs[0]
         model.compute(current, TOKENS[span.start : span.end])
-    assert listener.heard == pytest.approx(expected.numpy(), abs=1e-6)
-    assert listener.heard.sum(axis=1) == pytest.approx(np.ones(model.geometry.num_layers), abs=1e-5)
+    assert listener.attended == pytest.approx(expected.numpy(), abs=1e-6)
+    assert listener.attended.sum(axis=1) == pytest.approx(np.ones(model.geometry.num_layers), abs=1e-5)
 
 
 def test_rows_that_nobody_asked_for_are_not_heard() -> None:
     listener = Listener([Span(3, 4)], num_layers=1, num_slots=8, device=torch.device("cpu"))
     query, key = torch.randn(2, 2, 4), torch.randn(1, 6, 4)
-    listener.hear(0, torch.tensor([4, 5]), query, key, scaling=None)
-    assert not listener.heard.any()
+    listener.observe(0, torch.tensor([4, 5]), query, key, scaling=None)
+    assert not listener.attended.any()
 
 
 def test_a_row_does_not_hear_what_comes_behind_it() -> None:
     listener = Listener([Span(2, 3)], num_layers=1, num_slots=6, device=torch.device("cpu"))
-    listener.hear(0, torch.tensor([2, 5]), torch.randn(2, 2, 4), torch.randn(1, 6, 4), scaling=None)
-    assert (listener.heard[0, :3] > 0).all()
-    assert not listener.heard[0, 3:].any()
+    listener.observe(0, torch.tensor([2, 5]), torch.randn(2, 2, 4), torch.randn(1, 6, 4), scaling=None)
+    assert (listener.attended[0, :3] > 0).all()
+    assert not listener.attended[0, 3:].any()

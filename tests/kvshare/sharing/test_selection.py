@@ -47,17 +47,17 @@ def test_the_last_computed_tokens_listen() -> None:
 
 
 def test_twice_the_attention_counts_by_its_root() -> None:
-    heard = ONE_LAYER.copy()
-    heard[0, 1] = 4.0
-    found = scores([Span(0, 2)], heard, np.array([0]), np.array([[1.0]]))
+    attended = ONE_LAYER.copy()
+    attended[0, 1] = 4.0
+    found = scores([Span(0, 2)], attended, np.array([0]), np.array([[1.0]]))
     assert found[1] / found[0] == pytest.approx(2 * (0.3 + 0.7 * np.exp(-1 / 32)), rel=1e-5)
     assert not found[2:].any()
 
 
 def test_layers_add_up() -> None:
     """Attention 1 and 4 in two layers, changes 3 and 5: 1 x 3 + 2 x 5."""
-    heard = np.array([[1.0], [4.0]])
-    found = scores([Span(0, 1)], heard, np.array([0]), np.array([[3.0], [5.0]]))
+    attended = np.array([[1.0], [4.0]])
+    found = scores([Span(0, 1)], attended, np.array([0]), np.array([[3.0], [5.0]]))
     assert found.tolist() == pytest.approx([13.0], rel=1e-5)
 
 
@@ -113,9 +113,9 @@ def test_only_what_is_allowed_is_chosen_and_of_equals_the_first() -> None:
 def test_listeners_and_what_they_hear_most_are_computed_again() -> None:
     """Tokens 0 to 99 are computed; the last 32 listen, mostly to 10, 20 and 40, and 10 saw nothing stale."""
     computed = np.arange(200) < 100
-    heard = np.zeros((2, 200))
-    heard[:, [10, 20, 40]] = [9.0, 5.0, 7.0]
-    again = renewed(heard, computed, _nothing(200), first_approximate=15)
+    attended = np.zeros((2, 200))
+    attended[:, [10, 20, 40]] = [9.0, 5.0, 7.0]
+    again = renewed(attended, computed, _nothing(200), first_approximate=15)
     assert again[68:100].all()
     assert again[[20, 40]].all()
     assert not again[:15].any()
@@ -124,8 +124,8 @@ def test_listeners_and_what_they_hear_most_are_computed_again() -> None:
 
 def test_at_most_so_many_are_computed_again_in_few_runs() -> None:
     computed = np.arange(1000) < 900
-    heard = np.random.default_rng(0).random((2, 1000))
-    again = renewed(heard, computed, _nothing(1000), first_approximate=0)
+    attended = np.random.default_rng(0).random((2, 1000))
+    again = renewed(attended, computed, _nothing(1000), first_approximate=0)
     assert again.sum() == MAX_LISTENERS + MAX_RENEWED
     assert num_runs(again) <= MAX_FURTHER_RUNS + 1
 

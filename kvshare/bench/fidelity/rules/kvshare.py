@@ -25,7 +25,7 @@ class Probed:
     """What a probe pass says, whatever the budget."""
 
     scores: Scores  # (T,) of the copied positions
-    heard: Scores  # (L, T)
+    attended: Scores  # (L, T)
     kv: SequenceKV  # behind it: probes as they were laid
 
 
@@ -42,8 +42,8 @@ def probed(trial: Trial) -> Probed:
     changed = (kv.v[:, there] - trial.laid.v[:, there]).flatten(2).norm(dim=2)
     for fresh, old in ((kv.k, trial.laid.k), (kv.v, trial.laid.v)):
         fresh[:, there] = old[:, there]
-    heard = attention[:, listening].mean(axis=1)
-    return Probed(scores(stretches, heard, places, changed.cpu().numpy()), heard, kv)
+    attended = attention[:, listening].mean(axis=1)
+    return Probed(scores(stretches, attended, places, changed.cpu().numpy()), attended, kv)
 
 
 def _first_approximate(trial: Trial) -> int:
@@ -61,7 +61,7 @@ def _cost(trial: Trial) -> float:
 def _kvshare(trial: Trial, budget: float) -> Selection:
     found = probed(trial)
     rows = chosen(found.scores, trial.copied, trial.base, num_wanted(trial, budget))
-    again = renewed(found.heard, trial.base, rows, first_approximate=_first_approximate(trial))
+    again = renewed(found.attended, trial.base, rows, first_approximate=_first_approximate(trial))
     kept = None if takes_all(trial, budget) else trial.base & ~again
     return Selection(rows, probe=_cost(trial), kv=found.kv, kept=kept)
 
