@@ -14,7 +14,7 @@ runs equals prefilling run after run from left to right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,6 +26,7 @@ from kvshare.kv.listening import Listener
 from kvshare.kv.sequence import SequenceKV
 
 _SHORT = 64  # tokens of a run: below it a call for each costs more than what the others' masks waste
+_WASTE = 1.5  # of their ends
 
 
 @dataclass(frozen=True, eq=False)  # no slots: the cached masks live in __dict__
@@ -91,7 +92,7 @@ class PartialPass:
 
     @cached_property
     def _groups(self) -> tuple[_Group, ...]:
-        """Long runs one by one, as each sees no more than up to its end; all short ones in one call."""
+        """Long runs one by one, as each sees no more than up to its end; short ones in a few calls."""
         groups, short, start = [], [], 0
         for run in self.runs:
             rows = slice(start, start + len(run))
@@ -102,14 +103,17 @@ class PartialPass:
                 groups.append(
                     _Group(rows, run.end, self._mask(run), is_causal=run.start == 0 and len(run) > 1)
                 )
+        return (*groups, *map(self._together, _alike(short)))
+
+    def _together(self, short: Sequence[_Rows]) -> _Group:
+        """Short runs in one call."""
+        end = short[-1][1].end
         if len(short) == 1:
             ((rows, run),) = short
-            groups.append(_Group(rows, run.end, self._mask(run)))
-        elif short:
-            indices = torch.cat([torch.arange(rows.start, rows.stop) for rows, _ in short])
-            rows_there = indices.to(self.kv.geometry.device)
-            groups.append(_Group(rows_there, short[-1][1].end, self._mask_of(rows_there, short[-1][1].end)))
-        return tuple(groups)
+            return _Group(rows, end, self._mask(run))
+        indices = torch.cat([torch.arange(rows.start, rows.stop) for rows, _ in short])
+        rows_there = indices.to(self.kv.geometry.device)
+        return _Group(rows_there, end, self._mask_of(rows_there, end))
 
     def _mask(self, run: Span) -> torch.Tensor | None:
         """Additive, (len(run), run.end); None where the kernel needs none."""
@@ -125,6 +129,20 @@ class PartialPass:
         behind = torch.arange(end, device=geometry.device) > self.positions[rows, None]
         mask = torch.zeros(len(rows), end, dtype=geometry.dtype, device=geometry.device)
         return mask.masked_fill_(behind, float("-inf"))
+
+
+_Rows = tuple[slice, Span]  # of a pass, and the run that they are
+
+
+def _alike(short: Sequence[_Rows]) -> Iterator[Sequence[_Rows]]:
+    """Runs whose ends are not too far apart: a call's mask reaches up to the last one's."""
+    first = 0
+    for index, (_, run) in enumerate(short):
+        if run.end > _WASTE * short[first][1].end:
+            yield short[first:index]
+            first = index
+    if short:
+        yield short[first:]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
