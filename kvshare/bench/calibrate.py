@@ -21,10 +21,9 @@ from kvshare.bench.fidelity.rows import Plan, Setting, read_plans
 from kvshare.errors import LogError
 from kvshare.served_model import find_model
 from kvshare.settings import load_settings
-from kvshare.sharing.prediction import Vector, features, fit
+from kvshare.sharing.prediction import FLOOR, Vector, features, fit
 
 _FOLDS = 5
-_FLOOR = 1e-6
 _FEWEST = 50  # plans
 
 
@@ -124,7 +123,7 @@ def _held_out(shapes: Shapes, groups: NDArray[np.int64], rule: str) -> NDArray[n
 
 def _explained(kl: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:
     """Share of the variance of log10 KL."""
-    target = np.log10(kl + _FLOOR)
+    target = np.log10(kl + FLOOR)
     return float(1 - ((target - np.log10(predicted)) ** 2).mean() / target.var())
 
 
@@ -133,6 +132,6 @@ def _means(
 ) -> dict[str, float]:
     """Geometric means of some plans."""
     mean: Callable[[NDArray[np.float64]], float] = lambda values: float(  # noqa: E731
-        10 ** np.log10(values + _FLOOR).mean()
+        10 ** np.log10(values + FLOOR).mean()
     )
     return {name: mean(values[inside]) for name, values in columns.items()}

@@ -103,7 +103,8 @@ class Plan:
         """Tokens computed only to choose repairs, or once more behind them."""
         if self.order is None:
             return 0
-        stale = sum(max(0, span.end - max(span.start, self.first_approximate)) for span in self.placeholders)
+        first = self.first_approximate
+        stale = sum(max(0, span.end - max(span.start, first)) for span in self.placeholders)
         num_listening = _total(self.listeners)
         num_renewed = min(MAX_RENEWED, max(0, stale - num_listening))
         return len(self.order.probes) + num_listening + num_renewed
@@ -159,6 +160,15 @@ class NoPlan:
     """
 
     reason: str
+
+
+def continues(before: Copy, copy: Copy) -> bool:
+    """Whether a copy is the next stretch of the same donor's text."""
+    return (
+        before.donor == copy.donor
+        and before.target_start + before.length == copy.target_start
+        and before.donor_start + before.length == copy.donor_start
+    )
 
 
 def last_tokens(spans: Sequence[Span], count: int) -> tuple[Span, ...]:

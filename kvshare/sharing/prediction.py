@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import Copy, NodeId, Span
-from kvshare.sharing.plan import clip
+from kvshare.sharing.plan import clip, continues
 
 FEATURES = ("lost", "new", "shift", "donors", "distance", "exact", "stale", "pieces")
 _REACH = 32.0  # tokens behind the start of a piece over which its KV becomes the donor's again
 _LEAST = 1e-4
+FLOOR = 1e-6  # nats: below it KL is rounding
 
 Vector = NDArray[np.float64]
 
@@ -136,7 +137,7 @@ def fit(values: Vector, kl: NDArray[np.float64], *, model: str, rule: str, ridge
     low, high = np.percentile(values, (2, 98), axis=0)
     inside = np.clip(values, low, high)
     mean, scale = inside.mean(axis=0), inside.std(axis=0) + 1e-9
-    design, target = (inside - mean) / scale, np.log10(kl + _FLOOR)
+    design, target = (inside - mean) / scale, np.log10(kl + FLOOR)
     centre = target.mean()
     solved = np.linalg.solve(
         design.T @ design + ridge * np.eye(design.shape[1]), design.T @ (target - centre)
@@ -156,19 +157,11 @@ def fit(values: Vector, kl: NDArray[np.float64], *, model: str, rule: str, ridge
     )
 
 
-_FLOOR = 1e-6  # nats: below it KL is rounding
-
-
 def _pieces(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
     """First copy and length of each stretch from one place of one donor."""
     found = [(copies[0], copies[0].length)]
     for before, copy in pairwise(copies):
-        continues = (
-            copy.donor == before.donor
-            and before.target_start + before.length == copy.target_start
-            and before.donor_start + before.length == copy.donor_start
-        )
-        if continues:
+        if continues(before, copy):
             first, length = found.pop()
             found.append((first, length + copy.length))
         else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from delta_tree import Copy, Span, merge
 from kvshare.settings import RepairSettings
-from kvshare.sharing.plan import RepairOrder
+from kvshare.sharing.plan import RepairOrder, continues
 from kvshare.sharing.selection import probes
 
 # What is left of a copy after its repairs; below this a further run costs more than computing the tokens.
@@ -100,7 +100,7 @@ def _pieces(copies: Sequence[Copy], end: int) -> tuple[Span, ...]:
         if len(target) < _MIN_LEFTOVER:
             before = None
             continue
-        if before is not None and _continues(before, copy):
+        if before is not None and continues(before, copy):
             target = Span(pieces.pop().start, target.end)
         pieces.append(target)
         before = copy
@@ -109,18 +109,9 @@ def _pieces(copies: Sequence[Copy], end: int) -> tuple[Span, ...]:
 
 def _head_length(copy: Copy, before: Copy | None, *, max_small_shift: int, settings: RepairSettings) -> int:
     """Tokens to recompute at the start of a copy: none where the donor's own text simply goes on."""
-    if before is not None and _continues(before, copy):
+    if before is not None and continues(before, copy):
         return 0
     moved_far = abs(copy.target_start - copy.donor_start) > max_small_shift
     if moved_far or (before is not None and before.donor != copy.donor):
         return settings.relocated_head
     return settings.edit_window
-
-
-def _continues(before: Copy, copy: Copy) -> bool:
-    """Whether a copy is the next stretch of the same donor's text."""
-    return (
-        before.donor == copy.donor
-        and before.target_start + before.length == copy.target_start
-        and before.donor_start + before.length == copy.donor_start
-    )

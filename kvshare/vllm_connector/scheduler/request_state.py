@@ -185,12 +185,9 @@ class TicketedRequest:
             num_local=num_local,
             output_ids=self.output_ids if is_retained else (),
             stored=self.stored if is_retained else (),
-            repaired=tuple(WireSpan(*span) for span in self._repaired_bounds()) if is_retained else (),
+            repaired=tuple(WireSpan(span.start, span.end) for span in self.repaired) if is_retained else (),
             stage_seconds=dict(self.stage_seconds),
         )
-
-    def _repaired_bounds(self) -> list[tuple[int, int]]:
-        return [(span.start, span.end) for span in self.repaired]
 
     def _advance(self, event: Event) -> None:
         following = TRANSITIONS.get((self.state, event))

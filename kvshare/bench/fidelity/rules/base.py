@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from delta_tree import Span
 from kvshare.bench.fidelity.layered import Mask
 from kvshare.bench.fidelity.trial import Selection, Trial
+from kvshare.sharing.plan import continues
 from kvshare.sharing.selection import stretches
 
 NO_COST: Callable[[Trial], float] = lambda trial: 0.0  # noqa: E731
@@ -84,12 +85,7 @@ def pieces(trial: Trial) -> list[Span]:
     """Stretches of copied positions from one place of one donor each."""
     starts = []
     for before, copy in pairwise(trial.foreign):
-        continues = (
-            before.donor == copy.donor
-            and before.target_start + before.length == copy.target_start
-            and before.donor_start + before.length == copy.donor_start
-        )
-        if not continues:
+        if not continues(before, copy):
             starts.append(copy.target_start)
     return cut(trial.copied, starts)
 
