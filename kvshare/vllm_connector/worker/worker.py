@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from vllm.config import VllmConfig
@@ -135,7 +137,7 @@ class ConnectorWorker:
         unreadable = _segment_ids(loads).difference(found or ())
         try:
             if found is not None:
-                self._place_on_all_ranks(loads, found)
+                _on_all_ranks(partial(self._place, loads, found), "another rank could not write its segments")
             placed = time.perf_counter()
             passed = self._compute(loads, unreadable, choose=found is not None)
         except Exception as exc:  # noqa: BLE001  logged, without its message
@@ -194,18 +196,6 @@ class ConnectorWorker:
         readable = _agreed([segment_id in found for segment_id in ids])
         return {segment_id: found[segment_id] for segment_id, ok in zip(ids, readable, strict=True) if ok}
 
-    def _place_on_all_ranks(self, loads: Sequence[LoadRequest], found: _Found) -> None:
-        """Raises on every rank if it fails on one: the pass that follows needs them all."""
-        is_placed = False
-        try:
-            with torch.inference_mode():
-                self._place(loads, found)
-            is_placed = True
-        finally:
-            is_placed_everywhere = all(_agreed([is_placed]))
-        if not is_placed_everywhere:
-            raise RuntimeError("another rank could not write its segments")
-
     def _place(self, loads: Sequence[LoadRequest], found: _Found) -> None:
         """Write all copies of all loads, with keys moved to where they are going."""
         ks, vs, slots = [], [], []
@@ -226,7 +216,12 @@ class ConnectorWorker:
         self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId], *, choose: bool
     ) -> dict[str, _Passed]:
         """Everything that is not laid, and repairs, where a load has them chosen. By request."""
-        choosing = self._choosing_on_all_ranks(loads, unreadable) if choose else {}
+        choosing: dict[str, Choosing] = {}
+        if choose and any(load.order is not None for load in loads):
+            choosing = _on_all_ranks(
+                partial(self._choosing, loads, unreadable),
+                "another rank could not prepare a choice of repairs",
+            )
         runs = {
             load.request_id: choosing[load.request_id].first_pass
             if load.request_id in choosing
@@ -245,25 +240,14 @@ class ConnectorWorker:
             for name in runs
         }
 
-    def _choosing_on_all_ranks(
+    def _choosing(
         self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId]
     ) -> dict[str, Choosing]:
-        """Raises on every rank if it fails on one: choosing takes all of them."""
-        choosing, is_ready = {}, False
-        try:
-            choosing = {
-                load.request_id: Choosing(
-                    load, load.order, unreadable, self._cache, can_listen=self._can_listen
-                )
-                for load in loads
-                if load.order is not None
-            }
-            is_ready = True
-        finally:
-            is_ready_everywhere = not any(load.order for load in loads) or all(_agreed([is_ready]))
-        if not is_ready_everywhere:
-            raise RuntimeError("another rank could not prepare a choice of repairs")
-        return choosing
+        return {
+            load.request_id: Choosing(load, load.order, unreadable, self._cache, can_listen=self._can_listen)
+            for load in loads
+            if load.order is not None
+        }
 
     def _run(self, runs: Iterable[Sequence[Run]], *, listens: bool = False) -> None:
         together = [run for each in runs for run in each]
@@ -313,6 +297,23 @@ def _summed(values: torch.Tensor) -> torch.Tensor:
     total = values.cpu()
     torch.distributed.all_reduce(total, group=group.cpu_group)
     return total
+
+
+_T = TypeVar("_T")
+
+
+def _on_all_ranks(act: Callable[[], _T], problem: str) -> _T:
+    """Raises on every rank if `act` fails on one: what follows needs them all."""
+    is_done = False
+    try:
+        with torch.inference_mode():
+            result = act()
+        is_done = True
+    finally:
+        is_done_everywhere = all(_agreed([is_done]))
+    if not is_done_everywhere:
+        raise RuntimeError(problem)
+    return result
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
