@@ -31,6 +31,7 @@ from delta_tree.errors import (
 )
 from delta_tree.node import (
     SEGMENT_TOKENS,
+    UNKNOWN_DEVIATION,
     Node,
     NodeDraft,
     NodeId,
@@ -48,6 +49,7 @@ from delta_tree.tree import DeltaTree
 
 __all__ = [
     "SEGMENT_TOKENS",
+    "UNKNOWN_DEVIATION",
     "Composition",
     "Copy",
     "DeltaTree",

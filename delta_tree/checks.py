@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from delta_tree.errors import InvalidNodeError
 from delta_tree.forest import Forest
-from delta_tree.node import Node, NodeDraft, Segment, SegmentId
+from delta_tree.node import UNKNOWN_DEVIATION, Node, NodeDraft, Segment, SegmentId
 from delta_tree.pieces import MAX_INT64
 
 SegmentLookup = Callable[[SegmentId], Segment | None]
@@ -50,6 +50,11 @@ def check_node(node: Node, segment_of: SegmentLookup) -> None:
         )
     if not 0 <= node.exact_length <= node.num_tokens:
         raise InvalidNodeError(f"exact_length {node.exact_length} does not fit {node.num_tokens} tokens")
+    is_exact = node.exact_length == node.num_tokens
+    if not 0 <= node.deviation <= (0 if is_exact else UNKNOWN_DEVIATION):
+        raise InvalidNodeError(
+            f"deviation {node.deviation}: expected 0 to {UNKNOWN_DEVIATION}, and 0 where all KV is exact"
+        )
     for start, segment_id, offset, length in node.pieces.rows():
         segment, end = segment_of(segment_id), offset + length
         if segment is None:
@@ -103,11 +108,11 @@ def check_forest(forest: Forest) -> None:
         raise InvalidNodeError("a segment belongs to no node")
 
 
-def quality(node: Node, segment_of: SegmentLookup) -> tuple[int, int]:
+def quality(node: Node, segment_of: SegmentLookup) -> tuple[int, float, int]:
     """What makes one way to hold a prompt's KV better than another; larger is better."""
     staleness = 0
     for piece in node.pieces:
         segment = segment_of(piece.segment_id)
         assert segment is not None  # the node has been checked
         staleness += segment.generation * piece.length
-    return node.exact_length, -staleness
+    return node.exact_length, -node.deviation, -staleness

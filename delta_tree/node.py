@@ -15,6 +15,7 @@ from delta_tree.spans import TokenIds
 
 __all__ = [
     "SEGMENT_TOKENS",
+    "UNKNOWN_DEVIATION",
     "Node",
     "NodeDraft",
     "NodeId",
@@ -29,6 +30,9 @@ NodeId = NewType("NodeId", int)
 
 SEGMENT_TOKENS: Final = 256
 """KV is cut into segments of so many tokens (see `split`), so that a prompt can be evicted from its end."""
+
+UNKNOWN_DEVIATION: Final = 1e6
+"""Of a prompt of which nobody knows how far its answer may be off: nothing approximate is copied from it."""
 
 
 _YEAR_2026 = 1_767_225_600.0  # Unix time
@@ -62,6 +66,7 @@ class Node:
     token_ids: TokenIds  # (T,) int32
     pieces: PieceTable
     exact_length: int  # leading tokens whose KV is exact
+    deviation: float  # of an answer behind the rest, as its maker expects it; 0 where all is exact
     created_at: float  # Unix time, seconds
     last_used_at: float
     num_hits: int
@@ -83,6 +88,7 @@ class NodeDraft:
     pieces: PieceTable
     new_segments: tuple[Segment, ...]
     exact_length: int
+    deviation: float = 0.0
 
 
 def new_segment_id() -> SegmentId:

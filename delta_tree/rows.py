@@ -26,7 +26,7 @@ SCHEMA = (
     """CREATE TABLE nodes (
         node_id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, prompt_key BLOB NOT NULL UNIQUE,
         token_ids BLOB NOT NULL, pieces BLOB NOT NULL, exact_length INTEGER NOT NULL,
-        created_at REAL NOT NULL, pinned INTEGER NOT NULL, row_crc INTEGER NOT NULL,
+        deviation REAL NOT NULL, created_at REAL NOT NULL, pinned INTEGER NOT NULL, row_crc INTEGER NOT NULL,
         last_used_at REAL NOT NULL, num_hits INTEGER NOT NULL) STRICT""",
     """CREATE TABLE parents (
         node_id INTEGER PRIMARY KEY REFERENCES nodes ON DELETE CASCADE,
@@ -40,10 +40,11 @@ SELECT_NODES = "SELECT * FROM nodes ORDER BY created_at, node_id"
 SELECT_PARENTS = "SELECT node_id, parent, row_sum = node_id + parent FROM parents"
 PUT_SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 # An upsert, not REPLACE: replacing a row deletes it first, and its children would become roots.
-PUT_NODE = """INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+PUT_NODE = """INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (node_id) DO UPDATE SET prompt_key = excluded.prompt_key,
     token_ids = excluded.token_ids, pieces = excluded.pieces,
-    exact_length = excluded.exact_length, pinned = excluded.pinned, row_crc = excluded.row_crc,
+    exact_length = excluded.exact_length, deviation = excluded.deviation,
+    pinned = excluded.pinned, row_crc = excluded.row_crc,
     last_used_at = excluded.last_used_at, num_hits = excluded.num_hits"""
 PUT_PARENT = "INSERT INTO parents VALUES (:node_id, :parent, :node_id + :parent)"
 MOVE_CHILDREN = "UPDATE parents SET parent = :heir, row_sum = node_id + :heir WHERE parent = :gone"
@@ -90,6 +91,7 @@ def node_row(node: Node) -> Row:
         node.token_ids.astype("<i4", copy=False).tobytes(),
         node.pieces.to_bytes(),
         node.exact_length,
+        float(node.deviation),
         node.created_at,
         int(node.pinned),
     )
@@ -105,13 +107,14 @@ def node_of(row: Row) -> Node:
     *values, crc, last_used_at, num_hits = row
     if crc_of(tuple(values)) != crc:
         raise RowError("a node's row does not match its checksum")
-    node_id, namespace, _, tokens, pieces, exact_length, created_at, pinned = values
+    node_id, namespace, _, tokens, pieces, exact_length, deviation, created_at, pinned = values
     return Node(
         node_id=NodeId(node_id),
         namespace=sys.intern(namespace),
         token_ids=tokens_from_bytes(tokens),
         pieces=PieceTable.from_bytes(pieces),
         exact_length=exact_length,
+        deviation=deviation,
         created_at=created_at,
         last_used_at=last_used_at,
         num_hits=num_hits,

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from delta_tree import rows, version_1
+from delta_tree import rows, version_1, version_2
 from delta_tree.change import Change
 from delta_tree.errors import (
     EditRangeError,
@@ -30,7 +30,8 @@ from delta_tree.node import Node, NodeId
 from delta_tree.rows import RowError
 
 APPLICATION_ID = 0x4B565354  # "KVST"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+_EARLIER = {earlier.SCHEMA_VERSION: earlier for earlier in (version_1, version_2)}
 LOCK_WAIT_S = 1.0  # a server that is just stopping may still hold the file
 
 
@@ -50,7 +51,7 @@ class Storage:
         self.identity = identity
         self._connection: sqlite3.Connection | None = connection
         self.read_only = read_only
-        self._is_old = False
+        self._version: object = SCHEMA_VERSION
 
     @classmethod
     def open(cls, path: Path, *, identity: str | None, read_only: bool) -> "Storage":
@@ -91,11 +92,12 @@ class Storage:
         """
         connection = self._open_connection()
         with translated(self._path), _transaction(connection, "DEFERRED"):
-            self._is_old = _pragma(connection, "user_version") == version_1.SCHEMA_VERSION
+            self._version = _pragma(connection, "user_version")
+            earlier = _EARLIER.get(self._version)
             try:
                 segments = [rows.segment_of(row) for row in connection.execute(rows.SELECT_SEGMENTS)]
                 nodes, parents = (
-                    version_1.load_nodes(connection.execute) if self._is_old else _load_nodes(connection)
+                    _load_nodes(connection) if earlier is None else earlier.load_nodes(connection.execute)
                 )
             except (EditRangeError, InvalidTokensError, RowError) as exc:
                 raise StoreCorruptError(self._path, str(exc)) from exc
@@ -103,15 +105,16 @@ class Storage:
 
     def upgrade(self, stored: Change) -> None:
         """Write what was loaded in the way of this version, unless it is so already or may not be written."""
-        if not self._is_old or self.read_only:
+        earlier = _EARLIER.get(self._version)
+        if earlier is None or self.read_only:
             return
         connection = self._open_connection()
         with translated(self._path), _transaction(connection):
-            for table in ("pieces", "nodes", "segments"):
+            for table in earlier.TABLES:
                 connection.execute(f"DROP TABLE {table}")
             _create_tables(connection)
             self._put(connection, stored)
-        self._is_old = False
+        self._version = SCHEMA_VERSION
 
     def write(self, changes: Iterable[Change], used: Iterable[Node]) -> None:
         """
@@ -202,10 +205,7 @@ def _configure(connection: sqlite3.Connection, path: Path, identity: str | None,
 
 def _load_nodes(connection: sqlite3.Connection) -> tuple[list[Node], dict[NodeId, NodeId]]:
     nodes = [rows.node_of(row) for row in connection.execute(rows.SELECT_NODES)]
-    found = connection.execute(rows.SELECT_PARENTS).fetchall()
-    if not all(is_whole for _, _, is_whole in found):
-        raise RowError("a parent's row does not match its sum")
-    return nodes, {node_id: parent for node_id, parent, _ in found}
+    return nodes, version_2.load_parents(connection.execute)
 
 
 def _create(connection: sqlite3.Connection, identity: str) -> None:
@@ -229,7 +229,7 @@ def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
             path, f"another program (application id {application_id:#x})", "a KVShare store"
         )
     version = _pragma(connection, "user_version")
-    if version not in (SCHEMA_VERSION, version_1.SCHEMA_VERSION):
+    if version != SCHEMA_VERSION and version not in _EARLIER:
         raise StoreMismatchError(path, f"schema version {version}", f"schema version {SCHEMA_VERSION}")
 
 

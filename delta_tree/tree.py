@@ -104,7 +104,7 @@ class DeltaTree(TreeReader):
     def insert(self, draft: NodeDraft) -> Insertion:
         """
         Make a prompt a node. A prompt the namespace has already is touched, and takes the draft's
-        pieces if they are better: a longer exact prefix, or else lower generations.
+        pieces if they are better: a longer exact prefix, or else less deviation, or lower generations.
 
         Raises:  InvalidNodeError if the draft is not a whole prompt over known segments of its
                  own namespace; StoreError if it cannot be stored. Nothing is changed then
@@ -178,6 +178,7 @@ class DeltaTree(TreeReader):
                 token_ids=kept,
                 pieces=node.pieces.first(num_tokens),
                 exact_length=min(node.exact_length, num_tokens),
+                deviation=node.deviation if node.exact_length < num_tokens else 0.0,
             )
             freed, num_bytes = self._forest.freed_by([shorter], ())
             self._make(Change(put_nodes=(shorter,), dropped_segments=freed), lazily=lazily)
@@ -252,6 +253,7 @@ class DeltaTree(TreeReader):
             token_ids=tokens,
             pieces=draft.pieces,
             exact_length=draft.exact_length,
+            deviation=draft.deviation,
             created_at=now,
             last_used_at=now,
             num_hits=0,
@@ -261,7 +263,9 @@ class DeltaTree(TreeReader):
         return self._insert_as(node, draft, created=True)
 
     def _insert_again(self, known: Node, draft: NodeDraft) -> Insertion:
-        offered = replace(known, pieces=draft.pieces, exact_length=draft.exact_length)
+        offered = replace(
+            known, pieces=draft.pieces, exact_length=draft.exact_length, deviation=draft.deviation
+        )
         segment_of = self._segment_lookup(draft)
         check_node(offered, segment_of)
         if quality(offered, segment_of) > quality(known, segment_of):

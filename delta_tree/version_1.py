@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable
 from delta_tree.node import Node, NodeId, SegmentId
 from delta_tree.pieces import Piece, PieceTable
 from delta_tree.rows import SELECT_NODES, Row, RowError, crc_of, node_of
+from delta_tree.version_2 import with_deviation
 
 SCHEMA_VERSION = 1
+TABLES = ("pieces", "nodes", "segments")
 _SELECT_PIECES = "SELECT node_id, segment_id, start, length FROM pieces ORDER BY node_id, place"
 
 
@@ -33,8 +35,8 @@ def load_nodes(execute: Callable[[str], Iterable[Row]]) -> tuple[list[Node], dic
         if crc_of((*values, pieces)) != crc:
             raise RowError("a node's row does not match its checksum")
         *head, parent, _, exact_length, created_at, pinned = values
-        now = (*head, pieces, exact_length, created_at, pinned)
-        nodes.append(node_of((*now, crc_of(now), last_used_at, num_hits)))
+        now = [*head, pieces, exact_length, created_at, pinned]
+        nodes.append(node_of(with_deviation(now, last_used_at, num_hits)))
         if parent is not None:
             parents[nodes[-1].node_id] = parent
     return nodes, parents

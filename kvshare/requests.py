@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from delta_tree import TokenIds
-from vector_index import PromptText
+
+if TYPE_CHECKING:
+    from vector_index import PromptText  # plans are made with this file inside vLLM, too, which has no index
 
 
 class SharingMode(StrEnum):
@@ -30,6 +33,17 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Prediction:
+    """How far an answer is expected to be from the full prefill's, before anything is computed. KL, nats."""
+
+    expected: float  # of the plan, with what its donors' KV is off already
+    inherited: float  # of it, the donors'
+    limit: float  # beyond it nothing but equal prefixes is shared
+    rule: str  # of repair: windows, attention; none where nothing is new in front of any copy
+    repaired: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
 class SharingReport:
     """Where the prompt's KV came from. exact + copied + recomputed + repaired == prompt tokens."""
 
@@ -40,6 +54,7 @@ class SharingReport:
     decision: str  # "exact" | "approx" | "full"
     reason: str | None = None  # why not more was shared; a fixed word, see `NoPlan`
     donors: tuple[int, ...] = ()  # node ids: for admins only
+    prediction: Prediction | None = None  # of what is approximate, used or refused
 
     @property
     def num_cached(self) -> int:

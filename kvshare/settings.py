@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from kvshare.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 class _Section(BaseModel):
@@ -121,14 +124,12 @@ class SharingSettings(_Section):
     min_prompt_tokens: int = Field(ge=1)
     min_run: int = Field(ge=1)
     max_donors: int = Field(ge=1)
-    max_generation: int = Field(ge=0)
-    min_saved_fraction: float = Field(ge=0, le=1)
-    max_relocated_fraction: float = Field(ge=0, le=1)
-    max_small_shift: int = Field(ge=0)
+    max_deviation: float = Field(ge=0)
+    calibration: str | None
 
 
 class RepairSettings(_Section):
-    rule: Literal["windows", "attention"]
+    rule: Literal["auto", "windows", "attention"]
     edit_window: int = Field(ge=0)
     relocated_head: int = Field(ge=0)
     tail: int = Field(ge=1)
@@ -181,6 +182,12 @@ class Settings(_Section):
     logging: LoggingSettings
 
 
+# Accepted for one release, and without effect: one prediction decides instead of them.
+_REPLACED = {
+    "sharing": ("max_generation", "min_saved_fraction", "max_relocated_fraction", "max_small_shift"),
+}
+
+
 def default_config_path() -> Path:
     """config.yaml inside the installed package, or at the root of a checkout."""
     packaged = Path(__file__).with_name("config.yaml")
@@ -194,13 +201,15 @@ def load_settings(path: Path | None = None, overrides: Mapping[str, object] | No
     Raises:  ConfigError naming the key path, for unknown keys, wrong types and unreadable files
     """
     tree = _read(default_config_path())
-    if path is not None:
-        _overlay(tree, _read(path), at="")
+    changes = [] if path is None else [_read(path)]
     for key_path, value in (overrides or {}).items():
         branch: Any = value
         for key in reversed(key_path.split(".")):
             branch = {key: branch}
-        _overlay(tree, branch, at="")
+        changes.append(branch)
+    _drop_replaced(changes)
+    for change in changes:
+        _overlay(tree, change, at="")
     if url := os.environ.get("KVSHARE_QDRANT_URL"):
         tree["index"]["url"] = url
     try:
@@ -221,6 +230,23 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(str(path), f"expected a mapping of sections, got {type(tree).__name__}")
     return tree
+
+
+def _drop_replaced(changes: list[dict[str, Any]]) -> None:
+    """Take out what an earlier version had, with one warning for all of it."""
+    found = [
+        f"{section}.{key}"
+        for change in changes
+        for section, keys in _REPLACED.items()
+        if isinstance(own := change.get(section), dict)
+        for key in keys
+        if own.pop(key, own) is not own
+    ]
+    if found:
+        log.warning(
+            "%s: not used any more, sharing.max_deviation decides. Remove it: the next release refuses it",
+            ", ".join(dict.fromkeys(found)),
+        )
 
 
 def _overlay(tree: dict[str, Any], changes: Mapping[str, Any], *, at: str) -> None:

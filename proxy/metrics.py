@@ -28,6 +28,7 @@ _REQUEST_S = _edges("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480"
 _FIRST_TOKEN_S = _edges("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40")
 _TOKEN_GAP_S = _edges("0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10")
 _STAGE_S = _edges("0.0001 0.0005 0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10")
+_DEVIATION = _edges("0.0001 0.0003 0.001 0.002 0.003 0.005 0.01 0.02 0.03 0.05 0.1 0.3 1")
 _FRACTION = _edges("0.05 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1")
 
 
@@ -61,6 +62,11 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
     "kvshare_inter_token_latency_seconds": ("Between tokens of one choice.", (), _TOKEN_GAP_S),
     "kvshare_stage_duration_seconds": ("Time per stage of a request.", ("stage",), _STAGE_S),
     "kvshare_recompute_fraction": ("Share of a prompt that was computed.", (), _FRACTION),
+    "kvshare_expected_deviation_nats": (
+        "Expected KL of an answer behind approximate KV, used or refused.",
+        ("result", "repair"),
+        _DEVIATION,
+    ),
 }
 
 
@@ -124,6 +130,10 @@ class Metrics:
             return
         result = report.decision if report.decision in ("exact", "approx") else "miss"
         lookups.labels(result, report.reason or "").inc()
+        if (prediction := report.prediction) is not None:
+            taken = "used" if report.decision == "approx" else "refused"
+            deviations = self._histograms["kvshare_expected_deviation_nats"]
+            deviations.labels(taken, prediction.rule).observe(prediction.expected)
         self._counters["kvshare_lookup_tokens_requested"].inc(report.num_prompt_tokens)
         self._counters["kvshare_lookup_tokens_hit"].inc(report.num_cached)
 

@@ -14,7 +14,7 @@ from time import perf_counter
 from aiohttp import web
 
 from kvshare.engines.base import Delta, Finished
-from kvshare.requests import SharingMode, SharingReport
+from kvshare.requests import Prediction, SharingMode, SharingReport
 from kvshare.safe_logging import classes_and_places
 from proxy.auth import ANONYMOUS, Caller
 
@@ -71,7 +71,7 @@ RECORD: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
 
 
 def combine(reports: Collection[SharingReport]) -> SharingReport:
-    """One report of several prompts: counts added, the boldest decision, the first reason. No donors."""
+    """One report of several prompts: counts added, the boldest of all else, the first reason. No donors."""
     decisions = {report.decision for report in reports}
     return SharingReport(
         num_exact=sum(report.num_exact for report in reports),
@@ -80,6 +80,11 @@ def combine(reports: Collection[SharingReport]) -> SharingReport:
         num_repaired=sum(report.num_repaired for report in reports),
         decision=next((decision for decision in _BY_BOLDNESS if decision in decisions), "full"),
         reason=next((report.reason for report in reports if report.reason is not None), None),
+        prediction=max(
+            (report.prediction for report in reports if report.prediction is not None),
+            key=lambda prediction: prediction.expected,
+            default=None,
+        ),
     )
 
 
@@ -106,7 +111,13 @@ def _generated(record: RequestRecord) -> str:
         f" {record.finish_reason or '-'} decision={total.decision if record.reports else '-'}"
         f" reused={total.num_cached} recomputed={total.num_recomputed + total.num_repaired}"
         f" completion={'-' if num_completion_tokens is None else num_completion_tokens}"
+        f"{'' if total.prediction is None else _predicted(total.prediction)}"
     )
+
+
+def _predicted(prediction: Prediction) -> str:
+    """How far the answer is expected to be off, of how much it may be, and by which repair."""
+    return f" deviation={prediction.expected:.2g}/{prediction.limit:g} repair={prediction.rule}"
 
 
 def log_failure(request_id: str, exc: Exception) -> None:

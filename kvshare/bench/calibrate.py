@@ -1,13 +1,15 @@
 """
-`kvshare bench calibrate`: how well a plan's shape tells what its answer will cost, and the weights for it.
+`kvshare calibrate`: what a plan's shape tells of its answer with one model, in a file that servers read.
 
-Takes what the lab has measured, makes the same plans again (no KV is computed), and fits. How well that works
-is told on plans that the fit has not seen: other source documents, and whole suites that were left out.
+Measures plans with both ways of repairing (or takes what the lab has measured), makes the same plans again,
+without KV, and fits. How well that works is told on plans that the fit has not seen: other source documents,
+and whole suites that were left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,108 +18,171 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvshare.bench.fidelity.laboratory import Laboratory
-from kvshare.bench.fidelity.rows import Plan, Setting, read_plans
-from kvshare.errors import LogError
+from delta_tree import Span
+from kvshare.bench.fidelity.laboratory import Laboratory, work
+from kvshare.bench.fidelity.rows import Plan, read_plans
+from kvshare.bench.fidelity.shards import Shards, Stage
+from kvshare.bench.fidelity.suites import SUITES
+from kvshare.errors import ConfigError, LogError
 from kvshare.served_model import find_model
 from kvshare.settings import load_settings
-from kvshare.sharing.prediction import FLOOR, Vector, features, fit
+from kvshare.sharing.calibration import ModelCalibration
+from kvshare.sharing.plan import within
+from kvshare.sharing.prediction import FLOOR, Shape, Vector, fit, shape_of
+from kvshare.sharing.repair import RepairRule
 
+# What the lab calls each way of repairing, at whatever budgets it was measured.
+_RULES: dict[RepairRule, tuple[str, ...]] = {
+    "windows": ("placeholders", "default", "edit-windows"),
+    "attention": ("placeholders", "kvshare"),
+}
+_BUDGETS = (0.05, 0.1, 0.2, 0.5)
+_CHAINED, _LOG = "chain", "log"  # no single plans; the user's own
 _FOLDS = 5
-_FEWEST = 50  # plans
+_FEWEST = 100  # measured arms of a rule
 
 
 def run(
     *,
     model: str = "default",
-    rows: Path = Path("fidelity"),
+    rows: Path = Path("calibration"),
     data: Path | None = None,
-    rule: str = "kvshare",
-    budget: float = 0.1,
+    log: Path | None = None,
+    plans: int = 12,
+    minutes: float = 24 * 60.0,
+    out: Path | None = None,
 ) -> dict[str, Any]:
     """
-    Fit on the first half of what `rows` holds.
+    Measure what is left of `plans` plans a suite, unless `rows` has others; fit on half 0; write `out`.
 
-    Raises:  LogError where too few plans have the rule at this budget
+    With a `log`, its requests count for as many plans as all suites together.
+
+    Raises:  ConfigError, ModelError; LogError where too few plans are measured
     """
-    setting = Setting(rule, "b", budget)
-    measured = [plan for plan in read_plans(rows, half=0) if setting in plan.arms and plan.suite != "chain"]
-    if len(measured) < _FEWEST:
-        raise LogError(f"{rows}: {len(measured)} plans with {rule} at {budget}, expected {_FEWEST} or more")
+    if out is not None and not out.absolute().parent.is_dir():  # better now than when all is measured
+        raise ConfigError("--out", f"there is no folder {out.absolute().parent}")
     laboratory = Laboratory.open(find_model(model, download=True), load_settings(), data=data, noise=False)
-    shapes = _shapes(laboratory, measured, setting)
-    where = {"rows": str(rows), "data": None if data is None else str(data)}
-    return {"model": laboratory.name, **where, "rule": rule, "budget": budget, **evaluated(shapes, rule=rule)}
+    laboratory.log = log
+    shards, stage = Shards(rows), _stage(plans, with_log=log is not None)
+    if not shards.models or (rows / stage.name).exists():
+        counts = work(laboratory, shards, [stage], minutes=minutes)
+        if counts["left"]:
+            raise LogError(f"{rows}: {counts['left']} plans are left to measure; run the same command again")
+    measured = [plan for plan in read_plans(rows, half=0, model=laboratory.name) if plan.suite != _CHAINED]
+    made = [(plan, shape) for plan in measured if (shape := _shape(laboratory, plan)) is not None]
+    found = {rule: _arms(made, names) for rule, names in _RULES.items()}
+    for rule, arms in found.items():
+        if len(arms.kl) < _FEWEST:
+            raise LogError(f"{rows}: {len(arms.kl)} measured arms for {rule}, expected {_FEWEST} or more")
+    calibration = ModelCalibration(
+        model=laboratory.name,
+        fingerprint=laboratory.model.model.fingerprint,
+        rules={rule: fit(arms.values, arms.kl) for rule, arms in found.items()},
+        measured={"plans": len(made), "suites": sorted({plan.suite for plan, _ in made})},
+    )
+    if out is not None:
+        out.write_text(json.dumps(calibration.as_document(), indent=1) + "\n", encoding="utf-8")
+    return {
+        "rows": str(rows),
+        "data": _named(data),
+        "log": _named(log),
+        "out": _named(out),
+        "rules": {rule: evaluated(arms) for rule, arms in found.items()},
+        "calibration": calibration.as_document(),
+    }
+
+
+def _stage(plans: int, *, with_log: bool) -> Stage:
+    suites = [suite for suite in SUITES if suite not in (_CHAINED, _LOG)]
+    own = {_LOG: plans * len(suites)} if with_log else {}
+    return Stage(
+        name="calibration",
+        half=0,
+        plans={**dict.fromkeys(suites, plans), **own},
+        rules=tuple(dict.fromkeys(name for names in _RULES.values() for name in names)),
+        budgets=_BUDGETS,
+    )
+
+
+def _named(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 @dataclass(frozen=True, slots=True)
-class Shapes:
-    """Measured plans: features (N, F) and mean KL (N,), by suite and source document."""
+class Measured:
+    """Measured arms: features (N, F) and mean KL (N,), by suite and source document."""
 
     values: Vector
     kl: NDArray[np.float64]
     suites: NDArray[np.str_]
     sources: NDArray[np.str_]
-    model: str
 
 
-def _shapes(laboratory: Laboratory, measured: Sequence[Plan], setting: Setting) -> Shapes:
-    made = [(plan, _features(laboratory, plan)) for plan in measured]
-    found = [(plan, values) for plan, values in made if values is not None]
-    return Shapes(
-        values=np.array([values for _, values in found]),
-        kl=np.array([plan.arms[setting]["kl"] for plan, _ in found]),
-        suites=np.array([plan.suite for plan, _ in found]),
-        sources=np.array([plan.source for plan, _ in found]),
-        model=laboratory.name,
+def _arms(made: Sequence[tuple[Plan, Shape]], rules: Sequence[str]) -> Measured:
+    found = list(_arms_of(made, rules))
+    return Measured(
+        values=np.array([values for _, values, _ in found]),
+        kl=np.array([kl for _, _, kl in found]),
+        suites=np.array([plan.suite for plan, _, _ in found]),
+        sources=np.array([plan.source for plan, _, _ in found]),
     )
 
 
-def _features(laboratory: Laboratory, plan: Plan) -> Vector | None:
+def _arms_of(
+    made: Sequence[tuple[Plan, Shape]], rules: Sequence[str]
+) -> Iterator[tuple[Plan, Vector, float]]:
+    """Arms whose budget is by what they repair: what they are charged says how they choose, not how well."""
+    for plan, shape in made:
+        for setting, arm in plan.arms.items():
+            if setting.rule in rules and setting.by == "b" and arm.get("kl") is not None:
+                yield plan, shape.repaired(arm["b"] * plan.row["tokens"]), arm["kl"]
+
+
+def _shape(laboratory: Laboratory, plan: Plan) -> Shape | None:
     """None where the lab makes another plan of this number now."""
     scenario = laboratory.scenario(plan.suite, plan.row["half"], plan.row["number"])
     if scenario is None or len(scenario.prompt) != plan.row["tokens"]:
         return None
     shelf, tokens = laboratory.shelf(scenario), scenario.prompt.token_ids
     composition = shelf.compose(tokens)
-    return features(
-        composition.copies,
+    exact_length = min(composition.exact_length, len(tokens) - 1)
+    tail = max(exact_length, len(tokens) - laboratory.settings.repair.tail)
+    return shape_of(
+        within(composition.copies, Span(exact_length, tail)),
         num_tokens=len(tokens),
-        exact_length=min(composition.exact_length, len(tokens) - 1),
-        tail=laboratory.settings.repair.tail,
+        exact_length=exact_length,
         common=shelf.common_prefixes(tokens),
     )
 
 
-def evaluated(shapes: Shapes, *, rule: str) -> dict[str, Any]:
-    """The calibration, how much of the variance it explains, and each suite as predicted by the others."""
-    fold = np.array([xxhash.xxh3_64_intdigest(source.encode()) % _FOLDS for source in shapes.sources])
-    by_source = _held_out(shapes, fold, rule)
-    by_suite = _held_out(shapes, np.unique(shapes.suites, return_inverse=True)[1], rule)
+def evaluated(arms: Measured) -> dict[str, Any]:
+    """How much of the variance is explained, and each suite as predicted by the others."""
+    fold = np.array([xxhash.xxh3_64_intdigest(source.encode()) % _FOLDS for source in arms.sources])
+    by_source = _held_out(arms, fold)
+    by_suite = _held_out(arms, np.unique(arms.suites, return_inverse=True)[1])
     return {
-        "plans": len(shapes.kl),
+        "arms": len(arms.kl),
         "explained": {
-            "other_sources": _explained(shapes.kl, by_source),
-            "other_suites": _explained(shapes.kl, by_suite),
+            "other_sources": _explained(arms.kl, by_source),
+            "other_suites": _explained(arms.kl, by_suite),
         },
         "suites": {
             str(suite): {
-                "plans": int((shapes.suites == suite).sum()),
-                **_means(shapes, shapes.suites == suite, {"measured": shapes.kl, "predicted": by_suite}),
+                "arms": int((arms.suites == suite).sum()),
+                **_means(arms.suites == suite, {"measured": arms.kl, "predicted": by_suite}),
             }
-            for suite in np.unique(shapes.suites)
+            for suite in np.unique(arms.suites)
         },
-        "calibration": fit(shapes.values, shapes.kl, model=shapes.model, rule=rule).as_document(),
     }
 
 
-def _held_out(shapes: Shapes, groups: NDArray[np.int64], rule: str) -> NDArray[np.float64]:
-    """(N,) typical KL of each plan, from a fit without its group."""
+def _held_out(arms: Measured, groups: NDArray[np.int64]) -> NDArray[np.float64]:
+    """(N,) typical KL of each arm, from a fit without its group."""
     predicted = np.zeros(len(groups))
     for group in np.unique(groups):
         inside = groups == group
-        fitted = fit(shapes.values[~inside], shapes.kl[~inside], model=shapes.model, rule=rule)
-        predicted[inside] = fitted.typical(shapes.values[inside])
+        fitted = fit(arms.values[~inside], arms.kl[~inside])
+        predicted[inside] = fitted.typical(arms.values[inside])
     return predicted
 
 
@@ -127,10 +192,8 @@ def _explained(kl: NDArray[np.float64], predicted: NDArray[np.float64]) -> float
     return float(1 - ((target - np.log10(predicted)) ** 2).mean() / target.var())
 
 
-def _means(
-    shapes: Shapes, inside: NDArray[np.bool_], columns: dict[str, NDArray[np.float64]]
-) -> dict[str, float]:
-    """Geometric means of some plans."""
+def _means(inside: NDArray[np.bool_], columns: dict[str, NDArray[np.float64]]) -> dict[str, float]:
+    """Geometric means of some arms."""
     mean: Callable[[NDArray[np.float64]], float] = lambda values: float(  # noqa: E731
         10 ** np.log10(values + FLOOR).mean()
     )

@@ -10,6 +10,7 @@ places (`edited`), or have its passages in another order (`reordered`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +45,7 @@ def run(
     Raises:  ConfigError for prompts of which nothing is shared
     """
     rng = np.random.default_rng(seed)
-    open_gates = {"repair.rule": "attention", "sharing.max_relocated_fraction": 1.0}
+    open_gates = {"repair.rule": "attention", "sharing.max_deviation": math.inf}
     settings = load_settings(overrides=open_gates)
     length = prompt_tokens + 64
     network = llama("timing", max_position_embeddings=length, vocab_size=16384, seed=seed)

@@ -9,6 +9,7 @@ import typer
 
 from kvshare.cli import (
     bench,
+    calibrate,
     doctor,
     keys,
     output,
@@ -50,6 +51,7 @@ app.command("node")(store.node)
 app.command("diff")(store.diff)
 app.command("evict")(store.evict)
 app.command("hash-key")(keys.hash_key)
+app.command("calibrate")(calibrate.calibrate)
 app.command("workload")(workload.workload)
 app.add_typer(bench.app, name="bench")
 app.add_typer(replay.app, name="replay")

@@ -44,11 +44,17 @@ def explain_offline(
              folder; ModelError, RequestError if the prompt cannot be encoded
     """
     from kvshare.engines.embedded.rotary import can_move_keys  # imports torch
+    from kvshare.engines.embedded.stored_model import stored_fingerprint
     from kvshare.engines.embedded.tokenizer import PromptEncoder  # imports transformers
 
     model_path = find_model(settings.model.path).path
     prompt = PromptEncoder.load(model_path).encode_chat(messages)
-    limits = PlannerLimits.from_settings(settings, can_move_keys=can_move_keys(model_path))
+    limits = PlannerLimits.from_settings(
+        settings,
+        fingerprint=stored_fingerprint(model_path),
+        can_move_keys=can_move_keys(model_path),
+        can_probe=True,
+    )
     with opened(store_path / METADATA_FILE, read_only=True) as tree:
         return asyncio.run(_explain(tree, prompt, settings, limits))
 

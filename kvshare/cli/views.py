@@ -78,10 +78,12 @@ def explain(document: Document) -> list[RenderableType]:
     ]
     spans = [{**span, "length": span["end"] - span["start"]} for span in document["spans"]]
     donors = [{**donor, "found_by": ", ".join(donor["sources"])} for donor in document["donors"]]
+    predicted = document.get("prediction")
     parts: list[RenderableType] = [
         f"[bold]{document['decision']}[/]" + (f": {escape(reason)}" if reason else ""),
         _TEMPLATES.table("kinds", kinds, total={"kind": "all", "count": num_tokens, "share": None}),
         _TEMPLATES.say("explain", document),
+        *([_TEMPLATES.say("explain prediction", predicted)] if predicted else []),
         "\n[bold]spans[/]",
         _TEMPLATES.table("spans", spans),
         "\n[bold]donors[/]",

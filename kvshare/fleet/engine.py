@@ -156,7 +156,7 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
                 settings,
                 open_tree=new_tree,
                 new_keeper=new_keeper,
-                limits=PlannerLimits.from_settings(settings, can_probe=True),
+                limits=PlannerLimits.from_settings(settings, can_probe=True),  # the model is known later
                 cost=CostModel.from_settings(settings.cost, bytes_per_token=0),
             )
         )

@@ -20,8 +20,10 @@ from kvshare.fleet.in_flight import InFlight, RoutedRequest
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.runtime import Runtime
+from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.plan import Plan
-from kvshare.vllm_protocol.messages import Dropped, Finished, JournalEvent
+from kvshare.sharing.planner import PlannerLimits
+from kvshare.vllm_protocol.messages import Dropped, Finished, JournalEvent, ReplicaInfo
 from vector_index import PromptRecord
 
 log = logging.getLogger(__name__)
@@ -61,12 +63,18 @@ class Reconciler:
         assert info is not None, "known with the connection"
         self._sharing.cost.set_bytes_per_token(info.bytes_per_token)
         # All replicas serve one model.
-        self._sharing.limits = replace(self._sharing.limits, can_move_keys=info.can_move_keys)
+        self._sharing.limits = replace(self._limits_of(info), can_move_keys=info.can_move_keys)
         claimed = await self._runtime.evict(self._keeper.claim, replica.name, held, info.budget_bytes)
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
             await self._remember_claimed(claimed)
         self._orphans_due[replica.name] = time.monotonic() + _ORPHAN_GRACE_S
+
+    def _limits_of(self, info: ReplicaInfo) -> PlannerLimits:
+        limits = self._sharing.limits.of_model(info.fingerprint)
+        if limits.calibration is not self._sharing.limits.calibration:
+            log_calibration(limits.calibration, info.fingerprint)
+        return limits
 
     async def _remember_claimed(self, nodes: Sequence[Node]) -> None:
         """Index many prompts, which takes a while: those that are evicted meanwhile must not come back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from delta_tree import (
@@ -71,6 +71,7 @@ def explanation(
         "recomputed": report.num_recomputed,
         "repaired": report.num_repaired,
         "to_choose": _to_choose(plan),
+        "prediction": _prediction(plan, planning.limits),
         "charged_budget": plan.charged_budget if isinstance(plan, Plan) else 1.0,
         "spans": _spans(plan, num_tokens),
         "donors": _donors(plan, lookup.candidates, _outcomes(token_ids, nodes, planning)),
@@ -92,7 +93,7 @@ def _outcomes(token_ids: TokenIds, nodes: Sequence[Node], planning: Planning) ->
         planning.segment_of,
         min_run=sharing.min_run,
         max_donors=sharing.max_donors,
-        max_generation=sharing.max_generation,
+        max_generation=planning.limits.policy.max_generation,
         allow_approximate=planning.approximate,
     )
     return {int(node.node_id): reason for node, reason in zip(nodes, composition.reasons, strict=True)}
@@ -104,6 +105,14 @@ def _to_choose(plan: Plan | NoPlan) -> dict[str, int] | None:
         return None
     order = plan.order
     return {"tokens": order.num_tokens, "probes": len(order.probes), "pieces": len(order.pieces)}
+
+
+def _prediction(plan: Plan | NoPlan, limits: PlannerLimits) -> dict[str, Any] | None:
+    """Of the approximate plan, used or refused; None where there is nothing approximate."""
+    if plan.prediction is None:
+        return None
+    calibration = limits.calibration
+    return {**asdict(plan.prediction), "calibration": calibration.model, "caution": calibration.caution}
 
 
 def _spans(plan: Plan | NoPlan, num_tokens: int) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from delta_tree import (
     SEGMENT_TOKENS,
+    UNKNOWN_DEVIATION,
     Node,
     NodeDraft,
     NodeId,
@@ -63,13 +64,16 @@ def draft_node(
     The node for a sequence: tokens (T,) whose KV is computed, prompt and generated ones, and the plan it
     really came from. The plan's copies and `stored` cover every position once.
     """
+    exact_length = _exact_length(plan, len(token_ids))
+    deviation = 0.0 if isinstance(plan, NoPlan) else min(plan.deviation, UNKNOWN_DEVIATION)
     return NodeDraft(
         namespace=namespace,
         token_ids=token_ids,
         parent=parent,
         pieces=_piece_table(plan, stored),
         new_segments=tuple(_describe(plan, entry, namespace) for entry in stored),
-        exact_length=_exact_length(plan, len(token_ids)),
+        exact_length=exact_length,
+        deviation=deviation if exact_length < len(token_ids) else 0.0,
     )
 
 

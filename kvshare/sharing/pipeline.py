@@ -58,7 +58,10 @@ class Lookup:
     def report(self, num_tokens: int) -> SharingReport:
         """Tokens by source, for usage and metrics."""
         if isinstance(self.plan, NoPlan):
-            return SharingReport(0, 0, num_tokens, 0, decision="full", reason=self.plan.reason)
+            refused = self.plan
+            return SharingReport(
+                0, 0, num_tokens, 0, decision="full", reason=refused.reason, prediction=refused.prediction
+            )
         return SharingReport(
             num_exact=self.plan.exact_length,
             num_copied=self.plan.num_copied,
@@ -67,6 +70,7 @@ class Lookup:
             decision=self.plan.decision,
             reason=self.plan.reason,
             donors=self.plan.donors,
+            prediction=self.plan.prediction,
         )
 
 

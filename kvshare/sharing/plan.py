@@ -10,10 +10,13 @@ hashable.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from delta_tree import Copy, NodeId, Span, merge
+from kvshare.requests import Prediction
 
 MAX_LISTENERS = 32  # the last placeholders: what they attend to is repaired
 MAX_RENEWED = 64  # other placeholders that are computed once more behind the repairs
@@ -65,6 +68,12 @@ class Plan:
     reason: str | None = None
     order: RepairOrder | None = None
     exact_until: int | None = None  # known where repairs were chosen: what they replaced had been attended to
+    prediction: Prediction | None = None  # of the approximate plan, also where it was refused
+
+    @property
+    def deviation(self) -> float:
+        """Expected KL of an answer behind this plan, nats; 0 where nothing approximate is copied."""
+        return self.prediction.expected if self.prediction is not None and self.num_copied else 0.0
 
     @property
     def decision(self) -> str:
@@ -155,11 +164,13 @@ class NoPlan:
     """
     Nothing is shared, and why. Reasons are fixed words, so that they can be counted:
 
-    off, short_prompt, no_candidates, nothing_in_common, not_enough_saved, does_not_pay, too_much_relocated,
-    rotation_unknown, lookup_failed, kv_gone; in front of vLLM also no_connector, replica_gone
+    off, short_prompt, no_candidates, nothing_in_common, not_enough_saved, does_not_pay, deviates_too_much,
+    rotation_unknown, lookup_failed, kv_gone; in front of vLLM also no_connector, replica_gone; in a replay
+    also too_much_relocated
     """
 
     reason: str
+    prediction: Prediction | None = None  # of what was refused
 
 
 def continues(before: Copy, copy: Copy) -> bool:
@@ -213,6 +224,18 @@ def clip(copy: Copy, span: Span) -> Copy | None:
         source_position=copy.source_position + ahead,
         donor_start=copy.donor_start + ahead,
     )
+
+
+def within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:
+    """The copies, ascending by target and apart, clipped to a span."""
+    if not span:
+        return ()
+    first = bisect_right(copies, span.start, key=lambda copy: copy.target_start + copy.length)
+    inside = list(copies[first : bisect_left(copies, span.end, key=attrgetter("target_start"))])
+    for edge in (0, -1) if inside else ():
+        if (part := clip(inside[edge], span)) is not None:
+            inside[edge] = part
+    return tuple(inside)
 
 
 def without(copies: Iterable[Copy], holes: Iterable[Span]) -> tuple[Copy, ...]:

@@ -3,7 +3,7 @@ How far an approximate answer is expected to be from the full prefill's, told fr
 
     log10 KL = intercept + sum of weight x feature        KL: mean over an answer's first tokens, nats
 
-The weights are fitted on measured plans of one model (`kvshare bench calibrate`). A feature outside of what
+The weights are fitted on measured plans of one model (`kvshare calibrate`). A feature outside of what
 was seen there counts as the nearest that was: a plan unlike any measured is expected to be as bad as the
 worst of its kind, and not better or worse without end.
 """
@@ -18,22 +18,39 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_tree import Copy, NodeId, Span
-from kvshare.sharing.plan import clip, continues
+from delta_tree import Copy, NodeId
+from kvshare.sharing.plan import continues
 
-FEATURES = ("lost", "new", "shift", "donors", "distance", "exact", "stale", "pieces")
+FEATURES = ("lost", "new", "shift", "donors", "distance", "exact", "stale", "pieces", "repaired")
 _REACH = 32.0  # tokens behind the start of a piece over which its KV becomes the donor's again
-_LEAST = 1e-4
+_DOSE = 4.0  # repaired tokens for each stale one, where doubling them begins to count in full
 FLOOR = 1e-6  # nats: below it KL is rounding
 
 Vector = NDArray[np.float64]
 
 
-def features(
-    copies: Sequence[Copy], *, num_tokens: int, exact_length: int, tail: int, common: Mapping[NodeId, int]
-) -> Vector:
+@dataclass(frozen=True, slots=True)
+class Shape:
     """
-    (F,) what a plan's shape says, in the order of `FEATURES`; means are over copied tokens.
+    What a plan is like, whatever is repaired of it.
+
+    `values` are the features but the last, (F - 1,). `stale`: tokens near the start of a piece, those further
+    on counting less; it grows by some 22 to 160 with each piece, by its length.
+    """
+
+    values: tuple[float, ...]
+    stale: float
+
+    def repaired(self, num_tokens: float) -> Vector:
+        """(F,) the features when so many copied tokens are computed again."""
+        return np.append(self.values, np.log1p(_DOSE * num_tokens / self.stale))
+
+
+def shape_of(
+    copies: Sequence[Copy], *, num_tokens: int, exact_length: int, common: Mapping[NodeId, int]
+) -> Shape | None:
+    """
+    The shape of a plan with these approximate copies; None where there are none. Means: over copied tokens.
 
     lost      log of the tokens that stood in front of a copy in its donor and do not now
     new       log of the tokens that stand in front of it now and did not
@@ -43,43 +60,42 @@ def features(
     exact     share of the prompt that is an exact prefix
     stale     log10 of the share of tokens near the start of a piece, where what changed in front is felt
     pieces    log of how many stretches from one place of one donor there are
+    repaired  log of the tokens computed again for each stale one; see `Shape.repaired`
 
-    Units:   tokens; `copies` ascending by target, the exact ones may be among them; `tail`: last tokens that
-             are computed anyway; `common`: by donor, the length of the prefix that it shares with the prompt
+    Units:   tokens; `copies` ascending by target; `common`: by donor, the length of the prefix that it shares
+             with the prompt
     """
-    behind = Span(exact_length, max(exact_length, num_tokens - tail))
-    foreign = [part for copy in copies if (part := clip(copy, behind))]
-    if not foreign:
-        return np.zeros(len(FEATURES))
-    pieces = _pieces(foreign)
-    weights = np.array([length for _, length in pieces], float) / sum(length for _, length in pieces)
-    lost, new, shift = np.array([_churn(copy, foreign, common) for copy, _ in pieces], float).T
-    ages = np.concatenate([np.arange(1, length + 1) for _, length in pieces])
-    return np.array(
-        [
-            np.log1p(weights @ lost),
-            np.log1p(weights @ new),
-            np.log1p(weights @ shift),
-            np.log(len({copy.donor for copy, _ in pieces})),
-            np.log1p(num_tokens - pieces[-1][0].target_start),
+    if not copies:
+        return None
+    pieces = _pieces(copies)
+    lengths = np.array([length for _, length in pieces])
+    weights = lengths / lengths.sum()
+    lost, new, shift = _churn([copy for copy, _ in pieces], copies, common)
+    stale = float((_REACH * np.log1p(lengths / _REACH)).sum())
+    return Shape(
+        values=(
+            float(np.log1p(weights @ lost)),
+            float(np.log1p(weights @ new)),
+            float(np.log1p(weights @ shift)),
+            float(np.log(len({copy.donor for copy, _ in pieces}))),
+            float(np.log1p(num_tokens - pieces[-1][0].target_start)),
             exact_length / num_tokens,
-            np.log10((1 / (1 + ages / _REACH)).sum() / num_tokens + _LEAST),
-            np.log(len(pieces)),
-        ]
+            float(np.log10(stale / num_tokens)),
+            float(np.log(len(pieces))),
+        ),
+        stale=stale,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """
-    Weights for one model and one repair rule. All tuples are in the order of `FEATURES`.
+    Weights for one model and one way of repairing. All tuples are in the order of `FEATURES`.
 
     Features are clipped to [`low`, `high`] before they are weighed. `bias`: the mean of measured KL over the
     mean of what the logarithms predict; the mean is what plans are held to, and a few bad ones make it.
     """
 
-    model: str
-    rule: str
     intercept: float
     weights: tuple[float, ...]
     low: tuple[float, ...]
@@ -103,7 +119,7 @@ class Calibration:
             name: {"weight": weight, "low": low, "high": high}
             for name, weight, low, high in zip(FEATURES, self.weights, self.low, self.high, strict=True)
         }
-        own = {name: getattr(self, name) for name in ("model", "rule", "intercept", "bias", "spread")}
+        own = {name: getattr(self, name) for name in ("intercept", "bias", "spread")}
         return {**own, "features": by_name}
 
     @classmethod
@@ -115,8 +131,6 @@ class Calibration:
                 for column in ("weight", "low", "high")
             )
             return cls(
-                model=str(document["model"]),
-                rule=str(document["rule"]),
                 intercept=float(document["intercept"]),
                 weights=weights,
                 low=low,
@@ -128,7 +142,7 @@ class Calibration:
             raise ValueError(f"not a calibration: {type(exc).__name__}: {exc}") from exc
 
 
-def fit(values: Vector, kl: NDArray[np.float64], *, model: str, rule: str, ridge: float = 3.0) -> Calibration:
+def fit(values: Vector, kl: NDArray[np.float64], *, ridge: float = 3.0) -> Calibration:
     """
     The weights that predict log10 of measured KL best, by ridge regression on standardised features.
 
@@ -146,8 +160,6 @@ def fit(values: Vector, kl: NDArray[np.float64], *, model: str, rule: str, ridge
     intercept = float(centre - weights @ mean)
     predicted = intercept + inside @ weights
     return Calibration(
-        model=model,
-        rule=rule,
         intercept=intercept,
         weights=tuple(weights.tolist()),
         low=tuple(low.tolist()),
@@ -169,15 +181,18 @@ def _pieces(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
     return found
 
 
-def _churn(piece: Copy, foreign: Sequence[Copy], common: Mapping[NodeId, int]) -> tuple[int, int, int]:
-    """Tokens in front of a piece that are gone, that are new, and how far it moved."""
-    prefix = common[piece.donor]
-    kept = prefix + sum(
-        copy.length
-        for copy in foreign
-        if copy.donor == piece.donor
-        and prefix <= copy.target_start < piece.target_start
-        and copy.donor_start < piece.donor_start
-    )
-    lost, new = max(0, piece.donor_start - kept), max(0, piece.target_start - kept)
-    return lost, new, abs(piece.target_start - piece.donor_start)
+def _churn(
+    pieces: Sequence[Copy], copies: Sequence[Copy], common: Mapping[NodeId, int]
+) -> tuple[Vector, Vector, Vector]:
+    """Of each piece: tokens in front of it that are gone, that are new, and how far it moved."""
+    target = np.array([piece.target_start for piece in pieces], float)
+    source = np.array([piece.donor_start for piece in pieces], float)
+    stayed = np.zeros(len(pieces))
+    donors = np.array([piece.donor for piece in pieces])
+    given = np.array([(copy.donor, copy.target_start, copy.donor_start, copy.length) for copy in copies])
+    for donor in dict.fromkeys(donors.tolist()):
+        own, prefix = donors == donor, common[donor]
+        _, at, of, length = given[(given[:, 0] == donor) & (given[:, 1] >= prefix)].T
+        in_front = (at < target[own, None]) & (of < source[own, None])
+        stayed[own] = prefix + in_front @ length
+    return np.maximum(0, source - stayed), np.maximum(0, target - stayed), np.abs(target - source)

@@ -1,16 +1,17 @@
 """
 What is computed again although a donor had it: positions whose tokens match but whose context changed.
 
-How much is decided by place alone. After an edit, a contiguous window behind it carries most of what the
-edited value left in the text (measured in arXiv:2609.17983); a copy that comes from elsewhere needs its head,
-where attention sinks sit (EPIC, arXiv:2410.15332); the tail of the prompt is always fresh, because the answer
-starts from it. Which tokens: those windows and heads, or as many that an engine chooses after a probe pass.
+Two ways to say which. By place: after an edit, a contiguous window behind it carries most of what the edited
+value left in the text (measured in arXiv:2609.17983); a copy that comes from elsewhere needs its head, where
+attention sinks sit (EPIC, arXiv:2410.15332). Or an engine chooses as many as it is given after a probe pass.
+The tail of the prompt is always fresh, because the answer starts from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from delta_tree import Copy, Span, merge
 from kvshare.settings import RepairSettings
@@ -19,6 +20,10 @@ from kvshare.sharing.selection import probes
 
 # What is left of a copy after its repairs; below this a further run costs more than computing the tokens.
 _MIN_LEFTOVER = 8
+# A copy that moved further comes from elsewhere: 512 tokens would reach past all documents of a short prompt.
+MAX_SMALL_SHIFT, _SMALL_SHIFT_FRACTION = 512, 0.1
+
+RepairRule = Literal["windows", "attention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,47 +34,48 @@ class Repairs:
     order: RepairOrder | None = None
 
 
-def find_repairs(
-    copies: Sequence[Copy], *, num_tokens: int, max_small_shift: int, settings: RepairSettings, probe: bool
-) -> Repairs:
-    """
-    Repairs of approximate `copies`. `probe`: whether the engine can choose.
-
-    Units:   token positions of the recipient, half-open; copies ascending by target
-    """
-    heads = _heads(copies, num_tokens=num_tokens, max_small_shift=max_small_shift, settings=settings)
-    if not (probe and settings.rule == "attention" and any(heads)):
-        return Repairs(_cut(copies, heads, num_tokens, settings))
-    pieces = _pieces(copies, num_tokens - settings.tail)
-    wanted = min(sum(heads), sum(len(piece) for piece in pieces))
-    places = probes(pieces, num_tokens).tolist()
-    order = RepairOrder(pieces, tuple(places), wanted) if wanted else None
-    return Repairs(_cut(copies, [0] * len(copies), num_tokens, settings), order)
+def small_shift(num_tokens: int) -> int:
+    """How far a copy may move in a prompt of this length before it counts as relocated, in tokens."""
+    return min(MAX_SMALL_SHIFT, int(_SMALL_SHIFT_FRACTION * num_tokens))
 
 
-def structural_repairs(
-    copies: Sequence[Copy], *, num_tokens: int, max_small_shift: int, settings: RepairSettings
+def repairs_by_place(
+    copies: Sequence[Copy],
+    *,
+    num_tokens: int,
+    settings: RepairSettings,
+    widened: float = 1.0,
+    max_small_shift: int | None = None,
 ) -> tuple[Span, ...]:
     """
     The windows, heads and tail inside approximate `copies`.
 
     Source:  see above; windows shrink evenly when they exceed `settings.max_budget` of the prompt
+    Units:   token positions of the recipient, half-open; copies ascending by target; `widened`: times what
+             the settings say; `max_small_shift`: tokens, by default `small_shift`'s
     """
-    heads = _heads(copies, num_tokens=num_tokens, max_small_shift=max_small_shift, settings=settings)
-    return _cut(copies, heads, num_tokens, settings)
-
-
-def _heads(
-    copies: Sequence[Copy], *, num_tokens: int, max_small_shift: int, settings: RepairSettings
-) -> list[int]:
-    """Tokens to recompute for each copy, at most what the budget allows."""
+    limit = small_shift(num_tokens) if max_small_shift is None else max_small_shift
     heads = [
-        _head_length(copy, before, max_small_shift=max_small_shift, settings=settings)
+        int(widened * _head_length(copy, before, max_small_shift=limit, settings=settings))
         for before, copy in zip([None, *copies], copies, strict=False)
     ]
     allowed = settings.max_budget * num_tokens
     scale = min(1.0, allowed / sum(heads)) if sum(heads) else 1.0
-    return [int(head * scale) for head in heads]
+    return _cut(copies, [int(head * scale) for head in heads], num_tokens, settings)
+
+
+def repairs_to_choose(
+    copies: Sequence[Copy], *, num_tokens: int, wanted: float, settings: RepairSettings
+) -> Repairs:
+    """
+    The tail inside approximate `copies`, and an order for `wanted` tokens of what is in front of it: at most
+    `settings.max_budget` of the prompt, and what there is.
+    """
+    pieces = _pieces(copies, num_tokens - settings.tail)
+    most = min(sum(len(piece) for piece in pieces), int(settings.max_budget * num_tokens))
+    count = min(round(wanted), most)
+    order = RepairOrder(pieces, tuple(probes(pieces, num_tokens).tolist()), count) if count else None
+    return Repairs(_cut(copies, [0] * len(copies), num_tokens, settings), order)
 
 
 def _cut(

@@ -141,3 +141,4 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     attention_backend: str = "unknown"
     bytes_per_token: int = 0  # of this rank
     weights: str = ""  # digest of a sample of this rank's weights
+    fingerprint: str = ""  # of the model, the same on all ranks

@@ -247,9 +247,10 @@ class ReplicaInfo(VersionedMessage):
     num_bytes: Number
     num_segments: Number
     max_model_len: Number
+    fingerprint: str = ""  # of the model: what a calibration is found by
     settings: Mapping[str, Any] = field(default_factory=dict)  # what `kvshare doctor` compares
 
-    _optional = frozenset({"settings"})
+    _optional = frozenset({"fingerprint", "settings"})
 
     @property
     def shares(self) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from delta_tree import (
+    UNKNOWN_DEVIATION,
     DeltaTree,
     DeltaTreeError,
     NodeDraft,
@@ -59,6 +60,7 @@ def content(tree: DeltaTree) -> list[tuple[object, ...]]:
             tree.ancestors(n.node_id),
             n.pieces.to_bytes(),
             n.exact_length,
+            n.deviation,
             n.pinned,
             sorted(map(repr, (tree.segment(s) for s in n.pieces.segment_ids))),
         )
@@ -130,8 +132,8 @@ def test_another_identity_is_refused(filled: Path) -> None:
 
 def test_a_newer_version_is_refused(filled: Path) -> None:
     """A store of a later schema is refused, not guessed at."""
-    edit(filled, "PRAGMA user_version = 3")
-    with pytest.raises(StoreMismatchError, match=r"schema version 3.*schema version 2"):
+    edit(filled, "PRAGMA user_version = 4")
+    with pytest.raises(StoreMismatchError, match=r"schema version 4.*schema version 3"):
         DeltaTree.open(filled, identity=IDENTITY)
 
 
@@ -142,13 +144,18 @@ def old(path: Path) -> Path:
 
         1 40 tokens     2 a child of 1, 3 another, pinned     4 a child of 2, used once     5 another tenant's
     """
+    write_earlier(path, 1)
+    return path
+
+
+def write_earlier(path: Path, version: int) -> None:
+    """A file as an earlier version wrote it."""
     path.parent.mkdir()
     connection = sqlite3.connect(path)
-    connection.executescript(Path(__file__).with_name("store_of_version_1.sql").read_text())
+    connection.executescript(Path(__file__).with_name(f"store_of_version_{version}.sql").read_text())
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute("PRAGMA user_version = 1")
+    connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
-    return path
 
 
 def test_a_store_of_version_1_is_read(old: Path) -> None:
@@ -164,7 +171,7 @@ def test_a_store_of_version_1_is_read(old: Path) -> None:
     assert old.read_bytes() == before
 
 
-def test_a_store_of_version_1_becomes_one_of_version_2(old: Path) -> None:
+def test_a_store_of_version_1_becomes_one_of_this_version(old: Path) -> None:
     """Opened to be changed it is written anew, and can be changed and opened again."""
     with DeltaTree.open(old, identity=IDENTITY, read_only=True) as tree:
         before = content(tree)
@@ -186,6 +193,24 @@ def test_a_damaged_store_of_version_1_is_left_as_it_is(old: Path) -> None:
     with pytest.raises(StoreCorruptError, match="checksum"):
         DeltaTree.open(old, identity=IDENTITY)
     assert old.read_bytes() == before
+
+
+def test_a_store_of_version_2_is_read_and_written_anew(path: Path) -> None:
+    """What is exact stays so; of the rest nobody knows how far it is off, until it is computed again."""
+    write_earlier(path, 2)
+    with DeltaTree.open(path, identity=IDENTITY, read_only=True) as tree:
+        *whole, edited = tree.nodes()
+        assert len(whole) == 5
+        is_exact = {node.node_id: node.exact_length == node.num_tokens for node in tree.nodes()}
+        assert {True, False} == set(is_exact.values())
+        for node in tree.nodes():
+            assert node.deviation == (0.0 if is_exact[node.node_id] else UNKNOWN_DEVIATION)
+        assert (edited.exact_length, edited.num_tokens) == (3, 5)
+        assert tree.ancestors(edited.node_id) == (whole[-1].node_id,)
+        before = content(tree)
+    for _ in range(2):
+        with DeltaTree.open(path, identity=IDENTITY) as tree:
+            assert content(tree) == before
 
 
 @pytest.mark.parametrize("grandparent", [False, True])

@@ -97,6 +97,25 @@ def test_a_lower_generation_replaces_the_pieces_and_a_higher_does_not(tree: Delt
     assert tree.segments() == (better,)
 
 
+def test_kv_that_is_less_off_replaces_the_pieces(tree: DeltaTree) -> None:
+    """Of two ways to an answer the one that is expected to deviate less is kept, however deep its copies."""
+    old, new = segment(4, generation=1), segment(4, generation=2)
+    tree.insert(replace(draft_over([1, 2, 3, 4], [old]), deviation=0.008))
+    again = tree.insert(replace(draft_over([1, 2, 3, 4], [new]), deviation=0.002))
+    assert again.freed_segments == (old.segment_id,)
+    assert tree.node(again.node.node_id).deviation == 0.002
+
+
+def test_what_is_shortened_to_its_exact_part_deviates_no_more(tree: DeltaTree) -> None:
+    """The end that was off has left."""
+    parts = [segment(2), segment(2, first_position=2, generation=1)]
+    known = tree.insert(replace(draft_over([1, 2, 3, 4], parts, exact_length=2), deviation=0.005)).node
+    tree.shorten(known.node_id, 3)
+    assert tree.node(known.node_id).deviation == 0.005
+    tree.shorten(known.node_id, 2)
+    assert tree.node(known.node_id).deviation == 0
+
+
 def test_replaced_pieces_stay_for_those_who_share_them(tree: DeltaTree) -> None:
     """A segment that a child still refers to survives its first owner's improvement."""
     own = segment(4, generation=1)
@@ -235,6 +254,9 @@ GOOD = draft_over([1, 2, 3], [SEGMENT], exact_length=3)
         (replace(GOOD, token_ids=token_ids([1, 2])), "cover 3 tokens of a prompt of 2"),
         (replace(GOOD, token_ids=token_ids([]), pieces=PieceTable([])), "prompt of 0"),
         (replace(GOOD, exact_length=4), "exact_length 4"),
+        (replace(GOOD, deviation=0.01), "deviation 0.01"),
+        (replace(GOOD, exact_length=2, deviation=-0.01), "deviation -0.01"),
+        (replace(GOOD, exact_length=2, deviation=float("nan")), "deviation nan"),
         (replace(GOOD, new_segments=()), "neither tree nor draft"),
         (replace(GOOD, new_segments=(SEGMENT, SEGMENT)), "there twice"),
         (replace(GOOD, new_segments=(replace(SEGMENT, namespace="b"),)), "another namespace"),

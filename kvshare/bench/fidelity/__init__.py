@@ -103,7 +103,7 @@ def _stage(
 
     return Stage(
         name=name or f"half-{measures['half']}",
-        plans=dict.fromkeys(_list(suites) or SUITES, plans),
+        plans=dict.fromkeys(_list(suites) or (suite for suite in SUITES if suite != "log"), plans),
         rules=tuple(_list(rules) or RULES),
         budgets=_numbers("--budgets", budgets),
         charged=_numbers("--charged", charged),

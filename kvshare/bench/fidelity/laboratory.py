@@ -47,6 +47,7 @@ class Laboratory:
     data: Path | None
     other: LayeredModel | None = None  # the same model in bfloat16
     name: str = ""
+    log: Path | None = None  # requests of one's own, for the suite of that name
     _libraries: dict[int, Library] = field(default_factory=dict)
     _drawn: dict[tuple[str, int], list[_Drawn | None]] = field(default_factory=dict)
 
@@ -85,7 +86,7 @@ class Laboratory:
         return None
 
     def _made(self, suite: str, half: int, number: int, attempt: int) -> Scenario | None:
-        library = self._libraries.setdefault(half, Library(self.data, half))
+        library = self._libraries.setdefault(half, Library(self.data, half, self.log))
         draw = random.Random(f"{SEED}:{suite}:{half}:{number}:{attempt}")
         draft = SUITES[suite](library, number, draw)
         return None if draft is None else tokenized(draft, self.encoder, suite=suite, number=number)

@@ -29,7 +29,6 @@ _CONTROL_TIMEOUT_S = 60.0  # the process of a loaded vLLM may be slow to answer
 
 ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {
     "cost": {"min_saved_s": -60.0},
-    "sharing": {"min_saved_fraction": 0.05},
 }
 """Settings of a proxy that shares where it does not pay: on a small model it must be right, not fast."""
 

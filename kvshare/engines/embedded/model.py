@@ -23,6 +23,7 @@ from delta_tree import Span, TokenIds, token_ids
 from kvshare.engines.embedded.rotary import find_rotation, head_dim_of, rotary_module
 from kvshare.errors import ModelError, UnsupportedGeometryError
 from kvshare.kv.attention import PartialPass
+from kvshare.kv.fingerprint import model_fingerprint
 from kvshare.kv.rotation import Rotation
 from kvshare.kv.segment import KVGeometry
 from kvshare.kv.sequence import SequenceKV
@@ -155,6 +156,14 @@ class EmbeddedModel:
             digest.update(name.encode())
             digest.update(xxhash.xxh3_128(weights).digest())
         return digest.hexdigest()
+
+    @property
+    def fingerprint(self) -> str:
+        """What a calibration is found by; see `model_fingerprint`."""
+        geometry = self.geometry
+        return model_fingerprint(
+            self._model.named_parameters(), num_layers=geometry.num_layers, head_dim=geometry.head_dim
+        )
 
     @property
     def rope_digest(self) -> str:

@@ -33,6 +33,7 @@ from kvshare.metadata import check_not_in_use, open_emptied_tree
 from kvshare.runtime import Runtime, open_runtime
 from kvshare.served_model import find_model
 from kvshare.settings import Settings
+from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.memory_keeper import MemoryKeeper
 from kvshare.sharing.planner import PlannerLimits
@@ -131,6 +132,14 @@ def _runtime(
     """The store of this very model, emptied: the KV of its prompts died with the last process."""
     identity = ":".join(fields[part] for part in ("model", "revision", "tokenizer", "dtype"))
 
+    limits = PlannerLimits.from_settings(
+        settings,
+        fingerprint=model.fingerprint,
+        can_move_keys=model.rotation is not None,
+        can_probe=True,
+    )
+    log_calibration(limits.calibration, model.fingerprint)
+
     def new_keeper(tree: DeltaTree) -> MemoryKeeper[SegmentKV]:
         tier = MemoryTier(settings.store.kv_bytes)
         return MemoryKeeper(tree, tier, min_tokens=settings.sharing.min_prompt_tokens)
@@ -139,9 +148,7 @@ def _runtime(
         settings,
         open_tree=partial(open_emptied_tree, settings.store.path, identity=identity),
         new_keeper=new_keeper,
-        limits=PlannerLimits.from_settings(
-            settings, can_move_keys=model.rotation is not None, can_probe=True
-        ),
+        limits=limits,
         cost=CostModel.from_settings(settings.cost, bytes_per_token=model.geometry.bytes_per_token),
     )
 

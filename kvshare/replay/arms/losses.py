@@ -18,7 +18,9 @@ from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import make_plan
 
-_REFUSALS = frozenset({"not_enough_saved", "too_much_relocated", "does_not_pay", "rotation_unknown"})
+_REFUSALS = frozenset(
+    {"not_enough_saved", "deviates_too_much", "too_much_relocated", "does_not_pay", "rotation_unknown"}
+)
 _ANY = 2**30  # donors or generations: never so many
 
 
@@ -36,7 +38,7 @@ class SecondLook:
     def __init__(
         self, sharing: SharingOptions, settings: Settings, segment_of: Callable[[SegmentId], Segment]
     ) -> None:
-        self._limits = sharing.limits(settings).sharing
+        self._limits = sharing.limits(settings)
         self._any_generation = replace(sharing, max_generation=_ANY).limits(settings)
         self._open = replace(sharing, open_gates=True, max_donors=_ANY).limits(settings)
         self._segment_of = segment_of
@@ -56,13 +58,14 @@ class SecondLook:
     def _hides(self, node: Node) -> bool:
         """Whether some of its KV is of a too high generation."""
         generations = (self._segment_of(one).generation for one in node.pieces.segment_ids)
-        return any(generation > self._limits.max_generation for generation in generations)
+        return any(generation > self._limits.policy.max_generation for generation in generations)
 
     def _may_lack_donors(self, plan: Plan | NoPlan, nodes: Sequence[Node]) -> bool:
         """Each donor behind the equal prefix gives a run at least, be it repaired afterwards."""
-        if isinstance(plan, NoPlan) or len(nodes) <= self._limits.max_donors:
+        sharing = self._limits.sharing
+        if isinstance(plan, NoPlan) or len(nodes) <= sharing.max_donors:
             return False
-        return _num_covered(plan) - plan.exact_length >= self._limits.max_donors * self._limits.min_run
+        return _num_covered(plan) - plan.exact_length >= sharing.max_donors * sharing.min_run
 
 
 def _num_covered(plan: Plan | NoPlan) -> int:

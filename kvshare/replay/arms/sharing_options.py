@@ -13,21 +13,18 @@ from typing import Any, Literal
 
 from kvshare.index_factory import nominator_settings
 from kvshare.settings import Settings
-from kvshare.sharing.planner import PlannerLimits
+from kvshare.sharing.calibration import of_default_model
+from kvshare.sharing.planner import PlannerLimits, Policy
 from vector_index import NominatorSettings
 
 Nominate = Literal["both", "fingerprints", "meaning"]
 
-_LIMITS = ("min_run", "max_donors", "max_generation", "max_relocated_fraction", "min_saved_fraction")
+_LIMITS = ("min_run", "max_donors", "max_deviation")
+_POLICY = ("max_generation", "max_relocated_fraction", "min_saved_fraction")
 _NEVER = 2**30  # tokens: no prompt is so long
 _NO_TIMEOUTS = dict.fromkeys(("search_timeout_s", "embed_timeout_s", "write_timeout_s"), 3600.0)
-_OPEN_GATES = {
-    "min_prompt_tokens": 1,
-    "max_generation": _NEVER,
-    "min_saved_fraction": 0.0,
-    "max_relocated_fraction": 1.0,
-}
-_NO_REPAIR = {"edit_window": 0, "relocated_head": 0, "tail": 1, "max_budget": 0.0}
+_OPEN_GATES = {"min_prompt_tokens": 1, "max_deviation": math.inf}
+_NO_REPAIR = {"rule": "windows", "edit_window": 0, "relocated_head": 0, "tail": 1, "max_budget": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,8 @@ class SharingOptions:
     `nominate` says which searches there are; "meaning" has neither fingerprints nor prefix table.
 
     `open_gates`: every copy is made that can be, whatever it costs in fidelity or time: nothing is refused
-    for saving too little or coming from far, nothing is repaired, no generation is too high, the search by
-    meaning is always worth it. What is left is how much is found. None keeps what config.yaml says.
+    for being too far off, nothing is repaired, no generation is too high, the search by meaning is always
+    worth it. What is left is how much is found. None keeps what config.yaml says.
     """
 
     nominate: Nominate = "both"
@@ -45,6 +42,7 @@ class SharingOptions:
     max_distance: float | None = None
     min_run: int | None = None
     max_donors: int | None = None
+    max_deviation: float | None = None
     max_generation: int | None = None
     max_relocated_fraction: float | None = None
     min_saved_fraction: float | None = None
@@ -62,6 +60,8 @@ class SharingOptions:
     def limits(self, settings: Settings) -> PlannerLimits:
         """The planner's limits."""
         limits = PlannerLimits.from_settings(settings, can_probe=True)
+        if settings.sharing.calibration is None:
+            limits = replace(limits, calibration=of_default_model())
         if self.open_gates:
             limits = replace(
                 limits,
@@ -70,7 +70,8 @@ class SharingOptions:
                 dense_min_prefill_s=0.0,
             )
         changes = {**self._given(*_LIMITS), **(_OPEN_GATES if self.open_gates else {})}
-        return replace(limits, sharing=limits.sharing.model_copy(update=changes))
+        policy = Policy(max_generation=_NEVER) if self.open_gates else Policy(**self._given(*_POLICY))
+        return replace(limits, sharing=limits.sharing.model_copy(update=changes), policy=policy)
 
     def nominator(self, settings: Settings) -> NominatorSettings:
         """The nominator's settings."""

@@ -21,6 +21,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import SegmentId, Span
+from kvshare.kv.fingerprint import model_fingerprint
 from kvshare.kv.memory_tier import MemoryTier
 from kvshare.kv.rotation import Rotation, moved_rows
 from kvshare.kv.segment import SegmentKV
@@ -80,6 +81,9 @@ class ConnectorWorker:
                 attention_backend=f"{self._forward.backend_name}/{self._cache.layout}",
                 bytes_per_token=geometry.bytes_per_token,
                 weights=weights_digest(model),
+                fingerprint=model_fingerprint(
+                    model.named_parameters(), num_layers=geometry.num_layers, head_dim=geometry.head_dim
+                ),
             )
         except Exception as exc:
             log.exception("kvshare: the self-test raised an error")  # whole: there were no prompts yet

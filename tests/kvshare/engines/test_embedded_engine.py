@@ -451,10 +451,9 @@ async def test_stopping_ends_what_runs_and_what_waits(tmp_path: Path) -> None:
 
 async def test_repairs_that_are_chosen_are_counted_and_stored(tmp_path: Path) -> None:
     """
-    As many tokens are repaired as windows would take. The prompt is stored with its repairs: asked again it
-    is one exact prefix as far as it is exact, and copies of its own behind that.
+    As many tokens are repaired as was planned and predicted for. The prompt is stored with its repairs, exact
+    as far as the copies that the probe pass attended to.
     """
-    reports = {}
     for rule in ("windows", "attention"):
         engine = engine_at(tmp_path / rule, **{"repair.rule": rule})
         await engine.start()
@@ -462,10 +461,12 @@ async def test_repairs_that_are_chosen_are_counted_and_stored(tmp_path: Path) ->
         edited = token_ids(np.concatenate([donor[:60], prompt(10, seed=5), donor[70:]]))
         await stored(engine, donor)
         answer = await stored(engine, edited)
-        reports[rule] = answer.report
+        predicted = answer.report.prediction
+        assert predicted is not None
+        assert (answer.report.decision, predicted.rule) == ("approx", rule)
+        assert answer.report.num_repaired == predicted.repaired + load_settings().repair.tail
         node = engine.sharing.tree.find(engine.namespace(tenant="t", scope="tenant").digest, edited)
         assert node is not None
-        assert node.exact_length == (70 if rule == "attention" else 94)
+        assert node.exact_length == (70 if rule == "attention" else 70 + predicted.repaired)
+        assert node.deviation == predicted.expected
         await engine.stop()
-    assert reports["attention"] == replace(reports["windows"], donors=reports["attention"].donors)
-    assert reports["attention"].decision == "approx"

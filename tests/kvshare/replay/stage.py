@@ -14,6 +14,7 @@ from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.fleet.engine import VllmEngine
 from kvshare.requests import SharingReport
 from kvshare.settings import Settings, load_settings
+from kvshare.sharing.calibration import FOLDER
 from vector_index import TextEmbedder
 
 PREFILL_TOKENS_PER_S = 1000.0
@@ -76,6 +77,7 @@ class Stage:
                 "cost.prior_prefill_tokens_per_s": PREFILL_TOKENS_PER_S,
                 "cost.smoothing": 1e-12,  # rates as good as fixed
                 "repair.rule": self.repair_rule,
+                "sharing.calibration": str(FOLDER / "smollm2-135m-instruct.json"),  # a replay has no model
                 "index.dense": self.embedder is not None,
                 "index.dense_min_tokens": 64,  # also where tokens found something
                 "index.dense_min_prefill_s": 0.0,

@@ -248,7 +248,7 @@ def test_configured_kvshare_repairs_and_refuses() -> None:
     assert refused.num_refused == 100
 
 
-FAR = "max_relocated_fraction=1"  # in prompts as short as those below every move is far
+BOLD = "max_deviation=9"  # in prompts as short as those below every move is far
 
 
 def losses_of(requests: Sequence[TokenizedRequest], arm_name: str = "kvshare-fingerprints") -> dict[str, int]:
@@ -279,11 +279,11 @@ def _variants_of_variants() -> list[list[int]]:
 def test_copies_of_copies_are_refused_not_lost() -> None:
     """What only KV of a too high generation has is found, and refused for its generation."""
     requests = stream(_variants_of_variants())
-    last = run(f"kvshare-fingerprints:{FAR}", requests)[-1]
+    last = run(f"kvshare-fingerprints:{BOLD}:max_generation=1", requests)[-1]
     assert last.num_refused == last.num_refused_generation == 150
-    steps = losses_of(requests, f"kvshare-fingerprints:{FAR}")
+    steps = losses_of(requests, f"kvshare-fingerprints:{BOLD}:max_generation=1")
     assert (steps["not_found"], steps["generation"], steps["refused"]) == (0, -150, 0)
-    opened = run(f"kvshare-fingerprints:{FAR}:max_generation=9", requests)[-1]
+    opened = run(f"kvshare-fingerprints:{BOLD}", requests)[-1]
     assert opened.num_hit + opened.num_repaired == last.num_hit + last.num_repaired + 150
 
 
@@ -291,7 +291,8 @@ def test_donors_beyond_the_limit_are_refused_not_lost() -> None:
     """Six donors of 60 tokens each where four are allowed: 120 tokens are refused."""
     rng = np.random.default_rng(8)
     parts = [random_tokens(rng, 60) for _ in range(6)]
-    steps = losses_of(stream([*parts, joined([random_tokens(rng, 10), *parts])]))
+    requests = stream([*parts, joined([random_tokens(rng, 10), *parts])])
+    steps = losses_of(requests, f"kvshare-fingerprints:{BOLD}")
     assert (steps["oracle"], steps["not_found"]) == (360, 0)
     assert (steps["generation"], steps["refused"]) == (0, -120)
 

@@ -1,5 +1,6 @@
 """The planner: pure, covers every position once, refuses with a reason."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +24,7 @@ from delta_tree import (
 from kvshare.settings import load_settings
 from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import NoPlan, Plan, clip, without
-from kvshare.sharing.planner import PlannerLimits, make_plan
+from kvshare.sharing.planner import MAX_GENERATION, PlannerLimits, make_plan
 
 SETTINGS = load_settings()
 LIMITS = PlannerLimits(sharing=SETTINGS.sharing, repair=SETTINGS.repair)
@@ -127,7 +128,8 @@ def test_two_donors_fill_each_others_gaps(tree: DeltaTree) -> None:
     first, second = prompt(300, seed=1), prompt(300, seed=2)
     recipient = token_ids(np.concatenate([prompt(20, seed=3), first, second]))
     nodes = [stored(tree, first), stored(tree, second)]
-    plan = plan_for(tree, recipient, *nodes)
+    bold = replace(LIMITS, sharing=SETTINGS.sharing.model_copy(update={"max_deviation": 1.0}))
+    plan = make_plan(recipient, nodes, tree.segment, approximate=True, limits=bold, rates=RATES)
     assert isinstance(plan, Plan)
     assert_covers_once(plan)
     assert set(plan.donors) == {node.node_id for node in nodes}
@@ -170,15 +172,12 @@ def test_a_plan_that_saves_too_little_falls_back_to_the_exact_prefix(tree: Delta
 
 
 def test_a_plan_of_which_repair_leaves_nothing_is_none(tree: DeltaTree) -> None:
-    """Also where any saving is welcome: what is copied is computed again to its last token."""
+    """What is copied is computed again to its last token."""
     tokens = prompt(400)
     recipient = token_ids(np.concatenate([prompt(80, seed=8), tokens[200:218]]))
-    eager = PlannerLimits(
-        sharing=SETTINGS.sharing.model_copy(update={"min_saved_fraction": 0.0}), repair=SETTINGS.repair
-    )
-    nodes = [stored(tree, tokens)]
-    plan = make_plan(recipient, nodes, tree.segment, approximate=True, limits=eager, rates=RATES)
-    assert plan == NoPlan("not_enough_saved")
+    plan = plan_for(tree, recipient, stored(tree, tokens))
+    assert isinstance(plan, NoPlan)
+    assert plan.reason == "not_enough_saved"
 
 
 def test_a_plan_that_costs_more_than_it_saves_is_refused(tree: DeltaTree) -> None:
@@ -188,13 +187,13 @@ def test_a_plan_that_costs_more_than_it_saves_is_refused(tree: DeltaTree) -> Non
     nodes = [stored(tree, tokens)]
     recipient = replaced(tokens, (10, 20))
     plan = make_plan(recipient, nodes, tree.segment, approximate=True, limits=LIMITS, rates=slow)
-    assert plan == NoPlan("does_not_pay")
+    assert plan.reason == "does_not_pay"
 
 
 def test_kv_of_a_deep_generation_is_not_copied(tree: DeltaTree) -> None:
-    """Approximation does not pile up: what attended to approximate KV twice removed is computed again."""
+    """Of copies of copies, and again, nobody has measured more than so many."""
     tokens = prompt(400)
-    node = stored(tree, tokens, generation=SETTINGS.sharing.max_generation + 1)
+    node = stored(tree, tokens, generation=MAX_GENERATION + 1)
     assert plan_for(tree, replaced(tokens, (100, 110)), node) == NoPlan("nothing_in_common")
 
 
@@ -254,58 +253,3 @@ def test_cutting_holes_out_of_a_copy_keeps_the_rest_in_step(tree: DeltaTree) -> 
     assert (left.target, right.target) == (Span(0, 50), Span(60, 290))
     assert (right.offset, right.source_position, right.donor_start) == (60, 60, 60)
     assert clip(copy, Span(400, 500)) is None
-
-
-@pytest.mark.parametrize(("num_tokens", "decision"), [(700, "refused"), (7000, "approx")])
-def test_how_far_is_far_depends_on_the_prompt(tree: DeltaTree, num_tokens: int, decision: str) -> None:
-    """Texts in another order move by 200 to 400 tokens: relocated in a short prompt, not in a long one."""
-    texts = [prompt(200, seed=number) for number in (1, 2, 3)]
-    rest = prompt(num_tokens - 600, seed=4)
-    donor = stored(tree, token_ids(np.concatenate([*texts, rest])))
-    recipient = token_ids(np.concatenate([prompt(8, seed=5), texts[2], texts[0], texts[1], rest]))
-    plan = plan_for(tree, recipient, donor)
-    if decision == "refused":
-        assert plan == NoPlan("too_much_relocated")
-    else:
-        assert isinstance(plan, Plan)
-        assert plan.decision == decision
-
-
-def test_what_choosing_costs_is_no_saving(tree: DeltaTree) -> None:
-    """Windows leave 16 tokens more than a fifth of the prompt; probes and listeners are more than those."""
-    tokens = prompt(400)
-    donor = stored(tree, tokens)
-    recipient = replaced(tokens, (0, 120), (160, 200), (240, 310))
-    attention = SETTINGS.repair.model_copy(update={"rule": "attention"})
-    found = {
-        rule: make_plan(
-            recipient,
-            [donor],
-            tree.segment,
-            approximate=True,
-            limits=PlannerLimits(sharing=SETTINGS.sharing, repair=repair, can_probe=True),
-            rates=RATES,
-        )
-        for rule, repair in (("windows", SETTINGS.repair), ("attention", attention))
-    }
-    assert isinstance(found["windows"], Plan)
-    assert found["attention"] == NoPlan("not_enough_saved")
-
-
-def test_a_plan_with_an_order_repairs_as_many_tokens(tree: DeltaTree) -> None:
-    """All but what is certain to be computed is still copied; the estimate knows what choosing costs."""
-    tokens = prompt(1000)
-    donor = stored(tree, tokens)
-    recipient = replaced(tokens, (200, 210), (600, 610))
-    attention = SETTINGS.repair.model_copy(update={"rule": "attention"})
-    limits = PlannerLimits(sharing=SETTINGS.sharing, repair=attention, can_probe=True)
-    windows = plan_for(tree, recipient, donor)
-    plan = make_plan(recipient, [donor], tree.segment, approximate=True, limits=limits, rates=RATES)
-    assert isinstance(plan, Plan)
-    assert isinstance(windows, Plan)
-    assert plan.order is not None
-    assert_covers_once(plan)
-    assert (plan.num_computed, plan.num_repaired) == (windows.num_computed, windows.num_repaired)
-    computed = plan.num_computed + plan.num_selecting
-    assert plan.estimate == RATES.estimate(num_tokens=1000, num_computed=computed)
-    assert plan.charged_budget == computed / 1000

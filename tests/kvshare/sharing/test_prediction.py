@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from delta_tree import Copy, NodeId, SegmentId
-from kvshare.sharing.prediction import FEATURES, Calibration, features, fit
+from kvshare.sharing.prediction import FEATURES, Calibration, Shape, fit, shape_of
 
 NOBODY = {NodeId(1): 0, NodeId(2): 0}
 
@@ -16,14 +16,20 @@ def copy(target: int, length: int, *, start: int | None = None, donor: int = 1) 
     return Copy(NodeId(donor), SegmentId(donor), place, length, target, place, place)
 
 
+def shape(*copies: Copy, exact: int = 0, common: dict[NodeId, int] | None = None) -> Shape:
+    found = shape_of(copies, num_tokens=1000, exact_length=exact, common=common or NOBODY)
+    assert found is not None
+    return found
+
+
 def told(*copies: Copy, exact: int = 0, common: dict[NodeId, int] | None = None) -> dict[str, float]:
-    values = features(copies, num_tokens=1000, exact_length=exact, tail=16, common=common or NOBODY)
+    values = shape(*copies, exact=exact, common=common).repaired(0)
     return dict(zip(FEATURES, values, strict=True))
 
 
 def test_an_edit_in_place() -> None:
     """100 exact tokens, ten replaced, and the donor's own text behind them."""
-    found = told(copy(0, 100), copy(110, 890), exact=100, common={NodeId(1): 100})
+    found = told(copy(110, 890), exact=100, common={NodeId(1): 100})
     assert found["lost"] == found["new"] == pytest.approx(np.log1p(10))
     assert (found["shift"], found["donors"], found["pieces"]) == (0.0, 0.0, 0.0)
     assert found["exact"] == 0.1
@@ -69,10 +75,16 @@ def test_a_donors_text_that_goes_on_is_one_piece() -> None:
     assert told(copy(100, 50), copy(150, 50))["pieces"] == 0.0
 
 
-def test_the_tail_is_no_copy() -> None:
-    assert told(copy(0, 100), copy(990, 10), exact=100, common={NodeId(1): 100}) == dict.fromkeys(
-        FEATURES, 0.0
-    )
+def test_without_copies_there_is_no_shape() -> None:
+    assert shape_of([], num_tokens=1000, exact_length=100, common={}) is None
+
+
+def test_repairs_count_by_what_is_stale() -> None:
+    """As many tokens do more where less is near the start of a piece."""
+    one, many = shape(copy(100, 800)), shape(*(copy(100 + 100 * number, 90) for number in range(8)))
+    assert one.stale == pytest.approx(32 * np.log1p(800 / 32))
+    assert one.repaired(50)[-1] == pytest.approx(np.log1p(4 * 50 / one.stale))
+    assert one.repaired(50)[-1] > many.repaired(50)[-1] > many.repaired(0)[-1] == 0
 
 
 def drawn(count: int = 400) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +96,7 @@ def drawn(count: int = 400) -> tuple[np.ndarray, np.ndarray]:
 
 def test_a_fit_finds_the_weights() -> None:
     values, kl = drawn()
-    found = fit(values, kl, model="m", rule="kvshare")
+    found = fit(values, kl)
     assert found.weights[0] == pytest.approx(0.5, abs=0.03)
     assert found.weights[2] == pytest.approx(-0.8, abs=0.03)
     assert found.spread == pytest.approx(0.1, abs=0.05)
@@ -93,28 +105,28 @@ def test_a_fit_finds_the_weights() -> None:
 
 def test_the_expected_mean_is_the_measured_one() -> None:
     values, kl = drawn()
-    found = fit(values, kl, model="m", rule="kvshare")
+    found = fit(values, kl)
     assert found.expected(values).mean() == pytest.approx(kl.mean())
     assert found.bias >= 1
 
 
 def test_a_plan_unlike_any_measured_is_as_the_nearest() -> None:
     values, kl = drawn()
-    found = fit(values, kl, model="m", rule="kvshare")
+    found = fit(values, kl)
     far, edge = np.full(len(FEATURES), 99.0), np.array(found.high)
     assert found.typical(far) == found.typical(edge)
 
 
 def test_a_calibration_is_read_as_it_was_written() -> None:
     values, kl = drawn(60)
-    found = fit(values, kl, model="m", rule="kvshare")
+    found = fit(values, kl)
     assert Calibration.from_document(json.loads(json.dumps(found.as_document()))) == found
 
 
-@pytest.mark.parametrize("missing", ["intercept", "features", "model"])
+@pytest.mark.parametrize("missing", ["intercept", "features", "bias"])
 def test_a_calibration_without_a_part_is_refused(missing: str) -> None:
     values, kl = drawn(60)
-    document = fit(values, kl, model="m", rule="kvshare").as_document()
+    document = fit(values, kl).as_document()
     del document[missing]
     with pytest.raises(ValueError, match=missing):
         Calibration.from_document(document)

@@ -3,9 +3,7 @@
 from delta_tree import Copy, NodeId, SegmentId, Span
 from kvshare.settings import RepairSettings, load_settings
 from kvshare.sharing.plan import cut
-from kvshare.sharing.repair import Repairs, find_repairs, structural_repairs
-
-SMALL = 100
+from kvshare.sharing.repair import Repairs, repairs_by_place, repairs_to_choose, small_shift
 
 
 def copy(target: int, length: int, *, donor: int = 1, donor_start: int | None = None) -> Copy:
@@ -21,10 +19,13 @@ def copy(target: int, length: int, *, donor: int = 1, donor_start: int | None = 
     )
 
 
-def repairs(copies: list[Copy], num_tokens: int = 1000, **changes: float) -> tuple[Span, ...]:
-    defaults = {"rule": "windows", "edit_window": 20, "relocated_head": 10, "tail": 5, "max_budget": 1.0}
-    settings = RepairSettings(**{**defaults, **changes})
-    return structural_repairs(copies, num_tokens=num_tokens, max_small_shift=SMALL, settings=settings)
+def settings(**changes: float) -> RepairSettings:
+    defaults = {"rule": "auto", "edit_window": 20, "relocated_head": 10, "tail": 5, "max_budget": 1.0}
+    return RepairSettings(**{**defaults, **changes})
+
+
+def repairs(copies: list[Copy], *, widened: float = 1.0, **changes: float) -> tuple[Span, ...]:
+    return repairs_by_place(copies, num_tokens=1000, settings=settings(**changes), widened=widened)
 
 
 def test_an_edit_gets_a_window_and_the_prompt_a_tail() -> None:
@@ -59,6 +60,18 @@ def test_windows_shrink_evenly_under_the_budget() -> None:
     assert repairs(copies, max_budget=0.02) == (Span(200, 210), Span(400, 410))
 
 
+def test_windows_are_widened_but_not_beyond_the_budget() -> None:
+    copies = [copy(200, 100), copy(400, 100, donor_start=700)]
+    assert repairs(copies, widened=2) == (Span(200, 240), Span(400, 420))
+    assert repairs(copies, widened=2, max_budget=0.03) == (Span(200, 220), Span(400, 410))
+    assert repairs(copies, widened=0) == ()
+
+
+def test_how_far_is_far_depends_on_the_prompt() -> None:
+    """512 tokens in a long one; in a short one that would reach past every document."""
+    assert [small_shift(length) for length in (700, 5120, 90_000)] == [70, 512, 512]
+
+
 def test_no_copies_need_no_repair() -> None:
     """Nothing approximate, nothing to repair: the tail is fresh anyway."""
     assert repairs([]) == ()
@@ -66,20 +79,18 @@ def test_no_copies_need_no_repair() -> None:
 
 def test_the_defaults_repair_edits() -> None:
     """The shipped settings are not the paper's first version, which repairs nothing."""
-    settings = load_settings().repair
-    assert settings.edit_window >= 16
-    assert settings.tail >= 1
+    shipped = load_settings().repair
+    assert shipped.edit_window >= 16
+    assert shipped.tail >= 1
 
 
-def found(copies: list[Copy], num_tokens: int = 1000, *, probe: bool = True, **changes: float) -> Repairs:
-    defaults = {"edit_window": 20, "relocated_head": 10, "tail": 5, "max_budget": 1.0}
-    settings = RepairSettings(**{**defaults, **changes, "rule": "attention"})
-    return find_repairs(copies, num_tokens=num_tokens, max_small_shift=SMALL, settings=settings, probe=probe)
+def ordered(copies: list[Copy], wanted: float = 30, **changes: float) -> Repairs:
+    return repairs_to_choose(copies, num_tokens=1000, wanted=wanted, settings=settings(**changes))
 
 
-def test_an_order_is_for_as_many_tokens_as_the_windows() -> None:
-    """An edit and a head from elsewhere: 20 + 10; what is certain is the tail."""
-    repairs = found([copy(200, 100), copy(300, 700, donor_start=1500)])
+def test_an_order_is_for_as_many_tokens_as_are_wanted() -> None:
+    """What is certain is the tail."""
+    repairs = ordered([copy(200, 100), copy(300, 700, donor_start=1500)])
     assert repairs.spans == (Span(995, 1000),)
     assert repairs.order is not None
     assert repairs.order.num_tokens == 30
@@ -89,34 +100,29 @@ def test_an_order_is_for_as_many_tokens_as_the_windows() -> None:
 
 
 def test_one_place_of_one_donor_is_one_piece() -> None:
-    repairs = found([copy(200, 100), copy(300, 100), copy(400, 100, donor_start=440)])
+    repairs = ordered([copy(200, 100), copy(300, 100), copy(400, 100, donor_start=440)])
     assert repairs.order is not None
     assert repairs.order.pieces == (Span(200, 400), Span(400, 500))
-    assert repairs.order.num_tokens == 40
 
 
-def test_an_order_is_never_for_more_than_is_copied() -> None:
-    repairs = found([copy(200, 15)], edit_window=40)
-    assert repairs.order is not None
-    assert repairs.order.num_tokens == 15
+def test_an_order_is_for_no_more_than_is_copied_and_may_be_repaired() -> None:
+    for changes, count in (({}, 100), ({"max_budget": 0.05}, 50)):
+        repairs = ordered([copy(200, 100)], wanted=400, **changes)
+        assert repairs.order is not None
+        assert repairs.order.num_tokens == count
 
 
 def test_what_is_left_of_a_short_copy_is_no_piece() -> None:
     """Five tokens in front of the tail are computed with it."""
-    repairs = found([copy(100, 100), copy(990, 10, donor_start=1400)])
+    repairs = ordered([copy(100, 100), copy(990, 10, donor_start=1400)])
     assert repairs.spans == (Span(990, 1000),)
     assert repairs.order is not None
     assert repairs.order.pieces == (Span(100, 200),)
 
 
-def test_an_engine_that_cannot_choose_gets_windows() -> None:
-    repairs = found([copy(200, 800)], probe=False)
-    assert repairs == Repairs((Span(200, 220), Span(995, 1000)))
-
-
 def test_nothing_to_repair_is_no_order() -> None:
-    assert found([], 1000) == Repairs(())
-    assert found([copy(200, 100)], edit_window=0).order is None
+    assert ordered([]) == Repairs(())
+    assert ordered([copy(200, 100)], wanted=0).order is None
 
 
 def test_spans_are_cut_where_asked() -> None:

@@ -8,8 +8,7 @@ from kvshare.bench.fidelity.rules.base import Rule, chunks, cut, heads, num_want
 from kvshare.bench.fidelity.scenario import SEED
 from kvshare.bench.fidelity.shelf import covered
 from kvshare.bench.fidelity.trial import Selection, Trial
-from kvshare.sharing.planner import small_shift
-from kvshare.sharing.repair import structural_repairs
+from kvshare.sharing.repair import MAX_SMALL_SHIFT, repairs_by_place
 from kvshare.sharing.selection import Scores, highest
 
 _BLOCK = 256  # tokens: a copied block of SCR
@@ -37,24 +36,23 @@ def _full_reuse(trial: Trial, budget: float) -> Selection:
     return Selection(rows & trial.copied)
 
 
-def server_default(trial: Trial, max_small_shift: int | None = None) -> Selection:
-    """What the server repairs. `max_small_shift`: without its limit of a tenth of the prompt."""
-    shift = small_shift(trial.settings.sharing, trial.num_tokens)
-    spans = structural_repairs(
+def server_windows(trial: Trial, max_small_shift: int | None = None) -> Selection:
+    """What the server repairs where it repairs by place. `max_small_shift`: without its limit of a tenth."""
+    spans = repairs_by_place(
         trial.foreign,
         num_tokens=trial.num_tokens,
-        max_small_shift=shift if max_small_shift is None else max_small_shift,
         settings=trial.settings.repair,
+        max_small_shift=max_small_shift,
     )
     return Selection(covered(spans, trial.num_tokens) & trial.copied)
 
 
 def _default(trial: Trial, budget: float) -> Selection:
-    return server_default(trial)
+    return server_windows(trial)
 
 
 def _default_512(trial: Trial, budget: float) -> Selection:
-    return server_default(trial, max_small_shift=trial.settings.sharing.max_small_shift)
+    return server_windows(trial, max_small_shift=MAX_SMALL_SHIFT)
 
 
 def _random(trial: Trial, budget: float) -> Selection:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 
 from kvshare.bench.fidelity.scenario import Draft
-from kvshare.bench.fidelity.suites import chats, documents, forms, systems
+from kvshare.bench.fidelity.suites import chats, documents, forms, logs, systems
 from kvshare.bench.fidelity.suites.library import Library
 
 Suite = Callable[[Library, int, Random], Draft | None]
@@ -29,5 +29,6 @@ SUITES: Mapping[str, Suite] = {
         systems.toolcall,
         systems.judge,
         chats.chain,
+        logs.log,
     )
 }

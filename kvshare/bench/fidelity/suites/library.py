@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from kvshare.bench.fidelity.scenario import SEED, half_of
+from kvshare.bench.fidelity.scenario import SEED, Draft, half_of
 from kvshare.bench.fidelity.suites import samples
 from kvshare.bench.fidelity.suites.questions import Asked, MarkedQuestion, marked_questions
 from kvshare.bench.fidelity.suites.talks import Talk, talk_of
@@ -45,8 +45,10 @@ def name_of(kind: str, text: str) -> str:
 class Library:
     """The documents of one half, each kind in an order drawn once."""
 
-    def __init__(self, folder: Path | None, half: int) -> None:
-        self._folder, self.half = folder, half
+    def __init__(self, folder: Path | None, half: int, log: Path | None = None) -> None:
+        """`log`: a file of requests, for the suite of that name."""
+        self._folder, self.half, self.log = folder, half, log
+        self.drafts_of_log: Sequence[Draft] | None = None
 
     @cached_property
     def texts(self) -> Sequence[Source[str]]:

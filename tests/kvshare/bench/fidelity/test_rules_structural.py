@@ -8,7 +8,7 @@ import pytest
 from delta_tree import Span
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.rules.base import chunks, cut, heads, moved, pieces
-from kvshare.bench.fidelity.rules.structural import server_default
+from kvshare.bench.fidelity.rules.structural import server_windows
 from kvshare.bench.fidelity.trial import Trial
 from kvshare.sharing.selection import highest, stretches
 from tests.kvshare.bench.fidelity.scenes import (
@@ -178,7 +178,7 @@ def test_the_default_is_the_servers_repair_set() -> None:
     assert chosen(other, "default", 0.0) == heads_of
     # C, moved by less than 512, counts as edited; A follows text of another prompt
     assert chosen(other, "default-512", 0.0) == [*range(C_AT, C_AT + window), *range(A_AT, A_AT + head)]
-    assert places(server_default(other, max_small_shift=0).rows) == heads_of
+    assert places(server_windows(other, max_small_shift=0).rows) == heads_of
 
 
 def test_arms_without_a_budget() -> None:

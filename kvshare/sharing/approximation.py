@@ -1,0 +1,185 @@
+"""
+The approximate plans of one composition: the same copies, repaired in one way or another, and how far each is
+expected to be off.
+
+By place first. Where that is expected to be too far off, the windows are widened, or an engine that can
+choose is given more and more to choose; the cheapest that is within the limit is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from delta_tree import (
+    Composition,
+    Copy,
+    Node,
+    Segment,
+    SegmentId,
+    Span,
+    TokenIds,
+    common_prefix_length,
+    gaps,
+    merge,
+)
+from kvshare.requests import Prediction
+from kvshare.settings import RepairSettings
+from kvshare.sharing.calibration import ModelCalibration
+from kvshare.sharing.cost import Rates
+from kvshare.sharing.plan import Plan, within, without
+from kvshare.sharing.prediction import Shape, shape_of
+from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose
+
+_WIDENED = (1.0, 2.0, 4.0, 8.0)  # times the windows of the settings
+_DOSES = (0.25, 0.5, 1.0, 2.0, 4.0)  # chosen tokens for each stale one
+
+
+@dataclass(frozen=True, slots=True)
+class Repairing:
+    """How much an operator and an engine let repair do, and what is known of the model."""
+
+    settings: RepairSettings
+    calibration: ModelCalibration
+    max_deviation: float  # expected KL, nats
+    can_probe: bool  # whether the engine can choose after a probe pass
+
+    @property
+    def chooses(self) -> bool:
+        return self.can_probe and self.settings.rule != "windows"
+
+    @property
+    def widened(self) -> Sequence[float]:
+        """Which windows are tried."""
+        if not self.chooses:
+            return _WIDENED
+        return () if self.settings.rule == "attention" else _WIDENED[:1]
+
+
+class Approximation:
+    """What one composition may become. Its copies behind the exact prefix are approximate."""
+
+    def __init__(
+        self,
+        composition: Composition,
+        candidates: Sequence[Node],
+        token_ids: TokenIds,
+        segment_of: Callable[[SegmentId], Segment],
+        repairing: Repairing,
+        rates: Rates,
+    ) -> None:
+        """Shapes: token_ids (T,) int32; `candidates`: all donors are among them."""
+        self._segment_of, self._repairing, self._rates = segment_of, repairing, rates
+        self._size = size = composition.num_tokens
+        self._exact_length = min(composition.exact_length, size - 1)
+        self._exact = within(composition.copies, Span(0, self._exact_length))
+        self._foreign = within(composition.copies, Span(self._exact_length, size))
+        used = {copy.donor for copy in self._foreign}
+        donors = {node.node_id: node for node in candidates if node.node_id in used}
+        self._common = {
+            donor: common_prefix_length(node.token_ids, token_ids) for donor, node in donors.items()
+        }
+        self._moved = tuple(copy for copy in self._foreign if not self._is_settled(copy))
+        self._settled = tuple(copy for copy in self._foreign if self._is_settled(copy))
+        self._shape = self._shape_of(self._moved)
+        self._inherited = max((_deviation(copy, donors[copy.donor]) for copy in self._foreign), default=0.0)
+
+    def cheapest(self) -> Plan:
+        """
+        Of those within the limit the one that computes least. Where there is none, only what a chat has of
+        its own; else the one least off.
+        """
+        if self._shape is None:
+            return self._plan("none", Repairs(()))
+        found = [self._by_place(factor) for factor in self._repairing.widened]
+        if self._repairing.chooses:
+            found.append(self._chosen(self._shape))
+        limit = self._repairing.max_deviation
+        if fitting := [plan for plan in found if plan.deviation <= limit]:
+            return min(fitting, key=lambda plan: plan.estimate.shared_s)
+        if self._settled and self._inherited <= limit:
+            without_moved = Repairs(tuple(copy.target for copy in self._moved))
+            return replace(self._plan("none", without_moved), reason="deviates_too_much")
+        return min(found, key=lambda plan: plan.deviation)
+
+    def _is_settled(self, copy: Copy) -> bool:
+        """
+        Whether all that stands in front of a copy stood in front of it in its donor: a chat that goes on.
+
+        Nothing is added to its deviation, so nothing of it is repaired.
+        """
+        return copy.donor_start == copy.target_start and copy.target.end <= self._common[copy.donor]
+
+    def _shape_of(self, moved: Sequence[Copy]) -> Shape | None:
+        tail = max(self._exact_length, self._size - self._repairing.settings.tail)
+        return shape_of(
+            within(moved, Span(self._exact_length, tail)),
+            num_tokens=self._size,
+            exact_length=self._exact_length,
+            common=self._common,
+        )
+
+    def _by_place(self, widened: float) -> Plan:
+        settings = self._repairing.settings
+        spans = repairs_by_place(self._moved, num_tokens=self._size, settings=settings, widened=widened)
+        return self._plan("windows", Repairs(spans))
+
+    def _chosen(self, shape: Shape) -> Plan:
+        """With the smallest dose that is expected to do, or the largest."""
+        limit = self._repairing.max_deviation
+        doses = (dose * shape.stale for dose in _DOSES)
+        fitting = (dose for dose in doses if self._expected("attention", dose) <= limit)
+        wanted = next(fitting, _DOSES[-1] * shape.stale)
+        settings = self._repairing.settings
+        return self._plan(
+            "attention",
+            repairs_to_choose(self._moved, num_tokens=self._size, wanted=wanted, settings=settings),
+        )
+
+    def _expected(self, rule: RepairRule | Literal["none"], repaired: float) -> float:
+        """KL, nats, with what the donors' KV is off already."""
+        if rule == "none" or self._shape is None:
+            return self._inherited
+        return self._inherited + self._repairing.calibration.expected(self._shape, rule, repaired)
+
+    def _plan(self, rule: RepairRule | Literal["none"], repairs: Repairs) -> Plan:
+        size, settings = self._size, self._repairing.settings
+        tail = repairs_by_place(self._settled, num_tokens=size, settings=settings, widened=0.0)
+        spans = merge([*repairs.spans, *tail])
+        kept = without(self._foreign, spans)
+        copies = (*self._exact, *kept)
+        plan = Plan(
+            num_tokens=size,
+            exact_length=self._exact_length,
+            copies=copies,
+            placeholders=gaps((copy.target for copy in copies), size),
+            repairs=spans,
+            generation=max((self._generation_after(copy) for copy in kept), default=0),
+            estimate=self._rates.estimate(num_tokens=size, num_computed=size),
+            order=repairs.order,
+        )
+        in_tail = sum(max(0, span.end - max(span.start, size - settings.tail)) for span in spans)
+        repaired = plan.num_repaired - in_tail
+        num_computed = plan.num_computed + plan.num_selecting
+        return replace(
+            plan,
+            estimate=self._rates.estimate(num_tokens=size, num_computed=num_computed),
+            prediction=Prediction(
+                expected=self._expected(rule, repaired),
+                inherited=self._inherited,
+                limit=self._repairing.max_deviation,
+                rule=rule,
+                repaired=repaired,
+            ),
+        )
+
+    def _generation_after(self, copy: Copy) -> int:
+        """Generation of KV that attends to this copy."""
+        generation = self._segment_of(copy.segment_id).generation
+        return max(1, generation) if self._is_settled(copy) else generation + 1
+
+
+def _deviation(copy: Copy, donor: Node) -> float:
+    """How far a copy's KV is off already: as its donor was expected to be, unless it is exact there."""
+    return donor.deviation if copy.donor_start + copy.length > donor.exact_length else 0.0

@@ -1,0 +1,209 @@
+"""Which approximate plan is taken: by place, wider, chosen, or none, by what is expected of each."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from delta_tree import (
+    DeltaTree,
+    Node,
+    NodeDraft,
+    Piece,
+    PieceTable,
+    Segment,
+    TokenIds,
+    new_segment_id,
+    token_ids,
+)
+from kvshare.settings import load_settings
+from kvshare.sharing.calibration import ModelCalibration, cautious
+from kvshare.sharing.cost import Rates
+from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.planner import PlannerLimits, make_plan
+from kvshare.sharing.prediction import FEATURES, Calibration
+from tests.kvshare.sharing.test_planner import prompt, replaced, stored
+
+SETTINGS = load_settings()
+RATES = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e12, bytes_per_token=1)
+LIMIT = SETTINGS.sharing.max_deviation
+
+
+def judged(nats: float, repaired: float = 0.0) -> Calibration:
+    """Every plan is off by so much, and `repaired` decades less with each unit of that feature."""
+    weights = (*[0.0] * (len(FEATURES) - 1), -repaired)
+    return Calibration(np.log10(nats), weights, (0.0,) * 9, (9.0,) * 9, bias=1.0, spread=0.0)
+
+
+def limits(
+    windows: Calibration, attention: Calibration, *, can_probe: bool = True, rule: str = "auto"
+) -> PlannerLimits:
+    return PlannerLimits(
+        sharing=SETTINGS.sharing,
+        repair=SETTINGS.repair.model_copy(update={"rule": rule}),
+        calibration=ModelCalibration("m", "f", {"windows": windows, "attention": attention}),
+        can_probe=can_probe,
+    )
+
+
+@pytest.fixture
+def tree() -> DeltaTree:
+    return DeltaTree.open(None, identity="test")
+
+
+TOKENS = prompt(2000)
+EDITED = replaced(TOKENS, (400, 410), (1200, 1210))
+
+
+def planned(tree: DeltaTree, given: PlannerLimits, tokens: TokenIds = EDITED, *nodes: Node) -> Plan | NoPlan:
+    donors = nodes or (stored(tree, TOKENS),)
+    return make_plan(tokens, donors, tree.segment, approximate=True, limits=given, rates=RATES)
+
+
+def test_windows_where_they_are_enough(tree: DeltaTree) -> None:
+    plan = planned(tree, limits(judged(LIMIT / 2), judged(LIMIT / 9)))
+    assert isinstance(plan, Plan)
+    assert plan.order is None
+    assert plan.num_repaired == 2 * SETTINGS.repair.edit_window + SETTINGS.repair.tail
+    assert plan.prediction is not None
+    assert plan.prediction.rule == "windows"
+    assert plan.prediction.repaired == 2 * SETTINGS.repair.edit_window
+    assert plan.deviation == pytest.approx(LIMIT / 2)
+
+
+def test_the_smallest_choice_that_is_expected_to_do(tree: DeltaTree) -> None:
+    """A decade less with each unit of log(1 + 4 dose): a dose of 1 is 1.6 of them, a half 1.1."""
+    plan = planned(tree, limits(judged(1.0), judged(LIMIT * 10**1.5, 1.0)))
+    assert isinstance(plan, Plan)
+    assert plan.order is not None
+    assert plan.prediction is not None
+    assert plan.prediction.rule == "attention"
+    stale = 32 * (np.log1p(790 / 32) + np.log1p((2000 - 1210 - SETTINGS.repair.tail) / 32))
+    assert plan.order.num_tokens == plan.prediction.repaired == round(stale)
+    assert LIMIT / 2 < plan.deviation <= LIMIT
+
+
+def test_equal_prefixes_only_where_nothing_is_expected_to_do(tree: DeltaTree) -> None:
+    """What was expected is said all the same."""
+    plan = planned(tree, limits(judged(1.0), judged(0.5)))
+    assert isinstance(plan, Plan)
+    assert (plan.decision, plan.exact_length, plan.reason) == ("exact", 400, "deviates_too_much")
+    assert plan.deviation == 0
+    assert plan.prediction is not None
+    assert plan.prediction.expected == pytest.approx(0.5)
+    moved = token_ids(np.concatenate([prompt(20, seed=3), TOKENS]))
+    refused = planned(tree, limits(judged(1.0), judged(0.5)), moved)
+    assert isinstance(refused, NoPlan)
+    assert refused.reason == "deviates_too_much"
+    assert refused.prediction is not None
+
+
+@pytest.mark.parametrize(("can_probe", "rule"), [(False, "auto"), (True, "windows")])
+def test_windows_are_widened_where_nothing_can_be_chosen(tree: DeltaTree, can_probe: bool, rule: str) -> None:
+    enough = judged(
+        LIMIT * 10**0.75, 1.0
+    )  # the windows of the settings are worth .6 decades, twice as long 1
+    plan = planned(tree, limits(enough, judged(1.0), can_probe=can_probe, rule=rule))
+    assert isinstance(plan, Plan)
+    assert plan.order is None
+    assert plan.prediction is not None
+    assert plan.prediction.repaired == 4 * SETTINGS.repair.edit_window
+
+
+def test_the_cheaper_of_two_that_do(tree: DeltaTree) -> None:
+    """Many edits: their windows are more than a few chosen tokens and what choosing costs."""
+    edited = replaced(TOKENS, *((start, start + 2) for start in range(100, 1900, 60)))
+    both = limits(judged(LIMIT / 2), judged(LIMIT / 2))
+    plan = planned(tree, both, edited)
+    by_place = planned(tree, replace(both, can_probe=False), edited)
+    assert isinstance(plan, Plan)
+    assert isinstance(by_place, Plan)
+    assert plan.order is not None
+    assert by_place.order is None
+    assert plan.estimate.shared_s < by_place.estimate.shared_s
+
+
+def off_by(tree: DeltaTree, tokens: TokenIds, exact_length: int, deviation: float) -> Node:
+    """A stored prompt of which an end is approximate."""
+    parts = [(0, exact_length, 0), (exact_length, len(tokens), 1)]
+    segments = [
+        Segment(new_segment_id(), "ns", start, end - start, generation, 1, 0)
+        for start, end, generation in parts
+        if end > start
+    ]
+    pieces = PieceTable([Piece(segment.segment_id, 0, segment.num_tokens) for segment in segments])
+    draft = NodeDraft("ns", tokens, None, pieces, tuple(segments), exact_length, deviation)
+    return tree.insert(draft).node
+
+
+def test_a_chat_that_goes_on_deviates_no_further(tree: DeltaTree) -> None:
+    """Its own approximate KV in its own context: nothing is repaired, nothing added, whatever edits cost."""
+    node = off_by(tree, TOKENS, 300, LIMIT / 2)
+    following = token_ids(np.concatenate([TOKENS, prompt(50, seed=4)]))
+    plan = planned(tree, limits(judged(1.0), judged(1.0)), following, node)
+    assert isinstance(plan, Plan)
+    assert plan.deviation == LIMIT / 2
+    assert (plan.num_copied, plan.num_repaired) == (1700, 0)
+    assert plan.prediction is not None
+    assert plan.prediction.rule == "none"
+
+
+def test_an_edit_of_an_edit_adds_up(tree: DeltaTree) -> None:
+    node = off_by(tree, TOKENS, 300, LIMIT / 2)
+    plan = planned(tree, limits(judged(LIMIT / 4), judged(1.0)), EDITED, node)
+    assert isinstance(plan, Plan)
+    assert plan.deviation == pytest.approx(LIMIT * 3 / 4)
+    assert plan.prediction is not None
+    assert plan.prediction.inherited == LIMIT / 2
+    refused = planned(tree, limits(judged(LIMIT * 3 / 4), judged(1.0)), EDITED, node)
+    assert isinstance(refused, Plan)
+    assert refused.reason == "deviates_too_much"
+    assert (refused.exact_length, refused.num_copied) == (300, 100)  # up to the edit
+
+
+def test_exact_kv_of_an_approximate_prompt_is_not_off(tree: DeltaTree) -> None:
+    """Only its first 1,000 tokens are copied, which are exact."""
+    node = off_by(tree, TOKENS, 1000, LIMIT / 2)
+    tokens = token_ids(np.concatenate([prompt(10, seed=4), TOKENS[:1000]]))
+    plan = planned(tree, limits(judged(LIMIT / 4), judged(1.0)), tokens, node)
+    assert isinstance(plan, Plan)
+    assert plan.deviation == pytest.approx(LIMIT / 4)
+
+
+def test_a_chats_own_kv_is_shared_where_the_rest_would_be_too_far_off(tree: DeltaTree) -> None:
+    """The new turn's moved text is refused; its own approximate history is not computed again for that."""
+    own = off_by(tree, TOKENS[:1000], 300, LIMIT / 2)
+    tokens = token_ids(np.concatenate([TOKENS[:1000], prompt(30, seed=5), TOKENS[1500:]]))
+    strangers = token_ids(np.concatenate([prompt(30, seed=6), TOKENS[1500:], prompt(30, seed=7)]))
+    plan = planned(tree, limits(judged(1.0), judged(1.0)), tokens, own, stored(tree, strangers))
+    assert isinstance(plan, Plan)
+    assert (plan.exact_length, plan.num_copied) == (300, 700)
+    assert (plan.deviation, plan.reason) == (LIMIT / 2, "deviates_too_much")
+
+
+def test_five_edits_in_a_long_prompt_cost_two_percent(tree: DeltaTree) -> None:
+    """Repair is spent by edit, not by the length of the prompt, for a model that nobody measured too."""
+    tokens = prompt(30_000)
+    edited = replaced(tokens, *((start, start + 10) for start in range(2000, 27_000, 5000)))
+    given = PlannerLimits(
+        sharing=SETTINGS.sharing, repair=SETTINGS.repair, calibration=cautious(), can_probe=True
+    )
+    plan = planned(tree, given, edited, stored(tree, tokens))
+    assert isinstance(plan, Plan)
+    assert plan.decision == "approx"
+    assert plan.num_computed + plan.num_selecting <= 0.02 * 30_000
+
+
+@pytest.mark.parametrize("num_tokens", [500, 1000, 2000, 8000])
+def test_an_unknown_model_shares_edits_in_place(tree: DeltaTree, num_tokens: int) -> None:
+    """A tenth changed in five edits is an approximate plan."""
+    tokens = prompt(num_tokens)
+    size = num_tokens // 50
+    edited = replaced(tokens, *((at * num_tokens // 6, at * num_tokens // 6 + size) for at in range(1, 6)))
+    given = PlannerLimits(
+        sharing=SETTINGS.sharing, repair=SETTINGS.repair, calibration=cautious(), can_probe=True
+    )
+    plan = planned(tree, given, edited, stored(tree, tokens))
+    assert isinstance(plan, Plan)
+    assert plan.decision == "approx"
+    assert plan.num_copied > num_tokens // 4
