@@ -88,6 +88,12 @@ class Composition:
         """The donors in use, in order of their first copy."""
         return tuple(dict.fromkeys(copy.donor for copy in self.copies))
 
+    @property
+    def approximate_donors(self) -> tuple[NodeId, ...]:
+        """The same, of what stands behind the exact prefix."""
+        behind = (copy for copy in self.copies if copy.target_start >= self.exact_length)
+        return tuple(dict.fromkeys(copy.donor for copy in behind))
+
 
 def merge_copies(copies: Iterable[Copy], *, exact_length: int) -> tuple[Copy, ...]:
     """Sorted copies, those that continue each other joined; the joint at `exact_length` stays."""

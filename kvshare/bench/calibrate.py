@@ -48,6 +48,7 @@ def run(
     rows: Path = Path("calibration"),
     data: Path | None = None,
     log: Path | None = None,
+    suites: str | None = None,
     plans: int = 12,
     minutes: float = 24 * 60.0,
     out: Path | None = None,
@@ -55,7 +56,8 @@ def run(
     """
     Measure what is left of `plans` plans a suite, unless `rows` has others; fit on half 0; write `out`.
 
-    With a `log`, its requests count for as many plans as all suites together.
+    With a `log`, its requests count for as many plans as all suites together. `suites`: names with commas,
+    where a model is made for some kinds of prompts only.
 
     Raises:  ConfigError, ModelError; LogError where too few plans are measured
     """
@@ -63,12 +65,14 @@ def run(
         raise ConfigError("--out", f"there is no folder {out.absolute().parent}")
     laboratory = Laboratory.open(find_model(model, download=True), load_settings(), data=data, noise=False)
     laboratory.log = log
-    shards, stage = Shards(rows), _stage(plans, with_log=log is not None)
+    wanted = _wanted(suites)
+    shards, stage = Shards(rows), _stage(plans, wanted, with_log=log is not None)
     if not shards.models or (rows / stage.name).exists():
         counts = work(laboratory, shards, [stage], minutes=minutes)
         if counts["left"]:
             raise LogError(f"{rows}: {counts['left']} plans are left to measure; run the same command again")
-    measured = [plan for plan in read_plans(rows, half=0, model=laboratory.name) if plan.suite != _CHAINED]
+    known = read_plans(rows, half=0, model=laboratory.name)
+    measured = [plan for plan in known if plan.suite in stage.plans]
     made = [(plan, shape) for plan in measured if (shape := _shape(laboratory, plan)) is not None]
     found = {rule: _arms(made, names) for rule, names in _RULES.items()}
     for rule, arms in found.items():
@@ -92,8 +96,16 @@ def run(
     }
 
 
-def _stage(plans: int, *, with_log: bool) -> Stage:
-    suites = [suite for suite in SUITES if suite not in (_CHAINED, _LOG)]
+def _wanted(suites: str | None) -> list[str]:
+    """Raises ConfigError for a suite that there is not."""
+    known = [suite for suite in SUITES if suite not in (_CHAINED, _LOG)]
+    chosen = known if suites is None else [name.strip() for name in suites.split(",")]
+    if unknown := [name for name in chosen if name not in known]:
+        raise ConfigError("--suites", f"no suite {unknown[0]!r}; there are {', '.join(known)}")
+    return chosen
+
+
+def _stage(plans: int, suites: Sequence[str], *, with_log: bool) -> Stage:
     own = {_LOG: plans * len(suites)} if with_log else {}
     return Stage(
         name="calibration",

@@ -18,6 +18,7 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="The file to write, for sharing.calibration.")] = _OUT,
     log: Annotated[Path | None, typer.Option(help="Requests of your own, as replay reads them.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data sets. [default: the project's own samples]")] = None,
+    suites: Annotated[str | None, typer.Option(help="Kinds of prompts, with commas. [default: all]")] = None,
     rows: Annotated[Path, typer.Option(help="What is measured; a lab's rows are taken as they are.")] = _ROWS,
     plans: Annotated[int, typer.Option(min=1, help="Measured of each suite.")] = 12,
     minutes: Annotated[float, typer.Option(min=0, help="Stop then; the next run goes on.")] = 24 * 60,
@@ -27,7 +28,7 @@ def calibrate(
     from kvshare.bench import calibrate as calibration  # imports torch
 
     document = calibration.run(
-        model=model, rows=rows, data=data, log=log, plans=plans, minutes=minutes, out=out
+        model=model, rows=rows, data=data, log=log, suites=suites, plans=plans, minutes=minutes, out=out
     )
     show("bench", document, output_format)
     note(f"written: set sharing.calibration to {out}")

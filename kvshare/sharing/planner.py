@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from delta_tree import Composition, Node, Segment, SegmentId, Span, TokenIds, compose
@@ -97,29 +98,34 @@ def make_plan(
     if not candidates:
         return NoPlan("no_candidates")
     may_approximate = approximate and limits.can_move_keys
-    composition = compose(
+    composed = partial(
+        compose,
         token_ids,
         candidates,
         segment_of,
         min_run=sharing.min_run,
-        max_donors=sharing.max_donors,
         max_generation=limits.policy.max_generation,
         allow_approximate=may_approximate,
     )
+    repairing = Repairing(
+        settings=limits.repair,
+        calibration=limits.calibration,
+        max_deviation=limits.sharing.max_deviation,
+        can_probe=limits.can_probe,
+    )
+    composition = composed(max_donors=sharing.max_donors)
     exact = _exact_plan(composition, rates, min_length=sharing.min_run)
     refusal = "rotation_unknown" if approximate and not limits.can_move_keys else None
     prediction: Prediction | None = None
-    if may_approximate and any(copy.target_start >= composition.exact_length for copy in composition.copies):
-        repairing = Repairing(
-            settings=limits.repair,
-            calibration=limits.calibration,
-            max_deviation=limits.sharing.max_deviation,
-            can_probe=limits.can_probe,
-        )
+    while may_approximate and composition.approximate_donors:
         plan = Approximation(composition, candidates, token_ids, segment_of, repairing, rates).cheapest()
         prediction, refusal = plan.prediction, _gate(plan, exact, limits)
         if refusal is None:
             return plan
+        if refusal != "deviates_too_much" or len(composition.approximate_donors) == 1:
+            break
+        # What many donors give is further off than what the best of them gives alone.
+        composition = composed(max_donors=1)
     if exact is None:
         return NoPlan(refusal or "nothing_in_common", prediction)
     if exact.estimate.full_s - exact.estimate.shared_s < limits.min_saved_s:

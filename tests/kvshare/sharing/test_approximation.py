@@ -123,6 +123,20 @@ def test_the_cheaper_of_two_that_do(tree: DeltaTree) -> None:
     assert plan.estimate.shared_s < by_place.estimate.shared_s
 
 
+def test_one_donor_where_what_several_give_is_too_far_off(tree: DeltaTree) -> None:
+    """Each further donor costs a decade; the one that gives most is enough alone."""
+    weights = tuple(1 / np.log(2) if name == "donors" else 0.0 for name in FEATURES)
+    by_donors = Calibration(np.log10(LIMIT / 2), weights, (0.0,) * 9, (9.0,) * 9, bias=1.0, spread=0.0)
+    first, second = stored(tree, prompt(900, seed=1)), stored(tree, prompt(300, seed=2))
+    tokens = token_ids(np.concatenate([prompt(20, seed=3), first.token_ids, second.token_ids]))
+    plan = planned(tree, limits(by_donors, by_donors), tokens, first, second)
+    assert isinstance(plan, Plan)
+    assert plan.donors == (first.node_id,)
+    assert plan.deviation == pytest.approx(LIMIT / 2)
+    neither = planned(tree, limits(judged(1.0), judged(1.0)), tokens, first, second)
+    assert neither.reason == "deviates_too_much"
+
+
 def off_by(tree: DeltaTree, tokens: TokenIds, exact_length: int, deviation: float) -> Node:
     """A stored prompt of which an end is approximate."""
     parts = [(0, exact_length, 0), (exact_length, len(tokens), 1)]
@@ -148,17 +162,22 @@ def test_a_chat_that_goes_on_deviates_no_further(tree: DeltaTree) -> None:
     assert plan.prediction.rule == "none"
 
 
-def test_an_edit_of_an_edit_adds_up(tree: DeltaTree) -> None:
+def test_an_edit_of_an_edit_is_as_far_off_as_the_worse_of_both(tree: DeltaTree) -> None:
     node = off_by(tree, TOKENS, 300, LIMIT / 2)
-    plan = planned(tree, limits(judged(LIMIT / 4), judged(1.0)), EDITED, node)
+    for own, expected in ((LIMIT / 4, LIMIT / 2), (LIMIT * 3 / 4, LIMIT * 3 / 4)):
+        plan = planned(tree, limits(judged(own), judged(1.0)), EDITED, node)
+        assert isinstance(plan, Plan)
+        assert plan.deviation == pytest.approx(expected)
+        assert plan.prediction is not None
+        assert plan.prediction.inherited == LIMIT / 2
+
+
+def test_where_the_edit_is_too_far_off_a_prompts_own_kv_is_used_up_to_it(tree: DeltaTree) -> None:
+    node = off_by(tree, TOKENS, 300, LIMIT / 2)
+    plan = planned(tree, limits(judged(LIMIT * 2), judged(1.0)), EDITED, node)
     assert isinstance(plan, Plan)
-    assert plan.deviation == pytest.approx(LIMIT * 3 / 4)
-    assert plan.prediction is not None
-    assert plan.prediction.inherited == LIMIT / 2
-    refused = planned(tree, limits(judged(LIMIT * 3 / 4), judged(1.0)), EDITED, node)
-    assert isinstance(refused, Plan)
-    assert refused.reason == "deviates_too_much"
-    assert (refused.exact_length, refused.num_copied) == (300, 100)  # up to the edit
+    assert plan.reason == "deviates_too_much"
+    assert (plan.exact_length, plan.num_copied) == (300, 100)
 
 
 def test_exact_kv_of_an_approximate_prompt_is_not_off(tree: DeltaTree) -> None:

@@ -119,3 +119,14 @@ def test_other_weights_are_another_namespace(start: Callable[..., Vllm]) -> None
     assert vllm.side.info().namespace_fields["revision"] != weights_digest(model)
     with torch.no_grad():
         norm.copy_(before)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_both_engines_know_a_model_by_the_same_fingerprint(
+    start: Callable[..., Vllm], checkpoint: Callable[..., Path], name: str
+) -> None:
+    """A calibration is found by it, whoever measured and whoever serves, in whatever dtype."""
+    from kvshare.engines.embedded.stored_model import stored_fingerprint
+
+    found = start(name, dtype="bfloat16").side.info().fingerprint
+    assert found == stored_fingerprint(str(checkpoint(name)))
