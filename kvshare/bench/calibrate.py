@@ -82,6 +82,7 @@ def run(
         model=laboratory.name,
         fingerprint=laboratory.model.model.fingerprint,
         rules={rule: fit(arms.values, arms.kl) for rule, arms in found.items()},
+        longest=max(shape.num_tokens for _, shape in made),
         measured={"plans": len(made), "suites": sorted({plan.suite for plan, _ in made})},
     )
     if out is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from delta_tree import DeltaTree, Node, TokenIds
 from kvshare.bench.harness import edited, random_prompt
 from kvshare.replay.arms.weightless import WeightlessSequence, WeightlessTier
 from kvshare.settings import load_settings
+from kvshare.sharing.calibration import of_default_model
 from kvshare.sharing.cost import CostModel, Rates
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Lookup, Sharing
@@ -38,7 +39,9 @@ class CountedStore:
         self.tree = tree
         self.tier = WeightlessTier(None)
         self.keeper = MemoryKeeper(tree, self.tier, min_tokens=1)
-        self.limits = PlannerLimits.from_settings(load_settings())
+        self.limits = replace(
+            PlannerLimits.from_settings(load_settings(), can_probe=True), calibration=of_default_model()
+        )
 
     def plan(self, tokens: TokenIds, base: Node) -> Plan | NoPlan:
         """With one donor."""

@@ -31,23 +31,29 @@ _CAUTION = 4.0
 
 @dataclass(frozen=True, slots=True)
 class ModelCalibration:
-    """`caution`: how many times worse than predicted a plan is taken to be; 1 for a measured model."""
+    """
+    `caution`: how many times worse than predicted a plan is taken to be; 1 for a measured model. Text from
+    elsewhere in prompts longer than `longest`, which nobody measured, is taken to be worse in proportion.
+    """
 
     model: str
     fingerprint: str
     rules: Mapping[RepairRule, Calibration]
+    longest: int  # tokens
     caution: float = 1.0
     measured: Mapping[str, Any] = field(default_factory=dict)  # how, for readers
 
     def expected(self, shape: Shape, rule: RepairRule, repaired: float) -> float:
         """Mean KL, nats, of plans of this shape with so many tokens repaired by a rule."""
-        return self.caution * float(self.rules[rule].expected(shape.repaired(repaired)))
+        beyond = float(max(1.0, shape.num_tokens / self.longest) ** shape.far)
+        return self.caution * beyond * float(self.rules[rule].expected(shape.repaired(repaired)))
 
     def as_document(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
             "model": self.model,
             "fingerprint": self.fingerprint,
+            "longest": self.longest,
             "measured": dict(self.measured),
             "rules": {rule: calibration.as_document() for rule, calibration in self.rules.items()},
         }
@@ -60,6 +66,7 @@ class ModelCalibration:
                 model=str(document["model"]),
                 fingerprint=str(document["fingerprint"]),
                 rules={rule: Calibration.from_document(document["rules"][rule]) for rule in RULES},
+                longest=int(document["longest"]),
                 measured=dict(document.get("measured", {})),
             )
         except (KeyError, TypeError) as exc:

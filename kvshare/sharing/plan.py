@@ -18,6 +18,8 @@ from operator import attrgetter
 from delta_tree import Copy, NodeId, Span, merge
 from kvshare.requests import Prediction
 
+# 512 tokens would reach past all documents of a short prompt.
+MAX_SMALL_SHIFT, _SMALL_SHIFT_FRACTION = 512, 0.1
 MAX_LISTENERS = 32  # the last placeholders: what they attend to is repaired
 MAX_RENEWED = 64  # other placeholders that are computed once more behind the repairs
 
@@ -171,6 +173,11 @@ class NoPlan:
 
     reason: str
     prediction: Prediction | None = None  # of what was refused
+
+
+def small_shift(num_tokens: int) -> int:
+    """How far a copy may move in a prompt of this length before it comes from elsewhere, in tokens."""
+    return min(MAX_SMALL_SHIFT, int(_SMALL_SHIFT_FRACTION * num_tokens))
 
 
 def continues(before: Copy, copy: Copy) -> bool:

@@ -18,8 +18,7 @@ from kvshare.settings import RepairSettings, Settings, SharingSettings
 from kvshare.sharing.approximation import Approximation, Repairing
 from kvshare.sharing.calibration import ModelCalibration, calibration_of, cautious
 from kvshare.sharing.cost import Rates
-from kvshare.sharing.plan import NoPlan, Plan, within
-from kvshare.sharing.repair import small_shift
+from kvshare.sharing.plan import NoPlan, Plan, small_shift, within
 
 MAX_GENERATION = 40  # of copies of copies: beyond it nobody has measured (`chain` in docs/fidelity.md)
 

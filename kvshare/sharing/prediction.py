@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import Copy, NodeId
-from kvshare.sharing.plan import continues
+from kvshare.sharing.plan import continues, small_shift
 
 FEATURES = ("lost", "new", "shift", "donors", "distance", "exact", "stale", "pieces", "repaired")
 _REACH = 32.0  # tokens behind the start of a piece over which its KV becomes the donor's again
@@ -35,11 +35,14 @@ class Shape:
     What a plan is like, whatever is repaired of it.
 
     `values` are the features but the last, (F - 1,). `stale`: tokens near the start of a piece, those further
-    on counting less; it grows by some 22 to 160 with each piece, by its length.
+    on counting less; it grows by some 22 to 160 with each piece, by its length. `far`: share of the copied
+    tokens that come from elsewhere.
     """
 
     values: tuple[float, ...]
     stale: float
+    far: float
+    num_tokens: int
 
     def repaired(self, num_tokens: float) -> Vector:
         """(F,) the features when so many copied tokens are computed again."""
@@ -84,6 +87,8 @@ def shape_of(
             float(np.log(len(pieces))),
         ),
         stale=stale,
+        far=float(weights @ (shift > small_shift(num_tokens))),
+        num_tokens=num_tokens,
     )
 
 

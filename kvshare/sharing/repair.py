@@ -15,13 +15,11 @@ from typing import Literal
 
 from delta_tree import Copy, Span, merge
 from kvshare.settings import RepairSettings
-from kvshare.sharing.plan import RepairOrder, continues
+from kvshare.sharing.plan import RepairOrder, continues, small_shift
 from kvshare.sharing.selection import probes
 
 # What is left of a copy after its repairs; below this a further run costs more than computing the tokens.
 _MIN_LEFTOVER = 8
-# A copy that moved further comes from elsewhere: 512 tokens would reach past all documents of a short prompt.
-MAX_SMALL_SHIFT, _SMALL_SHIFT_FRACTION = 512, 0.1
 
 RepairRule = Literal["windows", "attention"]
 
@@ -32,11 +30,6 @@ class Repairs:
 
     spans: tuple[Span, ...]
     order: RepairOrder | None = None
-
-
-def small_shift(num_tokens: int) -> int:
-    """How far a copy may move in a prompt of this length before it counts as relocated, in tokens."""
-    return min(MAX_SMALL_SHIFT, int(_SMALL_SHIFT_FRACTION * num_tokens))
 
 
 def repairs_by_place(

@@ -41,7 +41,7 @@ def limits(
     return PlannerLimits(
         sharing=SETTINGS.sharing,
         repair=SETTINGS.repair.model_copy(update={"rule": rule}),
-        calibration=ModelCalibration("m", "f", {"windows": windows, "attention": attention}),
+        calibration=ModelCalibration("m", "f", {"windows": windows, "attention": attention}, longest=9000),
         can_probe=can_probe,
     )
 

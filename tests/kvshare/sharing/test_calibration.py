@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_a_shipped_calibration_is_plausible(path: Path) -> None:
         assert near == sorted(near, reverse=True)
         assert far == sorted(far, reverse=True)
         assert all(1e-9 < one < other < 10 for one, other in zip(near, far, strict=True))
+
+
+def test_a_prompt_longer_than_any_measured_is_taken_to_be_worse() -> None:
+    """Where text comes from elsewhere; an edit in place is none in a long prompt, either."""
+    known = of_default_model()
+    assert 1000 < known.longest < 2000
+    for shift, factor in ((0, 1), (300, 2)):
+        at_most, twice = (replace(shape(shift), num_tokens=times * known.longest) for times in (1, 2))
+        ratio = known.expected(twice, "windows", 24) / known.expected(at_most, "windows", 24)
+        assert ratio == pytest.approx(factor)
 
 
 def test_an_unknown_model_is_taken_to_be_worse() -> None:

@@ -2,8 +2,8 @@
 
 from delta_tree import Copy, NodeId, SegmentId, Span
 from kvshare.settings import RepairSettings, load_settings
-from kvshare.sharing.plan import cut
-from kvshare.sharing.repair import Repairs, repairs_by_place, repairs_to_choose, small_shift
+from kvshare.sharing.plan import cut, small_shift
+from kvshare.sharing.repair import Repairs, repairs_by_place, repairs_to_choose
 
 
 def copy(target: int, length: int, *, donor: int = 1, donor_start: int | None = None) -> Copy:

@@ -8,7 +8,8 @@ from kvshare.bench.fidelity.rules.base import Rule, chunks, cut, heads, num_want
 from kvshare.bench.fidelity.scenario import SEED
 from kvshare.bench.fidelity.shelf import covered
 from kvshare.bench.fidelity.trial import Selection, Trial
-from kvshare.sharing.repair import MAX_SMALL_SHIFT, repairs_by_place
+from kvshare.sharing.plan import MAX_SMALL_SHIFT
+from kvshare.sharing.repair import repairs_by_place
 from kvshare.sharing.selection import Scores, highest
 
 _BLOCK = 256  # tokens: a copied block of SCR
