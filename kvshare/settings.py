@@ -124,7 +124,7 @@ class SharingSettings(_Section):
     min_prompt_tokens: int = Field(ge=1)
     min_run: int = Field(ge=1)
     max_donors: int = Field(ge=1)
-    max_deviation: float = Field(ge=0)
+    max_deviation: float = Field(ge=0, allow_inf_nan=False)
     calibration: str | None
 
 

@@ -80,11 +80,7 @@ def combine(reports: Collection[SharingReport]) -> SharingReport:
         num_repaired=sum(report.num_repaired for report in reports),
         decision=next((decision for decision in _BY_BOLDNESS if decision in decisions), "full"),
         reason=next((report.reason for report in reports if report.reason is not None), None),
-        prediction=max(
-            (report.prediction for report in reports if report.prediction is not None),
-            key=lambda prediction: prediction.expected,
-            default=None,
-        ),
+        prediction=_worst([r for r in reports if r.decision == "approx"]) or _worst(reports),
     )
 
 
@@ -111,13 +107,22 @@ def _generated(record: RequestRecord) -> str:
         f" {record.finish_reason or '-'} decision={total.decision if record.reports else '-'}"
         f" reused={total.num_cached} recomputed={total.num_recomputed + total.num_repaired}"
         f" completion={'-' if num_completion_tokens is None else num_completion_tokens}"
-        f"{'' if total.prediction is None else _predicted(total.prediction)}"
+        f"{'' if total.prediction is None else _predicted(total.prediction, used=total.decision == 'approx')}"
     )
 
 
-def _predicted(prediction: Prediction) -> str:
-    """How far the answer is expected to be off, of how much it may be, and by which repair."""
-    return f" deviation={prediction.expected:.2g}/{prediction.limit:g} repair={prediction.rule}"
+def _worst(reports: Collection[SharingReport]) -> Prediction | None:
+    return max(
+        (report.prediction for report in reports if report.prediction is not None),
+        key=lambda prediction: prediction.expected,
+        default=None,
+    )
+
+
+def _predicted(prediction: Prediction, *, used: bool) -> str:
+    """How far the answer is expected to be off, or would have been; how much it may be; by which repair."""
+    word = "deviation" if used else "refused"
+    return f" {word}={prediction.expected:.2g}/{prediction.limit:g} repair={prediction.rule}"
 
 
 def log_failure(request_id: str, exc: Exception) -> None:

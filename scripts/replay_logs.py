@@ -1,12 +1,12 @@
 """
 Runs every replay that docs/replay.md quotes and prints its tables; documents go to docs/measured/replay/.
 
-    .venv/bin/python scripts/replay_logs.py DATA OUT [--gates | --stores] [NAME ...] > tables.md
+    .venv/bin/python scripts/replay_logs.py DATA OUT [--limits | --stores] [NAME ...] > tables.md
 
-With --gates the arms differ in what KVShare refuses, with --stores in how much they may keep. DATA has the
-logs in the layout that replay_logs.yaml names, which also says how tables are made; OUT gets the workloads, a
-tokenizer and each run's folder with its report. A document here is a run's results.json without what only its
-report needs. No prompt text in any of them.
+With --limits the arms differ in how far answers may deviate, with --stores in how much they may keep. DATA
+has the logs in the layout that replay_logs.yaml names, which also says how tables are made; OUT gets the
+workloads, a tokenizer and each run's folder with its report. A document here is a run's results.json without
+what only its report needs. No prompt text in any of them.
 """
 
 import json
@@ -34,7 +34,7 @@ def main(
     out: Path,
     names: Annotated[list[str] | None, typer.Argument(help=", ".join([*LOGS, *WORKLOADS]))] = None,
     *,
-    gates: Annotated[bool, typer.Option("--gates", help="What each gate costs.")] = False,
+    limits: Annotated[bool, typer.Option("--limits", help="What is used under which limit.")] = False,
     stores: Annotated[bool, typer.Option("--stores", help="What a finite store costs.")] = False,
 ) -> None:
     """Run the replays that docs/replay.md quotes, all or those named, and print their tables."""
@@ -42,7 +42,7 @@ def main(
         raise typer.BadParameter(f"unknown: {', '.join(sorted(unknown))}")
     out.mkdir(parents=True, exist_ok=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    view, runs = VIEWS["gates" if gates else "stores" if stores else "found"], []
+    view, runs = VIEWS["limits" if limits else "stores" if stores else "found"], []
     for name in names or (*LOGS, *WORKLOADS):
         log = LOGS.get(name) or _workload(name, data, out)
         log = {**log, "options": [*log.get("options", []), *view["options"]]}

@@ -77,7 +77,8 @@ def run(
     found = {rule: _arms(made, names) for rule, names in _RULES.items()}
     for rule, arms in found.items():
         if len(arms.kl) < _FEWEST:
-            raise LogError(f"{rows}: {len(arms.kl)} measured arms for {rule}, expected {_FEWEST} or more")
+            few = f"{len(arms.kl)} measured arms for {rule}, expected {_FEWEST} or more"
+            raise LogError(f"{rows}: {few}; measure more with --plans")
     calibration = ModelCalibration(
         model=laboratory.name,
         fingerprint=laboratory.model.model.fingerprint,
@@ -172,7 +173,8 @@ def evaluated(arms: Measured) -> dict[str, Any]:
     """How much of the variance is explained, and each suite as predicted by the others."""
     fold = np.array([xxhash.xxh3_64_intdigest(source.encode()) % _FOLDS for source in arms.sources])
     by_source = _held_out(arms, fold)
-    by_suite = _held_out(arms, np.unique(arms.suites, return_inverse=True)[1])
+    groups = np.unique(arms.suites, return_inverse=True)[1]
+    by_suite = _held_out(arms, groups) if groups.any() else by_source  # of a single suite there are no others
     return {
         "arms": len(arms.kl),
         "explained": {

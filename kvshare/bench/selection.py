@@ -10,7 +10,6 @@ places (`edited`), or have its passages in another order (`reordered`).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +44,7 @@ def run(
     Raises:  ConfigError for prompts of which nothing is shared
     """
     rng = np.random.default_rng(seed)
-    open_gates = {"repair.rule": "attention", "sharing.max_deviation": math.inf}
+    open_gates = {"repair.rule": "attention", "sharing.max_deviation": 1e6}
     settings = load_settings(overrides=open_gates)
     length = prompt_tokens + 64
     network = llama("timing", max_position_embeddings=length, vocab_size=16384, seed=seed)

@@ -40,6 +40,7 @@ class Reconciler:
         self._keeper = runtime.keeper
         self._in_flight = in_flight
         self._counters = runtime.keeper.counters
+        self._fingerprint: str | None = None  # of the model whose calibration is in use
         self._orphans_due: dict[str, float] = {}  # by replica: when segments without a prompt are dropped
         self._replicas = {replica.name: replica for replica in fleet.replicas}
         self._loop = asyncio.get_running_loop()
@@ -63,7 +64,9 @@ class Reconciler:
         assert info is not None, "known with the connection"
         self._sharing.cost.set_bytes_per_token(info.bytes_per_token)
         # All replicas serve one model.
-        self._sharing.limits = replace(self._limits_of(info), can_move_keys=info.can_move_keys)
+        self._sharing.limits = replace(
+            self._limits_of(info), can_move_keys=info.can_move_keys, can_probe=info.can_choose
+        )
         claimed = await self._runtime.evict(self._keeper.claim, replica.name, held, info.budget_bytes)
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
@@ -72,7 +75,8 @@ class Reconciler:
 
     def _limits_of(self, info: ReplicaInfo) -> PlannerLimits:
         limits = self._sharing.limits.of_model(info.fingerprint)
-        if limits.calibration is not self._sharing.limits.calibration:
+        if info.fingerprint != self._fingerprint:
+            self._fingerprint = info.fingerprint
             log_calibration(limits.calibration, info.fingerprint)
         return limits
 

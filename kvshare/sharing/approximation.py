@@ -28,7 +28,7 @@ from kvshare.requests import Prediction
 from kvshare.settings import RepairSettings
 from kvshare.sharing.calibration import ModelCalibration
 from kvshare.sharing.cost import Rates
-from kvshare.sharing.plan import Plan, within, without
+from kvshare.sharing.plan import MOST_BEHIND, Plan, within, without
 from kvshare.sharing.prediction import Shape, shape_of
 from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose
 
@@ -45,16 +45,21 @@ class Repairing:
     max_deviation: float  # expected KL, nats
     can_probe: bool  # whether the engine can choose after a probe pass
 
-    @property
-    def chooses(self) -> bool:
-        return self.can_probe and self.settings.rule != "windows"
+    def chooses(self, num_behind: int) -> bool:
+        """Whether repairs may be chosen where so many tokens follow the last copy."""
+        return self.can_probe and self.settings.rule != "windows" and num_behind <= MOST_BEHIND
 
-    @property
-    def widened(self) -> Sequence[float]:
-        """Which windows are tried."""
-        if not self.chooses:
-            return _WIDENED
-        return () if self.settings.rule == "attention" else _WIDENED[:1]
+    def usable(self, node: Node) -> Node | None:
+        """
+        What may be copied of a stored prompt: of one whose answer is too far off already only what is exact.
+        """
+        if node.deviation <= self.max_deviation:
+            return node
+        if not node.exact_length:
+            return None
+        return replace(
+            node, token_ids=node.token_ids[: node.exact_length], pieces=node.pieces.first(node.exact_length)
+        )
 
 
 class Approximation:
@@ -76,14 +81,14 @@ class Approximation:
         self._exact = within(composition.copies, Span(0, self._exact_length))
         self._foreign = within(composition.copies, Span(self._exact_length, size))
         used = {copy.donor for copy in self._foreign}
-        donors = {node.node_id: node for node in candidates if node.node_id in used}
+        self._donors = {node.node_id: node for node in candidates if node.node_id in used}
         self._common = {
-            donor: common_prefix_length(node.token_ids, token_ids) for donor, node in donors.items()
+            donor: common_prefix_length(node.token_ids, token_ids) for donor, node in self._donors.items()
         }
         self._moved = tuple(copy for copy in self._foreign if not self._is_settled(copy))
         self._settled = tuple(copy for copy in self._foreign if self._is_settled(copy))
         self._shape = self._shape_of(self._moved)
-        self._inherited = max((_deviation(copy, donors[copy.donor]) for copy in self._foreign), default=0.0)
+        self._chooses = repairing.chooses(size - max((copy.target.end for copy in self._foreign), default=0))
 
     def cheapest(self) -> Plan:
         """
@@ -92,13 +97,16 @@ class Approximation:
         """
         if self._shape is None:
             return self._plan("none", Repairs(()))
-        found = [self._by_place(factor) for factor in self._repairing.widened]
-        if self._repairing.chooses:
+        widened: Sequence[float] = _WIDENED
+        if self._chooses:
+            widened = () if self._repairing.settings.rule == "attention" else _WIDENED[:1]
+        found = [self._by_place(factor) for factor in widened]
+        if self._chooses:
             found.append(self._chosen(self._shape))
         limit = self._repairing.max_deviation
-        if fitting := [plan for plan in found if plan.deviation <= limit]:
+        if fitting := [plan for plan in found if plan.num_copied and plan.deviation <= limit]:
             return min(fitting, key=lambda plan: plan.estimate.shared_s)
-        if self._settled and self._inherited <= limit:
+        if self._settled:
             without_moved = Repairs(tuple(copy.target for copy in self._moved))
             return replace(self._plan("none", without_moved), reason="deviates_too_much")
         return min(found, key=lambda plan: plan.deviation)
@@ -137,18 +145,19 @@ class Approximation:
             repairs_to_choose(self._moved, num_tokens=self._size, wanted=wanted, settings=settings),
         )
 
-    def _expected(self, rule: RepairRule | Literal["none"], repaired: float) -> float:
+    def _expected(self, rule: RepairRule, repaired: float) -> float:
         """
-        KL, nats: the plan's own or its donors', whichever is more. Over 40 edits of edits it did not grow,
-        nor were plans from approximate prompts further off than those from originals (docs/fidelity.md).
+        KL, nats, if nothing was off before. Of a plan that counts or its donors' deviation, the larger one.
+        Over 40 edits of edits it did not grow, nor were plans from approximate prompts further off than those
+        from originals (docs/fidelity.md).
         """
-        if rule == "none" or self._shape is None:
-            return self._inherited
-        return max(self._inherited, self._repairing.calibration.expected(self._shape, rule, repaired))
+        if self._shape is None:
+            return 0.0
+        return self._repairing.calibration.expected(self._shape, rule, repaired)
 
     def _plan(self, rule: RepairRule | Literal["none"], repairs: Repairs) -> Plan:
         size, settings = self._size, self._repairing.settings
-        tail = repairs_by_place(self._settled, num_tokens=size, settings=settings, widened=0.0)
+        tail = repairs_by_place(self._foreign, num_tokens=size, settings=settings, widened=0.0)
         spans = merge([*repairs.spans, *tail])
         kept = without(self._foreign, spans)
         copies = (*self._exact, *kept)
@@ -164,13 +173,14 @@ class Approximation:
         )
         in_tail = sum(max(0, span.end - max(span.start, size - settings.tail)) for span in spans)
         repaired = plan.num_repaired - in_tail
+        inherited = max((_deviation(copy, self._donors[copy.donor]) for copy in kept), default=0.0)
         num_computed = plan.num_computed + plan.num_selecting
         return replace(
             plan,
             estimate=self._rates.estimate(num_tokens=size, num_computed=num_computed),
             prediction=Prediction(
-                expected=self._expected(rule, repaired),
-                inherited=self._inherited,
+                expected=inherited if rule == "none" else max(inherited, self._expected(rule, repaired)),
+                inherited=inherited,
                 limit=self._repairing.max_deviation,
                 rule=rule,
                 repaired=repaired,

@@ -62,13 +62,16 @@ class ModelCalibration:
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """Raises ValueError that names what is missing or no number."""
         try:
-            return cls(
+            calibration = cls(
                 model=str(document["model"]),
                 fingerprint=str(document["fingerprint"]),
                 rules={rule: Calibration.from_document(document["rules"][rule]) for rule in RULES},
                 longest=int(document["longest"]),
                 measured=dict(document.get("measured", {})),
             )
+            if calibration.longest < 1:
+                raise ValueError(f"longest is {calibration.longest}, expected tokens")
+            return calibration
         except (KeyError, TypeError) as exc:
             raise ValueError(f"not a calibration: {type(exc).__name__}: {exc}") from exc
 

@@ -22,6 +22,8 @@ from kvshare.requests import Prediction
 MAX_SMALL_SHIFT, _SMALL_SHIFT_FRACTION = 512, 0.1
 MAX_LISTENERS = 32  # the last placeholders: what they attend to is repaired
 MAX_RENEWED = 64  # other placeholders that are computed once more behind the repairs
+# With more tokens behind the last copy than this nothing is chosen: vLLM computes them in steps of its own.
+MOST_BEHIND = 1024
 
 
 @dataclass(frozen=True, slots=True)

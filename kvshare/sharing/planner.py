@@ -20,6 +20,7 @@ from kvshare.sharing.calibration import ModelCalibration, calibration_of, cautio
 from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import NoPlan, Plan, small_shift, within
 
+_LIGHT = 0.1  # of a prompt, repaired
 MAX_GENERATION = 40  # of copies of copies: beyond it nobody has measured (`chain` in docs/fidelity.md)
 
 
@@ -46,7 +47,9 @@ class PlannerLimits:
     policy: Policy = Policy()
 
     def of_model(self, fingerprint: str) -> Self:
-        """The same for this model."""
+        """The same for this model; a calibration that the settings name stays."""
+        if self.sharing.calibration is not None:
+            return self
         return replace(self, calibration=calibration_of(fingerprint, self.sharing.calibration))
 
     @classmethod
@@ -97,34 +100,39 @@ def make_plan(
     if not candidates:
         return NoPlan("no_candidates")
     may_approximate = approximate and limits.can_move_keys
+    repairing = Repairing(
+        settings=limits.repair,
+        calibration=limits.calibration,
+        max_deviation=sharing.max_deviation,
+        can_probe=limits.can_probe,
+    )
+    donors = [node for candidate in candidates if (node := repairing.usable(candidate)) is not None]
     composed = partial(
         compose,
         token_ids,
-        candidates,
+        donors,
         segment_of,
         min_run=sharing.min_run,
         max_generation=limits.policy.max_generation,
         allow_approximate=may_approximate,
     )
-    repairing = Repairing(
-        settings=limits.repair,
-        calibration=limits.calibration,
-        max_deviation=limits.sharing.max_deviation,
-        can_probe=limits.can_probe,
-    )
     composition = composed(max_donors=sharing.max_donors)
     exact = _exact_plan(composition, rates, min_length=sharing.min_run)
     refusal = "rotation_unknown" if approximate and not limits.can_move_keys else None
     prediction: Prediction | None = None
+    accepted: list[Plan] = []
     while may_approximate and composition.approximate_donors:
-        plan = Approximation(composition, candidates, token_ids, segment_of, repairing, rates).cheapest()
-        prediction, refusal = plan.prediction, _gate(plan, exact, limits)
-        if refusal is None:
-            return plan
-        if refusal != "deviates_too_much" or len(composition.approximate_donors) == 1:
+        plan = Approximation(composition, donors, token_ids, segment_of, repairing, rates).cheapest()
+        prediction, refused = plan.prediction, _gate(plan, exact, limits)
+        refusal = refusal or refused
+        if refused is None:
+            accepted.append(plan)
+        if len(composition.approximate_donors) == 1 or (refused is None and _is_light(plan)):
             break
-        # What many donors give is further off than what the best of them gives alone.
+        # The best donor alone may need less repair than all of them together.
         composition = composed(max_donors=1)
+    if accepted:
+        return min(accepted, key=lambda plan: plan.estimate.shared_s)
     if exact is None:
         return NoPlan(refusal or "nothing_in_common", prediction)
     if exact.estimate.full_s - exact.estimate.shared_s < limits.min_saved_s:
@@ -153,6 +161,11 @@ def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> P
     )
 
 
+def _is_light(plan: Plan) -> bool:
+    """Whether so little is repaired that another composition would hardly need less."""
+    return plan.prediction is not None and plan.prediction.repaired <= _LIGHT * plan.num_tokens
+
+
 def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:
     """Why an approximate plan is refused, or None. A doubtful match counts as no match."""
     policy = limits.policy
@@ -162,7 +175,7 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:
     # Repair may leave nothing of the copies; a few tokens are not worth any doubt.
     if saved < max(limits.sharing.min_run, (policy.min_saved_fraction or 0.0) * plan.num_tokens):
         return "not_enough_saved"
-    if plan.prediction is not None and plan.prediction.expected > plan.prediction.limit:
+    if plan.prediction is not None and not plan.prediction.expected <= plan.prediction.limit:
         return "deviates_too_much"
     if policy.max_relocated_fraction is not None:
         limit = small_shift(plan.num_tokens)

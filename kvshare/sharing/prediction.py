@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 from typing import Any, Self
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvshare.sharing.plan import continues, small_shift
 FEATURES = ("lost", "new", "shift", "donors", "distance", "exact", "stale", "pieces", "repaired")
 _REACH = 32.0  # tokens behind the start of a piece over which its KV becomes the donor's again
 _DOSE = 4.0  # repaired tokens for each stale one, where doubling them begins to count in full
+_MOST_PIECES = 512  # whose surroundings are looked at
 FLOOR = 1e-6  # nats: below it KL is rounding
 
 Vector = NDArray[np.float64]
@@ -73,13 +75,15 @@ def shape_of(
     pieces = _pieces(copies)
     lengths = np.array([length for _, length in pieces])
     weights = lengths / lengths.sum()
-    lost, new, shift = _churn([copy for copy, _ in pieces], copies, common)
+    some = slice(None, None, 1 + len(pieces) // _MOST_PIECES)  # of thousands of pieces these tell enough
+    shares = weights[some] / weights[some].sum()
+    lost, new, shift = _churn([copy for copy, _ in pieces[some]], copies, common)
     stale = float((_REACH * np.log1p(lengths / _REACH)).sum())
     return Shape(
         values=(
-            float(np.log1p(weights @ lost)),
-            float(np.log1p(weights @ new)),
-            float(np.log1p(weights @ shift)),
+            float(np.log1p(shares @ lost)),
+            float(np.log1p(shares @ new)),
+            float(np.log1p(shares @ shift)),
             float(np.log(len({copy.donor for copy, _ in pieces}))),
             float(np.log1p(num_tokens - pieces[-1][0].target_start)),
             exact_length / num_tokens,
@@ -87,7 +91,7 @@ def shape_of(
             float(np.log(len(pieces))),
         ),
         stale=stale,
-        far=float(weights @ (shift > small_shift(num_tokens))),
+        far=float(shares @ (shift > small_shift(num_tokens))),
         num_tokens=num_tokens,
     )
 
@@ -135,7 +139,7 @@ class Calibration:
                 tuple(float(document["features"][name][column]) for name in FEATURES)
                 for column in ("weight", "low", "high")
             )
-            return cls(
+            found = cls(
                 intercept=float(document["intercept"]),
                 weights=weights,
                 low=low,
@@ -143,6 +147,10 @@ class Calibration:
                 bias=float(document["bias"]),
                 spread=float(document["spread"]),
             )
+            numbers = (found.intercept, found.bias, found.spread, *weights, *low, *high)
+            if not all(map(isfinite, numbers)) or found.bias <= 0:
+                raise ValueError("expected finite numbers, and a bias above 0")
+            return found
         except (KeyError, TypeError, ValueError) as exc:
             raise ValueError(f"not a calibration: {type(exc).__name__}: {exc}") from exc
 

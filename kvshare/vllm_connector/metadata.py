@@ -17,12 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from delta_tree import SegmentId, Span, gaps, merge
+from kvshare.sharing.plan import MOST_BEHIND as MOST_BEHIND  # so many are beyond vLLM's budget for a step
 from kvshare.sharing.plan import RepairOrder
 from kvshare.vllm_protocol.messages import WireCopy
-
-# Tokens behind the last copy that a load computes for a choice of repairs: they are beyond vLLM's budget
-# for a step. With more, the load ends at the last copy, and places decide.
-MOST_BEHIND = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +130,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     warnings: tuple[str, ...] = ()
     # What follows is known if the self-test could run.
     can_move_keys: bool = False
+    can_listen: bool = False
     rope: str = "unknown"  # digest of the rotary frequencies
     num_layers: int = 0
     num_kv_heads: int = 0  # of this rank

@@ -248,9 +248,10 @@ class ReplicaInfo(VersionedMessage):
     num_segments: Number
     max_model_len: Number
     fingerprint: str = ""  # of the model: what a calibration is found by
+    can_choose: Flag = True  # repairs, by what is attended to
     settings: Mapping[str, Any] = field(default_factory=dict)  # what `kvshare doctor` compares
 
-    _optional = frozenset({"fingerprint", "settings"})
+    _optional = frozenset({"fingerprint", "can_choose", "settings"})
 
     @property
     def shares(self) -> bool:

@@ -122,6 +122,7 @@ class SchedulerSide:
             can_move_keys=self._may_move_keys,
             # Without them the proxy asks again; sharing may start while this is put together.
             namespace_fields={} if is_starting else self._namespace_fields(),
+            can_choose=all(worker.can_listen for worker in self._handshakes),
             fingerprint=self._handshakes[0].fingerprint if self._handshakes else "",
             bytes_per_token=self._bytes_per_token,
             max_bytes=self.segments.max_bytes,

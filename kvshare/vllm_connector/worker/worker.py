@@ -73,6 +73,7 @@ class ConnectorWorker:
                 unsupported=unsupported,
                 warnings=warnings,
                 can_move_keys=self._rotation is not None,
+                can_listen=self._can_listen,
                 rope=rope_digest(self._rotation),
                 num_layers=geometry.num_layers,
                 num_kv_heads=geometry.num_kv_heads,

@@ -137,6 +137,42 @@ def test_one_donor_where_what_several_give_is_too_far_off(tree: DeltaTree) -> No
     assert neither.reason == "deviates_too_much"
 
 
+def test_the_cheaper_of_one_and_several_donors(tree: DeltaTree) -> None:
+    """A prompt that differs in one token needs no small pieces of others, nor the repair they ask for."""
+    near = stored(tree, replaced(TOKENS[:1500], (700, 701)))
+    others = [
+        stored(tree, token_ids(np.concatenate([prompt(200, seed=seed), TOKENS[place : place + 60]])))
+        for seed, place in ((11, 690), (12, 660), (13, 1440))
+    ]
+    given = replace(limits(judged(1.0), judged(1.0)), calibration=cautious(), can_probe=True)
+    alone = planned(tree, given, TOKENS[:1500], near)
+    together = planned(tree, given, TOKENS[:1500], near, *others)
+    assert isinstance(alone, Plan)
+    assert isinstance(together, Plan)
+    assert together.estimate.shared_s <= alone.estimate.shared_s
+
+
+def test_what_ends_alike_is_computed_to_its_last_token(tree: DeltaTree) -> None:
+    """Two prompts share a beginning and their last 16 tokens: the answer starts from computed ones."""
+    head, tail = TOKENS[:1000], prompt(SETTINGS.repair.tail, seed=8)
+    donor = stored(tree, token_ids(np.concatenate([head, prompt(30, seed=6), tail])))
+    asked = token_ids(np.concatenate([head, prompt(20, seed=7), tail]))
+    for given in (limits(judged(1e-6), judged(1e-6)), limits(judged(1.0), judged(1.0))):
+        plan = planned(tree, given, asked, donor)
+        assert isinstance(plan, Plan)
+        assert (plan.exact_length, plan.placeholders[-1].end) == (1000, len(asked))
+        assert plan.decision == "exact"
+
+
+def test_nothing_is_chosen_where_much_follows_the_last_copy(tree: DeltaTree) -> None:
+    """vLLM computes that in steps of its own, and would repair by place."""
+    tokens = token_ids(np.concatenate([prompt(20, seed=3), TOKENS[:900], prompt(1100, seed=4)]))
+    given = limits(judged(LIMIT * 10**0.75, 1.0), judged(LIMIT / 9))
+    plan = planned(tree, given, tokens, stored(tree, TOKENS))
+    assert plan.prediction is not None
+    assert plan.prediction.rule == "windows"
+
+
 def off_by(tree: DeltaTree, tokens: TokenIds, exact_length: int, deviation: float) -> Node:
     """A stored prompt of which an end is approximate."""
     parts = [(0, exact_length, 0), (exact_length, len(tokens), 1)]
@@ -187,6 +223,22 @@ def test_exact_kv_of_an_approximate_prompt_is_not_off(tree: DeltaTree) -> None:
     plan = planned(tree, limits(judged(LIMIT / 4), judged(1.0)), tokens, node)
     assert isinstance(plan, Plan)
     assert plan.deviation == pytest.approx(LIMIT / 4)
+
+
+def test_a_prompt_that_is_too_far_off_hides_no_other(tree: DeltaTree) -> None:
+    """Only what is exact of it counts: the clean one behind it is copied from."""
+    worse = off_by(tree, TOKENS[:1900], 300, 1e6)
+    clean = stored(tree, TOKENS[:1500])
+    given = limits(judged(LIMIT / 2), judged(LIMIT / 2))
+    tokens = replaced(TOKENS[:1900], (400, 410))
+    plan = planned(tree, given, tokens, worse, clean)
+    assert isinstance(plan, Plan)
+    assert plan.decision == "approx"
+    assert clean.node_id in plan.donors
+    assert plan.deviation == pytest.approx(LIMIT / 2)
+    alone = planned(tree, given, tokens, worse)
+    assert isinstance(alone, Plan)
+    assert (alone.decision, alone.exact_length) == ("exact", 300)
 
 
 def test_a_chats_own_kv_is_shared_where_the_rest_would_be_too_far_off(tree: DeltaTree) -> None:

@@ -23,13 +23,13 @@ _LEAST_SHARED = 0.2  # of a request's shingles, by a donor
 
 
 def log(library: Library, number: int, draw: random.Random) -> Draft | None:
-    """The requests take turns; a number whose request does not fit gets another one."""
+    """One of them at random; a number whose request does not fit gets another one."""
     drafts = _drafts(library)
     return drafts[draw.randrange(len(drafts))] if drafts else None
 
 
 def _drafts(library: Library) -> Sequence[Draft]:
-    """Of this half; one request belongs to the half of its first donor, so that both are in the same."""
+    """Of this half; a request belongs to the half of the donor that gives most."""
     if library.log is None:
         return ()
     if library.drafts_of_log is None:
