@@ -8,7 +8,8 @@ too, and the answers are compared: the same prompts, nothing set that users do n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -160,7 +161,7 @@ def _agreement(own: Sequence[int], full: Sequence[int]) -> float:
     """Share of the answer in front of the first token that differs."""
     both = min(len(own), len(full))
     equal = next((place for place in range(both) if own[place] != full[place]), both)
-    return equal / max(1, min(len(full), len(own) if own == list(full) else len(full)))
+    return equal / max(1, len(full))
 
 
 def _summary(served: Sequence[Served]) -> dict[str, Any]:
@@ -171,19 +172,12 @@ def _summary(served: Sequence[Served]) -> dict[str, Any]:
         "requests": len(served),
         "mean_tokens": tokens / max(1, len(served)),
         "used": sum(each.num_reused for each in served) / max(1, tokens),
-        "decisions": _counts(each.decision for each in served),
-        "reasons": _counts(each.reason or "-" for each in served),
+        "decisions": Counter(each.decision for each in served),
+        "reasons": Counter(each.reason or "-" for each in served),
         "measured": _means(measured),
         "of originals": _means(fresh),
         "of approximate prompts": _means([each for each in measured if each not in fresh]),
     }
-
-
-def _counts(words: Iterator[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for word in words:
-        found[word] = found.get(word, 0) + 1
-    return found
 
 
 def _means(measured: Sequence[Served]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class PlannerLimits:
         """The same for this model; a calibration that the settings name stays."""
         if self.sharing.calibration is not None:
             return self
-        return replace(self, calibration=calibration_of(fingerprint, self.sharing.calibration))
+        return replace(self, calibration=calibration_of(fingerprint))
 
     @classmethod
     def from_settings(

@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from delta_tree import SegmentId, Span, gaps, merge
-from kvshare.sharing.plan import MOST_BEHIND as MOST_BEHIND  # so many are beyond vLLM's budget for a step
 from kvshare.sharing.plan import RepairOrder
 from kvshare.vllm_protocol.messages import WireCopy
 

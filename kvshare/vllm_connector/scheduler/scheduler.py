@@ -17,9 +17,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from delta_tree import SEGMENT_TOKENS, SegmentId, Span, gaps, merge, new_segment_id, split
-from kvshare.sharing.plan import RepairOrder, cut
+from kvshare.sharing.plan import MOST_BEHIND, RepairOrder, cut
 from kvshare.vllm_connector.metadata import (
-    MOST_BEHIND,
     LoadRequest,
     LoadResult,
     SaveRequest,

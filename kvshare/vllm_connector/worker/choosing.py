@@ -18,9 +18,9 @@ import torch
 
 from delta_tree import SegmentId, Span, gaps, merge
 from kvshare.kv.listening import Listener
-from kvshare.sharing.plan import MAX_LISTENERS, RepairOrder, last_tokens
+from kvshare.sharing.plan import MAX_LISTENERS, MOST_BEHIND, RepairOrder, last_tokens
 from kvshare.sharing.selection import Choice, choose, choose_by_place
-from kvshare.vllm_connector.metadata import MOST_BEHIND, LoadRequest
+from kvshare.vllm_connector.metadata import LoadRequest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import Run
 
