@@ -38,6 +38,7 @@ from delta_tree.node import (
     Segment,
     SegmentId,
     new_segment_id,
+    segment_tokens,
 )
 from delta_tree.pieces import Piece, PieceTable
 from delta_tree.reading import SharedKV
@@ -95,6 +96,7 @@ __all__ = [
     "gaps",
     "merge",
     "new_segment_id",
+    "segment_tokens",
     "set_aside",
     "split",
     "token_ids",

@@ -23,13 +23,17 @@ __all__ = [
     "Segment",
     "SegmentId",
     "new_segment_id",
+    "segment_tokens",
 ]
 
 NodeId = NewType("NodeId", int)
 """A positive integer below 2**53 (exact in JSON), higher for later prompts, stable across reopening."""
 
 SEGMENT_TOKENS: Final = 256
-"""KV is cut into segments of so many tokens (see `split`), so that a prompt can be evicted from its end."""
+"""KV is cut into segments of so many tokens at most (see `split`): a prompt is evicted from its end."""
+
+_MIN_SEGMENT_TOKENS: Final = 16
+_SEGMENTS_IN_STORE: Final = 512
 
 UNKNOWN_DEVIATION: Final = 1e6
 """Of a prompt of which nobody knows how far its answer may be off: nothing approximate is copied from it."""
@@ -89,6 +93,16 @@ class NodeDraft:
     new_segments: tuple[Segment, ...]
     exact_length: int
     deviation: float = 0.0
+
+
+def segment_tokens(capacity_tokens: int) -> int:
+    """
+    Length of the segments in a store of so many tokens.
+
+    What leaves a store leaves by the segment. In one of few tokens a segment of `SEGMENT_TOKENS` would be a
+    large part of it; in a large one short segments would only be many (docs/log.md has figures).
+    """
+    return max(_MIN_SEGMENT_TOKENS, min(SEGMENT_TOKENS, capacity_tokens // _SEGMENTS_IN_STORE))
 
 
 def new_segment_id() -> SegmentId:

@@ -134,7 +134,7 @@ class Keeper(Generic[TierT]):
         if self._bytes_of(self.tree.pinned().union(held), budget) + num_bytes > budget.max_bytes:
             self.counters["fallback:commit:no_room"] += 1
             return False  # evicting all the others would not be enough: evict nobody
-        while (candidate := self._least_recently_used(namespaces, held)) is not None:
+        while (candidate := self._next_to_leave(namespaces, held)) is not None:
             excess = budget.num_bytes + num_bytes - budget.max_bytes
             if num_kept := self._useful_prefix(candidate, excess, budget):
                 self._shorten(candidate, num_kept)
@@ -147,9 +147,8 @@ class Keeper(Generic[TierT]):
         self.counters["fallback:commit:no_room"] += 1
         return False
 
-    def _least_recently_used(
-        self, namespaces: Collection[str] | None, held: Collection[NodeId]
-    ) -> Node | None:
+    def _next_to_leave(self, namespaces: Collection[str] | None, held: Collection[NodeId]) -> Node | None:
+        """The least recently used of those that may leave."""
         if namespaces is None:
             return self.tree.least_recently_used(without=held)
         oldest = (self.tree.least_recently_used(namespace, without=held) for namespace in namespaces)

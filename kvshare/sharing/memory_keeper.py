@@ -25,6 +25,7 @@ from delta_tree import (
     Span,
     TokenIds,
     new_segment_id,
+    segment_tokens,
 )
 from kvshare.kv.tier import Tier
 from kvshare.safe_logging import classes_and_places
@@ -73,10 +74,9 @@ class Computed(Generic[KVT]):
     plan: Plan | NoPlan
     kv: SequenceBuffer[KVT]
 
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """What was computed for it; the rest was copied."""
-        return computed_spans(self.plan, len(self.token_ids))
+    def spans(self, segment_tokens: int) -> tuple[Span, ...]:
+        """What was computed for it, by segment; the rest was copied."""
+        return computed_spans(self.plan, len(self.token_ids), segment_tokens)
 
 
 class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
@@ -132,7 +132,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
     def _commit(self, computed: Computed[KVT]) -> Node | None:
         if not self._is_wanted(computed.namespace, computed.token_ids):
             return None
-        num_computed = sum(len(span) for span in computed.spans)
+        num_computed = sum(len(span) for span in self._spans(computed))
         if num_computed * computed.kv.bytes_per_token > self.tier.max_bytes:
             self.counters["fallback:commit:too_large"] += 1
             return None
@@ -149,7 +149,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
 
     def _drafted(self, computed: Computed[KVT]) -> tuple[NodeDraft, list[KVT]]:
         """The node for a finished sequence, and the KV of its new segments, cut out of the slots."""
-        spans = computed.spans
+        spans = self._spans(computed)
         kept = [computed.kv.cut(span) for span in spans]
         stored = [
             StoredSpan(self._new_id(), span, kv.num_bytes, kv.checksum())
@@ -159,6 +159,9 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         namespace = computed.namespace
         draft = draft_node(computed.token_ids, computed.plan, stored, namespace=namespace, parent=parent)
         return draft, kept
+
+    def _spans(self, computed: Computed[KVT]) -> tuple[Span, ...]:
+        return computed.spans(segment_tokens(self.tier.max_bytes // computed.kv.bytes_per_token))
 
     def _store(self, draft: NodeDraft, kept: Sequence[KVT]) -> Node | None:
         """Make room, then put KV and node in place, in an order in which nobody finds a node without KV."""

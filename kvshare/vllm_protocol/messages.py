@@ -259,11 +259,16 @@ class ReplicaInfo(VersionedMessage):
 
     @property
     def budget_bytes(self) -> int:
-        """
-        How much the proxy lets a replica hold. The rest is for prompts that are saved before the proxy, which
-        is told of them, has evicted others: see docs/decisions/0001-who-orders-evictions.md.
-        """
-        return self.max_bytes - self.max_bytes // HEADROOM
+        """See `budget_of`."""
+        return budget_of(self.max_bytes)
+
+
+def budget_of(max_bytes: int) -> int:
+    """
+    How much of its memory the proxy lets a replica hold. The rest is for prompts that are saved before the
+    proxy, which is told of them, has evicted others: see docs/decisions/0001-who-orders-evictions.md.
+    """
+    return max_bytes - max_bytes // HEADROOM
 
 
 def digest_of(token_ids: TokenIds | Sequence[int]) -> str:

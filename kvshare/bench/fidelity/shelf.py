@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from delta_tree import (
+    SEGMENT_TOKENS,
     Composition,
     Copy,
     DeltaTree,
@@ -145,7 +146,7 @@ class Shelf:
         Without KV the prompt can be composed from, and nothing can be laid.
         """
         stored = []
-        for span in computed_spans(plan, len(token_ids)):
+        for span in computed_spans(plan, len(token_ids), SEGMENT_TOKENS):
             segment_id = new_segment_id()
             if kv is not None:
                 self._kv[segment_id] = kv.cut(span)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from delta_tree import SEGMENT_TOKENS, SegmentId, Span, gaps, merge, new_segment_id, split
+from delta_tree import SegmentId, Span, gaps, merge, new_segment_id, segment_tokens, split
 from kvshare.sharing.plan import MOST_BEHIND, RepairOrder, cut
 from kvshare.vllm_connector.metadata import (
     LoadRequest,
@@ -29,7 +29,7 @@ from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
 from kvshare.vllm_protocol.json_fields import WireError
-from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, Stored, Ticket
+from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, Stored, Ticket, budget_of
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -203,7 +203,7 @@ class ConnectorScheduler:
         if ticketed.ticket.order is not None:  # a segment is of one generation
             computed = merge([*computed, *ticketed.repaired])
             computed = cut(computed, _first_approximate(ticketed, copies))
-        spans = split(computed, SEGMENT_TOKENS)
+        spans = split(computed, segment_tokens(budget_of(self.segments.max_bytes) // self.bytes_per_token))
         stored = tuple(
             Stored(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)
             for span in spans

@@ -346,7 +346,10 @@ def test_namespaces_never_mix(arm: str, capacity: int | None) -> None:
     assert bool(own.hits) == (arm != "nothing")
 
 
-@pytest.mark.parametrize("arm", ["prefix", "chunks", "response", "kvshare-fingerprints", "oracle"])
+@pytest.mark.parametrize(
+    "arm",
+    ["prefix", "chunks", "response", "kvshare-fingerprints", "kvshare-fingerprints:by_saving=1", "oracle"],
+)
 def test_finite_stores_stay_within_their_bytes(arm: str) -> None:
     """No arm's store holds more than its capacity; the chunks' engine has its prefix cache beside it."""
     rng = np.random.default_rng(4)
@@ -355,6 +358,26 @@ def test_finite_stores_stay_within_their_bytes(arm: str) -> None:
     outcomes = run(arm, requests, 1000, meanings=True)
     assert all(outcome.num_stored_bytes <= allowed * 1000 * 10 for outcome in outcomes)
     assert outcomes[-1].num_stored_bytes > 0
+
+
+@pytest.mark.parametrize(("arm", "stays"), [("", False), (":by_saving=1", True)])
+def test_what_saves_much_stays_where_savings_decide(arm: str, stays: bool) -> None:
+    """A prompt that is asked again and again outlives those that are newer and never come back."""
+    rng = np.random.default_rng(5)
+    popular, others = random_tokens(rng, 300), [random_tokens(rng, 300) for _ in range(5)]
+    requests = stream([popular] * 3 + others + [popular])
+    *_, again = run("kvshare-fingerprints" + arm, requests, 1000)
+    assert (again.num_hit > 250) == stays
+
+
+def test_old_merits_fade() -> None:
+    """What nobody has asked for since leaves in the end."""
+    rng = np.random.default_rng(6)
+    once_popular = random_tokens(rng, 300)
+    others = [tokens for _ in range(8) for tokens in [random_tokens(rng, 300)] * 3]
+    requests = stream([once_popular] * 3 + others + [once_popular])
+    *_, again = run("kvshare-fingerprints:by_saving=1", requests, 1000)
+    assert again.num_hit < 150
 
 
 ASKERS = [
@@ -398,7 +421,7 @@ def test_evicted_prompts_are_no_donors() -> None:
     first, second = random_tokens(rng, 500), random_tokens(rng, 500)
     again = [*first[:250], 1, *first[251:]]
     assert run("kvshare-fingerprints-open", stream([first, again]), 700)[-1].num_hit > 400
-    assert run("kvshare-fingerprints-open", stream([first, second, again]), 700)[-1].num_hit == 0
+    assert run("kvshare-fingerprints-open", stream([first, second, again]), 500)[-1].num_hit == 0
 
 
 def test_two_kvshare_arms_with_one_seed_agree() -> None:

@@ -7,13 +7,25 @@ import itertools
 import numpy as np
 import pytest
 
-from delta_tree import SEGMENT_TOKENS, Copy, DeltaTree, Node, NodeId, SegmentId, Span, TokenIds, token_ids
+from delta_tree import (
+    SEGMENT_TOKENS,
+    Copy,
+    DeltaTree,
+    Node,
+    NodeId,
+    SegmentId,
+    Span,
+    TokenIds,
+    segment_tokens,
+    token_ids,
+)
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.plan import Estimate, NoPlan, Plan
 
 CAPACITY = 2500
 MIN_TOKENS = 300
+PART = segment_tokens(CAPACITY)
 
 
 def new_keeper(capacity: int) -> MemoryKeeper[WeightlessKV]:
@@ -55,10 +67,25 @@ def continued(donor: Node, num_kept: int, length: int) -> tuple[TokenIds, Plan]:
 
 
 def test_a_long_prompt_is_cut_into_segments(keeper: MemoryKeeper[WeightlessKV]) -> None:
-    """Of `SEGMENT_TOKENS`; the last one has the rest."""
+    """The last one has the rest."""
+    node = keep(keeper, tokens(1, 1000))
+    lengths = [keeper.tree.segment(piece.segment_id).num_tokens for piece in node.pieces]
+    assert lengths == [PART] * 61 + [1000 - 61 * PART]
+
+
+def test_a_large_store_has_longer_segments() -> None:
+    """What leaves it at once may be more, and there are fewer of them."""
+    keeper = new_keeper(200_000)
     node = keep(keeper, tokens(1, 1000))
     lengths = [keeper.tree.segment(piece.segment_id).num_tokens for piece in node.pieces]
     assert lengths == [SEGMENT_TOKENS, SEGMENT_TOKENS, 1000 - 2 * SEGMENT_TOKENS]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "length"), [(0, 16), (2500, 16), (8192, 16), (32_768, 64), (131_072, 256), (10**9, 256)]
+)
+def test_segments_are_a_512th_of_a_store(capacity: int, length: int) -> None:
+    assert segment_tokens(capacity) == length
 
 
 def test_the_last_to_leave_keeps_its_beginning(keeper: MemoryKeeper[WeightlessKV]) -> None:
@@ -66,11 +93,11 @@ def test_the_last_to_leave_keeps_its_beginning(keeper: MemoryKeeper[WeightlessKV
     first, second = keep(keeper, tokens(1, 1000)), keep(keeper, tokens(2, 1500))
     keep(keeper, tokens(3, 400))
     shorter = keeper.tree.node(first.node_id)
-    assert shorter.num_tokens == 2 * SEGMENT_TOKENS
+    assert shorter.num_tokens == 37 * PART == 592
     assert np.array_equal(shorter.token_ids, first.token_ids[: shorter.num_tokens])
     assert keeper.tree.least_recently_used() is shorter
     assert keeper.tree.node(second.node_id) is second
-    assert keeper.tier.num_bytes == keeper.tree.stats().num_bytes == 2 * SEGMENT_TOKENS + 1500 + 400
+    assert keeper.tier.num_bytes == keeper.tree.stats().num_bytes == 592 + 1500 + 400
     assert keeper.take_evicted() == []
     assert keeper.take_shortened() == [shorter]
     assert keeper.take_shortened() == []
@@ -82,7 +109,7 @@ def test_an_eighth_of_a_long_prompt_goes_at_least() -> None:
     keeper = new_keeper(9000)
     first = keep(keeper, tokens(1, 8000))
     keep(keeper, tokens(2, 1200))
-    assert keeper.tree.node(first.node_id).num_tokens == 27 * SEGMENT_TOKENS == 6912
+    assert keeper.tree.node(first.node_id).num_tokens == 411 * segment_tokens(9000) == 6987
 
 
 def test_what_is_left_leaves_next(keeper: MemoryKeeper[WeightlessKV]) -> None:
@@ -113,11 +140,11 @@ def test_a_beginning_that_is_a_prompt_already_leaves_whole(keeper: MemoryKeeper[
     """No namespace has the same prompt twice."""
     long = tokens(1, 1000)
     first = keep(keeper, long)
-    beginning = keep(keeper, token_ids(long[: 2 * SEGMENT_TOKENS]))
+    beginning = keep(keeper, token_ids(long[: 37 * PART]))
     keep(keeper, tokens(2, 2500 - keeper.tier.num_bytes))
     keep(keeper, tokens(3, 400))
     assert keeper.tree.get(first.node_id) is None
-    assert keeper.tree.find("n", long[: 2 * SEGMENT_TOKENS]) is beginning
+    assert keeper.tree.find("n", long[: 37 * PART]) is beginning
 
 
 def test_a_shortened_prompt_can_become_whole_again(keeper: MemoryKeeper[WeightlessKV]) -> None:
