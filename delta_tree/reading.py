@@ -7,7 +7,7 @@ nodes takes the tree's lock for as long as it counts.
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 
 from delta_tree.errors import UnknownNodeError, UnknownSegmentError
@@ -96,12 +96,14 @@ class TreeReader:
             return self._forest.lineage.children(node_id)
 
     def least_recently_used(
-        self, namespace: str | None = None, *, without: Container[NodeId] = ()
+        self, namespaces: Collection[str] | None = None, *, without: Container[NodeId] = ()
     ) -> Node | None:
-        """The node to evict first: not pinned, and none of `without`; None if there is none."""
+        """
+        The node to evict first of these namespaces (None: of all): not pinned, and none of `without`; None if
+        there is none.
+        """
         with self._lock:
-            ids = self._forest.use_order.ids(namespace)
-            node_id = next((node_id for node_id in ids if node_id not in without), None)
+            node_id = self._forest.use_order.first(namespaces, without)
             return None if node_id is None else self._forest.nodes[node_id]
 
     def pinned(self) -> frozenset[NodeId]:

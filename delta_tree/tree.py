@@ -133,6 +133,12 @@ class DeltaTree(TreeReader):
             if len(self._used) >= _MAX_UNWRITTEN_USES:
                 self._write_uses()
 
+    def postpone(self, node_id: NodeId) -> None:
+        """Put a node at the end of the order of use, without counting a use. One that is gone is ignored."""
+        with self._lock:
+            if (node := self._forest.nodes.get(node_id)) is not None:
+                self._forest.use_order.put(node)
+
     def pin(self, node_id: NodeId) -> None:
         """Keep a node from eviction."""
         self._set_pinned(node_id, True)

@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from delta_tree import DeltaTree, Insertion, Node, NodeDraft, NodeId, SegmentId, StoreError, TokenIds
 from kvshare.inspection import Answer, Question
 from kvshare.kv.tier import Tier
+from kvshare.sharing.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,25 @@ class Keeper(Generic[TierT]):
         self._writing = threading.RLock()  # held for milliseconds: never taken on the event loop
         self._evicted: deque[tuple[str, int]] = deque()
         self._shortened: dict[NodeId, Node] = {}
+        self._spared: set[NodeId] = set()
         self._num_unstored = 0  # since the store fails
+
+    def note_use(self, plan: Plan) -> None:
+        """
+        A plan is carried out: its donors were used now.
+
+        Of which half or more was copied for another text, that prompt is spared once when it would have to
+        leave. Equal prefixes do not count: a chat's next turn takes its place.
+        """
+        given: Counter[NodeId] = Counter()
+        for copy in plan.copies:
+            if copy.target.end > plan.exact_length:
+                given[copy.donor] += copy.length
+        for donor in plan.donors:
+            self.tree.touch(donor)
+            node = self.tree.get(donor)
+            if node is not None and 2 * given[donor] >= node.num_tokens:
+                self._spared.add(donor)
 
     def discard_unreadable(self, donors: Iterable[NodeId]) -> None:
         """Take those of the prompts out of the tree, pinned or not, whose KV is not all there. Blocks."""
@@ -124,8 +143,9 @@ class Keeper(Generic[TierT]):
         namespaces: Collection[str] | None = None,
     ) -> bool:
         """
-        Evict the least recently used prompts until `num_bytes` fit; held and pinned ones stay. The last of
-        them loses only its end, where that keeps a useful prefix.
+        Evict the least recently used prompts until `num_bytes` fit; held and pinned ones stay, and those that
+        saved much are passed over once (the second chance of CLOCK, see `note_use`). The last to leave loses
+        only its end, where that keeps a useful prefix.
 
         `namespaces` are those whose prompts take the budget's bytes; None: there are no others.
         """
@@ -148,13 +168,12 @@ class Keeper(Generic[TierT]):
         return False
 
     def _next_to_leave(self, namespaces: Collection[str] | None, held: Collection[NodeId]) -> Node | None:
-        """The least recently used of those that may leave."""
-        if namespaces is None:
-            return self.tree.least_recently_used(without=held)
-        oldest = (self.tree.least_recently_used(namespace, without=held) for namespace in namespaces)
-        return min(
-            (node for node in oldest if node is not None), key=lambda node: node.last_used_at, default=None
-        )
+        while (node := self.tree.least_recently_used(namespaces, without=held)) is not None:
+            if node.node_id not in self._spared:
+                return node
+            self._spared.discard(node.node_id)
+            self.tree.postpone(node.node_id)
+        return None
 
     def _useful_prefix(self, node: Node, num_bytes: int, budget: Budget) -> int:
         """
@@ -196,4 +215,5 @@ class Keeper(Generic[TierT]):
         # Written with the next prompt: a full store pays one transaction for both.
         self.tier.drop(self.tree.evict(node.node_id, lazily=True).freed_segments)
         self._shortened.pop(node.node_id, None)
+        self._spared.discard(node.node_id)
         self._evicted.append((node.namespace, int(node.node_id)))

@@ -168,8 +168,7 @@ class Sharing:
     def _note_use(self, lookup: Lookup) -> None:
         try:
             if isinstance(lookup.plan, Plan):
-                for donor in lookup.plan.donors:
-                    self.tree.touch(donor)
+                self.keeper.note_use(lookup.plan)
             self.keeper.discard_unreadable(lookup.unreadable)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.warning("the use of a plan was not noted: %s", classes_and_places(exc))

@@ -198,11 +198,26 @@ def test_the_least_recently_used_go_first(tree: DeltaTree) -> None:
     first, second = (tree.insert(fresh_draft([i])).node.node_id for i in (1, 2))
     other = tree.insert(fresh_draft([3], namespace="tenant-b")).node.node_id
     tree.touch(first)
-    for namespace, order in ((None, [second, other, first]), (NAMESPACE, [second, first])):
+    for namespaces, order in ((None, [second, other, first]), ([NAMESPACE], [second, first])):
         for index, node_id in enumerate(order):
-            found = tree.least_recently_used(namespace, without=order[:index])
+            found = tree.least_recently_used(namespaces, without=order[:index])
             assert found is tree.node(node_id)
     assert tree.node(first).num_hits == 1
+
+
+def test_a_postponed_node_leaves_last(tree: DeltaTree) -> None:
+    """Of all and of its namespace; that is no use."""
+    first, second = (tree.insert(fresh_draft([i])).node.node_id for i in (1, 2))
+    other = tree.insert(fresh_draft([3], namespace="tenant-b")).node.node_id
+    before = tree.node(first)
+    tree.postpone(first)
+    tree.postpone(NodeId(5))  # gone
+    assert tree.node(first) is before
+    tenants = [NAMESPACE, "tenant-b"]
+    for namespaces, order in ((None, [second, other, first]), (tenants, [second, other, first])):
+        for index, node_id in enumerate(order):
+            assert tree.least_recently_used(namespaces, without=order[:index]) is tree.node(node_id)
+    assert tree.least_recently_used([]) is None
 
 
 def test_a_purge_leaves_nothing_of_its_namespace(tree: DeltaTree) -> None:

@@ -18,7 +18,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from delta_tree import DeltaTree, Node, NodeId, SegmentId, Span, gaps, merge
 from kvshare.replay.arms.base import Arm, prompt_text, stored_tokens
-from kvshare.replay.arms.by_saving import SavingKeeper
 from kvshare.replay.arms.losses import Losses, SecondLook
 from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
@@ -73,8 +72,7 @@ class SharingArm(Arm):
         self._limits = self.sharing.limits(settings)
         self._kv = WeightlessSequence(per_token)
         segment_ids = itertools.count(1)
-        keeper = SavingKeeper if sharing.by_saving else MemoryKeeper[WeightlessKV]
-        self._keeper = keeper(
+        self._keeper: MemoryKeeper[WeightlessKV] = MemoryKeeper(
             _tree(),
             WeightlessTier(None if capacity_tokens is None else capacity_tokens * per_token),
             min_tokens=self._limits.sharing.min_prompt_tokens,
@@ -140,8 +138,6 @@ class SharingArm(Arm):
         losses = self._losses(request, plan, nodes)
         self._keeper.hold(lookup.plan)
         self._core.note_use(lookup)
-        if isinstance(self._keeper, SavingKeeper):
-            self._keeper.note_saving(plan)
         await self._remember(request, plan)
         self._keeper.release(lookup.plan)
         self._check_counters()

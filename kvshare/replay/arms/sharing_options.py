@@ -49,7 +49,6 @@ class SharingOptions:
     max_candidates: int | None = None
     kgram: int | None = None
     window: int | None = None
-    by_saving: int | None = None  # 1: what saved least leaves first, not what was used least recently
 
     @property
     def uses_meaning(self) -> bool:

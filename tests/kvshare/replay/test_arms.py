@@ -348,7 +348,7 @@ def test_namespaces_never_mix(arm: str, capacity: int | None) -> None:
 
 @pytest.mark.parametrize(
     "arm",
-    ["prefix", "chunks", "response", "kvshare-fingerprints", "kvshare-fingerprints:by_saving=1", "oracle"],
+    ["prefix", "chunks", "response", "kvshare-fingerprints", "oracle"],
 )
 def test_finite_stores_stay_within_their_bytes(arm: str) -> None:
     """No arm's store holds more than its capacity; the chunks' engine has its prefix cache beside it."""
@@ -360,24 +360,26 @@ def test_finite_stores_stay_within_their_bytes(arm: str) -> None:
     assert outcomes[-1].num_stored_bytes > 0
 
 
-@pytest.mark.parametrize(("arm", "stays"), [("", False), (":by_saving=1", True)])
-def test_what_saves_much_stays_where_savings_decide(arm: str, stays: bool) -> None:
-    """A prompt that is asked again and again outlives those that are newer and never come back."""
+@pytest.mark.parametrize(("moved", "stays"), [(True, True), (False, False)])
+def test_what_was_copied_for_another_text_is_spared_once(moved: bool, stays: bool) -> None:
+    """It outlives newer prompts that never come back. An equal prefix is no merit: what follows it has it."""
     rng = np.random.default_rng(5)
-    popular, others = random_tokens(rng, 300), [random_tokens(rng, 300) for _ in range(5)]
-    requests = stream([popular] * 3 + others + [popular])
-    *_, again = run("kvshare-fingerprints" + arm, requests, 1000)
+    document, head = random_tokens(rng, 300), random_tokens(rng, 20)
+    user = [*head, *document] if moved else [*document, *head]
+    others = [random_tokens(rng, 300) for _ in range(3)]
+    requests = stream([document, user, *others, document])
+    *_, again = run("kvshare-fingerprints-open", requests, 1000)
     assert (again.num_hit > 250) == stays
 
 
-def test_old_merits_fade() -> None:
-    """What nobody has asked for since leaves in the end."""
-    rng = np.random.default_rng(6)
-    once_popular = random_tokens(rng, 300)
-    others = [tokens for _ in range(8) for tokens in [random_tokens(rng, 300)] * 3]
-    requests = stream([once_popular] * 3 + others + [once_popular])
-    *_, again = run("kvshare-fingerprints:by_saving=1", requests, 1000)
-    assert again.num_hit < 150
+def test_it_is_spared_no_longer() -> None:
+    """What nobody has copied from since leaves in the second round."""
+    rng = np.random.default_rng(5)
+    document, head = random_tokens(rng, 300), random_tokens(rng, 20)
+    others = [random_tokens(rng, 300) for _ in range(9)]
+    requests = stream([document, [*head, *document], *others, document])
+    *_, again = run("kvshare-fingerprints-open", requests, 1000)
+    assert again.num_hit == 0
 
 
 ASKERS = [
