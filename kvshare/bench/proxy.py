@@ -13,9 +13,9 @@ import time
 from typing import Any
 
 import numpy as np
-from aiohttp.test_utils import TestClient, TestServer
 
 from delta_tree import Span
+from kvshare.bench.front import Client, serving
 from kvshare.bench.harness import bench_settings, median, new_engine
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
@@ -25,9 +25,6 @@ _WARM_UP = 5
 
 async def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str, Any]:
     """Median added milliseconds over `repeats` chat requests that have nothing in common."""
-    # The front stands above this package; only this benchmark reaches up.
-    from proxy.app import build_app
-
     rng = np.random.default_rng(seed)
     through: list[float] = []
     straight: list[float] = []
@@ -35,9 +32,7 @@ async def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         settings = bench_settings(folder, {"index.dense": False})
         engine = new_engine(None, settings)
-        async with TestClient(TestServer(build_app(settings, engine))) as client:
-            while (await client.get("/ready")).status != 200:  # noqa: ASYNC110 - another server's state
-                await asyncio.sleep(0.1)
+        async with serving(settings, engine) as client:
             for repeat in range(repeats + _WARM_UP):
                 text = " ".join(f"{value:x}" for value in rng.integers(0, 2**32, words))
                 http_s, num_tokens = await _through_http(client, engine.card.model_id, text)
@@ -54,7 +49,7 @@ async def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str
     }
 
 
-async def _through_http(client: TestClient[Any, Any], model: str, text: str) -> tuple[float, int]:
+async def _through_http(client: Client, model: str, text: str) -> tuple[float, int]:
     """Seconds of one chat request, and its prompt tokens."""
     body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
     began = time.perf_counter()

@@ -116,7 +116,8 @@ def _run(benchmark: Benchmark, module: ModuleType, given: dict[str, Any]) -> dic
 
         measured = asyncio.run(measured)
     defaults = {name: option.default for name, option in signature(module.run).parameters.items()}
-    return {"benchmark": benchmark.name, **defaults, **given, **measured}
+    said = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    return {"benchmark": benchmark.name, **defaults, **said, **measured}
 
 
 def _chosen(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:

@@ -1,0 +1,27 @@
+"""A server for benchmarks that measure over HTTP: the front over an engine, on a loopback socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp.test_utils import TestClient, TestServer
+
+from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.settings import Settings
+
+Client = TestClient[Any, Any]
+
+
+@asynccontextmanager
+async def serving(settings: Settings, engine: EmbeddedEngine) -> AsyncIterator[Client]:
+    """A client of a server that is ready."""
+    # The front stands above this package; only its benchmarks reach up.
+    from proxy.app import build_app
+
+    async with TestClient(TestServer(build_app(settings, engine))) as client:
+        while (await client.get("/ready")).status != 200:  # noqa: ASYNC110 - another server's state
+            await asyncio.sleep(0.1)
+        yield client

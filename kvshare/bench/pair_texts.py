@@ -1,0 +1,210 @@
+"""
+Pairs of prompts by rule and seed: one that is stored, and one that an edit or another order makes of it.
+
+Made of texts that the fidelity lab never saw, neither half of it: consultations and notes, news articles,
+first questions of strangers. Without a folder of data: of the project's own samples.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+
+from kvshare.bench.fidelity.suites.talks import shortened
+from kvshare.replay.requests import Message
+from kvshare.replay.workloads import sources
+from kvshare.replay.workloads.generate import SAMPLES
+
+Messages = tuple[Message, ...]
+
+REORDERED = ("reordered", "reordered, other question")
+_LONGEST, _SHORTEST = 4000, 1200  # characters of a text: 300 to 1,000 tokens of English
+_PASSAGE, _NUM_PASSAGES = 600, 5  # characters; a prompt
+_OTHER_QUESTION = 4  # one reordered pair in so many asks something else as well
+_ENGLISH = 0.97  # share of ASCII
+_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+# Numbers of two digits and more, and names inside sentences.
+_VALUE = re.compile(r"(?<![\w.,])\d[\d.,]*\d(?!\w)|(?<=[a-z,] )[A-Z][a-z]{3,}\b")
+_ASK = (
+    "Summarise this in two sentences.",
+    "What matters most in this text? Answer in one sentence.",
+    "Who should read this, and why? Answer briefly.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two prompts as messages; `kind` says what differs."""
+
+    kind: str
+    stored: Messages
+    asked: Messages
+
+
+def make_pairs(data: Path | None, *, edits: int, reordered: int, seed: int) -> list[Pair]:
+    """
+    As many edits, the kinds in turn, and as many prompts whose passages are in another order.
+
+    Each text is used once. Raises:  ValueError where the texts do not suffice
+    """
+    draw = random.Random(f"pairs:{seed}")
+    texts, passages = _texts(data), _passages(data)
+    draw.shuffle(texts)
+    draw.shuffle(passages)
+    pairs = list(islice(_edited(texts, draw), edits))
+    pairs += islice(_reordered(iter(passages), draw), reordered)
+    if len(pairs) < edits + reordered:
+        where = data or "the project's samples"
+        raise ValueError(f"{where} has texts for {len(pairs)} pairs; expected {edits} + {reordered}")
+    return pairs
+
+
+def _edited(texts: list[str], draw: random.Random) -> Iterator[Pair]:
+    """Of each kind in turn the first text that it fits; ends where there is none."""
+    for kind, edit in cycle(_EDITS.items()):
+        tried = ((index, edit(text, draw)) for index, text in enumerate(texts))
+        found = next(((index, both) for index, both in tried if both is not None), None)
+        if found is None:
+            return
+        index, both = found
+        del texts[index]
+        yield Pair(kind, *both)
+
+
+def _values(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
+    """One to three numbers or names are others."""
+    found = list(_VALUE.finditer(text))
+    if len(found) < 3:
+        return None
+    chosen = sorted(draw.sample(found, draw.randint(1, 3)), key=re.Match.start, reverse=True)
+    new = text
+    for match in chosen:
+        new = new[: match.start()] + _other_value(match[0], draw) + new[match.end() :]
+    return _both(text, new, draw)
+
+
+def _other_value(value: str, draw: random.Random) -> str:
+    if value[0].isdigit():
+        digits = draw.choice("123456789") + "".join(draw.choice("0123456789") for _ in value[1:])
+        return "".join(new if old.isdigit() else old for new, old in zip(digits, value, strict=True))
+    return draw.choice([place for place in sources.PLACES if place != value])
+
+
+def _header(text: str, draw: random.Random) -> tuple[Messages, Messages]:
+    """Date and user in front of everything are others."""
+    heads = (
+        f"Today is {sources.date(draw)}. You help {sources.person(draw)}, who has little time. Keep to the "
+        "text, and say so where it does not answer the question."
+        for _ in range(2)
+    )
+    question = f"{text}\n\n{draw.choice(_ASK)}"
+    stored, asked = (
+        ({"role": "system", "content": head}, {"role": "user", "content": question}) for head in heads
+    )
+    return stored, asked
+
+
+def _dropped(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
+    """A sentence is gone."""
+    sentences = _SENTENCE.split(text)
+    if len(sentences) < 5:
+        return None
+    gone = draw.randrange(1, len(sentences) - 1)
+    return _both(" ".join(sentences), " ".join(sentences[:gone] + sentences[gone + 1 :]), draw)
+
+
+def _inserted(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
+    """A sentence is new."""
+    both = _dropped(text, draw)
+    return None if both is None else (both[1], both[0])
+
+
+def _dialogue(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
+    """The two oldest turns of a chat have fallen out."""
+    sentences = _SENTENCE.split(text)
+    if len(sentences) < 12:
+        return None
+    size = len(sentences) // 6
+    parts = [" ".join(sentences[start : start + size]) for start in range(0, 6 * size, size)]
+    roles = ("user", "assistant") * 3
+    chat = [{"role": role, "content": part} for role, part in zip(roles, parts, strict=True)]
+    system = {"role": "system", "content": "You are a helpful assistant. Answer in one or two sentences."}
+    question = {"role": "user", "content": draw.choice(_ASK)}
+    return (system, *chat, question), (system, *chat[2:], question)
+
+
+_EDITS: Mapping[str, Callable[[str, random.Random], tuple[Messages, Messages] | None]] = {
+    "values": _values,
+    "header": _header,
+    "sentence dropped": _dropped,
+    "sentence inserted": _inserted,
+    "oldest turns dropped": _dialogue,
+}
+
+
+def _both(text: str, other: str, draw: random.Random) -> tuple[Messages, Messages]:
+    ask = draw.choice(_ASK)
+    stored, asked = (({"role": "user", "content": f"{each}\n\n{ask}"},) for each in (text, other))
+    return stored, asked
+
+
+def _reordered(passages: Iterator[str], draw: random.Random) -> Iterator[Pair]:
+    """Passages in another order; now and then something else is asked, too."""
+    number = 0
+    while len(found := list(islice(passages, _NUM_PASSAGES))) == _NUM_PASSAGES:
+        order = found[:]
+        while order == found:
+            draw.shuffle(order)
+        other = number % _OTHER_QUESTION == _OTHER_QUESTION - 1
+        first = draw.choice(found)
+        second = draw.choice([text for text in found if text != first]) if other else first
+        yield Pair(REORDERED[other], _documents(found, first), _documents(order, second))
+        number += 1
+
+
+def _documents(passages: Sequence[str], meant: str) -> Messages:
+    """A question that one of the passages answers: what stands behind its first words."""
+    start = " ".join(meant.split()[:6])
+    shown = "\n\n".join(f"Document:\n{passage}" for passage in passages)
+    ask = f'Question: what does the document that begins with "{start}" say? Answer in one sentence.'
+    system = {"role": "system", "content": "Answer from the documents below, and from nothing else."}
+    return system, {"role": "user", "content": f"{shown}\n\n{ask}"}
+
+
+def _texts(data: Path | None) -> list[str]:
+    if data is None:
+        found = sources.texts([SAMPLES / "templates.jsonl"])
+    else:
+        notes = [data / "medical_notes" / f"{name}.jsonl.gz" for name in ("aci_bench", "mts_dialog")]
+        found = sources.texts([*notes, data / "wildchat_user_4k" / "wildchat_user.jsonl.gz"])
+    fitting = (shortened(text, _LONGEST) for text in found if text.isascii() or _is_english(text))
+    return list(dict.fromkeys(text for text in fitting if len(text) >= _SHORTEST))
+
+
+def _passages(data: Path | None) -> list[str]:
+    if data is None:
+        found = [passage.text for passage in sources.bare_passages([SAMPLES / "tool_results.jsonl"])]
+        questions = sources.questions([SAMPLES / "questions.jsonl"])
+        found += [passage.text for question in questions for passage in question.passages]
+    else:
+        found = list(_news(data / "wmt19"))
+    return list(dict.fromkeys(shortened(text, _PASSAGE) for text in found))
+
+
+def _news(folder: Path) -> Iterator[str]:
+    """The English side of WMT19's news, as many lines as a passage takes: articles are not marked."""
+    for name, side in (("de-en", "ref"), ("zh-en", "ref"), ("en-de", "src")):
+        passage = ""
+        for row in sources.objects([folder / f"newstest2019.{name}.jsonl.gz"]):
+            passage = f"{passage} {row[side]}".strip()
+            if len(passage) >= _PASSAGE:
+                yield passage
+                passage = ""
+
+
+def _is_english(text: str) -> bool:
+    return sum(letter.isascii() for letter in text) >= _ENGLISH * len(text)

@@ -1,0 +1,192 @@
+"""
+`kvshare bench pairs`: edited and reordered prompts, asked over HTTP, against a full prefill.
+
+The server has its default settings and the default model in float32. The first prompt of a pair is stored,
+then the second is asked twice: as anybody asks, and with `"mode": "off"`. Greedy answers are compared token
+by token, and the first token's 20 most likely candidates.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from kvshare.bench.fidelity.measures import rounded
+from kvshare.bench.front import Client, serving
+from kvshare.bench.harness import bench_settings, environment, new_engine
+from kvshare.bench.pair_texts import REORDERED, Messages, Pair, make_pairs
+from kvshare.engines.embedded.engine import EmbeddedEngine
+
+_TOP = 20  # candidates of the first token, as many as the API gives
+_BEGINNING = 16  # tokens of an answer whose agreement is given apart
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back: tokens, log-probabilities of each one's candidates, what was shared."""
+
+    tokens: tuple[str, ...]
+    candidates: tuple[Mapping[str, float], ...]
+    prompt_tokens: int
+    cached_tokens: int
+    decision: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One pair's answers: behind shared KV and in full."""
+
+    kind: str
+    shared: Answer
+    full: Answer
+
+    @property
+    def is_shared(self) -> bool:
+        return self.shared.decision == "approx"
+
+    @property
+    def is_equal(self) -> bool:
+        return self.shared.tokens == self.full.tokens
+
+    @property
+    def num_equal(self) -> int:
+        """Tokens in front of the first that differs."""
+        both = zip(self.full.tokens, self.shared.tokens, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+
+    def agreement(self, limit: int) -> float:
+        """Share of the full answer's first `limit` tokens in front of the first that differs."""
+        return min(1.0, self.num_equal / max(1, len(self.full.tokens[:limit])))
+
+    @property
+    def lead(self) -> float | None:
+        """
+        Where the answers part: nats by which the full prefill preferred its token to the other answer's. From
+        below where that is no candidate; None where they do not part, or one of them ends.
+        """
+        place = self.num_equal
+        if place >= min(len(self.full.tokens), len(self.shared.tokens)):
+            return None
+        listed = self.full.candidates[place]
+        return listed[self.full.tokens[place]] - listed.get(self.shared.tokens[place], min(listed.values()))
+
+    @property
+    def first_token_kl(self) -> float:
+        """In nats."""
+        return candidates_kl(self.full.candidates[0], self.shared.candidates[0])
+
+
+async def run(
+    *,
+    data: Path | None = None,
+    model: str = "default",
+    edits: int = 120,
+    reordered: int = 80,
+    answer_tokens: int = 40,
+    max_deviation: float | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """
+    Figures by kind of pair, and over edits and reordered passages. `max_deviation`: instead of the settings'.
+
+    Raises:  ValueError where the texts do not suffice; ModelError
+    """
+    pairs = make_pairs(data, edits=edits, reordered=reordered, seed=seed)
+    overrides: dict[str, object] = {"model.path": model, "engine.num_threads": threads}
+    if max_deviation is not None:
+        overrides["sharing.max_deviation"] = max_deviation
+    with tempfile.TemporaryDirectory() as folder:
+        settings = bench_settings(folder, overrides)
+        engine = new_engine(None, settings)
+        async with serving(settings, engine) as client:
+            compared = [await _compare(client, engine, pair, answer_tokens) for pair in pairs]
+    return {**_summary(compared), "seed": seed, "environment": environment()}
+
+
+async def _compare(client: Client, engine: EmbeddedEngine, pair: Pair, answer_tokens: int) -> Compared:
+    await _ask(client, engine, pair.stored, {}, 1)
+    shared = await _ask(client, engine, pair.asked, {"no_store": True}, answer_tokens)
+    full = await _ask(client, engine, pair.asked, {"mode": "off", "no_store": True}, answer_tokens)
+    return Compared(pair.kind, shared, full)
+
+
+async def _ask(
+    client: Client, engine: EmbeddedEngine, messages: Messages, options: Mapping[str, object], limit: int
+) -> Answer:
+    body = {
+        "model": engine.card.model_id,
+        "messages": list(messages),
+        "max_tokens": limit,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": _TOP,
+        "kvshare": dict(options),
+    }
+    async with client.post("/v1/chat/completions", json=body) as response:
+        response.raise_for_status()
+        document = await response.json()
+    await engine.settle()  # what was stored can be found
+    said = document["choices"][0]["logprobs"]["content"]
+    usage = document["usage"]
+    return Answer(
+        tokens=tuple(token["token"] for token in said),
+        candidates=tuple({top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in said),
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        decision=usage["kvshare"]["decision"],
+    )
+
+
+def candidates_kl(full: Mapping[str, float], shared: Mapping[str, float]) -> float:
+    """
+    KL in nats of one token's distributions, over the most likely candidates and all others as one.
+
+    From below: a candidate that the shared answer does not list counts with the least that it lists.
+    """
+    least = min(shared.values())
+    terms = [(math.exp(p), math.exp(min(0.0, shared.get(token, least)))) for token, p in full.items()]
+    rest = [max(1e-12, 1.0 - sum(column)) for column in zip(*terms, strict=True)]
+    kl = sum(p * math.log(p / q) for p, q in [*terms, (rest[0], rest[1])] if p > 0 and q > 0)
+    return max(0.0, float(kl))
+
+
+def _summary(compared: Sequence[Compared]) -> dict[str, Any]:
+    kinds: defaultdict[str, list[Compared]] = defaultdict(list)
+    for each in compared:
+        kinds[each.kind].append(each)
+    return {
+        "all_edits": _figures(each for each in compared if each.kind not in REORDERED),
+        "all_reordered": _figures(each for each in compared if each.kind in REORDERED),
+        "by_kind": {kind: _figures(found) for kind, found in kinds.items()},
+    }
+
+
+def _figures(compared: Iterable[Compared]) -> dict[str, Any]:
+    """Of some pairs; `approximate` are those whose answers were made behind shared KV that is not exact."""
+    pairs = list(compared)
+    approximate = [each for each in pairs if each.is_shared]
+    leads = [lead for each in approximate if (lead := each.lead) is not None]
+    found: dict[str, Any] = {"pairs": len(pairs), "approximate": len(approximate)}
+    if pairs:
+        found["equal"] = sum(each.is_equal for each in pairs) / len(pairs)
+        found["prompt_tokens"] = fmean(each.full.prompt_tokens for each in pairs)
+    if approximate:
+        found["of_approximate"] = {
+            "equal": sum(each.is_equal for each in approximate) / len(approximate),
+            "used": sum(each.shared.cached_tokens for each in approximate)
+            / sum(each.shared.prompt_tokens for each in approximate),
+            "first_token_kl": rounded(fmean(each.first_token_kl for each in approximate)),
+            "first_token_equal": fmean(each.agreement(1) for each in approximate),
+            f"agreement_{_BEGINNING}": rounded(fmean(each.agreement(_BEGINNING) for each in approximate)),
+            "agreement": rounded(fmean(each.agreement(len(each.full.tokens)) for each in approximate)),
+            "lead_median": rounded(median(leads)) if leads else None,  # nats, of those that part
+        }
+    return found

@@ -1,0 +1,76 @@
+"""Pairs of prompts: what they are made of, and that answers are compared as they came over HTTP."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from kvshare.bench.pair_texts import REORDERED, make_pairs
+from kvshare.bench.pairs import Answer, Compared, candidates_kl, run
+from kvshare.demo import MODEL_PATH
+
+
+def test_pairs_are_drawn_by_seed_and_differ() -> None:
+    """The kinds of edit take turns; the same seed gives the same pairs."""
+    pairs = make_pairs(None, edits=5, reordered=4, seed=3)
+    assert pairs == make_pairs(None, edits=5, reordered=4, seed=3)
+    assert pairs != make_pairs(None, edits=5, reordered=4, seed=4)
+    assert all(pair.stored != pair.asked for pair in pairs)
+    kinds = Counter(pair.kind for pair in pairs)
+    assert len(kinds) == 7
+    assert sum(kinds[kind] for kind in REORDERED) == 4
+
+
+def test_reordered_passages_are_the_same_passages() -> None:
+    """Only their order changes, and in every fourth pair the question."""
+    pairs = make_pairs(None, edits=0, reordered=4, seed=1)
+    for pair in pairs:
+        stored, asked = (
+            messages[-1]["content"].split("\n\nQuestion:") for messages in (pair.stored, pair.asked)
+        )
+        assert sorted(stored[0].split("\n\n")) == sorted(asked[0].split("\n\n"))
+        assert stored[0] != asked[0]
+        assert (stored[1] == asked[1]) == (pair.kind == REORDERED[0])
+    assert [pair.kind for pair in pairs] == [REORDERED[0]] * 3 + [REORDERED[1]]
+
+
+def test_too_few_texts_are_said() -> None:
+    with pytest.raises(ValueError, match=r"the project's samples has texts for \d+ pairs; expected 500 \+ 0"):
+        make_pairs(None, edits=500, reordered=0, seed=0)
+
+
+FULL = Answer(("a", "b", "c"), ({"a": -0.1}, {"b": -0.5, "x": -1.5}, {"c": -0.1}), 100, 0, "off")
+
+
+def test_answers_are_compared_up_to_the_first_difference() -> None:
+    """And there it is said how much more the full prefill liked its own token."""
+    same = Compared("values", replace(FULL, decision="approx"), FULL)
+    other = Compared("values", replace(FULL, tokens=("a", "x", "c"), decision="approx"), FULL)
+    assert (same.is_equal, same.agreement(16), same.lead) == (True, 1.0, None)
+    assert (other.is_equal, other.num_equal, other.agreement(16)) == (False, 1, pytest.approx(1 / 3))
+    assert other.agreement(1) == 1
+    assert other.lead == pytest.approx(1.0)
+    shorter = Compared("values", replace(FULL, tokens=("a", "b")), FULL)
+    assert (shorter.is_equal, shorter.lead, shorter.is_shared) == (False, None, False)
+
+
+def test_divergence_of_listed_candidates() -> None:
+    """By hand: two candidates and the rest as a third."""
+    full = {"a": math.log(0.5), "b": math.log(0.3)}
+    shared = {"a": math.log(0.4), "b": math.log(0.4)}
+    expected = 0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4) + 0.2 * math.log(0.2 / 0.2)
+    assert candidates_kl(full, shared) == pytest.approx(expected)
+    assert candidates_kl(full, full) == 0
+
+
+@pytest.mark.skipif(not MODEL_PATH.exists(), reason="the demo model has not been built")
+async def test_pairs_are_asked_over_http() -> None:
+    """Shares are counted, every kind has its figures, and without deviation answers are equal."""
+    found = await run(model="demo", edits=2, reordered=1, answer_tokens=4)
+    assert found["all_edits"]["pairs"] == 2
+    assert found["all_reordered"]["pairs"] == 1
+    assert set(found["by_kind"]) == {"values", "header", "reordered"}
+    exact = await run(model="demo", edits=2, reordered=1, answer_tokens=4, max_deviation=0.0)
+    for figures in (exact["all_edits"], exact["all_reordered"]):
+        assert (figures["approximate"], figures["equal"]) == (0, 1)
