@@ -15,11 +15,11 @@ import numpy as np
 
 from delta_tree.change import Change
 from delta_tree.errors import InvalidNodeError
+from delta_tree.eviction_order import EvictionOrder
 from delta_tree.lineage import Lineage
 from delta_tree.node import Node, NodeId, Segment, SegmentId
 from delta_tree.spans import TokenIds
 from delta_tree.totals import Totals
-from delta_tree.use_order import UseOrder
 
 
 def prompt_key(namespace: str, tokens: TokenIds) -> bytes:
@@ -46,7 +46,7 @@ class Forest:
         self._by_prompt: dict[bytes, NodeId] = {}
         self._totals: defaultdict[str | None, Totals] = defaultdict(Totals)  # of all: under None
         self.lineage = Lineage()
-        self.use_order = UseOrder()
+        self.eviction_order = EvictionOrder()
 
     def num_references(self, segment_id: SegmentId) -> int:
         """How many nodes refer to a segment; 0 if there is no such segment."""
@@ -116,7 +116,7 @@ class Forest:
         self.apply(replace(stored, put_nodes=tuple(rooted)))
         self.nodes = {node.node_id: node for node in stored.put_nodes}  # in order of insertion again
         for node in sorted(stored.put_nodes, key=attrgetter("last_used_at")):
-            self.use_order.put(node)
+            self.eviction_order.put(node)
 
     def _put(self, node: Node, parent: NodeId | None, unclaimed: set[SegmentId]) -> None:
         old = self.nodes.get(node.node_id)
@@ -133,7 +133,7 @@ class Forest:
         if old is not None and old.num_tokens != node.num_tokens:
             self._shorten(old, node)
         else:
-            self.use_order.put(node)  # all other changes of a node come with a use, or are pins
+            self.eviction_order.put(node)  # all other changes of a node come with a use, or are pins
         for totals in self._totals_with(node.namespace):
             totals.note_pin(node)
 
@@ -151,7 +151,7 @@ class Forest:
         grown = self.lineage.remove(node_id)
         for totals in self._totals_with(node.namespace):
             totals.add_node(node, grown, -1)
-        self.use_order.remove(node)
+        self.eviction_order.remove(node)
 
     def _totals_with(self, namespace: str) -> tuple[Totals, Totals]:
         return self._totals[None], self._totals[namespace]

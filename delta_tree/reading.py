@@ -95,7 +95,7 @@ class TreeReader:
             self.node(node_id)
             return self._forest.lineage.children(node_id)
 
-    def least_recently_used(
+    def next_to_evict(
         self, namespaces: Collection[str] | None = None, *, without: Container[NodeId] = ()
     ) -> Node | None:
         """
@@ -103,7 +103,7 @@ class TreeReader:
         there is none.
         """
         with self._lock:
-            node_id = self._forest.use_order.first(namespaces, without)
+            node_id = self._forest.eviction_order.first(namespaces, without)
             return None if node_id is None else self._forest.nodes[node_id]
 
     def pinned(self) -> frozenset[NodeId]:

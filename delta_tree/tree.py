@@ -118,26 +118,24 @@ class DeltaTree(TreeReader):
             known = self._forest.find(draft.namespace, tokens)
             return self._insert_first(draft, tokens) if known is None else self._insert_again(known, draft)
 
-    def touch(self, node_id: NodeId) -> None:
+    def touch(self, node_id: NodeId, *, num_given: int = 0) -> None:
         """
         Count a use of a node. One that is gone is ignored: it may have been evicted meanwhile.
 
+        `num_given`: tokens that were copied for another text. The more a node has given, the later it is
+        evicted; that is not stored.
         Written to disk with the next change, so that a hit costs no transaction.
         """
         with self._lock:
             node = self._forest.nodes.get(node_id)
             if node is None:
                 return
+            if num_given:
+                self._forest.eviction_order.give(node, num_given)
             self._forest.apply(Change(put_nodes=(self._touched(node),)))
             self._used.add(node_id)
             if len(self._used) >= _MAX_UNWRITTEN_USES:
                 self._write_uses()
-
-    def postpone(self, node_id: NodeId) -> None:
-        """Put a node at the end of the order of use, without counting a use. One that is gone is ignored."""
-        with self._lock:
-            if (node := self._forest.nodes.get(node_id)) is not None:
-                self._forest.use_order.put(node)
 
     def pin(self, node_id: NodeId) -> None:
         """Keep a node from eviction."""
@@ -158,6 +156,7 @@ class DeltaTree(TreeReader):
         with self._lock:
             if self.node(node_id).pinned:
                 raise PinnedNodeError(node_id)
+            self._forest.eviction_order.note_eviction(node_id)
             return self._drop([node_id], lazily=lazily)
 
     def shorten(self, node_id: NodeId, num_tokens: int, *, lazily: bool = False) -> Eviction:
@@ -187,6 +186,7 @@ class DeltaTree(TreeReader):
                 deviation=node.deviation if node.exact_length < num_tokens else 0.0,
             )
             freed, num_bytes = self._forest.freed_by([shorter], ())
+            self._forest.eviction_order.note_eviction(node_id)
             self._make(Change(put_nodes=(shorter,), dropped_segments=freed), lazily=lazily)
             return Eviction(0, freed, num_bytes)
 

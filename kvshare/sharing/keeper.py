@@ -48,25 +48,21 @@ class Keeper(Generic[TierT]):
         self._writing = threading.RLock()  # held for milliseconds: never taken on the event loop
         self._evicted: deque[tuple[str, int]] = deque()
         self._shortened: dict[NodeId, Node] = {}
-        self._spared: set[NodeId] = set()
         self._num_unstored = 0  # since the store fails
 
     def note_use(self, plan: Plan) -> None:
         """
         A plan is carried out: its donors were used now.
 
-        Of which half or more was copied for another text, that prompt is spared once when it would have to
-        leave. Equal prefixes do not count: a chat's next turn takes its place.
+        What they gave keeps them longer, but for equal prefixes: a chat's next turn takes the place of the
+        one before.
         """
         given: Counter[NodeId] = Counter()
         for copy in plan.copies:
             if copy.target.end > plan.exact_length:
                 given[copy.donor] += copy.length
         for donor in plan.donors:
-            self.tree.touch(donor)
-            node = self.tree.get(donor)
-            if node is not None and 2 * given[donor] >= node.num_tokens:
-                self._spared.add(donor)
+            self.tree.touch(donor, num_given=given[donor])
 
     def discard_unreadable(self, donors: Iterable[NodeId]) -> None:
         """Take those of the prompts out of the tree, pinned or not, whose KV is not all there. Blocks."""
@@ -143,9 +139,9 @@ class Keeper(Generic[TierT]):
         namespaces: Collection[str] | None = None,
     ) -> bool:
         """
-        Evict the least recently used prompts until `num_bytes` fit; held and pinned ones stay, and those that
-        saved much are passed over once (the second chance of CLOCK, see `note_use`). The last to leave loses
-        only its end, where that keeps a useful prefix.
+        Evict prompts until `num_bytes` fit, in the tree's order: those that gave least to other texts, of
+        them the least recently used. Held and pinned ones stay. The last to leave loses only its end, where
+        that keeps a useful prefix.
 
         `namespaces` are those whose prompts take the budget's bytes; None: there are no others.
         """
@@ -154,7 +150,7 @@ class Keeper(Generic[TierT]):
         if self._bytes_of(self.tree.pinned().union(held), budget) + num_bytes > budget.max_bytes:
             self.counters["fallback:commit:no_room"] += 1
             return False  # evicting all the others would not be enough: evict nobody
-        while (candidate := self._next_to_leave(namespaces, held)) is not None:
+        while (candidate := self.tree.next_to_evict(namespaces, without=held)) is not None:
             excess = budget.num_bytes + num_bytes - budget.max_bytes
             if num_kept := self._useful_prefix(candidate, excess, budget):
                 self._shorten(candidate, num_kept)
@@ -166,14 +162,6 @@ class Keeper(Generic[TierT]):
                 return True
         self.counters["fallback:commit:no_room"] += 1
         return False
-
-    def _next_to_leave(self, namespaces: Collection[str] | None, held: Collection[NodeId]) -> Node | None:
-        while (node := self.tree.least_recently_used(namespaces, without=held)) is not None:
-            if node.node_id not in self._spared:
-                return node
-            self._spared.discard(node.node_id)
-            self.tree.postpone(node.node_id)
-        return None
 
     def _useful_prefix(self, node: Node, num_bytes: int, budget: Budget) -> int:
         """
@@ -215,5 +203,4 @@ class Keeper(Generic[TierT]):
         # Written with the next prompt: a full store pays one transaction for both.
         self.tier.drop(self.tree.evict(node.node_id, lazily=True).freed_segments)
         self._shortened.pop(node.node_id, None)
-        self._spared.discard(node.node_id)
         self._evicted.append((node.namespace, int(node.node_id)))

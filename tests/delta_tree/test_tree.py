@@ -185,11 +185,11 @@ def test_a_pinned_node_is_not_evicted(tree: DeltaTree) -> None:
     """A pinned node is no candidate and refuses eviction until it is unpinned."""
     node = tree.insert(fresh_draft([1, 2])).node
     tree.pin(node.node_id)
-    assert tree.least_recently_used() is None
+    assert tree.next_to_evict() is None
     with pytest.raises(PinnedNodeError, match="unpin it first"):
         tree.evict(node.node_id)
     tree.unpin(node.node_id)
-    assert tree.least_recently_used() is tree.node(node.node_id)
+    assert tree.next_to_evict() is tree.node(node.node_id)
     assert tree.evict(node.node_id).num_nodes == 1
 
 
@@ -200,24 +200,43 @@ def test_the_least_recently_used_go_first(tree: DeltaTree) -> None:
     tree.touch(first)
     for namespaces, order in ((None, [second, other, first]), ([NAMESPACE], [second, first])):
         for index, node_id in enumerate(order):
-            found = tree.least_recently_used(namespaces, without=order[:index])
+            found = tree.next_to_evict(namespaces, without=order[:index])
             assert found is tree.node(node_id)
     assert tree.node(first).num_hits == 1
 
 
-def test_a_postponed_node_leaves_last(tree: DeltaTree) -> None:
-    """Of all and of its namespace; that is no use."""
-    first, second = (tree.insert(fresh_draft([i])).node.node_id for i in (1, 2))
-    other = tree.insert(fresh_draft([3], namespace="tenant-b")).node.node_id
-    before = tree.node(first)
-    tree.postpone(first)
-    tree.postpone(NodeId(5))  # gone
-    assert tree.node(first) is before
-    tenants = [NAMESPACE, "tenant-b"]
-    for namespaces, order in ((None, [second, other, first]), (tenants, [second, other, first])):
+def test_what_gave_to_others_stays_longer(tree: DeltaTree) -> None:
+    """Counted in lengths of the node itself; a use without giving leaves the worth as it is."""
+    little, much, nothing = (tree.insert(fresh_draft([i] * 10)).node.node_id for i in (1, 2, 3))
+    other = tree.insert(fresh_draft([3] * 10, namespace="tenant-b")).node.node_id
+    tree.touch(much, num_given=20)
+    tree.touch(little, num_given=5)
+    tree.touch(nothing)
+    tree.touch(NodeId(5), num_given=5)  # gone
+    for namespaces, order in (
+        (None, [other, nothing, little, much]),
+        ([NAMESPACE, "tenant-b"], [other, nothing, little, much]),
+        ([NAMESPACE], [nothing, little, much]),
+        ([], []),
+    ):
         for index, node_id in enumerate(order):
-            assert tree.least_recently_used(namespaces, without=order[:index]) is tree.node(node_id)
-    assert tree.least_recently_used([]) is None
+            assert tree.next_to_evict(namespaces, without=order[:index]) is tree.node(node_id)
+        assert tree.next_to_evict(namespaces, without=order) is None
+
+
+def test_old_merits_fade(tree: DeltaTree) -> None:
+    """What is evicted sets the floor for those that are used from then on."""
+    once = tree.insert(fresh_draft([1] * 10)).node.node_id
+    tree.touch(once, num_given=25)
+    tree.insert(fresh_draft([2] * 10))
+    evicted = []
+    for number in range(3, 11):
+        tree.insert(fresh_draft([number] * 10))
+        leaving = tree.next_to_evict()
+        assert leaving is not None
+        tree.evict(leaving.node_id)
+        evicted.append(int(leaving.token_ids[0]))
+    assert evicted == [2, 3, 4, 5, 6, 7, 1, 8]
 
 
 def test_a_purge_leaves_nothing_of_its_namespace(tree: DeltaTree) -> None:

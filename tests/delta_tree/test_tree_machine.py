@@ -48,7 +48,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.model: dict[tuple[str, tuple[int, ...]], Known] = {}
         self.num_bytes: dict[SegmentId, int] = {}
-        self.unpinned: set[NodeId] = set()  # or postponed, since their last use
+        self.unpinned: set[NodeId] = set()  # since their last use
 
     @initialize()
     def start(self) -> None:
@@ -163,14 +163,6 @@ class TreeMachine(RuleBasedStateMachine):
         self.unpinned.discard(node_id)
         self.tree.touch(node_id)
 
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def postpone(self, data: st.DataObject) -> None:
-        """Move a node to the end of the order without a use."""
-        node_id = self.model[self.key_of(data)].node_id
-        self.unpinned.add(node_id)
-        self.tree.postpone(node_id)
-
     @rule(namespace=st.sampled_from(NAMESPACES))
     def purge(self, namespace: str) -> None:
         """Purge a namespace: nothing of it is left."""
@@ -228,7 +220,7 @@ class TreeMachine(RuleBasedStateMachine):
         for namespace in (None, *NAMESPACES):
             order: list[Node] = []
             scope = None if namespace is None else [namespace]
-            while (node := self.tree.least_recently_used(scope, without=ids_of(order))) is not None:
+            while (node := self.tree.next_to_evict(scope, without=ids_of(order))) is not None:
                 order.append(node)
             held = {n.node_id for n in self.tree.nodes(namespace) if not n.pinned}
             assert ids_of(order) == held

@@ -127,7 +127,7 @@ def test_a_known_prompt_evicts_nobody(keeper: ReplicaKeeper) -> None:
     first, second = keep(keeper, 1), keep(keeper, 2)
     assert offer(keeper, whole(), prompt(1), max_bytes=1000) is None
     assert keeper.take_evicted() == []
-    assert keeper.tree.least_recently_used() == second
+    assert keeper.tree.next_to_evict() == second
     assert keeper.tree.get(first.node_id) is not None
 
 

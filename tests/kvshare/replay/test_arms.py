@@ -361,7 +361,7 @@ def test_finite_stores_stay_within_their_bytes(arm: str) -> None:
 
 
 @pytest.mark.parametrize(("moved", "stays"), [(True, True), (False, False)])
-def test_what_was_copied_for_another_text_is_spared_once(moved: bool, stays: bool) -> None:
+def test_what_was_copied_for_another_text_stays_longer(moved: bool, stays: bool) -> None:
     """It outlives newer prompts that never come back. An equal prefix is no merit: what follows it has it."""
     rng = np.random.default_rng(5)
     document, head = random_tokens(rng, 300), random_tokens(rng, 20)
@@ -372,8 +372,8 @@ def test_what_was_copied_for_another_text_is_spared_once(moved: bool, stays: boo
     assert (again.num_hit > 250) == stays
 
 
-def test_it_is_spared_no_longer() -> None:
-    """What nobody has copied from since leaves in the second round."""
+def test_it_leaves_in_the_end() -> None:
+    """What nobody has copied from since leaves when all newer ones have."""
     rng = np.random.default_rng(5)
     document, head = random_tokens(rng, 300), random_tokens(rng, 20)
     others = [random_tokens(rng, 300) for _ in range(9)]

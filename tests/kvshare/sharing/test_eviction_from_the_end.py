@@ -95,7 +95,7 @@ def test_the_last_to_leave_keeps_its_beginning(keeper: MemoryKeeper[WeightlessKV
     shorter = keeper.tree.node(first.node_id)
     assert shorter.num_tokens == 37 * PART == 592
     assert np.array_equal(shorter.token_ids, first.token_ids[: shorter.num_tokens])
-    assert keeper.tree.least_recently_used() is shorter
+    assert keeper.tree.next_to_evict() is shorter
     assert keeper.tree.node(second.node_id) is second
     assert keeper.tier.num_bytes == keeper.tree.stats().num_bytes == 592 + 1500 + 400
     assert keeper.take_evicted() == []
