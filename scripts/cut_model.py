@@ -1,0 +1,47 @@
+"""
+Writes some layers of a model as a model of its own: a second opinion for the fidelity lab (docs/fidelity.md).
+
+    .venv/bin/python scripts/cut_model.py FOLDER_OF_SMOLLM2 0-17,24-29 smollm2-24
+
+Without six layers of its deep middle SmolLM2 still writes sentences; its first 20 or 26 alone write none.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM
+
+
+def main(
+    model: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A folder.")],
+    layers: Annotated[str, typer.Argument(help="Such as 0-17,24-29.")],
+    out: Path,
+) -> None:
+    """Write these layers of MODEL to the folder OUT, with its tokenizer."""
+    network = AutoModelForCausalLM.from_pretrained(model)
+    chosen = [number for part in layers.split(",") for number in _numbers(part)]
+    if max(chosen) >= len(network.model.layers):
+        raise typer.BadParameter(f"{model} has {len(network.model.layers)} layers", param_hint="LAYERS")
+    network.model.layers = torch.nn.ModuleList(network.model.layers[number] for number in chosen)
+    network.config.num_hidden_layers = len(chosen)
+    if kinds := getattr(network.config, "layer_types", None):
+        network.config.layer_types = [kinds[number] for number in chosen]
+    network.save_pretrained(out)
+    for path in model.iterdir():
+        if not (out / path.name).exists() and path.suffix in {".json", ".jinja"} and "index" not in path.name:
+            shutil.copy(path, out)
+
+
+def _numbers(part: str) -> range:
+    first, _, last = part.partition("-")
+    try:
+        return range(int(first), int(last or first) + 1)
+    except ValueError as exc:
+        raise typer.BadParameter(f"{part!r} is no range of layers", param_hint="LAYERS") from exc
+
+
+if __name__ == "__main__":
+    typer.run(main)
