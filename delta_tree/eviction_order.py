@@ -1,12 +1,12 @@
 """
 Who is evicted first: what has given other texts least, then what was used least recently.
 
-A node is worth one, and the tokens that were copied from it for other texts in lengths of itself, above the
-floor of the time when it was used last. The floor is the worth of what left, so that old merits fade: least
-frequently used with dynamic aging (Arlitt et al., 2000). Where nothing is given, last use alone decides.
+A node is worth one, and the tokens that were copied from it for other texts in lengths of itself, above
+the floor of the time when it was used last. The floor is the worth of what left for room, so that old merits
+fade: least frequently used with dynamic aging (Arlitt et al., 2000). Where nothing is given, only use counts.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Container
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -18,13 +18,13 @@ _MIN_STALE = 64  # entries that a heap may hold in vain, however few nodes there
 
 
 class EvictionOrder:
-    """Nodes that may be evicted, in one order and in one per namespace. Each step takes O(log n)."""
+    """Nodes that may be evicted, in one order and in one per namespace. A use takes O(log n), amortised."""
 
     def __init__(self) -> None:
         self._ranks: defaultdict[str | None, dict[NodeId, _Rank]] = defaultdict(dict)  # of all: under None
         self._heaps: defaultdict[str | None, list[tuple[_Rank, NodeId]]] = defaultdict(list)
-        self._given: Counter[NodeId] = Counter()  # tokens
-        self._floor = 0.0
+        self._given: defaultdict[NodeId, float] = defaultdict(float)  # tokens
+        self._floors: defaultdict[str | None, float] = defaultdict(float)
         self._places = count()
 
     def give(self, node: Node, num_tokens: int) -> None:
@@ -37,16 +37,24 @@ class EvictionOrder:
             self._take_out(node.node_id, scope)
         if node.pinned:
             return
-        rank = (self._floor + 1.0 + self._given[node.node_id] / node.num_tokens, next(self._places))
+        floor = max(self._floors[None], self._floors[node.namespace])
+        given = self._given.get(node.node_id, 0.0) / max(1, node.num_tokens)
+        rank = (floor + 1.0 + given, next(self._places))
         for scope in (None, node.namespace):
             self._ranks[scope][node.node_id] = rank
             heappush(self._heaps[scope], (rank, node.node_id))
             self._tidy(scope)
 
-    def note_eviction(self, node_id: NodeId) -> None:
-        """A node is evicted, or loses its end: what it was worth is the floor now."""
+    def age(self, node_id: NodeId, namespaces: Collection[str] | None) -> None:
+        """A node leaves for room that these namespaces share: what it was worth is their floor now."""
         if (rank := self._ranks[None].get(node_id)) is not None:
-            self._floor = max(self._floor, rank[0])
+            for scope in (None,) if namespaces is None else namespaces:
+                self._floors[scope] = max(self._floors[scope], rank[0])
+
+    def shorten(self, node_id: NodeId, kept: float) -> None:
+        """A node has lost its end, and what that has given; its place stays. `kept`: the share left."""
+        if node_id in self._given:
+            self._given[node_id] *= kept
 
     def remove(self, node: Node) -> None:
         """A node leaves; one that is not here is ignored."""

@@ -138,7 +138,8 @@ class Forest:
             totals.note_pin(node)
 
     def _shorten(self, old: Node, node: Node) -> None:
-        """It stays where it is in the order of use: an eviction is no use."""
+        """It stays where it is in the order of eviction: that is no use."""
+        self.eviction_order.shorten(node.node_id, node.num_tokens / old.num_tokens)
         del self._by_prompt[prompt_key(old.namespace, old.token_ids)]
         self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
         for totals in self._totals_with(node.namespace):

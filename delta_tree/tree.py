@@ -7,7 +7,7 @@ stored, nothing has happened. KV bytes live elsewhere; each answer says which se
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -137,6 +137,14 @@ class DeltaTree(TreeReader):
             if len(self._used) >= _MAX_UNWRITTEN_USES:
                 self._write_uses()
 
+    def age(self, node_id: NodeId, namespaces: Collection[str] | None) -> None:
+        """
+        A node is about to leave for room that these namespaces share (None: all): whatever was used before it
+        has to be used again to stay as long as what is used from now on.
+        """
+        with self._lock:
+            self._forest.eviction_order.age(node_id, namespaces)
+
     def pin(self, node_id: NodeId) -> None:
         """Keep a node from eviction."""
         self._set_pinned(node_id, True)
@@ -156,7 +164,6 @@ class DeltaTree(TreeReader):
         with self._lock:
             if self.node(node_id).pinned:
                 raise PinnedNodeError(node_id)
-            self._forest.eviction_order.note_eviction(node_id)
             return self._drop([node_id], lazily=lazily)
 
     def shorten(self, node_id: NodeId, num_tokens: int, *, lazily: bool = False) -> Eviction:
@@ -186,7 +193,6 @@ class DeltaTree(TreeReader):
                 deviation=node.deviation if node.exact_length < num_tokens else 0.0,
             )
             freed, num_bytes = self._forest.freed_by([shorter], ())
-            self._forest.eviction_order.note_eviction(node_id)
             self._make(Change(put_nodes=(shorter,), dropped_segments=freed), lazily=lazily)
             return Eviction(0, freed, num_bytes)
 

@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp.test_utils import TestClient, TestServer
 
 from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.errors import EngineError
 from kvshare.settings import Settings
 
 Client = TestClient[Any, Any]
@@ -17,11 +18,19 @@ Client = TestClient[Any, Any]
 
 @asynccontextmanager
 async def serving(settings: Settings, engine: EmbeddedEngine) -> AsyncIterator[Client]:
-    """A client of a server that is ready."""
+    """A client of a server that is ready. Raises:  EngineError if it does not get so far"""
     # The front stands above this package; only its benchmarks reach up.
     from proxy.app import build_app
 
     async with TestClient(TestServer(build_app(settings, engine))) as client:
-        while (await client.get("/ready")).status != 200:  # noqa: ASYNC110 - another server's state
+        while not await _is_ready(client):  # noqa: ASYNC110 - another server's state
             await asyncio.sleep(0.1)
         yield client
+
+
+async def _is_ready(client: Client) -> bool:
+    async with client.get("/ready") as response:
+        document = await response.json()
+    if document["status"] == "failed":
+        raise EngineError(f"the server did not start: {document['detail']}")
+    return response.status == 200

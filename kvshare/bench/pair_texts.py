@@ -1,8 +1,8 @@
 """
 Pairs of prompts by rule and seed: one that is stored, and one that an edit or another order makes of it.
 
-Made of texts that the fidelity lab never saw, neither half of it: consultations and notes, news articles,
-first questions of strangers. Without a folder of data: of the project's own samples.
+Made of texts that neither half of the fidelity lab has: consultations and notes, news, first questions of
+strangers. Without a folder of data: of the project's own samples, which the lab has, too.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 
 from kvshare.bench.fidelity.suites.talks import shortened
+from kvshare.errors import ConfigError
 from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.generate import SAMPLES
@@ -49,7 +50,7 @@ def make_pairs(data: Path | None, *, edits: int, reordered: int, seed: int) -> l
     """
     As many edits, the kinds in turn, and as many prompts whose passages are in another order.
 
-    Each text is used once. Raises:  ValueError where the texts do not suffice
+    Each text is used once. Raises:  ConfigError where the texts do not suffice
     """
     draw = random.Random(f"pairs:{seed}")
     texts, passages = _texts(data), _passages(data)
@@ -58,21 +59,25 @@ def make_pairs(data: Path | None, *, edits: int, reordered: int, seed: int) -> l
     pairs = list(islice(_edited(texts, draw), edits))
     pairs += islice(_reordered(iter(passages), draw), reordered)
     if len(pairs) < edits + reordered:
-        where = data or "the project's samples"
-        raise ValueError(f"{where} has texts for {len(pairs)} pairs; expected {edits} + {reordered}")
+        source = "the folder" if data is not None else "the project's own samples"
+        problem = f"the texts of {source} suffice for {len(pairs)} pairs; asked for are {edits} + {reordered}"
+        raise ConfigError("--data", problem)
     return pairs
 
 
 def _edited(texts: list[str], draw: random.Random) -> Iterator[Pair]:
-    """Of each kind in turn the first text that it fits; ends where there is none."""
-    for kind, edit in cycle(_EDITS.items()):
-        tried = ((index, edit(text, draw)) for index, text in enumerate(texts))
-        found = next(((index, both) for index, both in tried if both is not None), None)
-        if found is None:
-            return
-        index, both = found
-        del texts[index]
-        yield Pair(kind, *both)
+    """Of each kind in turn the first text that it fits; ends where no kind fits any more."""
+    kinds = dict(_EDITS)
+    while kinds:
+        for kind, edit in list(kinds.items()):
+            tried = ((index, edit(text, draw)) for index, text in enumerate(texts))
+            found = next(((index, both) for index, both in tried if both is not None), None)
+            if found is None:
+                del kinds[kind]
+                continue
+            index, both = found
+            del texts[index]
+            yield Pair(kind, *both)
 
 
 def _values(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
@@ -89,7 +94,8 @@ def _values(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
 
 def _other_value(value: str, draw: random.Random) -> str:
     if value[0].isdigit():
-        digits = draw.choice("123456789") + "".join(draw.choice("0123456789") for _ in value[1:])
+        first = draw.choice([digit for digit in "123456789" if digit != value[0]])
+        digits = first + "".join(draw.choice("0123456789") for _ in value[1:])
         return "".join(new if old.isdigit() else old for new, old in zip(digits, value, strict=True))
     return draw.choice([place for place in sources.PLACES if place != value])
 

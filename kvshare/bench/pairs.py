@@ -25,6 +25,7 @@ from kvshare.bench.pair_texts import REORDERED, Messages, Pair, make_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
 
 _TOP = 20  # candidates of the first token, as many as the API gives
+_PAIRS, _OWN_PAIRS = (120, 80), (5, 4)  # edits, reordered; with a folder of data and without
 _BEGINNING = 16  # tokens of an answer whose agreement is given apart
 
 
@@ -32,8 +33,8 @@ _BEGINNING = 16  # tokens of an answer whose agreement is given apart
 class Answer:
     """What came back: tokens, log-probabilities of each one's candidates, what was shared."""
 
-    tokens: tuple[str, ...]
-    candidates: tuple[Mapping[str, float], ...]
+    tokens: tuple[bytes, ...]
+    candidates: tuple[Mapping[bytes, float], ...]
     prompt_tokens: int
     cached_tokens: int
     decision: str
@@ -87,8 +88,8 @@ async def run(
     *,
     data: Path | None = None,
     model: str = "default",
-    edits: int = 120,
-    reordered: int = 80,
+    edits: int | None = None,
+    reordered: int | None = None,
     answer_tokens: int = 40,
     max_deviation: float | None = None,
     seed: int = 0,
@@ -97,9 +98,16 @@ async def run(
     """
     Figures by kind of pair, and over edits and reordered passages. `max_deviation`: instead of the settings'.
 
-    Raises:  ValueError where the texts do not suffice; ModelError
+    `edits`, `reordered`: how many; by default 120 and 80, of the project's own samples 5 and 4.
+    Raises:  ConfigError where the texts do not suffice; EngineError where the model cannot be loaded
     """
-    pairs = make_pairs(data, edits=edits, reordered=reordered, seed=seed)
+    default = _PAIRS if data is not None else _OWN_PAIRS
+    pairs = make_pairs(
+        data,
+        edits=default[0] if edits is None else edits,
+        reordered=default[1] if reordered is None else reordered,
+        seed=seed,
+    )
     overrides: dict[str, object] = {"model.path": model, "engine.num_threads": threads}
     if max_deviation is not None:
         overrides["sharing.max_deviation"] = max_deviation
@@ -137,25 +145,29 @@ async def _ask(
     said = document["choices"][0]["logprobs"]["content"]
     usage = document["usage"]
     return Answer(
-        tokens=tuple(token["token"] for token in said),
-        candidates=tuple({top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in said),
+        tokens=tuple(_name(token) for token in said),
+        candidates=tuple({_name(top): top["logprob"] for top in token["top_logprobs"]} for token in said),
         prompt_tokens=usage["prompt_tokens"],
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
         decision=usage["kvshare"]["decision"],
     )
 
 
-def candidates_kl(full: Mapping[str, float], shared: Mapping[str, float]) -> float:
-    """
-    KL in nats of one token's distributions, over the most likely candidates and all others as one.
+def _name(token: Mapping[str, Any]) -> bytes:
+    """Its bytes: halves of a letter look alike as text."""
+    return bytes(token["bytes"])
 
-    From below: a candidate that the shared answer does not list counts with the least that it lists.
+
+def candidates_kl(full: Mapping[bytes, float], shared: Mapping[bytes, float]) -> float:
     """
-    least = min(shared.values())
-    terms = [(math.exp(p), math.exp(min(0.0, shared.get(token, least)))) for token, p in full.items()]
-    rest = [max(1e-12, 1.0 - sum(column)) for column in zip(*terms, strict=True)]
-    kl = sum(p * math.log(p / q) for p, q in [*terms, (rest[0], rest[1])] if p > 0 and q > 0)
-    return max(0.0, float(kl))
+    KL in nats of one token's distributions, from below: over the candidates that both list, and all others as
+    one.
+    """
+    both = full.keys() & shared.keys()
+    terms = [(math.exp(full[token]), math.exp(shared[token])) for token in both]
+    rest = [max(1e-12, 1.0 - sum(column)) for column in zip((0.0, 0.0), *terms, strict=True)]
+    kl: float = sum(p * math.log(p / q) for p, q in [*terms, (rest[0], rest[1])] if p > 0)
+    return max(0.0, kl)
 
 
 def _summary(compared: Sequence[Compared]) -> dict[str, Any]:

@@ -54,13 +54,9 @@ class Keeper(Generic[TierT]):
         """
         A plan is carried out: its donors were used now.
 
-        What they gave keeps them longer, but for equal prefixes: a chat's next turn takes the place of the
-        one before.
+        What they gave other texts keeps them longer.
         """
-        given: Counter[NodeId] = Counter()
-        for copy in plan.copies:
-            if copy.target.end > plan.exact_length:
-                given[copy.donor] += copy.length
+        given = _given_to_others(plan)
         for donor in plan.donors:
             self.tree.touch(donor, num_given=given[donor])
 
@@ -139,9 +135,9 @@ class Keeper(Generic[TierT]):
         namespaces: Collection[str] | None = None,
     ) -> bool:
         """
-        Evict prompts until `num_bytes` fit, in the tree's order: those that gave least to other texts, of
-        them the least recently used. Held and pinned ones stay. The last to leave loses only its end, where
-        that keeps a useful prefix.
+        Evict prompts until `num_bytes` fit, in the tree's order: the least recently used first, but those
+        that gave other texts much stay longer. Held and pinned ones stay. The last to leave loses only its
+        end, where that keeps a useful prefix.
 
         `namespaces` are those whose prompts take the budget's bytes; None: there are no others.
         """
@@ -152,6 +148,7 @@ class Keeper(Generic[TierT]):
             return False  # evicting all the others would not be enough: evict nobody
         while (candidate := self.tree.next_to_evict(namespaces, without=held)) is not None:
             excess = budget.num_bytes + num_bytes - budget.max_bytes
+            self.tree.age(candidate.node_id, namespaces)
             if num_kept := self._useful_prefix(candidate, excess, budget):
                 self._shorten(candidate, num_kept)
                 self.counters["evictions:end"] += 1
@@ -204,3 +201,18 @@ class Keeper(Generic[TierT]):
         self.tier.drop(self.tree.evict(node.node_id, lazily=True).freed_segments)
         self._shortened.pop(node.node_id, None)
         self._evicted.append((node.namespace, int(node.node_id)))
+
+
+def _given_to_others(plan: Plan) -> Counter[NodeId]:
+    """
+    Tokens that donors gave to a text that is not theirs. A common beginning does not count: the next turn of
+    a chat takes the place of the one before, and what is asked again is the same text.
+    """
+    given: Counter[NodeId] = Counter()
+    begun: Counter[NodeId] = Counter()  # up to where a donor's text is the new one's, from its first token on
+    for copy in plan.copies:
+        if copy.donor_start == copy.target_start == begun[copy.donor]:
+            begun[copy.donor] += copy.length
+        else:
+            given[copy.donor] += copy.length
+    return given

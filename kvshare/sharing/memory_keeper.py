@@ -74,9 +74,9 @@ class Computed(Generic[KVT]):
     plan: Plan | NoPlan
     kv: SequenceBuffer[KVT]
 
-    def spans(self, segment_tokens: int) -> tuple[Span, ...]:
-        """What was computed for it, by segment; the rest was copied."""
-        return computed_spans(self.plan, len(self.token_ids), segment_tokens)
+    def spans(self, length: int) -> tuple[Span, ...]:
+        """What was computed for it, in segments of so many tokens; the rest was copied."""
+        return computed_spans(self.plan, len(self.token_ids), length)
 
 
 class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):

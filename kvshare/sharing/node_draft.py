@@ -37,18 +37,18 @@ class StoredSpan:
     checksum: int = 0  # 0 where whoever holds the bytes checks them
 
 
-def computed_spans(plan: Plan | NoPlan, num_tokens: int, segment_tokens: int) -> tuple[Span, ...]:
+def computed_spans(plan: Plan | NoPlan, num_tokens: int, length: int) -> tuple[Span, ...]:
     """
-    What was computed of so many tokens, by segment: the placeholders, and everything generated.
+    What was computed of so many tokens, in segments of `length`: placeholders and everything generated.
 
     A segment is of one generation: where repairs were chosen, it ends where the KV ceases to be exact.
     """
     if isinstance(plan, NoPlan):
-        return split([Span(0, num_tokens)], segment_tokens)
+        return split([Span(0, num_tokens)], length)
     spans = [Span(span.start, min(span.end, num_tokens)) for span in plan.placeholders]
     spans.append(Span(min(plan.num_tokens, num_tokens), num_tokens))
     merged = merge(spans)
-    return split(merged if plan.exact_until is None else cut(merged, plan.exact_until), segment_tokens)
+    return split(merged if plan.exact_until is None else cut(merged, plan.exact_until), length)
 
 
 def draft_node(

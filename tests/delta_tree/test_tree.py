@@ -224,8 +224,18 @@ def test_what_gave_to_others_stays_longer(tree: DeltaTree) -> None:
         assert tree.next_to_evict(namespaces, without=order) is None
 
 
+def test_what_an_administrator_evicts_ages_nobody(tree: DeltaTree) -> None:
+    """It did not leave for room."""
+    good, better = (tree.insert(fresh_draft([i] * 10)).node.node_id for i in (1, 2))
+    tree.touch(good, num_given=50)
+    tree.touch(better, num_given=500)
+    tree.evict(better)
+    newcomer = tree.insert(fresh_draft([3] * 10)).node
+    assert tree.next_to_evict() is newcomer
+
+
 def test_old_merits_fade(tree: DeltaTree) -> None:
-    """What is evicted sets the floor for those that are used from then on."""
+    """What leaves for room sets the floor for those that are used from then on."""
     once = tree.insert(fresh_draft([1] * 10)).node.node_id
     tree.touch(once, num_given=25)
     tree.insert(fresh_draft([2] * 10))
@@ -234,6 +244,7 @@ def test_old_merits_fade(tree: DeltaTree) -> None:
         tree.insert(fresh_draft([number] * 10))
         leaving = tree.next_to_evict()
         assert leaving is not None
+        tree.age(leaving.node_id, None)
         tree.evict(leaving.node_id)
         evicted.append(int(leaving.token_ids[0]))
     assert evicted == [2, 3, 4, 5, 6, 7, 1, 8]

@@ -3,12 +3,14 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvshare.bench.pair_texts import REORDERED, make_pairs
 from kvshare.bench.pairs import Answer, Compared, candidates_kl, run
 from kvshare.demo import MODEL_PATH
+from kvshare.errors import ConfigError, EngineError
 
 
 def test_pairs_are_drawn_by_seed_and_differ() -> None:
@@ -36,32 +38,38 @@ def test_reordered_passages_are_the_same_passages() -> None:
 
 
 def test_too_few_texts_are_said() -> None:
-    with pytest.raises(ValueError, match=r"the project's samples has texts for \d+ pairs; expected 500 \+ 0"):
+    with pytest.raises(ConfigError, match=r"--data: .*own samples suffice for \d+ pairs; .* 500 \+ 0"):
         make_pairs(None, edits=500, reordered=0, seed=0)
 
 
-FULL = Answer(("a", "b", "c"), ({"a": -0.1}, {"b": -0.5, "x": -1.5}, {"c": -0.1}), 100, 0, "off")
+FULL = Answer((b"a", b"b", b"c"), ({b"a": -0.1}, {b"b": -0.5, b"x": -1.5}, {b"c": -0.1}), 100, 0, "off")
 
 
 def test_answers_are_compared_up_to_the_first_difference() -> None:
     """And there it is said how much more the full prefill liked its own token."""
     same = Compared("values", replace(FULL, decision="approx"), FULL)
-    other = Compared("values", replace(FULL, tokens=("a", "x", "c"), decision="approx"), FULL)
+    other = Compared("values", replace(FULL, tokens=(b"a", b"x", b"c"), decision="approx"), FULL)
     assert (same.is_equal, same.agreement(16), same.lead) == (True, 1.0, None)
     assert (other.is_equal, other.num_equal, other.agreement(16)) == (False, 1, pytest.approx(1 / 3))
     assert other.agreement(1) == 1
     assert other.lead == pytest.approx(1.0)
-    shorter = Compared("values", replace(FULL, tokens=("a", "b")), FULL)
+    shorter = Compared("values", replace(FULL, tokens=(b"a", b"b")), FULL)
     assert (shorter.is_equal, shorter.lead, shorter.is_shared) == (False, None, False)
 
 
 def test_divergence_of_listed_candidates() -> None:
-    """By hand: two candidates and the rest as a third."""
-    full = {"a": math.log(0.5), "b": math.log(0.3)}
-    shared = {"a": math.log(0.4), "b": math.log(0.4)}
+    """By hand: two candidates and the rest as a third; what only one of them lists belongs to the rest."""
+    full = {b"a": math.log(0.5), b"b": math.log(0.3), b"c": math.log(0.1)}
+    shared = {b"a": math.log(0.4), b"b": math.log(0.4), b"d": math.log(0.1)}
     expected = 0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4) + 0.2 * math.log(0.2 / 0.2)
     assert candidates_kl(full, shared) == pytest.approx(expected)
-    assert candidates_kl(full, full) == 0
+    assert candidates_kl(full, full) == pytest.approx(0)
+
+
+async def test_a_model_that_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+    """The benchmark does not wait for a server that will never be ready."""
+    with pytest.raises(EngineError, match="the server did not start"):
+        await run(model=str(tmp_path / "nothing"), edits=1, reordered=0)
 
 
 @pytest.mark.skipif(not MODEL_PATH.exists(), reason="the demo model has not been built")

@@ -1,4 +1,4 @@
-"""Room is made by whole prompts, the least recently used first, and by the end of the last of them."""
+"""Room is made by whole prompts, and by the end of the last of them."""
 
 from __future__ import annotations
 

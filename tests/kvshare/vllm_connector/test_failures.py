@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvshare.vllm_protocol.messages import PROTOCOL, Ticket
+from delta_tree import segment_tokens
+from kvshare.vllm_protocol.messages import PROTOCOL, Ticket, budget_of
 
 if TYPE_CHECKING:
     from tests.kvshare.vllm_connector.conftest import Copies, Texts, Vllm
@@ -374,6 +375,17 @@ def test_the_store_is_bounded(start: Callable[..., Vllm], text: Texts, copies: C
         vllm.check_idle()
     assert len(dropped(vllm)) >= 3
     assert first.stored[0].segment_id in vllm.side.segments
+
+
+def test_segments_are_cut_by_what_the_proxy_lets_it_hold(start: Callable[..., Vllm], text: Texts) -> None:
+    """As the embedded engine cuts them where the store has as many bytes; the last has what is left over."""
+    vllm = start("llama", max_bytes=1536 * 24_000)
+    lengths = [segment.length for segment in vllm.keep(text(500, 77)).stored]
+    expected = segment_tokens(budget_of(1536 * 24_000) // 1536)
+    assert expected == 41
+    assert set(lengths[:-1]) == {expected}
+    assert sum(lengths) == 500
+    vllm.check_idle()
 
 
 def test_a_prompt_larger_than_the_store(start: Callable[..., Vllm], text: Texts) -> None:

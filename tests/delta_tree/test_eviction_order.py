@@ -1,0 +1,137 @@
+"""Who leaves first, against a model that sorts everything anew for every question."""
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from delta_tree import Node, NodeId, PieceTable, token_ids
+from delta_tree.eviction_order import EvictionOrder
+
+NAMESPACES = ("a", "b", "c")
+
+
+def node(node_id: int, namespace: str = "a", num_tokens: int = 10, *, pinned: bool = False) -> Node:
+    """Only what the order looks at means anything."""
+    return Node(
+        node_id=NodeId(node_id),
+        namespace=namespace,
+        token_ids=token_ids([1] * num_tokens),
+        pieces=PieceTable([]),
+        exact_length=num_tokens,
+        deviation=0.0,
+        created_at=0.0,
+        last_used_at=0.0,
+        num_hits=0,
+        pinned=pinned,
+    )
+
+
+@dataclass
+class Model:
+    """The same, slowly."""
+
+    ranks: dict[int, tuple[float, int]] = field(default_factory=dict)
+    namespace_of: dict[int, str] = field(default_factory=dict)
+    given: dict[int, float] = field(default_factory=dict)
+    floors: dict[str | None, float] = field(default_factory=dict)
+    clock: int = 0
+
+    def put(self, one: Node) -> None:
+        self.ranks.pop(one.node_id, None)
+        if not one.pinned:
+            self.clock += 1
+            floor = max(self.floors.get(None, 0.0), self.floors.get(one.namespace, 0.0))
+            worth = floor + 1.0 + self.given.get(one.node_id, 0.0) / one.num_tokens
+            self.ranks[one.node_id] = (worth, self.clock)
+            self.namespace_of[one.node_id] = one.namespace
+
+    def age(self, node_id: int, namespaces: list[str] | None) -> None:
+        if node_id in self.ranks:
+            for scope in [None] if namespaces is None else namespaces:
+                self.floors[scope] = max(self.floors.get(scope, 0.0), self.ranks[node_id][0])
+
+    def first(self, namespaces: list[str] | None, without: set[int]) -> int | None:
+        able = [i for i in self.ranks if i not in without]
+        able = [i for i in able if namespaces is None or self.namespace_of[i] in namespaces]
+        return min(able, key=self.ranks.__getitem__, default=None)
+
+
+ids = st.integers(1, 8)
+scopes = st.one_of(st.none(), st.lists(st.sampled_from(NAMESPACES), max_size=3))
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), ids, st.booleans()),
+        st.tuples(st.just("give"), ids, st.integers(1, 40)),
+        st.tuples(st.just("remove"), ids, st.none()),
+        st.tuples(st.just("shorten"), ids, st.none()),
+        st.tuples(st.just("leave"), scopes, st.sets(ids, max_size=3)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps)
+def test_the_order_is_what_sorting_gives(taken: list[tuple[str, object, object]]) -> None:
+    """Whatever is used, given, pinned, shortened or evicted; each node has a namespace of its own."""
+    order, model = EvictionOrder(), Model()
+    nodes = {i: node(i, NAMESPACES[i % 3], num_tokens=10 * i) for i in range(1, 9)}
+    for what, one, more in taken:
+        if what == "leave":
+            assert one is None or isinstance(one, list)
+            assert isinstance(more, set)
+            found = order.first(one, more)
+            assert found == model.first(one, more)
+            if found is not None:
+                order.age(found, one)
+                model.age(found, one)
+            continue
+        assert isinstance(one, int)
+        if what == "put":
+            order.put(replace(nodes[one], pinned=not more and one == 3))
+            model.put(replace(nodes[one], pinned=not more and one == 3))
+        elif what == "give":
+            assert isinstance(more, int)
+            order.give(nodes[one], more)
+            model.given[one] = model.given.get(one, 0.0) + more
+        elif what == "shorten":
+            shorter = node(one, nodes[one].namespace, max(1, nodes[one].num_tokens // 2))
+            kept = shorter.num_tokens / nodes[one].num_tokens
+            order.shorten(NodeId(one), kept)
+            if one in model.given:
+                model.given[one] *= kept
+            nodes[one] = shorter
+        else:
+            order.remove(nodes[one])
+            model.ranks.pop(one, None)
+            model.given.pop(one, None)
+        for scope in (None, *([name] for name in NAMESPACES)):
+            assert order.first(scope, ()) == model.first(scope, set())
+
+
+def test_a_hit_after_the_other_takes_no_memory() -> None:
+    """Stale entries are cleared away."""
+    order = EvictionOrder()
+    for _ in range(50):
+        for number in range(1, 21):
+            order.put(node(number))
+    assert all(len(heap) <= 2 * 20 + 64 + 1 for heap in order._heaps.values())
+    assert order.first(None, ()) == 1
+    for number in range(1, 21):
+        order.remove(node(number))
+    assert not order._ranks
+    assert not order._heaps
+
+
+def test_room_of_one_replica_is_no_room_of_another() -> None:
+    """What leaves one ages those that share its room, and nobody else."""
+    order = EvictionOrder()
+    for number, namespace in ((1, "a"), (2, "b")):
+        order.give(node(number, namespace), 100)
+        order.put(node(number, namespace))
+    order.age(NodeId(2), ["b"])
+    order.put(node(3, "a"))
+    order.put(node(4, "b"))
+    assert order.first(["a"], ()) == 3
+    assert order.first(["b"], ()) == 2
