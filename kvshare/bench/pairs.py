@@ -13,12 +13,11 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from kvshare.bench.fidelity.measures import rounded
+from kvshare.bench.fidelity.measures import num_agreed, rounded
 from kvshare.bench.front import Client, serving
 from kvshare.bench.harness import bench_settings, environment, new_engine
 from kvshare.bench.pair_texts import REORDERED, Messages, Pair, make_pairs
@@ -59,8 +58,7 @@ class Compared:
     @property
     def num_equal(self) -> int:
         """Tokens in front of the first that differs."""
-        both = zip(self.full.tokens, self.shared.tokens, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        return num_agreed(self.full.tokens, self.shared.tokens)
 
     def agreement(self, limit: int) -> float:
         """Share of the full answer's first `limit` tokens in front of the first that differs."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from delta_tree import Span, TokenIds, token_ids
-from kvshare.bench.fidelity.measures import divergence, rounded
+from kvshare.bench.fidelity.measures import divergence, num_agreed, rounded
 from kvshare.bench.harness import environment, running_engine
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.prefill import Prefill
@@ -137,7 +137,9 @@ def _measured(
     if not free_tokens:
         return compared
     own, _ = _greedy(engine, kv, size, logits, free_tokens)
-    return {**compared, "equal": float(own == answer[:free_tokens]), "agreement": _agreement(own, answer)}
+    answer = answer[:free_tokens]
+    agreed = num_agreed(answer, own) / max(1, len(answer))
+    return {**compared, "equal": float(own == answer), "agreement": agreed}
 
 
 def _greedy(
@@ -155,13 +157,6 @@ def _greedy(
 def _next(engine: EmbeddedEngine, kv: SequenceKV, place: int, token: int) -> torch.Tensor:
     current = PartialPass(kv, (Span(place, place + 1),))
     return engine.server.model.compute(current, token_ids(np.array([token], np.int32)))
-
-
-def _agreement(own: Sequence[int], full: Sequence[int]) -> float:
-    """Share of the answer in front of the first token that differs."""
-    both = min(len(own), len(full))
-    equal = next((place for place in range(both) if own[place] != full[place]), both)
-    return equal / max(1, len(full))
 
 
 def _summary(served: Sequence[Served]) -> dict[str, Any]:

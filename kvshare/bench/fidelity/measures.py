@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -69,6 +70,11 @@ def free_running(
         slot = np.array([num_tokens + len(found) - 1])
         last = model.run(kv, Pass(token_ids(found[-1:]), slot), logits_of=np.array([0]))[0]
     return token_ids(found)
+
+
+def num_agreed(full: Sequence[object], found: Sequence[object]) -> int:
+    """Tokens in front of the first that differs."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(full, found, strict=False)))
 
 
 def agreement(full: TokenIds, found: TokenIds) -> dict[str, float | int]:
