@@ -25,6 +25,7 @@ from kvshare.engines.embedded.engine import EmbeddedEngine
 
 _TOP = 20  # candidates of the first token, as many as the API gives
 _PAIRS, _OWN_PAIRS = (120, 80), (5, 4)  # edits, reordered; with a folder of data and without
+_NEARLY = (0.01, 0.05, 0.2)  # nats: full prefills that were so near another answer are counted
 _BEGINNING = 16  # tokens of an answer whose agreement is given apart
 
 
@@ -37,6 +38,12 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int
     decision: str
+
+    @property
+    def closest(self) -> float:
+        """Nats by which the runner-up was behind, where it was nearest: what it takes for another answer."""
+        first_two = (sorted(listed.values(), reverse=True)[:2] for listed in self.candidates)
+        return min((two[0] - two[1] for two in first_two if len(two) == 2), default=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +195,9 @@ def _figures(compared: Iterable[Compared]) -> dict[str, Any]:
     if pairs:
         found["equal"] = sum(each.is_equal for each in pairs) / len(pairs)
         found["prompt_tokens"] = fmean(each.full.prompt_tokens for each in pairs)
+        found["nearly_tied"] = {
+            f"{nats:g}": sum(each.full.closest < nats for each in pairs) / len(pairs) for nats in _NEARLY
+        }
     if approximate:
         found["of_approximate"] = {
             "equal": sum(each.is_equal for each in approximate) / len(approximate),

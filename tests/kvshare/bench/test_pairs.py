@@ -53,6 +53,7 @@ def test_answers_are_compared_up_to_the_first_difference() -> None:
     assert (other.is_equal, other.num_equal, other.agreement(16)) == (False, 1, pytest.approx(1 / 3))
     assert other.agreement(1) == 1
     assert other.lead == pytest.approx(1.0)
+    assert FULL.closest == pytest.approx(1.0)
     shorter = Compared("values", replace(FULL, tokens=(b"a", b"b")), FULL)
     assert (shorter.is_equal, shorter.lead, shorter.is_shared) == (False, None, False)
 
