@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from delta_tree import (
+    DonorReason,
     Node,
     Segment,
     SegmentId,
@@ -164,7 +165,12 @@ def _donors(
             "score": candidate.score,
             "similarity": candidate.similarity,
             "tokens_used": used[candidate.prompt_id],
-            "outcome": outcomes.get(candidate.prompt_id, "gone"),
+            "outcome": _outcome(outcomes.get(candidate.prompt_id, "gone"), used[candidate.prompt_id]),
         }
         for candidate in candidates
     ]
+
+
+def _outcome(composed: str, num_used: int) -> str:
+    """The composition took it; whether the plan did is another matter: gates, and other plans, come after."""
+    return "left_out" if composed == DonorReason.USED and not num_used else composed
