@@ -187,7 +187,7 @@ def _texts(data: Path | None) -> list[str]:
     else:
         notes = [data / "medical_notes" / f"{name}.jsonl.gz" for name in ("aci_bench", "mts_dialog")]
         found = sources.texts([*notes, data / "wildchat_user_4k" / "wildchat_user.jsonl.gz"])
-    fitting = (shortened(text, _LONGEST) for text in found if text.isascii() or _is_english(text))
+    fitting = (shortened(text, _LONGEST) for text in found if _is_english(text))
     return list(dict.fromkeys(text for text in fitting if len(text) >= _SHORTEST))
 
 
