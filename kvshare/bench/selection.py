@@ -11,7 +11,7 @@ places (`edited`), or have its passages in another order (`reordered`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from kvshare.sharing.selection import choose_by_place
 
 _VOCAB_SIZE = 1000
 _PASSAGES = 8
+ALWAYS_CHOOSE = {"repair.rule": "attention", "sharing.max_deviation": 1e6}
 
 
 def run(
@@ -44,8 +45,7 @@ def run(
     Raises:  ConfigError for prompts of which nothing is shared
     """
     rng = np.random.default_rng(seed)
-    open_gates = {"repair.rule": "attention", "sharing.max_deviation": 1e6}
-    settings = load_settings(overrides=open_gates)
+    settings = load_settings(overrides=ALWAYS_CHOOSE)
     length = prompt_tokens + 64
     network = llama("timing", max_position_embeddings=length, vocab_size=16384, seed=seed)
     model = EmbeddedModel(network, name="timing")
@@ -53,7 +53,7 @@ def run(
         "edited": lambda donor: edited(
             donor, changed=changed, edits=edits, draw=lambda n: random_prompt(rng, n, _VOCAB_SIZE)
         ),
-        "reordered": lambda donor: _reordered(donor, rng),
+        "reordered": lambda donor: reordered(donor, rng, _VOCAB_SIZE),
     }
     return {
         "engine": "embedded",
@@ -80,15 +80,24 @@ def _measured(
         _compute(model, stored, donor, (Span(0, num_tokens),), settings)
         shelf.store(donor, stored, NoPlan("off"))
         tokens = change(donor)
-        found = shelf.plan(tokens, settings, can_probe=True)
-        if isinstance(found, NoPlan) or found.order is None:
-            raise ConfigError("--prompt-tokens", f"nothing is repaired of such prompts: {found}")
-        plan = found
+        plan = ordered(shelf.plan(tokens, settings, can_probe=True))
         times = (_chosen(model, shelf, tokens, plan, settings), _unselected(model, tokens, plan, settings))
         if repeat:  # caches and allocator are warm from here on
             chosen.append(times[0])
             unselected.append(times[1])
     assert plan is not None
+    return {**summary(chosen, unselected), "tokens": token_counts(plan)}
+
+
+def ordered(plan: Plan | NoPlan) -> Plan:
+    """A plan that leaves repairs to be chosen. Raises ConfigError for any other."""
+    if isinstance(plan, NoPlan) or plan.order is None:
+        raise ConfigError("--prompt-tokens", f"nothing is repaired of such prompts: {plan}")
+    return plan
+
+
+def summary(chosen: Sequence[float], unselected: Sequence[float]) -> dict[str, Any]:
+    """Of paired times in seconds."""
     ratios = [a / b for a, b in zip(chosen, unselected, strict=True)]
     return {
         "ratio": median(ratios),
@@ -96,12 +105,16 @@ def _measured(
         "ratio_max": max(ratios),
         "chosen_ms": 1e3 * median(chosen),
         "unselected_ms": 1e3 * median(unselected),
-        "tokens": {
-            "copied": plan.num_copied,
-            "recomputed": plan.num_recomputed,
-            "repaired": plan.num_repaired,
-            "selecting": plan.num_selecting,
-        },
+    }
+
+
+def token_counts(plan: Plan) -> dict[str, int]:
+    """Of the last of the plans."""
+    return {
+        "copied": plan.num_copied,
+        "recomputed": plan.num_recomputed,
+        "repaired": plan.num_repaired,
+        "selecting": plan.num_selecting,
     }
 
 
@@ -122,14 +135,18 @@ def _unselected(model: EmbeddedModel, tokens: TokenIds, plan: Plan, settings: Se
     kv = model.new_sequence(len(tokens))
     kv.k.zero_()
     kv.v.zero_()
-    spans = _as_many(plan)
+    spans = as_many(plan)
     began = time.perf_counter()
     _compute(model, kv, tokens, spans, settings)
     return time.perf_counter() - began
 
 
-def _as_many(plan: Plan) -> tuple[Span, ...]:
-    """The placeholders, and as many copied tokens as the plan computes more, at the starts of its pieces."""
+def as_many(plan: Plan) -> tuple[Span, ...]:
+    """
+    What is computed without a choice: the placeholders, and copied tokens at the starts of pieces.
+
+    As many in all as the plan computes, to choose its repairs and behind that.
+    """
     assert plan.order is not None
     order = replace(plan.order, probes=(), num_tokens=plan.order.num_tokens + plan.num_selecting)
     choice = choose_by_place(
@@ -149,9 +166,9 @@ def _compute(
         )
 
 
-def _reordered(donor: TokenIds, rng: np.random.Generator) -> TokenIds:
+def reordered(donor: TokenIds, rng: np.random.Generator, vocab_size: int) -> TokenIds:
     """Its passages in another order, and a question of its own."""
     passages = np.array_split(donor, _PASSAGES)
     order = [*range(1, _PASSAGES - 1, 2), *range(0, _PASSAGES - 1, 2)]
-    question = random_prompt(rng, len(passages[-1]), _VOCAB_SIZE)
+    question = random_prompt(rng, len(passages[-1]), vocab_size)
     return token_ids(np.concatenate([*(passages[number] for number in order), question]))

@@ -180,11 +180,12 @@ def ticket_for(
         exact_length=plan.exact_length if isinstance(plan, Plan) else 0,
         copies=copies,
         keep=keep,
-        order=_wire_order(plan) if isinstance(plan, Plan) else None,
+        order=wire_order(plan) if isinstance(plan, Plan) else None,
     )
 
 
-def _wire_order(plan: Plan) -> WireOrder | None:
+def wire_order(plan: Plan) -> WireOrder | None:
+    """What the plan leaves to be chosen, as the connector needs it."""
     if plan.order is None:
         return None
     return WireOrder(

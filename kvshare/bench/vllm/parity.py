@@ -19,9 +19,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,9 @@ from delta_tree import Span, TokenIds, gaps
 from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client, connected
 from kvshare.bench.vllm.prompts import stranger
-from kvshare.bench.vllm.reports import Watch
 from kvshare.bench.vllm.stack import BenchConfig, Pair, StackOptions, document, pair
-from kvshare.errors import EngineError
-from kvshare.fleet.client import ControlClient
-from kvshare.vllm_protocol.messages import Finished, Ticket, WireCopy, digest_of
-from kvshare.vllm_protocol.salts import private_salt
+from kvshare.bench.vllm.tickets import TicketWriter, copies_of
+from kvshare.vllm_protocol.messages import Finished
 
 _MODES = {"compiled": False, "eager": True}  # enforce_eager; compiled is vLLM's default
 _CASES = ("all_placeholders", "scattered", "identity", "prefix")
@@ -43,8 +39,6 @@ _NUM_TOP = 20  # vLLM's own limit
 _SHORT, _LONG = 16, 192  # output tokens; long ones outgrow the KV cache
 _BLOCK_SIZE = 32
 _PREEMPTING_PROMPTS = 4  # at a time; the KV cache holds these, and little of what they generate
-_MAX_POLLS = 600
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +82,9 @@ async def measure(servers: Pair, config: Config, *, copies: int = 2) -> dict[str
     rng = np.random.default_rng(config.seed)
     plain_url, shared_url = servers.plain.url, servers.shared.url
     async with connected(plain_url) as plain, connected(shared_url) as shared, servers.control() as control:
-        info = await control.info()
-        if not info.shares:
-            raise EngineError(f"the connector shares nothing: {'; '.join(info.refusals)}")
-        bench = _Parity(plain, shared, control, rng, config.tokens)
+        tickets = TicketWriter(shared, control, "parity")
+        await tickets.check()
+        bench = _Parity(plain, tickets, rng, config.tokens)
         errors = {name: await bench.error([name]) for name in _CASES}
         batch = [*_CASES, "plain"] * copies
         errors["mixed_batch"] = await bench.error(batch)
@@ -113,18 +106,15 @@ class _Parity:
     """Prompts that were kept, and what their planned repetitions differ by."""
 
     plain: Client
-    shared: Client
-    control: ControlClient
+    tickets: TicketWriter
     rng: np.random.Generator
     num_tokens: int
     decisions: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    _watch: Watch = field(default_factory=Watch)
-    _numbers: Iterator[int] = field(default_factory=count)
 
     async def error(self, cases: Sequence[str], max_tokens: int = _SHORT, *, foreign: bool = False) -> float:
         """The largest of a request of each case, all at once. `foreign`: over the KV of another prompt."""
         prompts = [self._stranger() for _ in cases]
-        kept = [await self._keep(self._stranger() if foreign else prompt) for prompt in prompts]
+        kept = [await self.tickets.keep(self._stranger() if foreign else prompt) for prompt in prompts]
         expected = [
             await self.plain.complete(prompt, max_tokens=max_tokens, num_top=_NUM_TOP) for prompt in prompts
         ]
@@ -139,49 +129,16 @@ class _Parity:
     def _stranger(self) -> TokenIds:
         return stranger(self.rng, self.num_tokens)
 
-    async def _keep(self, prompt: TokenIds) -> Finished:
-        """Have a prompt computed and kept. No salt: vLLM's own prefix cache must not have it afterwards."""
-        ticket = self._ticket(prompt, [], 0, keep=True)
-        await self._ask(prompt, ticket, salt=ticket.request_id, max_tokens=1)
-        return await self._finished(ticket.request_id)
-
     async def _planned(self, case: str, prompt: TokenIds, kept: Finished, max_tokens: int) -> Answer:
         """The prompt again, its KV laid back as the case has it."""
         copied, exact_length = _copied(case, self.rng, len(prompt))
-        ticket = self._ticket(prompt, _cut(kept, copied), exact_length, keep=False)
-        plain_salt = exact_length or not ticket.copies
-        salt = ticket.request_id if plain_salt else private_salt(ticket.request_id)
-        answer = await self._ask(prompt, ticket, salt=salt, max_tokens=max_tokens)
-        finished = await self._finished(ticket.request_id)
+        copies = [copy for span in copied for copy in copies_of(kept, span, span.start)]
+        ticket = self.tickets.ticket(prompt, copies, exact_length=exact_length)
+        answer = await self.tickets.ask(prompt, ticket, max_tokens=max_tokens, num_top=_NUM_TOP)
+        finished = await self.tickets.finished(ticket)
         said = finished.decision if finished.reason is None else f"{finished.decision}: {finished.reason}"
         self.decisions[case][said] += 1
         return answer
-
-    def _ticket(
-        self, prompt: TokenIds, copies: Sequence[WireCopy], exact_length: int, *, keep: bool
-    ) -> Ticket:
-        return Ticket(
-            request_id=f"parity-{next(self._numbers)}",
-            namespace="parity",
-            prompt_digest=digest_of(prompt),
-            num_tokens=len(prompt),
-            exact_length=exact_length,
-            copies=tuple(copies),
-            keep=keep,
-        )
-
-    async def _ask(self, prompt: TokenIds, ticket: Ticket, *, salt: str, max_tokens: int) -> Answer:
-        extra = {"kv_transfer_params": {"kvshare": ticket.to_json()}, "cache_salt": salt}
-        return await self.shared.complete(prompt, max_tokens=max_tokens, num_top=_NUM_TOP, extra=extra)
-
-    async def _finished(self, request_id: str) -> Finished:
-        for _ in range(_MAX_POLLS):
-            await self._watch.look(self.control)
-            for event in self._watch.finished:
-                if event.request_id == request_id:
-                    return event
-            await asyncio.sleep(_POLL_S)
-        raise EngineError(f"the journal does not tell of request {request_id}")
 
 
 def distance(found: Answer, expected: Answer) -> float:
@@ -222,18 +179,3 @@ def _copied(case: str, rng: np.random.Generator, num_tokens: int) -> tuple[Seque
         case "prefix":
             return [Span(0, num_tokens // 2)], num_tokens // 2
     return [], 0
-
-
-def _cut(kept: Finished, spans: Sequence[Span]) -> list[WireCopy]:
-    """The spans of a kept prompt, each out of the segments it lies in, where it was computed."""
-    copies = []
-    for span in spans:
-        for stored in kept.stored:
-            start, end = max(span.start, stored.start), min(span.end, stored.start + stored.length)
-            if start < end:
-                copies.append(
-                    WireCopy(
-                        stored.segment_id, start - stored.start, end - start, start, source_position=start
-                    )
-                )
-    return sorted(copies, key=lambda copy: copy.target_start)

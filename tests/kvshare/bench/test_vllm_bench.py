@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvshare.bench.vllm import load, parity, soak, steady, ttft
+from kvshare.bench.vllm import load, parity, selection, soak, steady, ttft
 from kvshare.bench.vllm.stack import ALWAYS_SHARE, Pair, Stack, pair, with_proxy
 from kvshare.bench.vllm.workload import read_prompts
 from kvshare.replay.workloads import generate, write_rows
@@ -65,6 +65,18 @@ async def test_planned_requests_equal_plain_vllm(both: Pair) -> None:
     assert mode["preemptions"] > 0
     assert set(mode["decisions"]["scattered"]) == {"approx"}
     assert set(mode["decisions"]["prefix"]) == {"exact"}
+
+
+async def test_choosing_is_timed_beside_computing_as_many_tokens(both: Pair) -> None:
+    """Both arms compute what was planned, or the benchmark ends in an error."""
+    config = selection.Config(prompt_tokens=300, changed=0.05, edits=2, repeats=1, seed=7)
+    document = await selection.measure(both, config)
+    check_header(document, "selection")
+    for kind in ("edited", "reordered"):
+        found = document[kind]
+        assert found["ratio"] > 0
+        assert found["tokens"]["repaired"] > 0 < found["tokens"]["selecting"]
+        assert found["stage_ms"]["chosen"]["pass"] > 0 < found["stage_ms"]["unselected"]["pass"]
 
 
 async def test_time_to_first_token_is_measured_in_five_arms(servers: Stack) -> None:
