@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from delta_tree import Span
-from kvshare.kv.listening import Listener
+from kvshare.kv.listening import Listener, Rows
 from kvshare.kv.sequence import SequenceKV
 
 _SHORT = 64  # tokens of a run: below it a call for each costs more than what the others' masks waste
@@ -79,8 +80,8 @@ class PartialPass:
 
         Shapes:  query (1, H_q, N, D), key and value (1, H, num_visible, D) -> (1, H_q, N, D)
         """
-        if self.listener is not None:
-            self.listener.observe(layer, self.positions, query[0], key[0], scaling=scaling)
+        if self._heard is not None:
+            self._heard.observe(layer, query[0], key[0], scaling=scaling)
         first, *others = self._groups
         if not others:
             return first.attend(query, key, value, scaling=scaling)
@@ -89,6 +90,14 @@ class PartialPass:
             rows = query[:, :, group.rows]
             output[:, :, group.rows] = group.attend(rows, key, value, scaling=scaling)
         return output
+
+    @cached_property
+    def _heard(self) -> Rows | None:
+        """The rows that the listener listens to."""
+        if self.listener is None:
+            return None
+        ends = accumulate(map(len, self.runs))
+        return self.listener.rows_of((end - len(run), run) for end, run in zip(ends, self.runs, strict=True))
 
     @cached_property
     def _groups(self) -> tuple[_Group, ...]:

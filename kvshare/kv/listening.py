@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,46 +17,31 @@ class Listener:
     Attention of the rows at some positions to every slot, summed over rows and meant over heads.
 
     The rows may come in several passes. The weights are computed beside the model's own attention, which
-    does not give them away: for a few rows, in float32.
+    does not give them away: for a few rows.
     """
 
     def __init__(
         self, spans: Sequence[Span], *, num_layers: int, num_slots: int, device: torch.device
     ) -> None:
         self._spans = spans
-        places = [place for span in spans for place in range(span.start, span.end)]
-        self._places = torch.tensor(places, dtype=torch.int64, device=device)
+        self._num_rows = sum(map(len, spans))
         self._total = torch.zeros(num_layers, num_slots, device=device)
 
-    def is_in(self, run: Span) -> bool:
-        """Whether a run has rows of ours."""
-        return any(run.intersection(span) for span in self._spans)
-
-    def observe(
-        self,
-        layer: int,
-        positions: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        *,
-        scaling: float | None,
-    ) -> None:
-        """
-        Add what our rows among these attend to in a layer.
-
-        Shapes:  positions (N,) of the rows; query (H_q, N, D); key (H, S, D), slots [0, S)
-        """
-        rows = torch.isin(positions, self._places).nonzero()[:, 0]
-        if len(rows):
-            groups = query[:, rows].chunk(len(key))  # of the heads that share keys; one at a time, for memory
-            for group, keys in zip(groups, key, strict=True):
-                weights = attention(positions[rows], group, keys[None], scaling=scaling)
-                self._total[layer, : key.shape[1]] += weights.sum(dim=(0, 1)) / len(query)
+    def rows_of(self, runs: Iterable[tuple[int, Span]]) -> Rows | None:
+        """Ours among the rows of a pass; None if there is none. `runs`: each with its first row."""
+        indices: list[int] = []
+        positions: list[int] = []
+        for first_row, run in runs:
+            for span in self._spans:
+                ours = run.intersection(span)
+                positions += range(ours.start, ours.end)
+                indices += range(first_row + ours.start - run.start, first_row + ours.end - run.start)
+        return Rows.of(indices, positions, self._total) if indices else None
 
     @property
     def attended_there(self) -> torch.Tensor:
         """(L, S), mean over all rows, on the device."""
-        return self._total / max(1, len(self._places))
+        return self._total / max(1, self._num_rows)
 
     @property
     def attended(self) -> NDArray[np.float32]:
@@ -64,17 +50,53 @@ class Listener:
         return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of one pass that are listened to. Found once for all its layers."""
+
+    indices: torch.Tensor  # (N,) among the pass's rows
+    positions: torch.Tensor  # (N,)
+    first: int  # lowest position
+    end: int  # of the slots that any of them sees
+    _total: torch.Tensor  # (L, S), of the listener
+
+    @classmethod
+    def of(cls, indices: Sequence[int], positions: Sequence[int], total: torch.Tensor) -> Rows:
+        there = [
+            torch.tensor(numbers, dtype=torch.int64).to(total.device) for numbers in (indices, positions)
+        ]
+        return cls(there[0], there[1], min(positions), max(positions) + 1, total)
+
+    def observe(self, layer: int, query: torch.Tensor, key: torch.Tensor, *, scaling: float | None) -> None:
+        """
+        Add what these rows attend to in a layer.
+
+        Shapes:  query (H_q, M, D) of all rows of the pass; key (H, S, D), slots [0, S), at least `end`
+        """
+        groups = query[:, self.indices].chunk(len(key))  # of the heads that share keys
+        for group, keys in zip(groups, key[:, : self.end], strict=True):  # one at a time, for memory
+            weights = attention(self.positions, group, keys, scaling=scaling, first=self.first)
+            self._total[layer, : self.end] += weights.sum(dim=(0, 1)) / len(query)
+
+
 def attention(
-    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *, scaling: float | None
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    scaling: float | None,
+    first: int = 0,
 ) -> torch.Tensor:
     """
-    Causal attention weights in float32.
+    Causal attention weights in float32, from products in the model's own precision.
 
-    Shapes:  positions (N,) of the rows; query (H_q, N, D); key (H, S, D), slots [0, S) -> (H_q, N, S)
+    `first`: no position is lower.
+    Shapes:  positions (N,) of the rows; query (G, N, D) of the heads that share key (S, D), slots [0, S)
+             -> (G, N, S)
     """
-    num_heads, num_slots, dim = key.shape
-    queries = query.float().reshape(num_heads, -1, dim)  # (H, H_q / H * N, D)
-    scores = queries @ key.float().transpose(1, 2) * (dim**-0.5 if scaling is None else scaling)
-    scores = scores.view(-1, len(positions), num_slots)
-    behind = torch.arange(num_slots, device=key.device) > positions[:, None]
-    return scores.masked_fill_(behind, float("-inf")).softmax(dim=-1)
+    num_slots, dim = key.shape
+    queries = query * (dim**-0.5 if scaling is None else scaling)
+    scores = (queries.flatten(0, 1) @ key.T).float().view(*query.shape[:2], num_slots)
+    behind = torch.arange(first, num_slots, device=key.device) > positions[:, None]
+    scores[..., first:].masked_fill_(behind, float("-inf"))
+    return scores.softmax(dim=-1)

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -52,7 +54,7 @@ class PagedCache:
 
     def find_layout(self, block_id: int) -> str | None:
         """Find out how blocks are read, with a block that nobody uses. Why they cannot be, or None."""
-        if len({layer.kv_cache.shape for layer in self.layers.values()}) != 1:
+        if len({(cache.shape, cache.stride()) for cache in (x.kv_cache for x in self.layers.values())}) != 1:
             return "the layers' KV caches have different shapes"
         if self.block_size % self.kernel_block_size:
             return f"kernel blocks of {self.kernel_block_size} tokens do not divide {self.block_size}"
@@ -99,9 +101,9 @@ class PagedCache:
         ahead = span.start % self.block_size
         k, v = (torch.empty(self.geometry.shape(len(span)), dtype=self.geometry.dtype) for _ in range(2))
         for index, layer in enumerate(self.layers.values()):
-            rows = self._layout.rows(layer.kv_cache.index_select(0, blocks))
-            for target, source in zip((k, v), rows, strict=True):
-                target[index] = source.flatten(0, 1)[ahead : ahead + len(span)]
+            copied = layer.kv_cache.index_select(0, blocks)
+            for target, rows in ((k, self._layout.k(copied)), (v, self._layout.v(copied))):
+                target[index] = rows.flatten(0, 1)[ahead : ahead + len(span)]
         return SegmentKV(k, v)
 
     def keys(self, layer: int, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
@@ -109,21 +111,34 @@ class PagedCache:
         assert self._layout is not None
         blocks = self._table(self._blocks_of(block_ids, Span(0, num_tokens)))
         cache = list(self.layers.values())[layer].kv_cache
-        k, _ = self._layout.rows(cache.index_select(0, blocks))
-        return k.flatten(0, 1)[:num_tokens]
+        return self._layout.k(cache.index_select(0, blocks)).flatten(0, 1)[:num_tokens]
 
     def rows(self, block_ids: Sequence[int], positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V at single positions, on the device, (L, P, H, D) each."""
         assert self._layout is not None
-        size = self.kernel_block_size
+        size, device = self.kernel_block_size, self.geometry.device
         table = self.kernel_blocks(block_ids)
-        blocks = self._table_of([table[position // size] for position in positions])
-        inside = torch.tensor([position % size for position in positions], device=self.geometry.device)
-        each = torch.arange(len(positions), device=self.geometry.device)
-        found = [self._layout.rows(layer.kv_cache.index_select(0, blocks)) for layer in self.layers.values()]
-        return torch.stack([k[each, inside] for k, _ in found]), torch.stack(
-            [v[each, inside] for _, v in found]
+        blocks = self._table_of([table[position // size] for position in positions])[:, None, None]
+        inside = torch.tensor([position % size for position in positions], device=device)
+        # Element by element: the blocks of so few rows would be megabytes.
+        caches = [layer.kv_cache for layer in self.layers.values()]
+        ahead = blocks * caches[0].stride(0)
+        k, v = (
+            torch.stack([_elements(cache, ahead + offsets[inside]) for cache in caches])
+            for offsets in self._offsets
         )
+        return k, v
+
+    @cached_property
+    def _offsets(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """How far each element of K and of V lies behind a block's first in memory, (N, H, D) each."""
+        assert self._layout is not None
+        cache = next(iter(self.layers.values())).kv_cache
+        shape, strides = cache.shape[1:], cache.stride()[1:]
+        numbered = torch.arange(prod(shape), device=self.geometry.device).view(1, *shape)
+        places = (torch.unravel_index(rows(numbered)[0], shape) for rows in (self._layout.k, self._layout.v))
+        k, v = (sum(a * b for a, b in zip(place, strides, strict=True)) for place in places)
+        return k, v
 
     def _table(self, block_ids: Sequence[int]) -> torch.Tensor:
         return self._table_of(self.kernel_blocks(block_ids))
@@ -135,29 +150,54 @@ class PagedCache:
         layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
 
 
+Rows = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _elements(cache: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """By their distance in memory from the first, whatever the cache's strides."""
+    last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
+    return cache.as_strided((last + 1,), (1,)).index_select(0, offsets.flatten()).view(offsets.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """
     Reads blocks that were copied out of a cache and are contiguous.
 
-    Shapes:  `rows` takes blocks (B, H, N, 2 D) -> k, v (B, N, H, D), views or copies
+    Shapes:  `k` and `v` take blocks (B, H, N, 2 D) -> (B, N, H, D), views or copies
     """
 
     name: str
-    rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    k: Rows
+    v: Rows
 
 
-def _content_rows(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = blocks.permute(0, 2, 1, 3).chunk(2, dim=-1)
-    return k, v
-
-
-def _transposed_rows(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _transposed_halves(blocks: torch.Tensor) -> torch.Tensor:
+    """(B, H, 2, N * D)"""
     num_blocks, num_heads, num_tokens, width = blocks.shape
-    halves = blocks.view(num_blocks, num_heads, 2, num_tokens * width // 2)
-    k = halves[:, :, 0].view(num_blocks, num_heads, width // 2, num_tokens).permute(0, 3, 1, 2)
-    v = halves[:, :, 1].view(num_blocks, num_heads, num_tokens, width // 2).permute(0, 2, 1, 3)
-    return k, v
+    return blocks.view(num_blocks, num_heads, 2, num_tokens * width // 2)
+
+
+def _transposed_k(blocks: torch.Tensor) -> torch.Tensor:
+    num_blocks, num_heads, num_tokens, width = blocks.shape
+    k = _transposed_halves(blocks)[:, :, 0].view(num_blocks, num_heads, width // 2, num_tokens)
+    return k.permute(0, 3, 1, 2)
+
+
+def _transposed_v(blocks: torch.Tensor) -> torch.Tensor:
+    num_blocks, num_heads, num_tokens, width = blocks.shape
+    v = _transposed_halves(blocks)[:, :, 1].view(num_blocks, num_heads, num_tokens, width // 2)
+    return v.permute(0, 2, 1, 3)
+
+
+_KNOWN = (
+    BlockLayout(
+        "content",
+        lambda blocks: blocks.chunk(2, dim=-1)[0].permute(0, 2, 1, 3),
+        lambda blocks: blocks.chunk(2, dim=-1)[1].permute(0, 2, 1, 3),
+    ),
+    BlockLayout("transposed", _transposed_k, _transposed_v),
+)
 
 
 def find_layout(block: torch.Tensor, write: WriteRows) -> BlockLayout | None:
@@ -168,7 +208,7 @@ def find_layout(block: torch.Tensor, write: WriteRows) -> BlockLayout | None:
     """
     num_heads, num_tokens, width = block.shape
     shape = (num_tokens, num_heads, width // 2)
-    for layout in (BlockLayout("content", _content_rows), BlockLayout("transposed", _transposed_rows)):
+    for layout in _KNOWN:
         if _gives_back(layout, block, write, shape):
             return layout
     learned = _learn(block, write, shape)
@@ -183,8 +223,8 @@ def _gives_back(
         torch.randn(shape, generator=generator).to(dtype=block.dtype, device=block.device) for _ in range(2)
     )
     write(k, v)
-    read_k, read_v = layout.rows(block.contiguous().unsqueeze(0))
-    return torch.equal(read_k[0], k) and torch.equal(read_v[0], v)
+    read = block.contiguous().unsqueeze(0)
+    return torch.equal(layout.k(read)[0], k) and torch.equal(layout.v(read)[0], v)
 
 
 def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -> BlockLayout | None:
@@ -202,13 +242,13 @@ def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -
         if len(where) != count or int(place.min()) < 0:
             return None  # not a permutation: quantised, or not stored at all
         places.append(place.view(shape))
-    k_places, v_places = places  # (N, H, D): where in a flattened block each element lies
+    return BlockLayout("learned", *map(_gathered, places))
 
-    def rows(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        flat = blocks.flatten(start_dim=1)
-        return flat[:, k_places], flat[:, v_places]
 
-    return BlockLayout("learned", rows)
+def _gathered(places: torch.Tensor) -> Rows:
+    """By where each element lies in a flattened block. Shapes:  places (N, H, D)"""
+    flat = places.flatten()
+    return lambda blocks: blocks.flatten(start_dim=1).index_select(1, flat).view(-1, *places.shape)
 
 
 def _landed(marks: torch.Tensor, block: torch.Tensor, write: WriteRows, *, is_key: bool) -> torch.Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -66,8 +67,13 @@ def split(runs: Sequence[Run], max_tokens: int, max_runs: int) -> Iterator[list[
         yield batch
 
 
-Watch = Callable[[int, Run, torch.Tensor, torch.Tensor], None]
-"""Gets a layer's number, a run, and its rows (N, H_q, D) of queries and of what attention made of them."""
+def _first_rows(runs: Sequence[Run]) -> Iterator[int]:
+    """Where each run begins among the rows of its pass."""
+    return accumulate((len(run.span) for run in runs[:-1]), initial=0)
+
+
+Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Gets a layer's number, and a pass's rows (N, H_q, D) of queries and of what attention made of them."""
 
 
 class PartialForward:
@@ -96,27 +102,39 @@ class PartialForward:
         """What a layer multiplies queries and keys by."""
         return float(list(self._cache.layers.values())[layer].impl.scale)
 
-    def compute_listening(self, runs: Sequence[Run]) -> None:
-        """The same as `compute`; the runs' listeners are told what their rows attend to."""
-        self.compute(runs, watch=self._observe)
+    def compute(
+        self, runs: Sequence[Run], *, watching: Callable[[Sequence[Run]], Watch] | None = None
+    ) -> None:
+        """
+        Make the slots of all runs valid.
 
-    def _observe(self, layer: int, run: Run, query: torch.Tensor, output: torch.Tensor) -> None:
-        if run.listener is None or not run.listener.is_in(run.span):
-            return
-        keys = self._cache.keys(layer, run.block_ids, run.span.end).transpose(0, 1)
-        positions = torch.arange(run.span.start, run.span.end, device=keys.device)
-        run.listener.observe(layer, positions, query.transpose(0, 1), keys, scaling=self.scaling(layer))
-
-    def compute(self, runs: Sequence[Run], *, watch: Watch | None = None) -> None:
-        """Make the slots of all runs valid. `watch` is called with each run in each layer."""
+        `watching` gets the runs of each pass, in the order of its rows; its answer is called in each layer.
+        """
         for batch in split(runs, self._max_tokens, self._max_runs):
             # Backends that treat short queries apart want them first; the order does not change the result.
             ordered = sorted(batch, key=lambda run: len(run.span))
-            with self._watched(ordered, watch) if watch is not None else nullcontext():
+            with self._watched(watching(ordered)) if watching is not None else nullcontext():
                 self._forward(ordered)
 
+    def listening(self, runs: Sequence[Run]) -> Watch:
+        """Tells the runs' listeners what their rows attend to."""
+        placed = list(zip(_first_rows(runs), runs, strict=True))
+        heard = []
+        for listener, block_ids in {run.listener: run.block_ids for run in runs}.items():
+            if listener is not None:
+                own = ((first_row, run.span) for first_row, run in placed if run.listener is listener)
+                if rows := listener.rows_of(own):
+                    heard.append((rows, block_ids))
+
+        def watch(layer: int, query: torch.Tensor, _: torch.Tensor) -> None:
+            for rows, block_ids in heard:
+                keys = self._cache.keys(layer, block_ids, rows.end).transpose(0, 1)
+                rows.observe(layer, query.transpose(0, 1), keys, scaling=self.scaling(layer))
+
+        return watch
+
     @contextmanager
-    def _watched(self, runs: Sequence[Run], watch: Watch) -> Iterator[None]:
+    def _watched(self, watch: Watch) -> Iterator[None]:
         """
         Stand in for the attention kernels of all layers. vLLM calls them through an opaque operator, outside
         of what it compiles; a kernel that writes the cache itself has done so by then.
@@ -128,11 +146,7 @@ class PartialForward:
                 layer: Any, query: torch.Tensor, *rest: Any, output: torch.Tensor, **options: Any
             ) -> Any:
                 result = kernel(layer, query, *rest, output=output, **options)
-                start = 0
-                for run in runs:
-                    rows = slice(start, start + len(run.span))
-                    watch(index, run, query[rows], output[rows].view_as(query[rows]))
-                    start += len(run.span)
+                watch(index, query, output.view_as(query))
                 return result
 
             return forward

@@ -68,17 +68,22 @@ class SelfTest:
         whole = self._compute([Span(0, _NUM_TOKENS)])
         num_layers, errors = self._cache.geometry.num_layers, []
 
-        def watch(index: int, run: Run, query: torch.Tensor, output: torch.Tensor) -> None:
-            keys = self._cache.keys(index, run.block_ids, run.span.end)
-            positions = torch.arange(run.span.start, run.span.end, device=keys.device)
+        def watch(index: int, query: torch.Tensor, output: torch.Tensor) -> None:
+            keys = self._cache.keys(index, self._block_ids, _NUM_TOKENS)
+            positions = torch.arange(_NUM_TOKENS, device=keys.device)
             scaling = self._forward.scaling(index)
-            weights = attention(positions, query.transpose(0, 1), keys.transpose(0, 1), scaling=scaling)
-            values = whole.v[index].float().to(weights.device)  # (S, H, D)
-            values = values.repeat_interleave(len(weights) // values.shape[1], dim=1)
-            expected = torch.einsum("hns,shd->nhd", weights, values)
+            values = whole.v[index].float().to(keys.device)  # (S, H, D)
+            groups = query.transpose(0, 1).chunk(keys.shape[1])  # of the heads that share keys
+            expected = torch.cat(
+                [
+                    attention(positions, group, keys[:, head], scaling=scaling) @ values[:, head]
+                    for head, group in enumerate(groups)
+                ]
+            ).transpose(0, 1)
             errors.append(self._agree(expected[None], output[None]))
 
-        self._forward.compute([Run(self._block_ids, Span(0, _NUM_TOKENS), self._tokens)], watch=watch)
+        whole_prompt = Run(self._block_ids, Span(0, _NUM_TOKENS), self._tokens)
+        self._forward.compute([whole_prompt], watching=lambda _: watch)
         if len(errors) != num_layers:
             return "the attention kernels cannot be watched"
         return None if all(errors) else "attention is not that of queries and stored keys"

@@ -257,7 +257,7 @@ class ConnectorWorker:
     def _run(self, runs: Iterable[Sequence[Run]], *, listens: bool = False) -> None:
         together = [run for each in runs for run in each]
         if together and listens:
-            self._forward.compute_listening(together)
+            self._forward.compute(together, watching=self._forward.listening)
         elif together:
             self._forward.compute(together)
 

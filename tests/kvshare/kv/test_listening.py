@@ -45,13 +45,13 @@ def test_it_hears_what_eager_attention_has(family: str, max_queries: int) -> Non
 
 def test_rows_that_nobody_asked_for_are_not_heard() -> None:
     listener = Listener([Span(3, 4)], num_layers=1, num_slots=8, device=torch.device("cpu"))
-    query, key = torch.randn(2, 2, 4), torch.randn(1, 6, 4)
-    listener.observe(0, torch.tensor([4, 5]), query, key, scaling=None)
-    assert not listener.attended.any()
+    assert listener.rows_of([(0, Span(4, 6)), (2, Span(0, 3))]) is None
 
 
 def test_a_row_does_not_hear_what_comes_behind_it() -> None:
     listener = Listener([Span(2, 3)], num_layers=1, num_slots=6, device=torch.device("cpu"))
-    listener.observe(0, torch.tensor([2, 5]), torch.randn(2, 2, 4), torch.randn(1, 6, 4), scaling=None)
+    rows = listener.rows_of([(0, Span(5, 6)), (1, Span(2, 3))])
+    assert rows is not None
+    rows.observe(0, torch.randn(2, 2, 4), torch.randn(1, 6, 4), scaling=None)
     assert (listener.attended[0, :3] > 0).all()
     assert not listener.attended[0, 3:].any()

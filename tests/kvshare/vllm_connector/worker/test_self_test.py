@@ -32,7 +32,7 @@ class TestSelfTest:
         from contextlib import nullcontext
 
         vllm = start("llama")
-        monkeypatch.setattr(vllm.worker._forward, "_watched", lambda runs, watch: nullcontext())
+        monkeypatch.setattr(vllm.worker._forward, "_watched", lambda watch: nullcontext())
         assert "cannot be watched" in self.self_test(vllm).check_listening()
 
     def test_an_error_is_a_reason_not_to_listen(self, start: Any, monkeypatch: Any) -> None:
