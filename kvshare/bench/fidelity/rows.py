@@ -1,8 +1,8 @@
 """
 What the lab has measured: plans with their arms, read from JSON lines.
 
-A plan measured in several files has the arms of all of them; where one arm comes twice, the later line holds,
-files in the order of their names.
+A plan measured in several files has the arms of all of them, and an arm the measures of all; where a measure
+comes twice, the later line holds, files in the order of their names.
 """
 
 from __future__ import annotations
@@ -143,4 +143,8 @@ def _merged(earlier: Row | None, row: Row, path: Path) -> Row:
         if earlier[name] != row[name]:
             where = f"{path}: {row['suite']} {row['number']}"
             raise LogError(f"{where}: {name} {row[name]!r}, in an earlier line {earlier[name]!r}")
-    return {**earlier, **row, "arms": {**earlier["arms"], **row["arms"]}}
+    arms = {
+        setting: {**earlier["arms"].get(setting, {}), **row["arms"].get(setting, {})}
+        for setting in (*earlier["arms"], *row["arms"])
+    }
+    return {**earlier, **row, "arms": arms}

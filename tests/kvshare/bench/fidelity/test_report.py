@@ -93,6 +93,15 @@ def test_arms_of_several_files_are_merged_and_the_last_of_one_holds(tmp_path: Pa
     assert plan.row["noise"] == {"chunked": {"kl": 0}}
 
 
+def test_an_arm_has_the_measures_of_all_its_lines(tmp_path: Path) -> None:
+    """One stage wrote answers, another did not."""
+    saved(tmp_path, "answers.jsonl", [row(0, [arm("kvshare", 0.2, margin=1.5, free={"agree": 0.5})])])
+    saved(tmp_path, "result.jsonl", [row(0, [arm("kvshare", 0.1)])])
+    (plan,) = read_plans(tmp_path)
+    found = plan.arms[Setting("kvshare", "b", 0.1)]
+    assert (found["kl"], found["margin"], found["free_agree"]) == (0.1, 1.5, 0.5)
+
+
 def test_an_unfinished_last_line_is_skipped_and_any_other_refused(tmp_path: Path) -> None:
     """A killed run leaves the first; the second would be lost without a word."""
     line = json.dumps(row(0, [arm("epic", 0.1)]))
