@@ -10,7 +10,7 @@ import typer
 from kvshare.cli.output import note
 
 # As in `kvshare.replay.workloads.WORKLOADS`; named here so that --help need not import it.
-WorkloadName = Literal["template", "header", "window", "resubmit", "rag", "agent"]
+WorkloadName = Literal["template", "header", "window", "resubmit", "rag", "agent", "revise"]
 
 Out = Annotated[
     Path, typer.Option("--out", "-o", help="JSON lines; compressed if it ends with .gz; - is stdout.")
@@ -33,7 +33,8 @@ def workload(
 
     template: forms with other values in their slots. header: date, user and tools on top of a long system
     prompt. window: chats whose oldest turns are dropped. resubmit: earlier turns edited. rag: documents in
-    another order and company. agent: tool transcripts with changed results.
+    another order and company. agent: tool transcripts with changed results. revise: a text changed in one
+    place and asked about again, forty times.
     """
     from kvshare.replay.workloads import generate, write_rows
 

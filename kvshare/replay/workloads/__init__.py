@@ -7,6 +7,7 @@ Streams in which sharing pays, made from real text with a seed: `kvshare workloa
     resubmit   an earlier turn edited and sent again
     rag        documents of question sets, retrieved in another order and company
     agent      growing tool transcripts, run again with changed results
+    revise     a text that is changed in one place and asked about again, forty times
 
 Each takes files of the user's, or a small sample that ships in samples/ and was written for this purpose.
 Equal files, number of requests and seed give equal rows.

@@ -1,16 +1,18 @@
-"""`rag` and `agent`: the same documents again, in other company or a little changed."""
+"""`rag`, `agent` and `revise`: the same documents again, in other company or a little changed."""
 
 from __future__ import annotations
 
 import random
 import re
 from collections.abc import Iterator, Sequence
-from itertools import count
+from dataclasses import replace
+from itertools import accumulate, count
 from pathlib import Path
 
 from kvshare.replay.requests import Message
 from kvshare.replay.stream import take_turns
 from kvshare.replay.workloads import sources
+from kvshare.replay.workloads.chats import reworded
 from kvshare.replay.workloads.sources import WORDS, Passage, Question, WorkloadRow, bare_passages, questions
 
 RAG_SYSTEM = {"role": "system", "content": WORDS["rag_system"]}
@@ -26,6 +28,8 @@ _NUM_USERS = 7
 _LONGEST = 2500  # characters of a result
 _NUMBER = re.compile(r"(?<![\w.,])\d{2,6}(?![\w.,])")
 _CHANGES = 0.3  # of the results, from one run to the next
+_REVISIONS = 40
+_LONGEST_DRAFT = 6_000  # characters
 
 
 def rag(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
@@ -106,6 +110,28 @@ def _result(document: Passage, draw: random.Random) -> str:
     if draw.random() < _CHANGES:
         text = refigured(text, draw, most=2)
     return tool_result(Passage(_name(document), text), draw)
+
+
+def revise(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
+    """
+    A text is changed in one place and asked about again, forty times, each time from the state before.
+
+    One text after the other; where it is changed is drawn anew each time.
+    """
+    for number, question in enumerate(sources.endless(questions(paths), draw)):
+        draft = _shortened(question.passages)
+        for turn in range(1 + _REVISIONS):
+            if turn:
+                place = draw.randrange(len(draft))
+                draft[place] = replace(draft[place], text=reworded(draft[place].text, draw))
+            messages = (RAG_SYSTEM, {"role": "user", "content": rag_prompt(question.text, draft)})
+            yield WorkloadRow(f"revise-c{number}", turn, f"u{number}", messages)
+
+
+def _shortened(passages: Sequence[Passage]) -> list[Passage]:
+    """The first ones that fit, at least one."""
+    ends = accumulate(len(each.text) for each in passages)
+    return [each for each, end in zip(passages, ends, strict=True) if end <= _LONGEST_DRAFT] or [passages[0]]
 
 
 def tool_call(document: Passage) -> str:

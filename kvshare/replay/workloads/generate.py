@@ -33,6 +33,7 @@ WORKLOADS: Mapping[str, Callable[[Sequence[Path], int, random.Random], Iterator[
     "resubmit": chats.resubmit,
     "rag": documents.rag,
     "agent": documents.agent,
+    "revise": documents.revise,
 }
 
 

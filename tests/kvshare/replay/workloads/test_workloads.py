@@ -1,4 +1,4 @@
-"""Six workloads from their samples: repeatable, readable, and of the shape that each promises."""
+"""Workloads from their samples: repeatable, readable, and of the shape that each promises."""
 
 from __future__ import annotations
 
@@ -168,6 +168,17 @@ def test_resubmit_changes_one_user_turn() -> None:
             assert all(new[n]["role"] == "user" for n in changed)
             edits += len(changed)
     assert edits > NUM // 3
+
+
+def test_revise_changes_one_passage_at_a_time() -> None:
+    """From the state before, so that changes add up."""
+    rows = [row for row in _rows("revise") if row.conversation == "revise-c0"]
+    parts = [text.split("\n\n") for text in _texts(rows)]
+    assert len(rows) == 41
+    assert len({tuple(part) for part in parts}) > 38  # a word may be put in its own place
+    for before, after in pairwise(parts):
+        assert sum(old != new for old, new in zip(before, after, strict=True)) <= 1
+    assert sum(old != new for old, new in zip(parts[0], parts[-1], strict=True)) > 1
 
 
 def test_rag_documents_come_back_in_another_order() -> None:
