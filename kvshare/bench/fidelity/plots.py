@@ -66,9 +66,10 @@ def _panels(rows: Sequence[Row], looks: Looks, titles: Mapping[str, str], by: st
             own = [row for row in rows if row["suite"] == suite]
             lines |= dict(_curves(axes, own, looks, titles, by))
             _readable(axes)
+        for axes in panels[max(0, len(suites) - _COLUMNS) : len(suites)]:  # with no panel below
+            axes.set_xlabel(f"{name}, % of layers x tokens")
         for axes in panels[len(suites) :]:
             axes.remove()
-        picture.figure.supxlabel(f"budget {name}, % of layers x prompt tokens", size=13)
         picture.figure.supylabel("mean KL over 16 tokens, nats", size=13)
         names = [titles.get(rule, rule) for rule in rules]
         picture.figure.legend(
