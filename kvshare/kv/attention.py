@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from delta_tree import Span
-from kvshare.kv.listening import Listener, Rows
+from kvshare.kv.listening import Listener, ListeningRows
 from kvshare.kv.sequence import SequenceKV
 
 _SHORT = 64  # tokens of a run: below it a call for each costs more than what the others' masks waste
@@ -80,8 +80,8 @@ class PartialPass:
 
         Shapes:  query (1, H_q, N, D), key and value (1, H, num_visible, D) -> (1, H_q, N, D)
         """
-        if self._heard is not None:
-            self._heard.observe(layer, query[0], key[0], scaling=scaling)
+        if self._listening is not None:
+            self._listening.observe(layer, query[0], key[0], scaling=scaling)
         first, *others = self._groups
         if not others:
             return first.attend(query, key, value, scaling=scaling)
@@ -92,7 +92,7 @@ class PartialPass:
         return output
 
     @cached_property
-    def _heard(self) -> Rows | None:
+    def _listening(self) -> ListeningRows | None:
         """The rows that the listener listens to."""
         if self.listener is None:
             return None
@@ -114,7 +114,7 @@ class PartialPass:
                 )
         return (*groups, *map(self._together, _alike(short)))
 
-    def _together(self, short: Sequence[_Rows]) -> _Group:
+    def _together(self, short: Sequence[_PlacedRun]) -> _Group:
         """Short runs in one call."""
         end = short[-1][1].end
         if len(short) == 1:
@@ -140,10 +140,10 @@ class PartialPass:
         return mask.masked_fill_(behind, float("-inf"))
 
 
-_Rows = tuple[slice, Span]  # of a pass, and the run that they are
+_PlacedRun = tuple[slice, Span]  # of a pass, and the run that they are
 
 
-def _alike(short: Sequence[_Rows]) -> Iterator[Sequence[_Rows]]:
+def _alike(short: Sequence[_PlacedRun]) -> Iterator[Sequence[_PlacedRun]]:
     """Runs whose ends are not too far apart: a call's mask reaches up to the last one's."""
     first = 0
     for index, (_, run) in enumerate(short):

@@ -27,7 +27,7 @@ class Listener:
         self._num_rows = sum(map(len, spans))
         self._total = torch.zeros(num_layers, num_slots, device=device)
 
-    def rows_of(self, runs: Iterable[tuple[int, Span]]) -> Rows | None:
+    def rows_of(self, runs: Iterable[tuple[int, Span]]) -> ListeningRows | None:
         """Ours among the rows of a pass; None if there is none. `runs`: each with its first row."""
         indices: list[int] = []
         positions: list[int] = []
@@ -36,7 +36,7 @@ class Listener:
                 ours = run.intersection(span)
                 positions += range(ours.start, ours.end)
                 indices += range(first_row + ours.start - run.start, first_row + ours.end - run.start)
-        return Rows.of(indices, positions, self._total) if indices else None
+        return ListeningRows.of(indices, positions, self._total) if indices else None
 
     @property
     def attended_there(self) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Listener:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class ListeningRows:
     """Rows of one pass that are listened to. Found once for all its layers."""
 
     indices: torch.Tensor  # (N,) among the pass's rows
@@ -61,7 +61,7 @@ class Rows:
     _total: torch.Tensor  # (L, S), of the listener
 
     @classmethod
-    def of(cls, indices: Sequence[int], positions: Sequence[int], total: torch.Tensor) -> Rows:
+    def of(cls, indices: Sequence[int], positions: Sequence[int], total: torch.Tensor) -> ListeningRows:
         there = [
             torch.tensor(numbers, dtype=torch.int64).to(total.device) for numbers in (indices, positions)
         ]
@@ -88,15 +88,15 @@ def attention(
     first: int = 0,
 ) -> torch.Tensor:
     """
-    Causal attention weights in float32, from products in the model's own precision.
+    Causal attention weights, in float32 as kernels have them: rounded, a large common part would not cancel.
 
     `first`: no position is lower.
     Shapes:  positions (N,) of the rows; query (G, N, D) of the heads that share key (S, D), slots [0, S)
              -> (G, N, S)
     """
     num_slots, dim = key.shape
-    queries = query * (dim**-0.5 if scaling is None else scaling)
-    scores = (queries.flatten(0, 1) @ key.T).float().view(*query.shape[:2], num_slots)
+    queries = query.float() * (dim**-0.5 if scaling is None else scaling)
+    scores = (queries.flatten(0, 1) @ key.float().T).view(*query.shape[:2], num_slots)
     behind = torch.arange(first, num_slots, device=key.device) > positions[:, None]
     scores[..., first:].masked_fill_(behind, float("-inf"))
     return scores.softmax(dim=-1)

@@ -3,7 +3,7 @@
 
 Tickets for the same prompts in turns, no proxy, to a random-weight Llama of about 100 M parameters:
     chosen       a probe pass, the choice, the repairs behind it
-    unselected   as many tokens in one pass, at the starts of pieces; the time of laying copies is taken off
+    unselected   as many tokens without a choice, at the starts of pieces; the time of laying is taken off
 A time is that to the first token, as the client has it.
 """
 
@@ -24,10 +24,10 @@ from kvshare.bench.selection import ALWAYS_CHOOSE, as_many, ordered, reordered, 
 from kvshare.bench.vllm.client import connected
 from kvshare.bench.vllm.stack import EditedConfig, Pair, StackOptions, document, pair
 from kvshare.bench.vllm.tickets import TicketWriter, copies_of
-from kvshare.errors import EngineError
+from kvshare.errors import ConfigError, EngineError
 from kvshare.fleet.router import wire_order
 from kvshare.settings import load_settings
-from kvshare.sharing.plan import NoPlan, Plan, within
+from kvshare.sharing.plan import MOST_BEHIND, NoPlan, Plan, within
 from kvshare.vllm_protocol.messages import Finished, WireCopy, WireOrder
 
 _ROOM = 64  # tokens of context beyond the prompt
@@ -67,7 +67,8 @@ async def measure(servers: Pair, config: Config) -> dict[str, Any]:
     }
     async with connected(servers.shared.url) as shared, servers.control() as control:
         tickets = TicketWriter(shared, control, "selection")
-        await tickets.check()
+        if not (await tickets.check()).can_choose:
+            raise EngineError("the connector cannot follow attention: place would decide")
         bench = _Selection(tickets, rng, config)
         measured = {name: await bench.measured(change) for name, change in kinds.items()}
     return {**document("selection", servers.options, config), **measured}
@@ -108,12 +109,15 @@ class _Selection:
     async def _times(
         self, tokens: TokenIds, plan: Plan, copies: Sequence[WireCopy], order: WireOrder | None
     ) -> _Times:
-        """Of one request. Raises EngineError unless all was computed as planned."""
+        """Of one request. Raises EngineError unless as much was computed as planned."""
         ticket = self.tickets.ticket(tokens, copies, exact_length=plan.exact_length, order=order)
         answer = await self.tickets.ask(tokens, ticket, max_tokens=1)
         finished = await self.tickets.finished(ticket)
         if finished.decision != "approx" or finished.reason is not None:
             raise EngineError(f"planned approx, computed {finished.decision}: {finished.reason}")
+        planned = plan.num_computed if order is not None else sum(map(len, as_many(plan)))
+        if finished.num_computed != planned:
+            raise EngineError(f"planned {planned} tokens, computed {finished.num_computed}")
         return _Times(answer.ttft_s, finished.stage_seconds)
 
 
@@ -121,7 +125,12 @@ def _planned(donor: TokenIds, tokens: TokenIds) -> Plan:
     settings = load_settings(overrides=ALWAYS_CHOOSE)
     shelf = Shelf(settings.sharing)
     shelf.store(donor, None, NoPlan("off"))
-    return ordered(shelf.plan(tokens, settings, can_probe=True))
+    plan = ordered(shelf.plan(tokens, settings, can_probe=True))
+    if plan.num_tokens - plan.copies[-1].target.end > MOST_BEHIND:
+        raise ConfigError(
+            "--prompt-tokens", f"{MOST_BEHIND} tokens may follow the last copy, else place decides"
+        )
+    return plan
 
 
 def _outside(plan: Plan) -> list[Copy]:

@@ -12,7 +12,7 @@ from kvshare.bench.vllm.client import Answer, Client
 from kvshare.bench.vllm.reports import Watch
 from kvshare.errors import EngineError
 from kvshare.fleet.client import ControlClient
-from kvshare.vllm_protocol.messages import Finished, Ticket, WireCopy, WireOrder, digest_of
+from kvshare.vllm_protocol.messages import Finished, ReplicaInfo, Ticket, WireCopy, WireOrder, digest_of
 from kvshare.vllm_protocol.salts import private_salt
 
 _MAX_POLLS = 600
@@ -29,14 +29,15 @@ class TicketWriter:
     _watch: Watch = field(default_factory=Watch)
     _numbers: Iterator[int] = field(default_factory=count)
 
-    async def check(self) -> None:
-        """Raises EngineError if the connector shares nothing."""
+    async def check(self) -> ReplicaInfo:
+        """What the connector says of itself. Raises EngineError if it shares nothing."""
         info = await self.control.info()
         if not info.shares:
             raise EngineError(f"the connector shares nothing: {'; '.join(info.refusals)}")
+        return info
 
     async def keep(self, prompt: TokenIds) -> Finished:
-        """Have a prompt computed and kept. No salt: vLLM's own prefix cache must not have it afterwards."""
+        """Have a prompt computed and kept, with a salt of its own: vLLM's prefix cache gives it to nobody."""
         ticket = self.ticket(prompt, [], keep=True)
         await self.ask(prompt, ticket, max_tokens=1)
         return await self.finished(ticket)

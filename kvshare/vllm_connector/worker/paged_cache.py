@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -47,6 +46,7 @@ class PagedCache:
         _, num_heads, self.kernel_block_size, width = first.shape
         self.geometry = KVGeometry(len(self.layers), num_heads, width // 2, first.dtype, first.device)
         self._layout: BlockLayout | None = None
+        self._known_offsets: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # by strides
 
     @property
     def layout(self) -> str:
@@ -54,7 +54,7 @@ class PagedCache:
 
     def find_layout(self, block_id: int) -> str | None:
         """Find out how blocks are read, with a block that nobody uses. Why they cannot be, or None."""
-        if len({(cache.shape, cache.stride()) for cache in (x.kv_cache for x in self.layers.values())}) != 1:
+        if len({layer.kv_cache.shape for layer in self.layers.values()}) != 1:
             return "the layers' KV caches have different shapes"
         if self.block_size % self.kernel_block_size:
             return f"kernel blocks of {self.kernel_block_size} tokens do not divide {self.block_size}"
@@ -106,51 +106,52 @@ class PagedCache:
                 target[index] = rows.flatten(0, 1)[ahead : ahead + len(span)]
         return SegmentKV(k, v)
 
-    def keys(self, layer: int, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
-        """A layer's K of positions [0, num_tokens) on the device, (T, H, D)."""
+    def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
+        """The kernel's blocks of positions [0, num_tokens), on the device."""
+        return self._on_device(self.kernel_blocks(self._blocks_of(block_ids, Span(0, num_tokens))))
+
+    def keys(self, layer: int, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """A layer's K of positions [0, num_tokens) on the device, (T, H, D); `table` has their blocks."""
         assert self._layout is not None
-        blocks = self._table(self._blocks_of(block_ids, Span(0, num_tokens)))
         cache = list(self.layers.values())[layer].kv_cache
-        return self._layout.k(cache.index_select(0, blocks)).flatten(0, 1)[:num_tokens]
+        return self._layout.k(cache.index_select(0, table)).flatten(0, 1)[:num_tokens]
 
     def rows(self, block_ids: Sequence[int], positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V at single positions, on the device, (L, P, H, D) each."""
         assert self._layout is not None
-        size, device = self.kernel_block_size, self.geometry.device
-        table = self.kernel_blocks(block_ids)
-        blocks = self._table_of([table[position // size] for position in positions])[:, None, None]
-        inside = torch.tensor([position % size for position in positions], device=device)
+        size, table = self.kernel_block_size, self.kernel_blocks(block_ids)
+        blocks = self._on_device([table[position // size] for position in positions])[:, None, None]
+        inside = self._on_device([position % size for position in positions])
         # Element by element: the blocks of so few rows would be megabytes.
-        caches = [layer.kv_cache for layer in self.layers.values()]
-        ahead = blocks * caches[0].stride(0)
-        k, v = (
-            torch.stack([_elements(cache, ahead + offsets[inside]) for cache in caches])
-            for offsets in self._offsets
-        )
-        return k, v
+        k: list[torch.Tensor] = []
+        v: list[torch.Tensor] = []
+        for layer in self.layers.values():
+            cache = layer.kv_cache
+            ahead = blocks * cache.stride(0)
+            for found, offsets in zip((k, v), self._offsets(cache.stride()[1:]), strict=True):
+                found.append(_elements(cache, ahead + offsets[inside]))
+        return torch.stack(k), torch.stack(v)
 
-    @cached_property
-    def _offsets(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _offsets(self, strides: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """How far each element of K and of V lies behind a block's first in memory, (N, H, D) each."""
+        if (known := self._known_offsets.get(strides)) is not None:
+            return known
         assert self._layout is not None
-        cache = next(iter(self.layers.values())).kv_cache
-        shape, strides = cache.shape[1:], cache.stride()[1:]
+        shape = next(iter(self.layers.values())).kv_cache.shape[1:]
         numbered = torch.arange(prod(shape), device=self.geometry.device).view(1, *shape)
         places = (torch.unravel_index(rows(numbered)[0], shape) for rows in (self._layout.k, self._layout.v))
-        k, v = (sum(a * b for a, b in zip(place, strides, strict=True)) for place in places)
+        k, v = ((torch.stack(place, dim=-1) * self._on_device(strides)).sum(dim=-1) for place in places)
+        self._known_offsets[strides] = k, v
         return k, v
 
-    def _table(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return self._table_of(self.kernel_blocks(block_ids))
-
-    def _table_of(self, kernel_blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(kernel_blocks, dtype=torch.int64, device=self.geometry.device)
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.geometry.device)
 
     def _write_layer(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
 
 
-Rows = Callable[[torch.Tensor], torch.Tensor]
+ReadRows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _elements(cache: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -168,8 +169,8 @@ class BlockLayout:
     """
 
     name: str
-    k: Rows
-    v: Rows
+    k: ReadRows
+    v: ReadRows
 
 
 def _transposed_halves(blocks: torch.Tensor) -> torch.Tensor:
@@ -245,13 +246,15 @@ def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -
     return BlockLayout("learned", *map(_gathered, places))
 
 
-def _gathered(places: torch.Tensor) -> Rows:
+def _gathered(places: torch.Tensor) -> ReadRows:
     """By where each element lies in a flattened block. Shapes:  places (N, H, D)"""
     flat = places.flatten()
 
     def rows(blocks: torch.Tensor) -> torch.Tensor:
-        """Block by block: on a CPU that takes a third of the time of one call with a second dimension."""
-        found = torch.stack([block.flatten().index_select(0, flat) for block in blocks])
+        if blocks.device.type == "cpu":  # where block by block takes a third of the time
+            found = torch.stack([block.flatten().index_select(0, flat) for block in blocks])
+        else:
+            found = blocks.flatten(start_dim=1).index_select(1, flat)
         return found.view(-1, *places.shape)
 
     return rows

@@ -119,16 +119,16 @@ class PartialForward:
     def listening(self, runs: Sequence[Run]) -> Watch:
         """Tells the runs' listeners what their rows attend to."""
         placed = list(zip(_first_rows(runs), runs, strict=True))
-        heard = []
+        listening = []
         for listener, block_ids in {run.listener: run.block_ids for run in runs}.items():
             if listener is not None:
                 own = ((first_row, run.span) for first_row, run in placed if run.listener is listener)
                 if rows := listener.rows_of(own):
-                    heard.append((rows, block_ids))
+                    listening.append((rows, self._cache.table(block_ids, rows.end)))
 
         def watch(layer: int, query: torch.Tensor, _: torch.Tensor) -> None:
-            for rows, block_ids in heard:
-                keys = self._cache.keys(layer, block_ids, rows.end).transpose(0, 1)
+            for rows, table in listening:
+                keys = self._cache.keys(layer, table, rows.end).transpose(0, 1)
                 rows.observe(layer, query.transpose(0, 1), keys, scaling=self.scaling(layer))
 
         return watch

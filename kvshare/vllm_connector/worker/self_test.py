@@ -68,8 +68,10 @@ class SelfTest:
         whole = self._compute([Span(0, _NUM_TOKENS)])
         num_layers, errors = self._cache.geometry.num_layers, []
 
+        table = self._cache.table(self._block_ids, _NUM_TOKENS)
+
         def watch(index: int, query: torch.Tensor, output: torch.Tensor) -> None:
-            keys = self._cache.keys(index, self._block_ids, _NUM_TOKENS)
+            keys = self._cache.keys(index, table, _NUM_TOKENS)
             positions = torch.arange(_NUM_TOKENS, device=keys.device)
             scaling = self._forward.scaling(index)
             values = whole.v[index].float().to(keys.device)  # (S, H, D)

@@ -8,7 +8,7 @@ from delta_tree import Span, token_ids
 from kvshare.bench.random_models import tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import take_pass
-from kvshare.kv.listening import Listener
+from kvshare.kv.listening import Listener, attention
 
 TOKENS = token_ids(np.random.default_rng(3).integers(16, 290, 40))
 LISTENING = (Span(9, 11), Span(30, 40))
@@ -49,9 +49,22 @@ def test_rows_that_nobody_asked_for_are_not_heard() -> None:
 
 
 def test_a_row_does_not_hear_what_comes_behind_it() -> None:
-    listener = Listener([Span(2, 3)], num_layers=1, num_slots=6, device=torch.device("cpu"))
+    spans = [Span(2, 3), Span(5, 6)]
+    listener = Listener(spans, num_layers=1, num_slots=6, device=torch.device("cpu"))
     rows = listener.rows_of([(0, Span(5, 6)), (1, Span(2, 3))])
     assert rows is not None
-    rows.observe(0, torch.randn(2, 2, 4), torch.randn(1, 6, 4), scaling=None)
-    assert (listener.attended[0, :3] > 0).all()
-    assert not listener.attended[0, 3:].any()
+    rows.observe(0, torch.randn(2, 2, 4), torch.ones(1, 6, 4), scaling=None)  # all keys alike: even weights
+    both, last = (1 / 3 + 1 / 6) / 2, 1 / 6 / 2
+    assert listener.attended[0].tolist() == pytest.approx([both] * 3 + [last] * 3)
+
+
+def test_what_all_keys_have_in_common_does_not_count() -> None:
+    """In bfloat16 as well: a large common part cancels in the softmax, if nothing was rounded before."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 64).bfloat16(), torch.randn(8, 64).bfloat16()
+    query[:, :, 0], key[:, 0] = 16.0, 16.0
+    shifted = key.clone()
+    shifted[:, 0] = 256.0  # 480 more on every score
+    positions = torch.arange(4, 8)
+    plain, common = (attention(positions, query, keys, scaling=None) for keys in (key, shifted))
+    assert torch.allclose(plain, common, atol=1e-4)

@@ -61,42 +61,60 @@ class TestLayouts:
 class TestRows:
     """Single positions come out as `read` has them, however a block lies in memory."""
 
-    BLOCKS, N, H, D = 6, 8, 2, 4
+    BLOCKS, N, H, D = 8, 8, 2, 4
 
-    @pytest.mark.parametrize("heads_first", [True, False])
-    @pytest.mark.parametrize("is_permuted", [True, False])
-    def test_they_are_those_of_a_read(self, *, heads_first: bool, is_permuted: bool) -> None:
+    @pytest.mark.parametrize("memory", ["heads first", "tokens first", "layers side by side"])
+    @pytest.mark.parametrize("layout", ["content", "transposed", "learned"])
+    @pytest.mark.parametrize("ratio", [1, 2])
+    def test_they_are_those_of_a_read(self, memory: str, layout: str, ratio: int) -> None:
+        """`ratio`: kernel blocks in one of the scheduler's."""
         import torch
 
         from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
         torch.manual_seed(0)
-        shape = (self.H, self.N, 2 * self.D) if heads_first else (self.N, self.H, 2 * self.D)
-        permutation = torch.randperm(shape[0] * shape[1] * shape[2]) if is_permuted else None
+        permutation = torch.randperm(self.H * self.N * 2 * self.D)
+        names = ("first", "second")
         layers = {}
-        for name in ("first", "second"):
-            cache = torch.randn(self.BLOCKS + 1, *shape)[1:]  # does not begin where its memory does
-            if not heads_first:
-                cache = cache.transpose(1, 2)
+        for name, cache in zip(names, self.caches(memory, len(names)), strict=True):
 
             def update(_: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
-                """Of whole blocks."""
-                rows = torch.cat([k, v], dim=-1).unflatten(0, (-1, self.N)).transpose(1, 2)
-                if permutation is not None:
+                """Of whole blocks, as a kernel of this layout writes them."""
+                k, v = (rows.unflatten(0, (-1, self.N)).transpose(1, 2) for rows in (k, v))  # (B, H, N, D)
+                rows = torch.cat([k, v], dim=-1)
+                if layout == "transposed":
+                    rows = torch.cat([k.transpose(2, 3).flatten(2), v.flatten(2)], dim=-1).view_as(rows)
+                elif layout == "learned":
                     rows = rows.flatten(1)[:, permutation].view_as(rows)
                 cache[slots[:: self.N] // self.N] = rows
 
             layers[name] = SimpleNamespace(kv_cache=cache, impl=SimpleNamespace(do_kv_cache_update=update))
-        paged = PagedCache(layers, block_size=self.N)
+        size = ratio * self.N
+        paged = PagedCache(layers, block_size=size)
         assert paged.find_layout(0) is None
-        assert paged.layout == ("learned" if is_permuted else "content")
+        assert paged.layout == layout
 
-        block_ids, places = (3, 1, 5), (0, 2, 7, 8, 22)
-        k, v = (torch.randn(2, 3 * self.N, self.H, self.D) for _ in range(2))
-        paged.write(k, v, paged.slots(block_ids, Span(0, 3 * self.N)))
-        whole = paged.read(block_ids, Span(0, 3 * self.N))
+        block_ids, places = (3, 1, 2), (0, 2, 7, 8, 22)
+        k, v = (torch.randn(2, 3 * size, self.H, self.D) for _ in range(2))
+        paged.write(k, v, paged.slots(block_ids, Span(0, 3 * size)))
+        whole = paged.read(block_ids, Span(0, 3 * size))
         assert torch.equal(whole.k, k)
+        assert torch.equal(whole.v, v)
         found_k, found_v = paged.rows(block_ids, places)
         assert torch.equal(found_k, k[:, places])
         assert torch.equal(found_v, v[:, places])
-        assert torch.equal(paged.keys(1, block_ids, 17), k[1, :17])
+        assert torch.equal(paged.keys(1, paged.table(block_ids, 17), 17), k[1, :17])
+
+    def caches(self, memory: str, count: int) -> list[Any]:
+        """(B, H, N, 2 D) each."""
+        import torch
+
+        match memory:
+            case "heads first":  # and does not begin where its memory does
+                shape = (count, self.BLOCKS + 1, self.H, self.N, 2 * self.D)
+                return [cache[1:] for cache in torch.randn(shape)]
+            case "tokens first":
+                shape = (count, self.BLOCKS, self.N, self.H, 2 * self.D)
+                return [cache.transpose(1, 2) for cache in torch.randn(shape)]
+            case _:
+                return list(torch.randn(self.BLOCKS, count, self.H, self.N, 2 * self.D).unbind(1))
