@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from kvshare.bench.vllm.servers import Server, VllmOptions, free_ports, new_token, running, shared_vllm
+from kvshare.bench.vllm.stack import ALWAYS_SHARE
 from kvshare.demo.pairs import Pair, near_duplicate_pairs
 from kvshare.replay.arms import parse_arms
 from kvshare.replay.live import LIVE_ARMS, LiveOptions, replay_live
@@ -105,7 +106,8 @@ def proxy_with_keys(replicas: list[Server], folder: Path, token: str) -> Server:
     ]
     config = folder / "config.yaml"
     config.write_text(
-        yaml.safe_dump({"auth": {"keys": keys}, "cost": {"min_saved_s": 0.0}, "index": {"dense": False}})
+        # Whether it pays depends on the machine: a busy one measures other rates from request to request.
+        yaml.safe_dump({"auth": {"keys": keys}, **ALWAYS_SHARE, "index": {"dense": False}})
     )
     port = free_ports(1)[0]
     ends = [
