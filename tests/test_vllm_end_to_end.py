@@ -162,8 +162,19 @@ def num_nodes(fleet: Fleet) -> float:
     return next(value for name, value in fleet.counters().items() if name.startswith("kvshare_tree_nodes"))
 
 
+def rested(fleet: Fleet) -> float:
+    """How many prompts the proxy has, once no more come: on a busy machine one may still be on its way."""
+    import time
+
+    before = -1.0
+    while (now := num_nodes(fleet)) != before:
+        before = now
+        time.sleep(1.0)
+    return now
+
+
 def donate(fleet: Fleet, client: openai.OpenAI, messages: list[dict[str, str]]) -> None:
-    before = num_nodes(fleet)
+    before = rested(fleet)
     ask(client, messages)
     settled(fleet, before)
 
