@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,6 @@ import pytest
 import yaml
 
 from kvshare.bench.vllm.servers import Server, VllmOptions, free_ports, new_token, running, shared_vllm
-from kvshare.bench.vllm.stack import ALWAYS_SHARE
 from kvshare.demo.pairs import Pair, near_duplicate_pairs
 from kvshare.replay.arms import parse_arms
 from kvshare.replay.live import LIVE_ARMS, LiveOptions, replay_live
@@ -106,8 +106,7 @@ def proxy_with_keys(replicas: list[Server], folder: Path, token: str) -> Server:
     ]
     config = folder / "config.yaml"
     config.write_text(
-        # Whether it pays depends on the machine: a busy one measures other rates from request to request.
-        yaml.safe_dump({"auth": {"keys": keys}, **ALWAYS_SHARE, "index": {"dense": False}})
+        yaml.safe_dump({"auth": {"keys": keys}, "cost": {"min_saved_s": 0.0}, "index": {"dense": False}})
     )
     port = free_ports(1)[0]
     ends = [
@@ -149,8 +148,6 @@ def ask(client: openai.OpenAI, messages: list[dict[str, str]], **extra: Any) -> 
 
 def settled(fleet: Fleet, before: float) -> None:
     """Wait until the proxy has kept what was asked since it had `before` prompts."""
-    import time
-
     deadline = time.monotonic() + 30
     while num_nodes(fleet) <= before:
         assert time.monotonic() < deadline, fleet.proxy.log_tail()
@@ -164,8 +161,6 @@ def num_nodes(fleet: Fleet) -> float:
 
 def rested(fleet: Fleet) -> float:
     """How many prompts the proxy has, once no more come: on a busy machine one may still be on its way."""
-    import time
-
     before = -1.0
     while (now := num_nodes(fleet)) != before:
         before = now

@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from delta_tree import Span
-from kvshare.kv.listening import Listener, ListeningRows
+from kvshare.kv.listening import Listener, ListeningRows, placed
 from kvshare.kv.sequence import SequenceKV
 
 _SHORT = 64  # tokens of a run: below it a call for each costs more than what the others' masks waste
@@ -94,10 +93,7 @@ class PartialPass:
     @cached_property
     def _listening(self) -> ListeningRows | None:
         """The rows that the listener listens to."""
-        if self.listener is None:
-            return None
-        ends = accumulate(map(len, self.runs))
-        return self.listener.rows_of((end - len(run), run) for end, run in zip(ends, self.runs, strict=True))
+        return None if self.listener is None else self.listener.rows_of(placed(self.runs))
 
     @cached_property
     def _groups(self) -> tuple[_Group, ...]:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from delta_tree import Span
+
+
+def placed(runs: Sequence[Span]) -> list[tuple[int, Span]]:
+    """The runs of a pass, each with its first row."""
+    return list(zip(accumulate(map(len, runs), initial=0), runs, strict=False))
 
 
 class Listener:

@@ -95,9 +95,7 @@ class PagedCache:
     def read(self, block_ids: Sequence[int], span: Span) -> SegmentKV:
         """A copy of a span's KV on the host, (L, len(span), H, D)."""
         assert self._layout is not None
-        blocks = torch.tensor(
-            self.kernel_blocks(self._blocks_of(block_ids, span)), device=self.geometry.device
-        )
+        blocks = self._on_device(self.kernel_blocks(self._blocks_of(block_ids, span)))
         ahead = span.start % self.block_size
         k, v = (torch.empty(self.geometry.shape(len(span)), dtype=self.geometry.dtype) for _ in range(2))
         for index, layer in enumerate(self.layers.values()):

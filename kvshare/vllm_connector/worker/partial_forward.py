@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
-from kvshare.kv.listening import Listener
+from kvshare.kv.listening import Listener, placed
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 # As in vLLM's own buffer of token ids; positions are int64. A compiled model reads its input as what it was
@@ -65,11 +64,6 @@ def split(runs: Sequence[Run], max_tokens: int, max_runs: int) -> Iterator[list[
             start = part.end
     if batch:
         yield batch
-
-
-def _first_rows(runs: Sequence[Run]) -> Iterator[int]:
-    """Where each run begins among the rows of its pass."""
-    return accumulate((len(run.span) for run in runs[:-1]), initial=0)
 
 
 Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -118,11 +112,11 @@ class PartialForward:
 
     def listening(self, runs: Sequence[Run]) -> Watch:
         """Tells the runs' listeners what their rows attend to."""
-        placed = list(zip(_first_rows(runs), runs, strict=True))
+        places = placed([run.span for run in runs])
         listening = []
         for listener, block_ids in {run.listener: run.block_ids for run in runs}.items():
             if listener is not None:
-                own = ((first_row, run.span) for first_row, run in placed if run.listener is listener)
+                own = (place for place, run in zip(places, runs, strict=True) if run.listener is listener)
                 if rows := listener.rows_of(own):
                     listening.append((rows, self._cache.table(block_ids, rows.end)))
 
