@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from kvshare.served_model import find_model
 from kvshare.settings import load_settings
 from kvshare.sharing.calibration import ModelCalibration
 from kvshare.sharing.plan import within
-from kvshare.sharing.prediction import FLOOR, Shape, Vector, fit, shape_of
+from kvshare.sharing.prediction import FLOOR, Calibration, Shape, Vector, fit, shape_of, typical_of_unseen
 from kvshare.sharing.repair import RepairRule
 
 # What the lab calls each way of repairing, at whatever budgets it was measured.
@@ -39,6 +40,7 @@ _RULES: dict[RepairRule, tuple[str, ...]] = {
 _BUDGETS = (0.05, 0.1, 0.2, 0.5)
 _CHAINED, _LOG = "chain", "log"  # no single plans; the user's own
 _FOLDS = 5
+_EXPECTED = (0.0, 0.001, 0.005, 0.01, 0.02, 0.05, 10.0)  # nats: where expected and found means are compared
 _FEWEST = 100  # measured arms of a rule
 
 
@@ -82,7 +84,7 @@ def run(
     calibration = ModelCalibration(
         model=laboratory.name,
         fingerprint=laboratory.model.model.fingerprint,
-        rules={rule: fit(arms.values, arms.kl) for rule, arms in found.items()},
+        rules={rule: arms.fitted() for rule, arms in found.items()},
         longest=max(shape.num_tokens for _, shape in made),
         measured={"plans": len(made), "suites": sorted({plan.suite for plan, _ in made})},
     )
@@ -131,6 +133,15 @@ class Measured:
     suites: NDArray[np.str_]
     sources: NDArray[np.str_]
 
+    @property
+    def folds(self) -> NDArray[np.int64]:
+        """(N,) which of five parts an arm is in: all of one source document in the same."""
+        return np.array([xxhash.xxh3_64_intdigest(source.encode()) % _FOLDS for source in self.sources])
+
+    def fitted(self) -> Calibration:
+        """On all; bias and slope on what is predicted for other source documents."""
+        return fit(self.values, self.kl, self.folds)
+
 
 def _arms(made: Sequence[tuple[Plan, Shape]], rules: Sequence[str]) -> Measured:
     found = list(_arms_of(made, rules))
@@ -170,17 +181,24 @@ def _shape(laboratory: Laboratory, plan: Plan) -> Shape | None:
 
 
 def evaluated(arms: Measured) -> dict[str, Any]:
-    """How much of the variance is explained, and each suite as predicted by the others."""
-    fold = np.array([xxhash.xxh3_64_intdigest(source.encode()) % _FOLDS for source in arms.sources])
-    by_source = _held_out(arms, fold)
+    """
+    How much of the variance is explained, how far means are from what is expected, and each suite as
+    predicted by the others.
+    """
+    by_source = typical_of_unseen(arms.values, arms.kl, arms.folds)
     groups = np.unique(arms.suites, return_inverse=True)[1]
-    by_suite = _held_out(arms, groups) if groups.any() else by_source  # of a single suite there are no others
+    of_others = groups if groups.any() else arms.folds  # of a single suite there are no others
+    by_suite = typical_of_unseen(arms.values, arms.kl, of_others)
+    fitted = arms.fitted()
     return {
         "arms": len(arms.kl),
         "explained": {
             "other_sources": _explained(arms.kl, by_source),
             "other_suites": _explained(arms.kl, by_suite),
         },
+        "bias": fitted.bias,
+        "slope": fitted.slope,
+        "means": list(_found_and_expected(arms, fitted.mean_where(by_source))),
         "suites": {
             str(suite): {
                 "arms": int((arms.suites == suite).sum()),
@@ -191,14 +209,14 @@ def evaluated(arms: Measured) -> dict[str, Any]:
     }
 
 
-def _held_out(arms: Measured, groups: NDArray[np.int64]) -> NDArray[np.float64]:
-    """(N,) typical KL of each arm, from a fit without its group."""
-    predicted = np.zeros(len(groups))
-    for group in np.unique(groups):
-        inside = groups == group
-        fitted = fit(arms.values[~inside], arms.kl[~inside])
-        predicted[inside] = fitted.typical(arms.values[inside])
-    return predicted
+def _found_and_expected(arms: Measured, expected: NDArray[np.float64]) -> Iterator[dict[str, float]]:
+    """Mean KL of arms that repair anything, found and expected, by what is expected."""
+    served = arms.values[:, -1] > 0
+    for low, high in pairwise(_EXPECTED):
+        inside = served & (expected >= low) & (expected < high)
+        if inside.any():
+            means = {"found": float(arms.kl[inside].mean()), "expected": float(expected[inside].mean())}
+            yield {"from": low, "to": high, "arms": int(inside.sum()), **means}
 
 
 def _explained(kl: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:

@@ -1,17 +1,19 @@
 """
 How far an approximate answer is expected to be from the full prefill's, told from the plan's shape alone.
 
-    log10 KL = intercept + sum of weight x feature        KL: mean over an answer's first tokens, nats
+    typical KL = 10 ** (intercept + sum of weight x feature)    KL: mean over an answer's first tokens, nats
+    mean KL = bias x typical KL ** slope
 
-The weights are fitted on measured plans of one model (`kvshare calibrate`). A feature outside of what
-was seen there counts as the nearest that was: a plan unlike any measured is expected to be as bad as the
-worst of its kind, and not better or worse without end.
+All are fitted on measured plans of one model (`kvshare calibrate`). A feature outside of what was seen
+there counts as the nearest that was: a plan unlike any measured is expected to be as bad as the worst of its
+kind, and not better or worse without end. Where little is off typically, a few plans are off by much: there
+the mean is many times what is typical, and where KL is large already it is not. So the slope is below 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite
 from typing import Any, Self
@@ -27,6 +29,7 @@ _REACH = 32.0  # tokens behind the start of a piece over which its KV becomes th
 _DOSE = 4.0  # repaired tokens for each stale one, where doubling them begins to count in full
 _MOST_PIECES = 512  # whose surroundings are looked at
 FLOOR = 1e-6  # nats: below it KL is rounding
+_STEPS = 30  # some six are enough
 
 Vector = NDArray[np.float64]
 
@@ -101,8 +104,8 @@ class Calibration:
     """
     Weights for one model and one way of repairing. All tuples are in the order of `FEATURES`.
 
-    Features are clipped to [`low`, `high`] before they are weighed. `bias`: the mean of measured KL over the
-    mean of what the logarithms predict; the mean is what plans are held to, and a few bad ones make it.
+    Features are clipped to [`low`, `high`] before they are weighed. Plans are held to the mean, which a few
+    bad ones make: `bias` and `slope` lead to it from what is typical, in nats.
     """
 
     intercept: float
@@ -111,6 +114,7 @@ class Calibration:
     high: tuple[float, ...]
     bias: float
     spread: float  # standard deviation of the residuals, decades
+    slope: float = 1.0
 
     def typical(self, values: Vector) -> NDArray[np.float64]:
         """The KL that half of such plans stay below. Shapes: (..., F) -> (...)"""
@@ -120,7 +124,11 @@ class Calibration:
 
     def expected(self, values: Vector) -> NDArray[np.float64]:
         """The mean KL of such plans. Shapes: (..., F) -> (...)"""
-        return self.bias * self.typical(values)
+        return self.mean_where(self.typical(values))
+
+    def mean_where(self, typical: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The mean KL of plans of which half stay below `typical`, nats."""
+        return self.bias * typical**self.slope
 
     def as_document(self) -> dict[str, Any]:
         """JSON-ready; weights by the feature's name."""
@@ -128,7 +136,7 @@ class Calibration:
             name: {"weight": weight, "low": low, "high": high}
             for name, weight, low, high in zip(FEATURES, self.weights, self.low, self.high, strict=True)
         }
-        own = {name: getattr(self, name) for name in ("intercept", "bias", "spread")}
+        own = {name: getattr(self, name) for name in ("intercept", "bias", "slope", "spread")}
         return {**own, "features": by_name}
 
     @classmethod
@@ -146,21 +154,47 @@ class Calibration:
                 high=high,
                 bias=float(document["bias"]),
                 spread=float(document["spread"]),
+                slope=float(document.get("slope", 1.0)),  # files of 0.2 have none
             )
-            numbers = (found.intercept, found.bias, found.spread, *weights, *low, *high)
-            if not all(map(isfinite, numbers)) or found.bias <= 0:
-                raise ValueError("expected finite numbers, and a bias above 0")
+            numbers = (found.intercept, found.bias, found.slope, found.spread, *weights, *low, *high)
+            if not all(map(isfinite, numbers)) or found.bias <= 0 or found.slope <= 0:
+                raise ValueError("expected finite numbers, and bias and slope above 0")
             return found
         except (KeyError, TypeError, ValueError) as exc:
             raise ValueError(f"not a calibration: {type(exc).__name__}: {exc}") from exc
 
 
-def fit(values: Vector, kl: NDArray[np.float64], *, ridge: float = 3.0) -> Calibration:
+def fit(
+    values: Vector, kl: NDArray[np.float64], groups: NDArray[np.int64], *, ridge: float = 3.0
+) -> Calibration:
     """
-    The weights that predict log10 of measured KL best, by ridge regression on standardised features.
+    The weights that predict log10 of measured KL best, and what leads from there to the mean.
 
-    Shapes:  values (N, F), kl (N,)
+    The weights by ridge regression on standardised features. `bias` and `slope` are fitted on predictions of
+    plans whose group the weights had not seen, for weights are always too sure of what they have seen; and on
+    plans that repair anything, for no others are served.
+
+    Shapes:  values (N, F), kl (N,), groups (N,): what belongs together, as plans of one document
     """
+    unseen = typical_of_unseen(values, kl, groups, ridge=ridge)
+    served = values[:, -1] > 0
+    bias, slope = _mean_of(unseen[served], kl[served])
+    return replace(_typically(values, kl, ridge), bias=bias, slope=slope)
+
+
+def typical_of_unseen(
+    values: Vector, kl: NDArray[np.float64], groups: NDArray[np.int64], *, ridge: float = 3.0
+) -> NDArray[np.float64]:
+    """(N,) the typical KL of each plan by weights that are fitted without its group; shapes as `fit`."""
+    found = np.zeros(len(groups))
+    for group in np.unique(groups):
+        inside = groups == group
+        found[inside] = _typically(values[~inside], kl[~inside], ridge).typical(values[inside])
+    return found
+
+
+def _typically(values: Vector, kl: NDArray[np.float64], ridge: float) -> Calibration:
+    """Without a bias."""
     low, high = np.percentile(values, (2, 98), axis=0)
     inside = np.clip(values, low, high)
     mean, scale = inside.mean(axis=0), inside.std(axis=0) + 1e-9
@@ -171,15 +205,31 @@ def fit(values: Vector, kl: NDArray[np.float64], *, ridge: float = 3.0) -> Calib
     )
     weights = solved / scale
     intercept = float(centre - weights @ mean)
-    predicted = intercept + inside @ weights
     return Calibration(
         intercept=intercept,
         weights=tuple(weights.tolist()),
         low=tuple(low.tolist()),
         high=tuple(high.tolist()),
-        bias=float(kl.mean() / (10**predicted).mean()),
-        spread=float((target - predicted).std()),
+        bias=1.0,
+        spread=float((target - intercept - inside @ weights).std()),
     )
+
+
+def _mean_of(typical: NDArray[np.float64], kl: NDArray[np.float64]) -> tuple[float, float]:
+    """
+    Bias and slope of the mean: a generalised linear model with a log link whose variance grows as the mean
+    (quasi-Poisson; McCullagh and Nelder, 1989, chapter 9), by iteratively reweighted least squares.
+
+    Least squares of KL would see nothing but the largest, and of its logarithm nothing of a mean.
+    """
+    design = np.stack((np.ones(len(typical)), np.log(typical)), axis=1)
+    found = np.array([np.log(kl.mean() / typical.mean()), 1.0])
+    for _ in range(_STEPS):
+        linear = design @ found
+        mean = np.exp(linear)
+        weighed = design.T * mean
+        found = np.linalg.solve(weighed @ design, weighed @ (linear + kl / mean - 1))
+    return float(np.exp(found[0])), float(found[1])
 
 
 def _pieces(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:

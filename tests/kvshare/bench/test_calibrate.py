@@ -29,6 +29,11 @@ def test_what_can_be_told_is_told() -> None:
     assert found["explained"]["other_suites"] > 0.95
     assert found["suites"]["rag"]["arms"] == 100
     assert found["suites"]["rag"]["predicted"] == pytest.approx(found["suites"]["rag"]["measured"], rel=0.2)
+    assert sum(part["arms"] for part in found["means"]) == (measured(noise=0.05).values[:, -1] > 0).sum()
+    for part in found["means"]:
+        assert part["from"] <= part["expected"] < part["to"]
+        if part["arms"] >= 20:
+            assert part["found"] == pytest.approx(part["expected"], rel=0.3)
 
 
 def test_what_is_noise_is_not_explained() -> None:

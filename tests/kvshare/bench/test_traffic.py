@@ -34,7 +34,7 @@ async def test_forms_are_shared_and_answered_as_a_full_prefill_would(log: Path) 
     assert measured["plans"] == found["decisions"]["approx"]
     assert 0 <= measured["kl"] < 0.002
     assert measured["top1"] == measured["equal"] == measured["agreement"] == 1
-    assert 0 < measured["expected"] <= 0.01
+    assert 0 < measured["expected"] <= 0.02
     parts = [found["of originals"]["plans"], found["of approximate prompts"]["plans"]]
     assert sum(parts) == measured["plans"]
 

@@ -79,7 +79,9 @@ def test_a_named_file_is_used(tmp_path: Path) -> None:
     assert ModelCalibration.from_document(own).as_document() == own
 
 
-@pytest.mark.parametrize(("key", "value"), [("bias", float("nan")), ("intercept", float("inf")), ("bias", 0)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("bias", float("nan")), ("intercept", float("inf")), ("bias", 0), ("slope", 0)]
+)
 def test_numbers_that_would_open_the_gate_are_refused(key: str, value: float) -> None:
     document = json.loads(json.dumps(of_default_model().as_document()))
     document["rules"]["windows"][key] = value
