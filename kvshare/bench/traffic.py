@@ -62,7 +62,7 @@ async def run(
                 await _serve(engine, await _encoded(engine, request), number, every, free_tokens)
                 for number, request in enumerate(islice(stream, requests))
             ]
-    return {"log": str(log), **_summary(served), "environment": environment()}
+    return {"log": log.name, **_summary(served), "environment": environment()}
 
 
 @dataclass(frozen=True, slots=True)

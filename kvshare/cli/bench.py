@@ -116,7 +116,10 @@ def _run(benchmark: Benchmark, module: ModuleType, given: dict[str, Any]) -> dic
 
         measured = asyncio.run(measured)
     defaults = {name: option.default for name, option in signature(module.run).parameters.items()}
-    said = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    # Results are published: of a file or folder its name, not where it lies.
+    said = {
+        name: value.absolute().name if isinstance(value, Path) else value for name, value in given.items()
+    }
     return {"benchmark": benchmark.name, **defaults, **said, **measured}
 
 
