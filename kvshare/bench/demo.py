@@ -97,7 +97,7 @@ def _full_reuse(engine: EmbeddedEngine, donor: Prompt, recipient: Prompt) -> str
     compute(model, source, (whole,), donor.token_ids)
     target = model.new_sequence(recipient.num_tokens + _MAX_TOKENS)
     copies = _copies(donor.token_ids, recipient.token_ids)
-    target.lay_out(copies, {SEGMENT: source.cut(whole)}, model.rotation)
+    target.lay_out(copies, {SEGMENT: source.cut(whole)})
     computed = gaps([copy.target for copy in copies], recipient.num_tokens)
     logits = compute(model, target, computed, recipient.token_ids)
     return _decode(engine, target, recipient.num_tokens, int(logits[-1].argmax()))

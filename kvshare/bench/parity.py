@@ -115,12 +115,12 @@ def _reference(name: str, tokens: TokenIds, seed: int) -> torch.Tensor:
 def _laid_back(model: EmbeddedModel, kv: SequenceKV, num_tokens: int) -> SequenceKV:
     target = model.new_sequence(num_tokens)
     segments = {SEGMENT: kv.cut(Span(0, num_tokens))}
-    target.lay_out([copied(0, num_tokens, target_start=0)], segments, model.rotation)
+    target.lay_out([copied(0, num_tokens, target_start=0)], segments)
     return target
 
 
 def _moved_error(model: EmbeddedModel, tokens: TokenIds) -> float:
-    if model.rotation is None:
+    if model.refusal:
         return float("inf")
     num_tokens, shift = min(64, len(tokens)), min(173, len(tokens))
     near = model.new_sequence(num_tokens)
@@ -128,7 +128,10 @@ def _moved_error(model: EmbeddedModel, tokens: TokenIds) -> float:
     far = model.new_sequence(num_tokens + shift)
     padded = token_ids(np.concatenate([tokens[:shift], tokens[:num_tokens]]))
     compute(model, far, (Span(0, num_tokens + shift),), padded)
-    return _distance(model.rotation.moved(near.k[0], shift), far.k[0, shift:])
+    return max(
+        _distance(plane.moved(here, shift)[0], there[0, shift:])
+        for plane, here, there in zip(model.layout.planes, near.planes, far.planes, strict=True)
+    )
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

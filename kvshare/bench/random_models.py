@@ -7,20 +7,35 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
     MistralConfig,
+    Olmo3Config,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 from transformers.utils import logging
 
@@ -51,13 +66,73 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
-ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+# Layers that are all alike: full attention, whole heads that turn in half-split pairs.
+PLAIN: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**TINY),
     "llama3-rope": lambda: LlamaConfig(**TINY, rope_parameters=_LLAMA3_ROPE),
     "qwen2": lambda: Qwen2Config(**TINY, use_sliding_window=False),
     "qwen3": lambda: Qwen3Config(**TINY, head_dim=16, use_sliding_window=False),
     "mistral": lambda: MistralConfig(**TINY, sliding_window=None),
     "phi3": lambda: Phi3Config(**TINY, sliding_window=None),
+}
+_WINDOW = 32  # tokens: shorter than any prompt of a test
+_FOUR_LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
+_TWO_KINDS: dict[str, Any] = {
+    "sliding_window": _WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT: dict[str, Any] = {  # multi-head latent attention
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_HEADS: dict[str, Any] = {"head_dim": 16}
+_HALF_A_HEAD: dict[str, Any] = {"head_dim": 16, "partial_rotary_factor": 0.5}
+
+# Part of a head turns, or in interleaved pairs, or not in all layers; windows, chunks, sinks, caps, latents.
+OTHERS: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
+    "cohere2": (Cohere2Config, {**_FOUR_LAYERS, "sliding_window": _WINDOW, "sliding_window_pattern": 4}),
+    "deepseek-v2": (DeepseekV2Config, _LATENT),
+    "deepseek-v3": (DeepseekV3Config, _LATENT),
+    "exaone4": (Exaone4Config, {**_FOUR_LAYERS, "sliding_window": _WINDOW, "sliding_window_pattern": 4}),
+    "gemma2": (Gemma2Config, {**_HEADS, "sliding_window": _WINDOW}),
+    "gemma3": (Gemma3TextConfig, {**_HEADS, **_TWO_KINDS}),
+    "glm4": (Glm4Config, _HALF_A_HEAD),
+    "glm4-moe": (Glm4MoeConfig, {**_EXPERTS, **_HALF_A_HEAD, "n_routed_experts": 4}),
+    "gpt-oss": (GptOssConfig, {**_HEADS, **_TWO_KINDS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama4": (
+        Llama4TextConfig,
+        {
+            **_FOUR_LAYERS,
+            **_HEADS,
+            "attention_chunk_size": _WINDOW,
+            "no_rope_layers": [1, 1, 1, 0],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 96,
+        },
+    ),
+    "minimax-m2": (
+        MiniMaxM2Config,
+        {**_HEADS, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "mistral-window": (MistralConfig, {"sliding_window": _WINDOW}),
+    "olmo3": (Olmo3Config, _TWO_KINDS),
+    "phi": (PhiConfig, {"partial_rotary_factor": 0.5}),
+    "smollm3": (SmolLM3Config, {**_FOUR_LAYERS, "use_sliding_window": False}),
+}
+ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    **PLAIN,
+    **{name: partial(kind, **{**TINY, **own}) for name, (kind, own) in OTHERS.items()},
 }
 
 _LLAMAS = {  # hidden and intermediate size, layers, heads, heads of K and V
@@ -107,7 +182,9 @@ def _spread(model: PreTrainedModel, std: float) -> PreTrainedModel:
     """Draw weights so large that attention is far from uniform and a token depends on the whole prompt."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" not in name:
+            if "sinks" in name:
+                parameter.normal_(0.0, 1.0)
+            elif "norm" not in name:
                 parameter.normal_(0.0, std)  # biases too: Qwen2's are zero by default
     return model
 

@@ -125,7 +125,7 @@ def _chosen(model: EmbeddedModel, shelf: Shelf, tokens: TokenIds, plan: Plan, se
     kv.v.zero_()
     began = time.perf_counter()
     with torch.inference_mode():
-        kv.lay_out(plan.copies, shelf.kv, model.rotation)
+        kv.lay_out(plan.copies, shelf.kv)
     prefill, logits = Prefill(model, tokens, plan, kv), None
     while logits is None:
         _, logits = prefill.advance(max_queries=settings.engine.prefill_chunk_tokens)

@@ -95,7 +95,7 @@ async def _serve(engine: EmbeddedEngine, prompt: Prompt, number: int, every: int
     kv = network.new_sequence(size + _FORCED + free_tokens)
     if isinstance(plan, Plan):
         with torch.inference_mode():
-            kv.lay_out(plan.copies, lookup.segments, network.rotation)
+            kv.lay_out(plan.copies, lookup.segments)
     prefill, logits = Prefill(network, prompt.token_ids, plan, kv), None
     while logits is None:
         _, logits = prefill.advance(max_queries=512)

@@ -66,7 +66,7 @@ async def run(
                 continue  # caches and allocator are warm from here on
             for name, answer in zip(arms, (full, shared, prefix, ideal), strict=True):
                 arms[name].append(answer)
-        dtype = str(engine.server.model.geometry.dtype).removeprefix("torch.")
+        dtype = str(engine.server.model.layout.dtype).removeprefix("torch.")
         name = engine.server.model.name if model else "random weights, 100 M"
     return {
         "engine": "embedded",

@@ -130,8 +130,8 @@ def check_geometry(settings: Settings) -> Check:
         return found("geometry.wrong", problem=exc)
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as exc:
         return found("geometry.not proved", problem=first_line(exc))
-    if model.rotation is None:
-        return found("geometry.fixed", reason=model.rotation_refusal)
+    if model.refusal:
+        return found("geometry.fixed", reason=model.refusal)
     return found("geometry.moves")
 
 

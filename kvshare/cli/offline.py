@@ -43,7 +43,7 @@ def explain_offline(
     Raises:  StoreError if the store cannot be read, or there is no room for an index of it in the temporary
              folder; ModelError, RequestError if the prompt cannot be encoded
     """
-    from kvshare.engines.embedded.rotary import can_move_keys  # imports torch
+    from kvshare.engines.embedded.rotary import may_move_keys  # imports torch
     from kvshare.engines.embedded.stored_model import stored_fingerprint
     from kvshare.engines.embedded.tokenizer import PromptEncoder  # imports transformers
 
@@ -52,7 +52,7 @@ def explain_offline(
     limits = PlannerLimits.from_settings(
         settings,
         fingerprint=stored_fingerprint(model_path),
-        can_move_keys=can_move_keys(model_path),
+        can_move_keys=may_move_keys(model_path),
         can_probe=True,
     )
     with opened(store_path / METADATA_FILE, read_only=True) as tree:

@@ -27,6 +27,8 @@ _HELP = ("--help", "-h")
 _VLLM_PORT = 8000  # where vLLM listens if it is not told
 # What this command gives itself, and an option with which vLLM would replace the connector.
 _TAKEN = ("kv-transfer-config", "worker-cls", "kv-offloading-size")
+_ONE_GROUP = "--disable-hybrid-kv-cache-manager"
+_NEAR = {"sliding_attention", "chunked_attention"}
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for suffix, base in (("b", 1000), ("ib", 1024))
@@ -87,6 +89,9 @@ def vllm(
     _check_version()
     # A model goes right behind `serve`; ours go before the rest, so that what the user says comes last.
     num_models = 0 if arguments[0].startswith("-") else 1
+    if _has_some_windows(arguments[0] if num_models else given.get("model", ""), given):
+        settings.append(_ONE_GROUP)
+        note(f"{_ONE_GROUP}: KV is shared only where vLLM keeps all of it, in layers with a window, too")
     command = [*program(), "serve", *arguments[:num_models], *settings, *arguments[num_models:]]
     if print_command:
         typer.echo(shlex.join(command))
@@ -94,6 +99,25 @@ def vllm(
     host = f"[{control_host}]" if ":" in control_host else control_host
     note(f"the connector will answer on http://{host}:{port}")
     _become(command)
+
+
+def _has_some_windows(model: object, given: Mapping[str, Any]) -> bool:
+    """
+    Whether some layers of a model see all earlier tokens and the others a window or a chunk.
+
+    vLLM keeps the KV of such layers apart and gives away what is out of sight, unless it is told not to. A
+    model that cannot be looked at is vLLM's business.
+    """
+    if any(name.endswith(_ONE_GROUP.removeprefix("--")) for name in given):
+        return False
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(model), revision=given.get("revision"))
+    except (OSError, ValueError, KeyError):
+        return False
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return "full_attention" in kinds and bool(kinds & _NEAR) and kinds <= {"full_attention", *_NEAR}
 
 
 def connector_options(*, host: str, port: int, max_bytes: int) -> list[str]:

@@ -10,12 +10,14 @@ runs equals prefilling run after run from left to right.
     queries               a b c d e       x y z     <- only these have Q
     run A sees [0, 5) ... [0, 9)       diagonal inside the run, everything before it
     run B sees [0, 13) ... [0, 15)     run A's fresh rows included
+
+A layer with a sliding window or with chunks sees less of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -27,6 +29,50 @@ from kvshare.kv.sequence import SequenceKV
 
 _SHORT = 64  # tokens of a run: below it a call for each costs more than what the others' masks waste
 _WASTE = 1.5  # of their ends
+_SCORES = 1 << 22  # computed at a time where no kernel does: 16 MB
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Which slots a token sees up to its own: all, the last `size`, or those of its chunk of `size`."""
+
+    size: int | None = None
+    is_chunked: bool = False
+
+    def first(self, position: int) -> int:
+        """The first slot that a token at this position sees."""
+        return int(self.firsts(torch.tensor(position)))
+
+    def firsts(self, positions: torch.Tensor) -> torch.Tensor:
+        """The same for many."""
+        if self.size is None:
+            return torch.zeros_like(positions)
+        if self.is_chunked:
+            return positions // self.size * self.size
+        return (positions - self.size + 1).clamp(min=0)
+
+    def __str__(self) -> str:
+        if self.size is None:
+            return "all earlier tokens"
+        return f"chunks of {self.size}" if self.is_chunked else f"the last {self.size}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """
+    What a layer asks of its attention beside softmax over all earlier slots.
+
+    `softcap`: scores are capped at it by tanh (Gemma 2). `sinks`: (H_q,) a score for each head that takes its
+    share of the weights and gives nothing (gpt-oss).
+    """
+
+    reach: Reach = Reach()
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.reach.size is None and self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True, eq=False)  # no slots: the cached masks live in __dict__
@@ -40,6 +86,7 @@ class PartialPass:
     kv: SequenceKV
     runs: tuple[Span, ...]
     listener: Listener | None = None
+    forms: dict[int, Form] = field(default_factory=dict)  # of each layer, once it has attended
 
     @property
     def num_queries(self) -> int:
@@ -53,7 +100,7 @@ class PartialPass:
     @cached_property
     def positions(self) -> torch.Tensor:
         """Position of every query, (N,) int64."""
-        device = self.kv.geometry.device
+        device = self.kv.layout.device
         return torch.cat([torch.arange(run.start, run.end, device=device) for run in self.runs])
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,21 +120,23 @@ class PartialPass:
         value: torch.Tensor,
         *,
         scaling: float | None,
+        form: Form | None = None,
     ) -> torch.Tensor:
         """
-        Exact causal attention of every run over everything before and inside it.
+        Exact causal attention of every run over what it sees before and inside it.
 
-        Shapes:  query (1, H_q, N, D), key and value (1, H, num_visible, D) -> (1, H_q, N, D)
+        Shapes:  query (1, H_q, N, D), key and value (1, H, num_visible, D) -> (1, H_q, N, D of value)
         """
+        form = form or Form()
         if self._listening is not None:
             self._listening.observe(layer, query[0], key[0], scaling=scaling)
-        first, *others = self._groups
-        if not others:
-            return first.attend(query, key, value, scaling=scaling)
-        output = torch.empty_like(query)
-        for group in self._groups:
+        groups = self._groups(form.reach)
+        if len(groups) == 1:
+            return groups[0].attend(query, key, value, scaling=scaling, form=form)
+        output = query.new_empty(*query.shape[:3], value.shape[3])
+        for group in groups:
             rows = query[:, :, group.rows]
-            output[:, :, group.rows] = group.attend(rows, key, value, scaling=scaling)
+            output[:, :, group.rows] = group.attend(rows, key, value, scaling=scaling, form=form)
         return output
 
     @cached_property
@@ -95,45 +144,69 @@ class PartialPass:
         """The rows that the listener listens to."""
         return None if self.listener is None else self.listener.rows_of(placed(self.runs))
 
+    def _groups(self, reach: Reach) -> tuple[_Group, ...]:
+        """The calls of a layer that sees so far; the same for all such layers of the pass."""
+        reach = reach if reach.size is None or reach.size < self.num_visible else Reach()
+        if reach not in self._known_groups:
+            found = self._all_earlier() if reach.size is None else tuple(self._near(reach))
+            self._known_groups[reach] = found
+        return self._known_groups[reach]
+
     @cached_property
-    def _groups(self) -> tuple[_Group, ...]:
+    def _known_groups(self) -> dict[Reach, tuple[_Group, ...]]:
+        return {}
+
+    def _all_earlier(self) -> tuple[_Group, ...]:
         """Long runs one by one, as each sees no more than up to its end; short ones in a few calls."""
-        groups, short, start = [], [], 0
-        for run in self.runs:
-            rows = slice(start, start + len(run))
-            start = rows.stop
+        groups, short = [], []
+        for row, run in placed(self.runs):
+            rows = slice(row, row + len(run))
             if len(run) < _SHORT and run.start > 0:
                 short.append((rows, run))
             else:
-                groups.append(
-                    _Group(rows, run.end, self._mask(run), is_causal=run.start == 0 and len(run) > 1)
-                )
+                causal = run.start == 0 and len(run) > 1
+                groups.append(_Group(rows, Span(0, run.end), self._mask(run), is_causal=causal))
         return (*groups, *map(self._together, _alike(short)))
+
+    def _near(self, reach: Reach) -> Iterator[_Group]:
+        """In blocks of rows that see little more than each of them does."""
+        assert reach.size is not None
+        for row, run in placed(self.runs):
+            for start in range(run.start, run.end, max(reach.size, _SHORT)):
+                part = Span(start, min(run.end, start + max(reach.size, _SHORT)))
+                slots = Span(reach.first(part.start), part.end)
+                rows = slice(row + part.start - run.start, row + part.end - run.start)
+                mask = self._mask_of(rows, slots, reach) if len(part) > 1 else None
+                yield _Group(rows, slots, mask)
 
     def _together(self, short: Sequence[_PlacedRun]) -> _Group:
         """Short runs in one call."""
-        end = short[-1][1].end
+        slots = Span(0, short[-1][1].end)
         if len(short) == 1:
             ((rows, run),) = short
-            return _Group(rows, end, self._mask(run))
+            return _Group(rows, slots, self._mask(run))
         indices = torch.cat([torch.arange(rows.start, rows.stop) for rows, _ in short])
-        rows_there = indices.to(self.kv.geometry.device)
-        return _Group(rows_there, end, self._mask_of(rows_there, end))
+        rows_there = indices.to(self.kv.layout.device)
+        return _Group(rows_there, slots, self._mask_of(rows_there, slots, Reach()))
 
     def _mask(self, run: Span) -> torch.Tensor | None:
         """Additive, (len(run), run.end); None where the kernel needs none."""
         if run.start == 0 or len(run) == 1:
             return None  # the kernel's own causal flag, or a single row that sees everything
-        geometry = self.kv.geometry
-        mask = torch.full((len(run), run.end), float("-inf"), dtype=geometry.dtype, device=geometry.device)
+        layout = self.kv.layout
+        mask = torch.full((len(run), run.end), float("-inf"), dtype=layout.dtype, device=layout.device)
         return mask.triu_(diagonal=run.start + 1)
 
-    def _mask_of(self, rows: torch.Tensor, end: int) -> torch.Tensor:
-        """Additive, (N, end): each row sees the slots up to its own."""
-        geometry = self.kv.geometry
-        behind = torch.arange(end, device=geometry.device) > self.positions[rows, None]
-        mask = torch.zeros(len(rows), end, dtype=geometry.dtype, device=geometry.device)
-        return mask.masked_fill_(behind, float("-inf"))
+    def _mask_of(self, rows: torch.Tensor | slice, slots: Span, reach: Reach) -> torch.Tensor:
+        """Additive, (N, len(slots)): what each of these rows sees."""
+        layout = self.kv.layout
+        at = torch.arange(slots.start, slots.end, device=layout.device)
+        own = self.positions[rows, None]
+        hidden = at > own
+        if reach.size is not None:
+            hidden |= at < reach.firsts(own)
+        mask = torch.zeros(hidden.shape, dtype=layout.dtype, device=layout.device)
+        return mask.masked_fill_(hidden, float("-inf"))
 
 
 _PlacedRun = tuple[slice, Span]  # of a pass, and the run that they are
@@ -152,26 +225,77 @@ def _alike(short: Sequence[_PlacedRun]) -> Iterator[Sequence[_PlacedRun]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Rows of a pass that one call of the kernel computes; they see the slots before `end`."""
+    """Rows of a pass that one call of the kernel computes; they see some of these slots."""
 
     rows: slice | torch.Tensor
-    end: int
+    slots: Span
     mask: torch.Tensor | None
     is_causal: bool = False
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        form: Form,
     ) -> torch.Tensor:
-        """Shapes:  query (1, H_q, N of these rows, D) -> the same"""
+        """Shapes:  query (1, H_q, N of these rows, D) -> (1, H_q, N, D of value)"""
+        seen = slice(self.slots.start, self.slots.end)
+        key, value = key[:, :, seen], value[:, :, seen]
+        if form.softcap is not None or form.sinks is not None:
+            return self._attend_step_by_step(query, key, value, scaling=scaling, form=form)
         return scaled_dot_product_attention(
             query,
-            key[:, :, : self.end],
-            value[:, :, : self.end],
+            key,
+            value,
             attn_mask=self.mask,
             is_causal=self.is_causal,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+    def _attend_step_by_step(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        form: Form,
+    ) -> torch.Tensor:
+        """What no kernel has: capped scores, and a sink that takes a share of the weights. In float32."""
+        _, num_heads, num_rows, dim = query.shape
+        num_kv_heads, num_slots = key.shape[1:3]
+        group = num_heads // num_kv_heads
+        output = query.new_empty(1, num_heads, num_rows, value.shape[3])
+        step = max(1, _SCORES // (group * num_slots))
+        for head in range(num_kv_heads):
+            heads = slice(head * group, (head + 1) * group)
+            keys, values = key[0, head].float(), value[0, head].float()
+            for start in range(0, num_rows, step):
+                rows = slice(start, min(num_rows, start + step))
+                scores = query[0, heads, rows].float() * (dim**-0.5 if scaling is None else scaling)
+                scores = scores @ keys.T  # (G, n, S)
+                if form.softcap is not None:
+                    scores = form.softcap * torch.tanh(scores / form.softcap)
+                if (mask := self._rows_of_mask(rows, num_slots, scores.device)) is not None:
+                    scores = scores + mask
+                if form.sinks is not None:
+                    sink = form.sinks[heads].float()[:, None, None].expand(-1, scores.shape[1], 1)
+                    weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
+                else:
+                    weights = scores.softmax(dim=-1)
+                output[0, heads, rows] = (weights @ values).to(output.dtype)
+        return output
+
+    def _rows_of_mask(self, rows: slice, num_slots: int, device: torch.device) -> torch.Tensor | None:
+        if not self.is_causal:
+            return None if self.mask is None else self.mask[rows]
+        at = torch.arange(num_slots, device=device)
+        own = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        return torch.zeros(len(own), num_slots, device=device).masked_fill_(at > own, float("-inf"))
 
 
 def take_pass(

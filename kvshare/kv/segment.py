@@ -1,5 +1,5 @@
 """
-KV as tensors: its shape, and that of a contiguous run of tokens that was computed in one go.
+KV as tensors: a contiguous run of tokens that was computed in one go.
 
 Who they belong to, where they stood and what they were computed after is `delta_tree.Segment`'s business.
 """
@@ -11,53 +11,57 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-
-@dataclass(frozen=True, slots=True)
-class KVGeometry:
-    """
-    The shape of a model's KV: what must be equal before KV of one model can be laid into another's buffer.
-
-    One alphabet everywhere: L layers, T tokens, H kv heads, D head dim.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def bytes_per_token(self) -> int:
-        """K and V of one token over all layers, in bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-    def shape(self, num_tokens: int) -> tuple[int, int, int, int]:
-        """(L, T, H, D)."""
-        return (self.num_layers, num_tokens, self.num_kv_heads, self.head_dim)
-
-    def empty(self, num_tokens: int) -> torch.Tensor:
-        """An uninitialised (L, T, H, D) tensor on the model's device."""
-        return torch.empty(self.shape(num_tokens), dtype=self.dtype, device=self.device)
+from delta_tree import Span
+from kvshare.kv.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentKV:
-    """K as the model wrote it, rotated for its position, and V; the memory belongs to this object alone."""
+    """
+    Rows as the model wrote them, rotated for their positions; the memory belongs to this object alone.
 
-    k: torch.Tensor  # (L, T, H, D)
-    v: torch.Tensor  # (L, T, H, D)
+    Shapes:  `planes` as the layout has them, (L, T, H, D) each
+    """
+
+    planes: tuple[torch.Tensor, ...]
 
     @property
     def num_tokens(self) -> int:
-        return self.k.shape[1]
+        return self.planes[0].shape[1]
 
     @property
     def num_bytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return sum(plane.nbytes for plane in self.planes)
+
+    @property
+    def k(self) -> torch.Tensor:
+        """(L, T, H, D) of a model whose layers are alike."""
+        k, _ = self.planes
+        return k
+
+    @property
+    def v(self) -> torch.Tensor:
+        """(L, T, H, D) of a model whose layers are alike."""
+        _, v = self.planes
+        return v
 
     def checksum(self) -> int:
         """xxh3 of all bytes, 63 bits: against accidental corruption only."""
         digest = xxhash.xxh3_64()
-        for tensor in (self.k, self.v):
+        for tensor in self.planes:
             digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
         return digest.intdigest() >> 1
+
+
+def moved_rows(segment: SegmentKV, source: Span, shift: int, layout: KVLayout) -> tuple[torch.Tensor, ...]:
+    """
+    A part of a segment, moved by `shift` positions.
+
+    Shapes:  -> of each plane (L, len(source), H, D) on the layout's device
+    Raises:  ValueError if it moves and how is not known
+    """
+    tokens = slice(source.start, source.end)
+    return tuple(
+        plane.moved(rows[:, tokens].to(layout.device, non_blocking=True), shift)
+        for plane, rows in zip(layout.planes, segment.planes, strict=True)
+    )

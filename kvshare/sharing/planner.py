@@ -99,7 +99,6 @@ def make_plan(
         return NoPlan("short_prompt")
     if not candidates:
         return NoPlan("no_candidates")
-    may_approximate = approximate and limits.can_move_keys
     repairing = Repairing(
         settings=limits.repair,
         calibration=limits.calibration,
@@ -114,14 +113,15 @@ def make_plan(
         segment_of,
         min_run=sharing.min_run,
         max_generation=limits.policy.max_generation,
-        allow_approximate=may_approximate,
+        allow_approximate=approximate,
     )
-    composition = composed(max_donors=sharing.max_donors)
+    composition, refusal = composed(max_donors=sharing.max_donors), None
+    if not limits.can_move_keys and any(copy.shift for copy in composition.copies):
+        composition, refusal = _where_it_stood(composition), "rotation_unknown"
     exact = _exact_plan(composition, rates, min_length=sharing.min_run)
-    refusal = "rotation_unknown" if approximate and not limits.can_move_keys else None
     prediction: Prediction | None = None
     accepted: list[Plan] = []
-    while may_approximate and composition.approximate_donors:
+    while approximate and composition.approximate_donors:
         plan = Approximation(composition, donors, token_ids, segment_of, repairing, rates).cheapest()
         prediction, refused = plan.prediction, _gate(plan, exact, limits)
         refusal = refusal or refused
@@ -131,6 +131,8 @@ def make_plan(
             break
         # The best donor alone may need less repair than all of them together.
         composition = composed(max_donors=1)
+        if not limits.can_move_keys:
+            composition = _where_it_stood(composition)
     if accepted:
         return min(accepted, key=lambda plan: plan.estimate.shared_s)
     if exact is None:
@@ -138,6 +140,11 @@ def make_plan(
     if exact.estimate.full_s - exact.estimate.shared_s < limits.min_saved_s:
         return NoPlan("does_not_pay", prediction)
     return replace(exact, reason=refusal, prediction=prediction)
+
+
+def _where_it_stood(composition: Composition) -> Composition:
+    """Without what moves: how this model's keys move is not known."""
+    return replace(composition, copies=tuple(copy for copy in composition.copies if not copy.shift))
 
 
 def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> Plan | None:

@@ -78,14 +78,12 @@ def _is_one_of_many(config: VllmConfig) -> bool:
 
 def _model(config: VllmConfig) -> dict[str, bool]:
     model = config.model_config
-    window = model.get_sliding_window()
     return {
         "pooling models generate nothing": model.runner_type == "pooling",
         "encoder-decoder models are not supported": model.is_encoder_decoder,
         "recurrent models have no KV cache": model.is_attention_free,
         "hybrid models with recurrent layers are not supported": model.is_hybrid,
         "multi-head latent attention (MLA) is not supported": model.use_mla,
-        f"sliding window attention ({window} tokens) is not supported": window is not None,
         "multimodal models are not supported": model.is_multimodal_model,
         "prompt embeddings (--enable-prompt-embeds) are not supported": model.enable_prompt_embeds,
         # Its kernels would take the adapters of vLLM's batch for those of our pass, and write out of bounds.
@@ -104,8 +102,12 @@ def _cache(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, bool]:
     return {
         f"quantised KV caches ({dtype}) are not supported": dtype not in plain_dtypes,
         "the model has no KV cache": not groups,
-        f"{len(groups)} KV cache groups: only plain full attention is supported": len(groups) > 1,
-        f"KV caches of kind {kind.__name__} are not supported": kind is not FullAttentionSpec,
+        f"{len(groups)} KV cache groups are not supported: start with --disable-hybrid-kv-cache-manager": (
+            len(groups) > 1
+        ),
+        f"KV caches of kind {kind.__name__} are not supported: blocks out of sight are given away": (
+            kind is not FullAttentionSpec
+        ),
         "kv_load_failure_policy must be 'recompute': a failed load would fail the request": (
             policy != "recompute"
         ),

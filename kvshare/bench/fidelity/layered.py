@@ -85,7 +85,7 @@ class _Running:
     def __init__(self, kv: SequenceKV, current: Pass) -> None:
         self.kv, self.current = kv, current
         self.num_slots = int(current.slots[-1]) + 1
-        device = kv.geometry.device
+        device = kv.layout.device
         slots = torch.from_numpy(current.slots).to(device)
         if current.visible is None:
             mask = torch.arange(self.num_slots, device=device)[None, :] <= slots[:, None]
@@ -167,11 +167,13 @@ class LayeredModel:
         if self._head is None or not all(hasattr(self._decoder, name) for name in _PARTS):
             raise ModelError(f"{model.name}: layers cannot be run one by one; expected {', '.join(_PARTS)}")
         if model.rotation is None:
-            raise ModelError(f"{model.name}: {model.rotation_refusal}; the lab needs keys that move")
+            raise ModelError(
+                f"{model.name}: {model.refusal or 'its layers differ'}; the lab needs keys that move alike"
+            )
 
     @property
     def num_layers(self) -> int:
-        return self.model.geometry.num_layers
+        return self.model.layout.num_layers
 
     @torch.inference_mode()
     def run(self, kv: SequenceKV, current: Pass, *, logits_of: NDArray[np.int64]) -> torch.Tensor:

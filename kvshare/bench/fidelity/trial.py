@@ -124,7 +124,7 @@ class Trial:
         kv = self.model.model.new_sequence(self.num_tokens + self._room)
         kv.k.zero_()
         kv.v.zero_()
-        kv.lay_out(copies, self.shelf.kv, self.model.model.rotation)
+        kv.lay_out(copies, self.shelf.kv)
         return kv
 
     @property

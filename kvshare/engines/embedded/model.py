@@ -9,31 +9,43 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Cache,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from delta_tree import Span, TokenIds, token_ids
-from kvshare.engines.embedded.rotary import find_rotation, head_dim_of, rotary_module
-from kvshare.errors import ModelError, UnsupportedGeometryError
-from kvshare.kv.attention import PartialPass
+from kvshare.engines.embedded.rotary import head_dim_of
+from kvshare.errors import ModelError
+from kvshare.kv.attention import Form, PartialPass, Reach
 from kvshare.kv.fingerprint import model_fingerprint
-from kvshare.kv.rotation import Rotation
-from kvshare.kv.segment import KVGeometry
+from kvshare.kv.frequencies import frequency_tables, rope_digest
+from kvshare.kv.layout import KVLayout
+from kvshare.kv.movement import Movement, Observed, Proof, prove
 from kvshare.kv.sequence import SequenceKV
 
 log = logging.getLogger(__name__)
 
 _ATTENTION = "kvshare_partial"
-# What some models ask of their attention, and ours does not do. A sliding window is not among them: it caps
-# the context instead.
-_CHANGES_ATTENTION = ("softcap", "s_aux", "position_bias", "head_mask")
+_CHANGES_ATTENTION = (
+    "position_bias",
+    "head_mask",
+)  # what some models ask of their attention, and ours does not do
+_SHIFTS = (37, 133)  # by which rows are moved to prove how
+_SHORT_REACH = 5  # of windows and chunks in the proof: shorter than its prompt
 
 
 class _SlotCache(Cache):
@@ -51,34 +63,83 @@ class _SlotCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.current.num_visible
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.current.num_visible, 0
+
+
+class _ShapesCache(Cache):
+    """Writes down what each layer wants to keep of a token, and keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = ((rows.shape[1], rows.shape[3]) for rows in (key_states, value_states))
+        self.shapes[layer_idx] = first, second
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+def _reach(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Reach:
+    """
+    transformers asks here for the mask of each kind of layer, and hands it to these layers' attention.
+
+    Whether the model means what we read is proved by its logits.
+    """
+    if local_size is None:
+        return Reach()
+    # The token at `local_size` sees the one at 1 through a window, and not across the border of a chunk.
+    sees = mask_function(0, 0, torch.tensor(local_size), torch.tensor(1))
+    return Reach(local_size, is_chunked=not bool(sees))
+
 
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Reach | None,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     partial_pass: PartialPass,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature; the mask is ignored because the pass knows its runs."""
+    """transformers' attention signature; the pass knows its runs, the mask says how far they see."""
     if wanted := [name for name in _CHANGES_ATTENTION if extras.get(name) is not None]:
         raise ModelError(f"attention with {', '.join(wanted)} is not handled")
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, says transformers
-    output = partial_pass.attend(layer, query, key, value, scaling=scaling)
+    form = Form(attention_mask or Reach(), softcap, s_aux)
+    partial_pass.forms[layer] = form
+    output = partial_pass.attend(layer, query, key, value, scaling=scaling, form=form)
     return output.transpose(1, 2).contiguous(), None  # (1, N, H_q, D)
 
 
 AttentionInterface.register(_ATTENTION, _attend)
+AttentionMaskInterface.register(_ATTENTION, _reach)
 
 
 class EmbeddedModel:
     """
     One decoder model on one device.
 
-    `rotation` is None where moving keys is not known to be exact; then only equal prefixes are shared.
+    `layout` says how its rows move, as proved; where that is not known `refusal` says why, and only text at
+    the same position is shared. `forms`: what each layer asks of its attention.
     """
 
     def __init__(self, model: PreTrainedModel, *, name: str, max_model_len: int | None = None) -> None:
@@ -90,24 +151,18 @@ class EmbeddedModel:
         self.vocab_size: int = config.vocab_size
         self.max_model_len = _context_length(config, max_model_len)
         parameter = next(model.parameters())
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.geometry = KVGeometry(
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=heads,
-            head_dim=head_dim_of(config),
-            dtype=parameter.dtype,
-            device=parameter.device,
-        )
-        self._prove_attention()
-        self.rotation: Rotation | None = None
-        self.rotation_refusal = ""
         try:
-            rotation = find_rotation(model, head_dim=self.geometry.head_dim)
-            self._prove_rotation(rotation)
-            self.rotation = rotation
-        except UnsupportedGeometryError as exc:
-            self.rotation_refusal = str(exc)
-            log.warning("%s: only equal prefixes are shared: %s", name, exc)
+            with _short_reach(model):
+                expected, shapes = self._as_it_is()
+                self.layout = KVLayout.of_shapes(shapes, dtype=parameter.dtype, device=parameter.device)
+                self._prove_attention(expected)
+            self.proofs = self._prove_movements()
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as exc:
+            problem = f"{type(exc).__name__}: {exc}"
+            raise ModelError(f"{name} does not take cache and attention from outside ({problem})") from exc
+        self.layout = self.layout.moving([(k.movement, v.movement) for k, v in self.proofs])
+        if self.refusal:
+            log.warning("%s: only text at the same position is shared: %s", name, self.refusal)
 
     @classmethod
     def load(
@@ -160,18 +215,40 @@ class EmbeddedModel:
     @property
     def fingerprint(self) -> str:
         """What a calibration is found by; see `model_fingerprint`."""
-        geometry = self.geometry
+        config = self._model.config
         return model_fingerprint(
-            self._model.named_parameters(), num_layers=geometry.num_layers, head_dim=geometry.head_dim
+            self._model.named_parameters(), num_layers=self.layout.num_layers, head_dim=head_dim_of(config)
         )
 
     @property
     def rope_digest(self) -> str:
-        """Digest of the rotary frequencies and of their scaling."""
-        module = rotary_module(self._model)
-        frequencies = getattr(module, "inv_freq", torch.empty(0)).detach().float().cpu().contiguous()
-        scaling = str(getattr(module, "attention_scaling", 1.0))
-        return hashlib.sha256(frequencies.numpy().tobytes() + scaling.encode()).hexdigest()
+        """Digest of the rotary frequencies, of their scaling and of how each layer's rows move."""
+        return hashlib.sha256(f"{rope_digest(self._model)}{self.layout.digest}".encode()).hexdigest()
+
+    @property
+    def rotation(self) -> Movement | None:
+        """The one rotation of all keys; None for any other model."""
+        return self.layout.rotation
+
+    @property
+    def refusal(self) -> str:
+        """Why rows of some layer cannot be moved; empty where all can."""
+        for layer, proofs in enumerate(self.proofs):
+            for name, proof in zip(("keys", "values"), proofs, strict=True):
+                if proof.movement is None:
+                    tables = frequency_tables(self._model)[1]
+                    return (
+                        tables
+                        or f"{name} of layer {layer}: {proof.reason} (error {proof.error:.2g} of the largest)"
+                    )
+        return ""
+
+    @property
+    def can_listen(self) -> bool:
+        """Whether what tokens attend to can be followed: in plain attention over keys and values alike."""
+        k, v = (self.layout.planes[number] for number in (0, -1))
+        is_alike = len(self.layout.planes) == 2 and (k.num_heads, k.dim) == (v.num_heads, v.dim)
+        return is_alike and all(form.is_plain for form in self.forms.values())
 
     def eos_token_ids(self, tokenizer_eos: int | None) -> frozenset[int]:
         """Tokens that end an answer: the generation config's, and the tokenizer's."""
@@ -180,7 +257,7 @@ class EmbeddedModel:
         return frozenset(ids if tokenizer_eos is None else [*ids, tokenizer_eos])
 
     def new_sequence(self, capacity: int) -> SequenceKV:
-        return SequenceKV(self.geometry, capacity)
+        return SequenceKV(self.layout, capacity)
 
     @torch.inference_mode()
     def compute(self, current: PartialPass, token_ids: TokenIds) -> torch.Tensor:
@@ -200,7 +277,7 @@ class EmbeddedModel:
 
         `moved_by` makes the model believe that all positions are so much higher; slots stay as they are.
         """
-        device = self.geometry.device
+        device = self.layout.device
         output = self._model(
             input_ids=torch.from_numpy(token_ids.astype(np.int64)).to(device).unsqueeze(0),
             position_ids=(current.positions + moved_by).unsqueeze(0),
@@ -212,18 +289,26 @@ class EmbeddedModel:
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 
-    def _prove_attention(self) -> None:
-        """
-        Run a few tokens through the model's own eager attention and through ours.
+    def _as_it_is(self) -> tuple[torch.Tensor, list[tuple[tuple[int, int], tuple[int, int]]]]:
+        """Logits (N, V) of the model's own eager attention, and what each layer keeps of a token."""
+        tokens, cache = self._probe_tokens(), _ShapesCache()
+        self._model.set_attn_implementation("eager")
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(next(self._model.parameters()).device)
+        with torch.inference_mode():
+            output = self._model(input_ids=ids.unsqueeze(0), past_key_values=cache, use_cache=True)
+        self._model.set_attn_implementation(_ATTENTION)
+        missing = set(range(self._model.config.num_hidden_layers)) - set(cache.shapes)
+        if missing:
+            raise ModelError(f"{self.name}: layer {min(missing)} keeps no keys and values of its own")
+        return output.logits[0].float(), [cache.shapes[layer] for layer in sorted(cache.shapes)]
 
-        Raises:  ModelError where they differ: such a model asks more of its attention than ours does
+    def _prove_attention(self, expected: torch.Tensor) -> None:
+        """
+        Run the same tokens through our attention, with windows and chunks so short that they matter.
+
+        Raises:  ModelError where it differs: such a model asks more of its attention than ours does
         """
         tokens = self._probe_tokens()
-        self._model.set_attn_implementation("eager")
-        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.geometry.device)
-        with torch.inference_mode():
-            expected = self._model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
-        self._model.set_attn_implementation(_ATTENTION)
         current = PartialPass(self.new_sequence(len(tokens)), (Span(0, len(tokens)),))
         found = self.logits(current, tokens, keep=len(tokens))
         if not (error := _relative_error(found, expected)) <= self._tolerance:
@@ -232,26 +317,33 @@ class EmbeddedModel:
                 f"expected at most {self._tolerance:.2g}; its attention is not handled"
             )
 
-    def _prove_rotation(self, rotation: Rotation) -> None:
+    def _prove_movements(self) -> list[tuple[Proof, Proof]]:
         """
-        Compute the same tokens twice, the second time further on, and move the first keys there.
+        Compute the same tokens again further on, and find how the first rows get there, layer by layer.
 
-        Attention is relative, so hidden states are the same and every layer can be compared. Catches
-        interleaved, multi-axis and layer-dependent geometries by what they do, not by name.
+        Attention is relative, so hidden states are the same and every layer can be compared.
         """
         tokens = self._probe_tokens()
-        shift = min(37, self.max_model_len - len(tokens))
-        near, far = self.new_sequence(len(tokens)), self.new_sequence(len(tokens))
-        span = Span(0, len(tokens))
-        self.logits(PartialPass(near, (span,)), tokens, keep=1)
-        self.logits(PartialPass(far, (span,)), tokens, keep=1, moved_by=shift)
-        moved = rotation.moved(near.k, shift)
-        for layer in range(self.geometry.num_layers):
-            if not (error := _relative_error(moved[layer], far.k[layer])) <= self._tolerance:
-                raise UnsupportedGeometryError(
-                    f"keys of layer {layer} moved by {shift} positions differ from computed ones by "
-                    f"{error:.2g} of the largest, expected at most {self._tolerance:.2g}"
-                )
+        room = self.max_model_len - len(tokens)
+        near = self._computed_at(tokens, 0)
+        far = {shift: self._computed_at(tokens, shift) for shift in sorted({min(s, room) for s in _SHIFTS})}
+        tables, _ = frequency_tables(self._model)
+
+        def proof(name: str, layer: int) -> Proof:
+            plane, row = self.layout.places[name, layer]
+            here = near.planes[plane][row]
+            observed = [Observed(here, kv.planes[plane][row], shift) for shift, kv in far.items()]
+            return prove(tables, observed, tolerance=self._tolerance)
+
+        return [(proof("k", layer), proof("v", layer)) for layer in range(self.layout.num_layers)]
+
+    def _computed_at(self, tokens: TokenIds, shift: int) -> SequenceKV:
+        """A prompt's KV as if it began at another position."""
+        kv = self.new_sequence(len(tokens))
+        current = PartialPass(kv, (Span(0, len(tokens)),))
+        self.logits(current, tokens, keep=1, moved_by=shift)
+        self.forms = current.forms
+        return kv
 
     def _probe_tokens(self) -> TokenIds:
         """A few different tokens, fewer where the context is shorter."""
@@ -261,7 +353,7 @@ class EmbeddedModel:
     @property
     def _tolerance(self) -> float:
         """Relative to the largest value compared: rounding of a few layers, far below any real difference."""
-        return 1e-3 if self.geometry.dtype == torch.float32 else 6e-2
+        return 1e-3 if self.layout.dtype == torch.float32 else 6e-2
 
 
 def chosen_dtype(saved: torch.dtype | None, device: str) -> torch.dtype:
@@ -286,20 +378,34 @@ def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / expected.float().abs().max().clamp(min=1e-6))
 
 
-def _context_length(config: Any, wanted: int | None) -> int:
-    """
-    The longest sequence this engine computes as the model means it.
+@contextmanager
+def _short_reach(model: PreTrainedModel) -> Iterator[None]:
+    """Windows and chunks of a few tokens, so that a short prompt is longer than they are."""
+    configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
+    found = [
+        (config, name, size)
+        for config in configs.values()
+        for name in ("sliding_window", "attention_chunk_size")
+        if isinstance(size := getattr(config, name, None), int) and size > _SHORT_REACH
+    ]
+    for config, name, _ in found:
+        setattr(config, name, _SHORT_REACH)
+    try:
+        yield
+    finally:
+        for config, name, size in found:
+            setattr(config, name, size)
 
-    A sliding window is the full causal attention up to its length, so the window caps the context.
-    """
+
+def _context_length(config: Any, wanted: int | None) -> int:
+    """The longest sequence this engine computes as the model means it."""
     limits = [int(getattr(config, "max_position_embeddings", 0) or 0) or 2048]
+    if getattr(config, "attn_temperature_tuning", False):
+        # Llama 4 scales queries from here on, by a position that it takes from the cache's length.
+        limits.append(int(config.floor_scale) - 1)
     layer_types: Sequence[str] = getattr(config, "layer_types", None) or ()
-    windowed = "sliding_attention" in layer_types or not layer_types
-    if (window := getattr(config, "sliding_window", None)) and windowed:
-        limits.append(int(window))
-    foreign = set(layer_types) - {"full_attention", "sliding_attention"}
-    if foreign:
-        raise ModelError(f"layer types {sorted(foreign)} are not handled; expected full attention throughout")
+    if foreign := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
+        raise ModelError(f"layer types {sorted(foreign)} are not handled; expected attention in all layers")
     longest = min(limits)
     if wanted is not None and wanted > longest:
         raise ModelError(f"max_model_len {wanted} is more than the {longest} tokens this model can run")

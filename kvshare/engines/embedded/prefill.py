@@ -66,13 +66,13 @@ class _ProbePass:
         self.plan = plan
         self._order = order
         self._kv = kv
-        self._places = torch.tensor(order.probes, dtype=torch.int64, device=kv.geometry.device)
+        self._places = torch.tensor(order.probes, dtype=torch.int64, device=kv.layout.device)
         self._laid_k, self._laid_v = kv.k[:, self._places], kv.v[:, self._places]  # copies
         self.listener = Listener(
             plan.listeners,
-            num_layers=kv.geometry.num_layers,
+            num_layers=kv.layout.num_layers,
             num_slots=plan.num_tokens,
-            device=kv.geometry.device,
+            device=kv.layout.device,
         )
 
     def choice(self) -> Choice:

@@ -115,13 +115,13 @@ def load_model(settings: Settings, stopping: threading.Event) -> tuple[EmbeddedM
 
 def namespace_fields(model: EmbeddedModel, encoder: PromptEncoder) -> dict[str, str]:
     """What KV of this model depends on; see `Namespace`."""
-    geometry = model.geometry
+    layout = model.layout
     return {
         "model": model.name,
         "revision": model.revision,
         "tokenizer": encoder.digest,
-        "dtype": str(geometry.dtype).removeprefix("torch."),
-        "kv_layout": f"{geometry.num_layers}x{geometry.num_kv_heads}x{geometry.head_dim}",
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "kv_layout": str(layout),
         "rope": model.rope_digest,
     }
 
@@ -135,8 +135,8 @@ def _runtime(
     limits = PlannerLimits.from_settings(
         settings,
         fingerprint=model.fingerprint,
-        can_move_keys=model.rotation is not None,
-        can_probe=True,
+        can_move_keys=model.layout.can_move,
+        can_probe=model.can_listen,
     )
     log_calibration(limits.calibration, model.fingerprint)
 
@@ -149,7 +149,7 @@ def _runtime(
         open_tree=partial(open_emptied_tree, settings.store.path, identity=identity),
         new_keeper=new_keeper,
         limits=limits,
-        cost=CostModel.from_settings(settings.cost, bytes_per_token=model.geometry.bytes_per_token),
+        cost=CostModel.from_settings(settings.cost, bytes_per_token=model.layout.bytes_per_token),
     )
 
 

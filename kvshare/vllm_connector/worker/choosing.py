@@ -51,9 +51,9 @@ class Choosing:
         self._laid = cache.rows(load.block_ids, probes) if probes else None
         self.listener = Listener(
             last_tokens(self._computed, MAX_LISTENERS),
-            num_layers=cache.geometry.num_layers,
+            num_layers=cache.kv_layout.num_layers,
             num_slots=self._limit,
-            device=cache.geometry.device,
+            device=cache.kv_layout.device,
         )
 
     @property
@@ -78,7 +78,7 @@ class Choosing:
                 num_tokens=self._limit,
                 first_approximate=self._load.first_approximate,
             )
-        changed = np.empty((self._cache.geometry.num_layers, 0))
+        changed = np.empty((self._cache.kv_layout.num_layers, 0))
         if self._laid is not None:
             _, fresh = self._cache.rows(self._load.block_ids, self._order.probes)
             squares = (fresh.float() - self._laid[1].float()).flatten(2).square().sum(dim=2)

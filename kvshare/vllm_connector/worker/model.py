@@ -1,8 +1,8 @@
 """
-What matters of vLLM's model to KV that is stored: how it rotates keys, and which weights it has.
+What matters of vLLM's model to KV that is stored: the frequencies it rotates keys with, and its weights.
 
-Rotary frequencies are read from vLLM's own module. KV of other weights must not be taken for the model's own,
-whatever the model is called.
+Frequencies are read from vLLM's own modules; which layer uses which is tried by the self-test. KV of other
+weights must not be taken for the model's own, whatever the model is called.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-from kvshare.kv.rotation import Rotation
+from kvshare.kv.frequencies import frequency_tables as transformers_tables
 
 # Kinds whose keys are rotated by position times one fixed table of frequencies. Others (dynamic NTK, tables
 # chosen by length, M-RoPE) are not moved.
@@ -21,40 +21,28 @@ _KNOWN = (*_PLAIN, "LinearScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding")
 _SAMPLES = 64  # values of every parameter: reading all of a large model would take minutes
 
 
-def find_rotation(model: torch.nn.Module, *, head_dim: int) -> tuple[Rotation | None, str]:
+def frequency_tables(model: torch.nn.Module) -> tuple[list[torch.Tensor], str]:
     """
-    How keys of this model move, or None and why they cannot be moved.
+    All fixed tables of the model, (F,) each, and what is said of others.
 
-    Whether every layer really rotates like that is for `self_test` to find out.
+    Models that vLLM runs in their transformers form have modules of that kind.
     """
-    modules = [module for module in model.modules() if isinstance(module, RotaryEmbeddingBase)]
-    if not modules:
-        return None, "the model has no rotary embedding"
-    tables = []
-    for module in modules:
+    tables, refused = transformers_tables(model)
+    refused = refused or "the model has no rotary embedding"
+    for module in model.modules():
+        if not isinstance(module, RotaryEmbeddingBase):
+            continue
         kind = type(module).__name__
-        if kind not in _KNOWN:
-            return None, f"keys rotated by {kind} cannot be moved"
-        if not module.is_neox_style:
-            return None, "interleaved rotary embeddings cannot be moved"
-        if module.rotary_dim != head_dim:
-            return None, f"only {module.rotary_dim} of {head_dim} head dimensions are rotated"
-        tables.append(_frequencies(module))
-    if any(not torch.equal(table, tables[0]) for table in tables):
-        return None, "the layers rotate with different frequencies"
-    return Rotation(tables[0]), ""
-
-
-def rope_digest(rotation: Rotation | None) -> str:
-    """For the namespace: KV of other frequencies is other KV."""
-    if rotation is None:
-        return "unknown"
-    return hashlib.sha256(rotation.inverse_frequencies.cpu().numpy().tobytes()).hexdigest()[:16]
+        if kind in _KNOWN:
+            tables.append(_frequencies(module))
+        else:
+            refused = f"keys rotated by {kind} cannot be moved"
+    return tables, refused
 
 
 def _frequencies(module: RotaryEmbeddingBase) -> torch.Tensor:
     """
-    Angle per position of every pair of dimensions, (D / 2,) float32.
+    Angle per position of every pair of dimensions, (F,) float32.
 
     From row 1 of the table that the module computes in float32 (the one it keeps has the model's dtype): no
     frequency exceeds 1, so the angle of position 1 is the frequency. A magnitude factor cancels out.

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from delta_tree import Span
-from kvshare.kv.segment import KVGeometry, SegmentKV
+from kvshare.kv.layout import KVLayout
+from kvshare.kv.segment import SegmentKV
 
 WriteRows = Callable[[torch.Tensor, torch.Tensor], None]  # k, v (N, H, D) into the probed block
 
@@ -44,7 +45,9 @@ class PagedCache:
         self.block_size = block_size
         first = next(iter(self.layers.values())).kv_cache
         _, num_heads, self.kernel_block_size, width = first.shape
-        self.geometry = KVGeometry(len(self.layers), num_heads, width // 2, first.dtype, first.device)
+        self.kv_layout = KVLayout.uniform(
+            len(self.layers), num_heads, width // 2, dtype=first.dtype, device=first.device
+        )
         self._layout: BlockLayout | None = None
         self._known_offsets: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # by strides
 
@@ -81,7 +84,7 @@ class PagedCache:
         positions = torch.arange(span.start, span.end)
         table = torch.tensor(self._blocks_of(block_ids, span), dtype=torch.int64)
         slots = table[positions // self.block_size - first] * self.block_size + positions % self.block_size
-        return slots.to(self.geometry.device)
+        return slots.to(self.kv_layout.device)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """
@@ -97,12 +100,14 @@ class PagedCache:
         assert self._layout is not None
         blocks = self._on_device(self.kernel_blocks(self._blocks_of(block_ids, span)))
         ahead = span.start % self.block_size
-        k, v = (torch.empty(self.geometry.shape(len(span)), dtype=self.geometry.dtype) for _ in range(2))
+        k, v = (
+            torch.empty(plane.shape(len(span)), dtype=self.kv_layout.dtype) for plane in self.kv_layout.planes
+        )
         for index, layer in enumerate(self.layers.values()):
             copied = layer.kv_cache.index_select(0, blocks)
             for target, rows in ((k, self._layout.k(copied)), (v, self._layout.v(copied))):
                 target[index] = rows.flatten(0, 1)[ahead : ahead + len(span)]
-        return SegmentKV(k, v)
+        return SegmentKV((k, v))
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
         """The kernel's blocks of positions [0, num_tokens), on the device."""
@@ -136,14 +141,14 @@ class PagedCache:
             return known
         assert self._layout is not None
         shape = next(iter(self.layers.values())).kv_cache.shape[1:]
-        numbered = torch.arange(prod(shape), device=self.geometry.device).view(1, *shape)
+        numbered = torch.arange(prod(shape), device=self.kv_layout.device).view(1, *shape)
         places = (torch.unravel_index(rows(numbered)[0], shape) for rows in (self._layout.k, self._layout.v))
         k, v = ((torch.stack(place, dim=-1) * self._on_device(strides)).sum(dim=-1) for place in places)
         self._known_offsets[strides] = k, v
         return k, v
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.geometry.device)
+        return torch.tensor(numbers, dtype=torch.int64, device=self.kv_layout.device)
 
     def _write_layer(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)

@@ -89,7 +89,7 @@ class PartialForward:
                 spec.copy_with_new_block_size(cache.kernel_block_size),
                 list(cache.layers),
                 vllm_config,
-                cache.geometry.device,
+                cache.kv_layout.device,
             )
 
     def scaling(self, layer: int) -> float:
@@ -154,7 +154,7 @@ class PartialForward:
                 del impl.forward  # the class's own is found again
 
     def _forward(self, runs: Sequence[Run]) -> None:
-        device = self._cache.geometry.device
+        device = self._cache.kv_layout.device
         tokens = [token for run in runs for token in run.token_ids[run.span.start : run.span.end]]
         token_ids = torch.tensor(tokens, dtype=_TOKEN_DTYPE)
         positions = torch.cat([torch.arange(run.span.start, run.span.end) + run.shift for run in runs])
@@ -180,7 +180,7 @@ class PartialForward:
     def _common(
         self, runs: Sequence[Run], slots: torch.Tensor, positions: torch.Tensor
     ) -> CommonAttentionMetadata:
-        device = self._cache.geometry.device
+        device = self._cache.kv_layout.device
         lengths = torch.tensor([len(run.span) for run in runs], dtype=torch.int32)
         ends = torch.tensor([run.span.end for run in runs], dtype=torch.int32)
         starts = torch.zeros(len(runs) + 1, dtype=torch.int32)

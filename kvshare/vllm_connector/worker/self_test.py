@@ -4,7 +4,7 @@ What must be true before anything is shared, tried out on the running model befo
     layout     what vLLM writes into a block is read back bit by bit
     partial    scattered runs give the KV that one pass gives
     listening  from queries and stored keys follow the attention weights that the kernel used
-    rotation   a text moved by d positions has the same V, and K rotated by d, on every layer
+    movement   how rows get to other positions is found layer by layer; see `kvshare.kv.movement`
 
 A layer without positions, a mask that is not causal, a kernel that reads its cache in another way: each fails
 one of them, whatever the model is called.
@@ -12,18 +12,20 @@ one of them, whatever the model is called.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from delta_tree import Span
 from kvshare.kv.listening import attention
-from kvshare.kv.rotation import Rotation
+from kvshare.kv.movement import Observed, Proof, prove
 from kvshare.kv.segment import SegmentKV
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 
 _NUM_TOKENS = 48
 _RUNS = (Span(0, 7), Span(7, 8), Span(8, 30), Span(30, 48))
-_SHIFT = 133
+_SHIFTS = (37, 133)
 _FIRST_BLOCK = 1  # vLLM keeps block 0 for itself; the others are free until the first request
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
@@ -48,8 +50,8 @@ class SelfTest:
         whole = self._compute([Span(0, _NUM_TOKENS)])
         # Right to left first, so that a run finds rubbish where it must not look.
         self._cache.write(
-            torch.full_like(whole.k, 3.0, device=self._cache.geometry.device),
-            torch.full_like(whole.v, -3.0, device=self._cache.geometry.device),
+            torch.full_like(whole.k, 3.0, device=self._cache.kv_layout.device),
+            torch.full_like(whole.v, -3.0, device=self._cache.kv_layout.device),
             self._cache.slots(self._block_ids, Span(0, _NUM_TOKENS)),
         )
         parts = self._compute(_RUNS)
@@ -66,7 +68,7 @@ class SelfTest:
 
     def _check_listening(self) -> str | None:
         whole = self._compute([Span(0, _NUM_TOKENS)])
-        num_layers, errors = self._cache.geometry.num_layers, []
+        num_layers, errors = self._cache.kv_layout.num_layers, []
 
         table = self._cache.table(self._block_ids, _NUM_TOKENS)
 
@@ -90,15 +92,21 @@ class SelfTest:
             return "the attention kernels cannot be watched"
         return None if all(errors) else "attention is not that of queries and stored keys"
 
-    def check_rotation(self, rotation: Rotation) -> str | None:
-        """Why keys must not be moved, or None."""
-        here = self._compute([Span(0, _NUM_TOKENS)])
-        there = self._compute([Span(0, _NUM_TOKENS)], shift=_SHIFT)
-        if not self._agree(rotation.moved(here.k, _SHIFT), there.k):
-            return "moved keys are not those of the new position"
-        if not self._agree(here.v, there.v):
-            return "the model's values depend on the position"
-        return None
+    def movements(self, tables: Sequence[torch.Tensor]) -> list[tuple[Proof, Proof]]:
+        """How each layer's K and V get to other positions, by these tables of frequencies or not at all."""
+        whole = [Span(0, _NUM_TOKENS)]
+        here = self._compute(whole)
+        there = {shift: self._compute(whole, shift=shift) for shift in _SHIFTS}
+        tolerance = _TOLERANCE.get(self._cache.kv_layout.dtype, 0.0)
+
+        def proof(plane: int, layer: int) -> Proof:
+            observed = [
+                Observed(here.planes[plane][layer], far.planes[plane][layer], shift)
+                for shift, far in there.items()
+            ]
+            return prove(tables, observed, tolerance=tolerance)
+
+        return [(proof(0, layer), proof(1, layer)) for layer in range(self._cache.kv_layout.num_layers)]
 
     def _compute(self, spans: tuple[Span, ...] | list[Span], *, shift: int = 0) -> SegmentKV:
         self._forward.compute([Run(self._block_ids, span, self._tokens, shift) for span in spans])
@@ -108,4 +116,4 @@ class SelfTest:
         """Whether every layer's rows are as near as rounding allows, in units of its largest value."""
         difference = (expected.float() - got.float()).abs().flatten(1).amax(1)
         scale = expected.float().abs().flatten(1).amax(1).clamp(min=1e-6)
-        return bool((difference <= _TOLERANCE.get(self._cache.geometry.dtype, 0.0) * scale).all())
+        return bool((difference <= _TOLERANCE.get(self._cache.kv_layout.dtype, 0.0) * scale).all())

@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from delta_tree import SegmentId, Span
 from kvshare.kv.fingerprint import model_fingerprint
 from kvshare.kv.memory_tier import MemoryTier
-from kvshare.kv.rotation import Rotation, moved_rows
-from kvshare.kv.segment import SegmentKV
+from kvshare.kv.movement import Proof
+from kvshare.kv.segment import SegmentKV, moved_rows
 from kvshare.safe_logging import classes_and_places
 from kvshare.vllm_connector.metadata import (
     LoadRequest,
@@ -34,7 +34,7 @@ from kvshare.vllm_connector.metadata import (
     WorkerReport,
 )
 from kvshare.vllm_connector.worker.choosing import Choosing
-from kvshare.vllm_connector.worker.model import find_rotation, rope_digest, weights_digest
+from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 from kvshare.vllm_connector.worker.self_test import SelfTest
@@ -52,7 +52,6 @@ class ConnectorWorker:
         self._spec = spec
         self._layer_names = list(layer_names)
         self.forget_segments()
-        self._rotation: Rotation | None = None
         self._can_listen = False
         self.handshake: WorkerHandshake | None = None  # None: no model was attached
         self._invalid_blocks: set[int] = set()
@@ -68,22 +67,23 @@ class ConnectorWorker:
             )
             self._forward = PartialForward(model, self._cache, self._config, self._spec)
             unsupported, warnings = self._run_self_test(model)
-            geometry = self._cache.geometry
+            layout = self._cache.kv_layout
+            keys, _ = layout.planes
             self.handshake = WorkerHandshake(
                 unsupported=unsupported,
                 warnings=warnings,
-                can_move_keys=self._rotation is not None,
+                can_move_keys=layout.can_move,
                 can_listen=self._can_listen,
-                rope=rope_digest(self._rotation),
-                num_layers=geometry.num_layers,
-                num_kv_heads=geometry.num_kv_heads,
-                head_dim=geometry.head_dim,
-                dtype=str(geometry.dtype).removeprefix("torch."),
+                rope=layout.digest,
+                num_layers=layout.num_layers,
+                num_kv_heads=keys.num_heads,
+                head_dim=keys.dim,
+                dtype=str(layout.dtype).removeprefix("torch."),
                 attention_backend=f"{self._forward.backend_name}/{self._cache.layout}",
-                bytes_per_token=geometry.bytes_per_token,
+                bytes_per_token=layout.bytes_per_token,
                 weights=weights_digest(model),
                 fingerprint=model_fingerprint(
-                    model.named_parameters(), num_layers=geometry.num_layers, head_dim=geometry.head_dim
+                    model.named_parameters(), num_layers=layout.num_layers, head_dim=keys.dim
                 ),
             )
         except Exception as exc:
@@ -99,15 +99,15 @@ class ConnectorWorker:
             problem = check()
             if not all(_agreed([problem is None])):  # the next check needs all ranks
                 return (problem or "the self-test failed on another rank",), ()
-        problem = self_test.check_listening()
+        problem = _reach_problem(self._spec) or self_test.check_listening()
         self._can_listen = all(_agreed([problem is None]))
         warnings = () if self._can_listen else (f"repairs are chosen by their place alone: {problem}",)
-        rotation, problem = find_rotation(model, head_dim=self._cache.geometry.head_dim)
-        if rotation is not None:
-            problem = self_test.check_rotation(rotation)
-        if problem:
+        tables, refused = frequency_tables(model)
+        proofs = self_test.movements(tables)
+        self._cache.kv_layout = self._cache.kv_layout.moving([(k.movement, v.movement) for k, v in proofs])
+        if not all(_agreed([self._cache.kv_layout.can_move])):
+            problem = refused if not tables else _unproved(proofs)
             return (), (*warnings, f"only text at the same position is shared: {problem}")
-        self._rotation = rotation
         return (), warnings
 
     def start_load_kv(self, loads: Sequence[LoadRequest]) -> None:
@@ -210,7 +210,7 @@ class ConnectorWorker:
                     continue
                 start = copy.offset + target.start - copy.target_start
                 source = Span(start, start + len(target))
-                k, v = moved_rows(segment, source, copy.shift, self._rotation, self._cache.geometry.device)
+                k, v = moved_rows(segment, source, copy.shift, self._cache.kv_layout)
                 ks.append(k)
                 vs.append(v)
                 slots.append(self._cache.slots(load.block_ids, target))
@@ -272,6 +272,21 @@ class _Passed:
 
 def _segment_ids(loads: Sequence[LoadRequest]) -> frozenset[SegmentId]:
     return frozenset(copy.segment_id for load in loads for copy in load.copies)
+
+
+def _reach_problem(spec: KVCacheSpec) -> str | None:
+    """Why what tokens attend to cannot be followed: the self-test's prompt may be shorter than a window."""
+    sizes = (getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return None if not any(sizes) else "some layers do not see all earlier tokens"
+
+
+def _unproved(proofs: Sequence[tuple[Proof, Proof]]) -> str:
+    """Of the first layer whose rows cannot be moved."""
+    for layer, (k, v) in enumerate(proofs):
+        for name, proof in (("keys", k), ("values", v)):
+            if proof.movement is None:
+                return f"{name} of layer {layer}: {proof.reason}"
+    return "the self-test failed on another rank"
 
 
 def _shares(counts: Sequence[int]) -> list[float]:

@@ -78,7 +78,7 @@ def dynamic_model(tmp_path: Path) -> Path:
         ("demo", "approx", CHEAP, {None, "no_candidates"}),
         ("demo", "approx", DEAR, {None, "does_not_pay", "no_candidates"}),
         ("demo", "exact", CHEAP, {None, "nothing_in_common", "no_candidates"}),
-        ("dynamic", "approx", CHEAP, {"rotation_unknown", "no_candidates"}),
+        ("dynamic", "approx", CHEAP, {None, "rotation_unknown", "no_candidates"}),
     ],
 )
 def test_a_stopped_store_explains_what_its_server_would_have(

@@ -202,3 +202,27 @@ def test_options_are_read_as_vllm_reads_them() -> None:
     """The last one wins, underscores are dashes, a key belongs to its option, values follow or are joined."""
     given = given_options(["m", "--port", "1", "--a_b.c_d", "2", "--flag", "--port=3"])
     assert given == {"port": "3", "a-b": "2", "flag": "--port=3"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "given", "helps"),
+    [
+        (["sliding_attention", "full_attention"], [], True),
+        (["sliding_attention", "full_attention"], ["--disable-hybrid-kv-cache-manager"], False),
+        (["sliding_attention", "full_attention"], ["--no-disable-hybrid-kv-cache-manager"], False),
+        (["full_attention", "full_attention"], [], False),
+        (["sliding_attention", "sliding_attention"], [], False),
+    ],
+)
+def test_models_with_some_windows_keep_their_kv_in_one_group(
+    installed: Installation, tmp_path: Path, kinds: list[str], given: list[str], helps: bool
+) -> None:
+    """vLLM would give away what is out of a window's sight; a user who says how has the last word."""
+    config = {"model_type": "olmo3", "num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 64}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    words = installed.printed(str(tmp_path / "model"), *given)
+    added = words[: len(words) - len(given)]
+    assert ("--disable-hybrid-kv-cache-manager" in added) == helps
+    said = installed.run(str(tmp_path / "model"), *given).stderr
+    assert ("where vLLM keeps all of it" in said) == helps

@@ -7,13 +7,11 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
+    BloomConfig,
     GPT2Config,
+    Llama4TextConfig,
     LlamaConfig,
-    MistralConfig,
-    Phi3Config,
     PreTrainedConfig,
-    SmolLM3Config,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -24,8 +22,16 @@ from kvshare.demo import MODEL_PATH
 from kvshare.engines.embedded.model import EmbeddedModel, chosen_dtype
 from kvshare.errors import ModelError
 from kvshare.kv.attention import PartialPass
+from kvshare.kv.movement import STAYS
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+LLAMA4 = {
+    **TINY,
+    "head_dim": 16,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 96,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -43,35 +49,71 @@ def embedded(config: PreTrainedConfig, **settings: int) -> EmbeddedModel:
     ("config", "reason"),
     [
         (LlamaConfig(**TINY, rope_parameters=DYNAMIC), "dynamic"),
-        (Phi3Config(**TINY, sliding_window=None, partial_rotary_factor=0.5), "8 of 16 dimensions"),
+        (GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=128), "keys of layer 0"),
     ],
 )
 def test_rotations_that_are_not_handled_are_refused_by_name(config: PreTrainedConfig, reason: str) -> None:
-    """Such a model is served with exact prefixes only, and says why."""
+    """Of such a model only what stands where it stood is shared, and it says why."""
     model = embedded(config)
-    assert model.rotation is None
-    assert reason in model.rotation_refusal
+    assert not model.layout.can_move
+    assert reason in model.refusal
 
 
 def test_layers_without_positions_are_found_out() -> None:
-    """SmolLM3 leaves every fourth layer unrotated: moving its keys would be wrong there."""
-    config = SmolLM3Config(**{**TINY, "num_hidden_layers": 4}, use_sliding_window=False)
-    model = embedded(config)
-    assert model.rotation is None
-    assert "layer 3" in model.rotation_refusal
+    """SmolLM3 leaves every fourth layer unrotated: its rows stay there, and turn in all other layers."""
+    keys, values = EmbeddedModel(tiny_model("smollm3"), name="smollm3").layout.planes
+    assert [movement == STAYS for movement in keys.movements] == [False, False, False, True]
+    assert set(values.movements) == {STAYS}
 
 
-def test_attention_that_does_more_is_refused() -> None:
-    """Gemma-2 caps its attention scores, ours does not: no answer is better than a wrong one."""
-    config = Gemma2Config(**{**TINY, "head_dim": 16}, attn_logit_softcapping=50.0, sliding_window=512)
-    with pytest.raises(ModelError, match="softcap"):
-        embedded(config)
+@pytest.mark.parametrize(
+    ("name", "keys", "values"),
+    [
+        ("llama", {"half 0:16"}, {"stays"}),
+        ("phi", {"half 0:8"}, {"stays"}),
+        ("minimax-m2", {"half 0:8"}, {"stays"}),
+        ("glm4", {"interleaved 0:8"}, {"stays"}),
+        ("cohere2", {"interleaved 0:16", "stays"}, {"stays"}),
+        ("llama4", {"interleaved 0:16", "stays"}, {"stays"}),
+        ("deepseek-v2", {"stays"}, {"interleaved 0:8"}),
+        ("deepseek-v3", {"stays"}, {"half 0:8"}),
+    ],
+)
+def test_what_turns_is_found_by_trying(name: str, keys: set[str], values: set[str]) -> None:
+    found = EmbeddedModel(tiny_model(name), name=name).layout.planes
+    assert [{str(movement) for movement in plane.movements} for plane in found] == [keys, values]
+
+
+def test_layers_of_one_model_may_turn_by_different_tables() -> None:
+    """Gemma 3 has a table for its windows and another for full attention."""
+    keys, _ = EmbeddedModel(tiny_model("gemma3"), name="gemma3").layout.planes
+    first, second, third = keys.movements
+    assert first == third != second
+
+
+def test_attention_that_does_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer is better than a wrong one: here the scores are asked to be another thing than we compute."""
+    plain = tiny_model("llama")
+    own = plain.model.layers[1].self_attn
+
+    def doubled(*given: object, **options: object) -> object:
+        monkeypatch.setattr(own, "scaling", 0.25 if plain.config._attn_implementation == "eager" else 0.5)
+        return type(own).forward(own, *given, **options)
+
+    monkeypatch.setattr(own, "forward", doubled)
+    with pytest.raises(ModelError, match="its attention is not handled"):
+        EmbeddedModel(plain, name="odd")
+
+
+def test_a_model_that_takes_no_attention_from_outside_is_refused() -> None:
+    with pytest.raises(ModelError, match="tiny does not take cache and attention from outside"):
+        embedded(BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4))
 
 
 def test_yarn_is_handled() -> None:
     """Its magnitude factor is in the stored key and is not applied twice."""
     model = embedded(LlamaConfig(**TINY, rope_parameters=YARN))
-    assert model.rotation is not None, model.rotation_refusal
+    assert model.layout.can_move, model.refusal
 
 
 def test_a_rotation_that_does_not_do_what_it_says_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,16 +124,18 @@ def test_a_rotation_that_does_not_do_what_it_says_is_found_out(monkeypatch: pyte
     # Positions that grow quadratically: no rotation by a difference can be right.
     monkeypatch.setattr(module, "forward", lambda x, position_ids: original(x, position_ids**2))
     model = EmbeddedModel(plain, name="odd")
-    assert model.rotation is None
-    assert "differ from computed ones" in model.rotation_refusal
+    assert not model.layout.can_move
+    assert "keys of layer 0" in model.refusal
 
 
-def test_a_sliding_window_caps_the_context() -> None:
-    """Up to its window a model attends to everything; beyond it this engine would be wrong."""
-    config = MistralConfig(**TINY, sliding_window=128)
-    assert embedded(config).max_model_len == 128
-    with pytest.raises(ModelError, match="128"):
-        embedded(config, max_model_len=256)
+def test_a_sliding_window_does_not_cap_the_context() -> None:
+    assert EmbeddedModel(tiny_model("mistral-window"), name="windows").max_model_len == 1024
+
+
+def test_a_context_ends_where_queries_are_scaled_by_the_length_of_the_cache() -> None:
+    """Llama 4 takes positions from there; the pass has others."""
+    model = embedded(Llama4TextConfig(**LLAMA4, attn_temperature_tuning=True, floor_scale=64))
+    assert model.max_model_len == 63
 
 
 def test_a_shorter_context_may_be_asked_for() -> None:
@@ -115,7 +159,7 @@ def test_models_of_another_kind_are_refused() -> None:
 def test_learned_positions_are_served_exactly_without_moving() -> None:
     """GPT-2 has no rotary embedding: it runs, equals its own forward pass, and shares prefixes only."""
     model = embedded(GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=128))
-    assert model.rotation is None
+    assert not model.layout.can_move
     tokens = token_ids(np.random.default_rng(0).integers(0, 300, 50))
     found = model.compute(PartialPass(model.new_sequence(50), (Span(0, 50),)), tokens)
     torch.manual_seed(0)
@@ -158,8 +202,8 @@ def test_revisions_tell_checkpoints_apart() -> None:
 def test_the_bundled_model_loads_in_both_number_formats(dtype: str) -> None:
     """And its keys can be moved in both."""
     model = EmbeddedModel.load(MODEL_PATH, name="demo", device="cpu", dtype=dtype)
-    assert str(model.geometry.dtype) == f"torch.{dtype}"
-    assert model.rotation is not None, model.rotation_refusal
+    assert str(model.layout.dtype) == f"torch.{dtype}"
+    assert model.layout.can_move, model.refusal
 
 
 @pytest.mark.parametrize(

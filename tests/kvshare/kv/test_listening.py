@@ -33,14 +33,14 @@ def test_it_hears_what_eager_attention_has(family: str, max_queries: int) -> Non
     model = EmbeddedModel(tiny_model(family), name=family)
     kv, remaining = model.new_sequence(len(TOKENS)), (Span(0, len(TOKENS)),)
     listener = Listener(
-        LISTENING, num_layers=model.geometry.num_layers, num_slots=len(TOKENS), device=torch.device("cpu")
+        LISTENING, num_layers=model.layout.num_layers, num_slots=len(TOKENS), device=torch.device("cpu")
     )
     while remaining:
         current, remaining = take_pass(kv, remaining, max_queries=max_queries, listener=listener)
         span = current.runs[0]
         model.compute(current, TOKENS[span.start : span.end])
     assert listener.attended == pytest.approx(expected.numpy(), abs=1e-6)
-    assert listener.attended.sum(axis=1) == pytest.approx(np.ones(model.geometry.num_layers), abs=1e-5)
+    assert listener.attended.sum(axis=1) == pytest.approx(np.ones(model.layout.num_layers), abs=1e-5)
 
 
 def test_rows_that_nobody_asked_for_are_not_heard() -> None:

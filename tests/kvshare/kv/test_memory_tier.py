@@ -9,7 +9,8 @@ from kvshare.kv.segment import SegmentKV
 
 
 def segment(tokens: int = 4, dtype: torch.dtype = torch.float32) -> SegmentKV:
-    return SegmentKV(torch.randn(2, tokens, 3, 8).to(dtype), torch.randn(2, tokens, 3, 8).to(dtype))
+    k, v = (torch.randn(2, tokens, 3, 8).to(dtype) for _ in range(2))
+    return SegmentKV((k, v))
 
 
 def test_bytes_are_counted_in_and_out() -> None:

@@ -144,7 +144,7 @@ async def embedded(stage: Stage, requests: Sequence[TokenizedRequest], namespace
     with stage.embedding():
         await engine.start()
     try:
-        assert engine.server.model.geometry.bytes_per_token == BYTES_PER_TOKEN
+        assert engine.server.model.layout.bytes_per_token == BYTES_PER_TOKEN
         for index, one in enumerate(requests):
             report, answer = await _generate(engine, one, namespace)
             evicted = departures.look(index, engine.sharing.tree)

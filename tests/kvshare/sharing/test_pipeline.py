@@ -80,7 +80,7 @@ def sharing_with(nominator: Nominator, model: EmbeddedModel, *, max_bytes: int =
             prior_prefill_tokens_per_s=1000.0,
             prior_load_bytes_per_s=2e9,
             smoothing=0.2,
-            bytes_per_token=model.geometry.bytes_per_token,
+            bytes_per_token=model.layout.bytes_per_token,
         ),
     )
 
@@ -229,7 +229,7 @@ async def test_a_plan_is_committed_as_pieces_over_the_donors_segments(model: Emb
     # Behind the edit, up to the first copy, everything was computed after exact KV: it is exact.
     assert node.exact_length == lookup.plan.first_approximate
     grown = sharing.tier.num_bytes - before
-    assert grown == lookup.plan.num_computed * model.geometry.bytes_per_token
+    assert grown == lookup.plan.num_computed * model.layout.bytes_per_token
     generations = [sharing.tree.segment(piece.segment_id).generation for piece in node.pieces]
     assert generations == [0, 0, 0, 1]  # prefix, edit and window, copy, tail
     assert sharing.tree.stats().num_bytes == sharing.tier.num_bytes
@@ -243,12 +243,12 @@ async def test_the_same_prompt_twice_is_stored_once(model: EmbeddedModel) -> Non
     assert keep(sharing, model, tokens) is None
     assert sharing.tree.stats().num_nodes == 1
     assert len(sharing.tier) == 1
-    assert sharing.tier.num_bytes == 100 * model.geometry.bytes_per_token
+    assert sharing.tier.num_bytes == 100 * model.layout.bytes_per_token
 
 
 async def test_a_donor_in_use_is_not_evicted(model: EmbeddedModel) -> None:
     """While a request holds its donors, room is made elsewhere or not at all."""
-    bytes_per_token = model.geometry.bytes_per_token
+    bytes_per_token = model.layout.bytes_per_token
     sharing = sharing_with(FixedNominator(), model, max_bytes=250 * bytes_per_token)
     wanted = prompt(100)
     donor = donor_for(sharing, model, wanted.token_ids)
@@ -312,7 +312,7 @@ async def test_the_index_hears_of_a_prompt_that_lost_its_end(model: EmbeddedMode
             remembered.append((len(token_ids), text))
             return ()
 
-    sharing = sharing_with(Recorder(), model, max_bytes=1000 * model.geometry.bytes_per_token)
+    sharing = sharing_with(Recorder(), model, max_bytes=1000 * model.layout.bytes_per_token)
     node = keep(sharing, model, prompt(900).token_ids)
     assert node is not None
     assert keep(sharing, model, prompt(200, seed=1).token_ids) is not None
@@ -365,7 +365,7 @@ async def test_only_what_is_really_unreadable_is_discarded(model: EmbeddedModel)
 
 async def test_nobody_is_evicted_for_a_prompt_that_would_not_fit_anyway(model: EmbeddedModel) -> None:
     """With most of the memory pinned, a large prompt is refused and the small ones stay."""
-    bytes_per_token = model.geometry.bytes_per_token
+    bytes_per_token = model.layout.bytes_per_token
     sharing = sharing_with(FixedNominator(), model, max_bytes=300 * bytes_per_token)
     pinned = keep(sharing, model, prompt(200, seed=1).token_ids)
     small = keep(sharing, model, prompt(50, seed=2).token_ids)
@@ -390,7 +390,7 @@ async def test_exact_kv_is_kept_though_its_donor_is_gone(model: EmbeddedModel) -
     node = keep(sharing, model, longer, plan=lookup.plan)
     assert node is not None
     assert node.exact_length == 150
-    assert sharing.tier.num_bytes == 150 * model.geometry.bytes_per_token
+    assert sharing.tier.num_bytes == 150 * model.layout.bytes_per_token
 
 
 async def test_meaning_is_searched_only_where_prefill_takes_long(model: EmbeddedModel) -> None:

@@ -123,6 +123,33 @@ def test_text_moved_by_an_insertion_is_copied_with_its_shift(tree: DeltaTree) ->
         assert np.array_equal(source, recipient[copy.target.start : copy.target.end])
 
 
+def test_where_keys_cannot_be_moved_only_what_stands_where_it_stood_is_copied(tree: DeltaTree) -> None:
+    """An edit in place leaves all behind it; an insertion leaves what is in front of it, and that is said."""
+    old = prompt(600)
+    node, limits = stored(tree, old), replace(LIMITS, can_move_keys=False)
+    edited = replaced(old, (200, 210))
+    inserted = token_ids(np.concatenate([edited[:400], prompt(30, seed=5), edited[400:]]))
+    in_place, moved = (
+        make_plan(tokens, [node], tree.segment, approximate=True, limits=limits, rates=RATES)
+        for tokens in (edited, inserted)
+    )
+    assert isinstance(in_place, Plan)
+    assert in_place.num_copied > 300
+    assert isinstance(moved, Plan)
+    assert all(copy.shift == 0 for copy in moved.copies)
+    assert 100 < moved.num_copied < 200
+    only_moved = make_plan(
+        token_ids(np.concatenate([prompt(30, seed=6), old])),
+        [node],
+        tree.segment,
+        approximate=True,
+        limits=limits,
+        rates=RATES,
+    )
+    assert isinstance(only_moved, NoPlan)
+    assert only_moved.reason == "rotation_unknown"
+
+
 def test_two_donors_fill_each_others_gaps(tree: DeltaTree) -> None:
     """What one donor lacks comes from another."""
     first, second = prompt(300, seed=1), prompt(300, seed=2)

@@ -155,6 +155,12 @@ class Vllm:
         assert connector._worker is not None
         return connector._worker
 
+    def tables(self) -> list[Any]:
+        """The model's rotary frequencies, as the connector reads them."""
+        from kvshare.vllm_connector.worker.model import frequency_tables
+
+        return frequency_tables(self.core.model_executor.driver_worker.model_runner.get_model())[0]
+
     def fresh(self, word: str = "r") -> str:
         return f"{word}-{next(self._ids)}"
 

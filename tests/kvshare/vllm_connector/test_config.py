@@ -22,7 +22,6 @@ def config(**changes: Any) -> Any:
         use_mla=False,
         is_multimodal_model=False,
         enable_prompt_embeds=False,
-        get_sliding_window=lambda: changes.get("window"),
     )
     for part in (parallel, model):
         for key in vars(part).keys() & changes.keys():
@@ -47,7 +46,6 @@ def config(**changes: Any) -> Any:
         ({"data_parallel_size": 2}, "data parallel"),
         ({"decode_context_parallel_size": 2}, "context parallel"),
         ({"use_mla": True}, "MLA"),
-        ({"window": 4096}, "4096"),
         ({"is_hybrid": True}, "hybrid"),
         ({"is_attention_free": True}, "recurrent"),
         ({"speculative": object()}, "speculative"),

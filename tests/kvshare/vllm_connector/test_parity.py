@@ -10,7 +10,21 @@ import pytest
 if TYPE_CHECKING:
     from tests.kvshare.vllm_connector.conftest import Copies, Texts, Vllm
 
-ARCHITECTURES = ["llama", "llama3-rope", "qwen2", "qwen3"]
+ARCHITECTURES = [
+    "llama",
+    "llama3-rope",
+    "qwen2",
+    "qwen3",
+    *(
+        "glm4",
+        "smollm3",
+    ),  # half of a head in interleaved pairs; a layer without rotation, in transformers' form
+    *("gemma3", "cohere2", "gpt-oss"),  # windows: two tables; interleaved and none; sinks
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("exaone4", "gemma2", "glm4-moe", "olmo3", "phi")
+    ),
+]
 LIMIT = 1e-4  # log-probability, float32
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
 
@@ -18,7 +32,7 @@ SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def architecture(request: pytest.FixtureRequest, start: Callable[..., Vllm]) -> Vllm:
     """Of module scope, so that each vLLM is started once."""
-    return start(request.param)
+    return start(request.param, disable_hybrid_kv_cache_manager=True)
 
 
 class TestExactness:
@@ -131,7 +145,7 @@ def test_moved_copies_equal_the_embedded_engine(
             for c in moved
         ]
         target = model.new_sequence(len(recipient))
-        target.lay_out(laid, segments, model.rotation)
+        target.lay_out(laid, segments)
         runs = gaps([c.target for c in laid], len(recipient))
         ids = np.array([recipient[p] for run in runs for p in range(run.start, run.end)], dtype=np.int32)
         logits = model.compute(PartialPass(target, tuple(runs)), ids)

@@ -162,7 +162,7 @@ class _Shift:
     def __init__(self, trial: Trial) -> None:
         rotation = trial.model.model.rotation
         assert rotation is not None  # LayeredModel refuses models without
-        self._frequencies = rotation.inverse_frequencies.double()
+        self._frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64)
         self._pieces = pieces(trial)
 
     def write(self, step: Step) -> None:

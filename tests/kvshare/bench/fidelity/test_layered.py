@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from delta_tree import Span
 from kvshare.bench.fidelity.layered import LayeredModel, Pass, Step, causal
-from kvshare.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
+from kvshare.bench.random_models import PLAIN, VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.errors import ModelError
 from kvshare.kv.attention import PartialPass
@@ -31,7 +31,7 @@ def assert_same_kv(found: SequenceKV, k: torch.Tensor, v: torch.Tensor, toleranc
 
 
 @pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("name", sorted(PLAIN))
 def test_a_full_pass_equals_the_products(name: str, watched: bool) -> None:
     """K and V of every layer and the logits after every token, with attention recorded or not."""
     model = LayeredModel(EmbeddedModel(tiny_model(name), name=name))

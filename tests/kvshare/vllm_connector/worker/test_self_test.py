@@ -52,19 +52,22 @@ class TestSelfTest:
         assert all("forward" not in vars(layer.impl) for layer in layers)
 
     def test_wrong_frequencies_are_found(self, start: Any) -> None:
-        from kvshare.kv.rotation import Rotation
-
         vllm = start("llama")
-        wrong = Rotation(vllm.worker._rotation.inverse_frequencies * 1.01)
-        assert "moved keys" in self.self_test(vllm).check_rotation(wrong)
+        (table,) = vllm.tables()
+        right, wrong = (self.self_test(vllm).movements([t]) for t in (table, table * 1.01))
+        assert all(k.movement is not None and v.movement is not None for k, v in right)
+        assert all(k.movement is None for k, _ in wrong)
 
     def test_a_layer_without_positions_is_found(self, start: Any, monkeypatch: Any) -> None:
+        """Its rows stay where all others turn."""
         import torch
+
+        from kvshare.kv.movement import STAYS
 
         vllm = start("llama", enforce_eager=True)  # a compiled model does not ask its modules
         model = vllm.core.model_executor.driver_worker.model_runner.get_model()
         attention = model.model.layers[1].self_attn
-        self_test = self.self_test(vllm)
+        self_test, tables = self.self_test(vllm), vllm.tables()
 
         class NoPositions(torch.nn.Module):
             def forward(self, positions: Any, q: Any, k: Any) -> Any:
@@ -72,8 +75,9 @@ class TestSelfTest:
 
         with monkeypatch.context() as patch:
             patch.setitem(attention._modules, "rotary_emb", NoPositions())
-            assert "moved keys" in self_test.check_rotation(vllm.worker._rotation)
-        assert self_test.check_rotation(vllm.worker._rotation) is None
+            found = self_test.movements(tables)
+        assert [k.movement == STAYS for k, _ in found] == [False, True, False]
+        assert not any(k.movement == STAYS for k, _ in self_test.movements(tables))
 
     def test_a_mask_that_sees_later_keys_is_found(self, start: Any, monkeypatch: Any) -> None:
         """The shortcut of the published CacheBlend code: recomputed tokens see what comes after them."""

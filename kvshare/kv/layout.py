@@ -1,0 +1,163 @@
+"""
+What a model keeps of each token: which rows, in which layers, and how they move.
+
+    plane   rows of one kind that some layers keep: "k" and "v"; with latent attention (MLA) the latent and
+            the rotated part of the keys. Layers whose rows have another shape have planes of their own.
+
+One alphabet everywhere: L layers of a plane, T tokens, H kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Self
+
+import torch
+
+from kvshare.kv.movement import STAYS, Movement
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """
+    Rows (H, D) of each token in these layers.
+
+    `movements`: of each of the layers, how its rows get to another position; None where that is not known.
+    """
+
+    name: str  # "k" or "v": what the model's own cache takes first and second
+    layers: tuple[int, ...]
+    num_heads: int
+    dim: int
+    movements: tuple[Movement | None, ...]
+
+    def shape(self, num_tokens: int) -> tuple[int, int, int, int]:
+        """(L, T, H, D)."""
+        return (len(self.layers), num_tokens, self.num_heads, self.dim)
+
+    def moved(self, rows: torch.Tensor, shift: int) -> torch.Tensor:
+        """
+        Rows of this plane `shift` positions further.
+
+        Shapes:  rows (L, ..., D) -> the same
+        Units:   shift in tokens, may be negative
+        Raises:  ValueError if they move and how is not known
+        """
+        if shift == 0:
+            return rows
+        alike = [(movement, len(list(group))) for movement, group in groupby(self.movements)]
+        if len(alike) == 1:
+            return self._known(alike[0][0], shift).moved(rows, shift)
+        parts, start = [], 0
+        for movement, count in alike:
+            parts.append(self._known(movement, shift).moved(rows[start : start + count], shift))
+            start += count
+        return torch.cat(parts)
+
+    def _known(self, movement: Movement | None, shift: int) -> Movement:
+        if movement is None:
+            raise ValueError(
+                f"a copy moves by {shift} tokens, but how this model's {self.name} moves is not known"
+            )
+        return movement
+
+
+@dataclass(frozen=True)  # no slots: what follows from the planes lives in __dict__
+class KVLayout:
+    """What must be equal before KV of one model can be laid into another's buffer."""
+
+    planes: tuple[Plane, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of_shapes(
+        cls,
+        shapes: Sequence[tuple[tuple[int, int], tuple[int, int]]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Self:
+        """From (H, D) of each layer's two kinds of rows; how they move is not known yet."""
+        planes = []
+        for index, name in enumerate(("k", "v")):
+            of_shape: dict[tuple[int, int], list[int]] = {}
+            for layer, both in enumerate(shapes):
+                of_shape.setdefault(both[index], []).append(layer)
+            planes += [
+                Plane(name, tuple(layers), *shape, movements=(None,) * len(layers))
+                for shape, layers in of_shape.items()
+            ]
+        return cls(tuple(planes), dtype, device)
+
+    @classmethod
+    def uniform(
+        cls, num_layers: int, num_heads: int, dim: int, *, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """K and V of one shape in all layers; how they move is not known yet."""
+        return cls.of_shapes([((num_heads, dim),) * 2] * num_layers, dtype=dtype, device=device)
+
+    def moving(self, movements: Sequence[tuple[Movement | None, Movement | None]]) -> Self:
+        """The same with what was found of each layer's two kinds of rows."""
+        found = dict(zip(("k", "v"), zip(*movements, strict=True), strict=True))
+        planes = (
+            replace(plane, movements=tuple(found[plane.name][layer] for layer in plane.layers))
+            for plane in self.planes
+        )
+        return replace(self, planes=tuple(planes))
+
+    @cached_property
+    def num_layers(self) -> int:
+        return len({layer for plane in self.planes for layer in plane.layers})
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """All planes of one token, in bytes."""
+        return sum(len(p.layers) * p.num_heads * p.dim for p in self.planes) * self.dtype.itemsize
+
+    @cached_property
+    def places(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """Where the rows of (name, layer) are: which plane, and which of its layers."""
+        return {
+            (plane.name, layer): (number, row)
+            for number, plane in enumerate(self.planes)
+            for row, layer in enumerate(plane.layers)
+        }
+
+    @property
+    def can_move(self) -> bool:
+        """Whether all rows are known to move."""
+        return all(movement is not None for plane in self.planes for movement in plane.movements)
+
+    @property
+    def rotation(self) -> Movement | None:
+        """The one rotation of all layers' keys, where values stay; None for any other model."""
+        found = {name: {m for p in self.planes if p.name == name for m in p.movements} for name in ("k", "v")}
+        if len(found["k"]) != 1 or found["v"] != {STAYS}:
+            return None
+        return next(iter(found["k"]))
+
+    def empty(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Of each plane an uninitialised (L, T, H, D) on the model's device."""
+        return tuple(
+            torch.empty(plane.shape(num_tokens), dtype=self.dtype, device=self.device)
+            for plane in self.planes
+        )
+
+    def __str__(self) -> str:
+        """For people and namespaces: planes as name:LxHxD."""
+        return ",".join(f"{p.name}:{len(p.layers)}x{p.num_heads}x{p.dim}" for p in self.planes)
+
+    @property
+    def digest(self) -> str:
+        """Of how all rows move, 16 hex digits: rows that moved otherwise are other rows."""
+        parts = (
+            f"{plane.name}{layer}:{movement.digest if movement is not None else '?'}"
+            for plane in self.planes
+            for layer, movement in zip(plane.layers, plane.movements, strict=True)
+        )
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,93 @@
+"""Movements are found by trying, and only believed where what is nearly right does not fit."""
+
+import pytest
+import torch
+
+from kvshare.kv.movement import STAYS, Movement, Observed, Pairing, prove
+
+FLOAT32 = 1e-3
+FAST = 1.0 / 10_000.0 ** (torch.arange(4) / 4)
+SLOW = 1.0 / 1_000_000.0 ** (torch.arange(4) / 4)
+HALF = 1.0 / 10_000.0 ** (torch.arange(2) / 2)
+
+
+def rows(heads: int = 2, dim: int = 8, seed: int = 0) -> torch.Tensor:
+    return torch.randn(12, heads, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def observed(true: Movement, here: torch.Tensor | None = None) -> list[Observed]:
+    here = rows() if here is None else here
+    return [Observed(here, true.moved(here, shift), shift) for shift in (37, 133)]
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize(("table", "first"), [(FAST, 0), (SLOW, 0), (HALF, 0), (HALF, 4)])
+def test_each_kind_of_rotation_is_found_among_all(table: torch.Tensor, first: int, pairing: Pairing) -> None:
+    true = Movement.turning(table, pairing, first)
+    found = prove([FAST, SLOW, HALF], observed(true), tolerance=FLOAT32)
+    assert found.movement == true
+    assert found.error < 1e-6
+    assert found.control is not None
+    assert found.control > 4
+
+
+def test_rows_without_positions_stay() -> None:
+    assert prove([FAST, SLOW], observed(STAYS), tolerance=FLOAT32).movement == STAYS
+
+
+def test_a_rotation_is_a_turn_of_the_plane() -> None:
+    """By hand: a quarter turn of the first pair."""
+    quarter = Movement((torch.pi / 2,), "half", 0)
+    assert quarter.moved(torch.tensor([1.0, 0.0]), 1).tolist() == pytest.approx([0.0, 1.0], abs=1e-6)
+    pairs = Movement((torch.pi / 2, 0.0), "interleaved", 2)
+    moved = pairs.moved(torch.tensor([9.0, 9.0, 1.0, 0.0, 5.0, 6.0]), 1)
+    assert moved.tolist() == pytest.approx([9.0, 9.0, 0.0, 1.0, 5.0, 6.0], abs=1e-6)
+
+
+def test_what_no_table_explains_is_not_proved() -> None:
+    other = Movement.turning(FAST * 1.01)
+    found = prove([FAST, SLOW], observed(other), tolerance=FLOAT32)
+    assert found.movement is None
+    assert "no table" in found.reason
+
+
+def test_what_fits_one_shift_only_is_not_proved() -> None:
+    """As where the frequencies change with the position."""
+    here = rows()
+    one, other = Movement.turning(FAST), Movement.turning(SLOW)
+    pairs = [Observed(here, one.moved(here, 37), 37), Observed(here, other.moved(here, 133), 133)]
+    assert prove([FAST, SLOW], pairs, tolerance=FLOAT32).movement is None
+
+
+@pytest.mark.parametrize(
+    "here",
+    [torch.zeros(12, 2, 8), torch.ones(12, 2, 8) * torch.tensor([1.0, 0, 0, 0, 1, 0, 0, 0])],
+    ids=["nothing", "one head is as the other"],
+)
+def test_rows_that_would_fit_anything_prove_nothing(here: torch.Tensor) -> None:
+    found = prove([FAST, SLOW], observed(Movement.turning(FAST), here), tolerance=FLOAT32)
+    assert found.movement is None
+    assert "wrong ones" in found.reason
+
+
+def test_tables_that_differ_by_rounding_are_one() -> None:
+    found = prove([FAST, FAST * (1 + 1e-9)], observed(Movement.turning(FAST)), tolerance=FLOAT32)
+    assert found.movement is not None
+    assert found.movement.frequencies == pytest.approx(FAST.tolist())
+
+
+def test_large_dimensions_do_not_hide_small_ones() -> None:
+    """Keys have a few dimensions that are a hundred times as large, and hardly turn."""
+    here = rows()
+    here[..., 3] *= 100
+    here[..., 7] *= 100
+    true = Movement.turning(FAST)
+    assert prove([FAST, SLOW], observed(true, here), tolerance=FLOAT32).movement == true
+
+
+def test_bfloat16_is_enough_to_tell() -> None:
+    here = rows(dim=16)
+    table = 1.0 / 10_000.0 ** (torch.arange(8) / 8)
+    true = Movement.turning(table)
+    pairs = [Observed(here.bfloat16(), true.moved(here, shift).bfloat16(), shift) for shift in (37, 133)]
+    assert prove([table, FAST], pairs, tolerance=6e-2).movement == true
