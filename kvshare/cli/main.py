@@ -16,6 +16,7 @@ from kvshare.cli import (
     replay,
     serve,
     store,
+    verify,
     vllm_command,
     workload,
 )
@@ -42,6 +43,7 @@ def kvshare(
 app.command("serve")(serve.serve)
 app.command("vllm", context_settings=vllm_command.CONTEXT_SETTINGS)(vllm_command.vllm)
 app.command("doctor")(doctor.doctor)
+app.command("verify")(verify.verify)
 app.command("version")(doctor.version)
 app.command("fetch-model")(serve.fetch_model)
 app.command("explain")(store.explain)

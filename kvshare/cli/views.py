@@ -6,6 +6,7 @@ computes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 
 import typer
@@ -93,6 +94,43 @@ def explain(document: Document) -> list[RenderableType]:
     return [*parts, f"\nplanned in: {stages}"] if stages else parts
 
 
+def verify(document: Document) -> list[RenderableType]:
+    """Layers that are alike in one row."""
+    alike: dict[tuple[object, ...], list[Document]] = {}
+    for layer in document["layers"]:
+        for rows in layer["rows"]:
+            found = {**rows, "layer": layer["layer"], "sees": layer["sees"]}
+            found["moves"] = rows["moves"] or f"not known: {rows['why']}"
+            key = tuple(found[name] for name in ("name", "heads", "dim", "moves", "sees"))
+            alike.setdefault(key, []).append(found)
+    table = (
+        {
+            **group[0],
+            "layers": _ranges([rows["layer"] for rows in group]),
+            "error": max(rows["error"] for rows in group),
+            "control": _times(min((rows["control"] or inf for rows in group), default=inf)),
+        }
+        for group in alike.values()
+    )
+    why = [_TEMPLATES.say("verify why", document)] if document["why"] else []
+    return [_TEMPLATES.say("verify", document), *why, "", _TEMPLATES.table("verified", table)]
+
+
+def _times(control: float) -> str:
+    return "" if control == inf else f"{control:,.0f} times as far off"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-3, 5, 7-8"""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
 def doctor(document: Document) -> list[RenderableType]:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for check in document["checks"]:
@@ -164,7 +202,7 @@ def _flat(document: Document, at: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-_OWN = (stats, tree, node, diff, evict, explain, doctor, version, key, settings, ready, bench)
+_OWN = (stats, tree, node, diff, evict, explain, verify, doctor, version, key, settings, ready, bench)
 VIEWS: Mapping[str, Callable[[Document], list[RenderableType]]] = {
     **{view.__name__: view for view in _OWN},
     "replay": replay_views.replay,

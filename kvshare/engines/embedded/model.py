@@ -311,7 +311,8 @@ class EmbeddedModel:
         tokens = self._probe_tokens()
         current = PartialPass(self.new_sequence(len(tokens)), (Span(0, len(tokens)),))
         found = self.logits(current, tokens, keep=len(tokens))
-        if not (error := _relative_error(found, expected)) <= self._tolerance:
+        self.attention_error = error = _relative_error(found, expected)
+        if not error <= self._tolerance:
             raise ModelError(
                 f"{self.name}: logits differ by {error:.2g} of the largest from the model's own attention, "
                 f"expected at most {self._tolerance:.2g}; its attention is not handled"

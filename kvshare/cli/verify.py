@@ -1,0 +1,33 @@
+"""`kvshare verify`: what of a model's KV can be shared, proved on the model itself, layer by layer."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvshare.cli.options import Format, OutputFormat
+from kvshare.cli.output import show
+
+
+def verify(
+    model: Annotated[str, typer.Argument(help="A folder, a Hugging Face name, default or demo.")] = "default",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    output_format: Format = OutputFormat.TERMINAL,
+) -> None:
+    """
+    Load a model and show how each layer's KV moves to other positions, how far the layer sees, and the proof.
+
+    A model whose attention is another one than ours is refused with exit code 1. vLLM proves the same on its
+    own model when it starts; `kvshare doctor --vllm-url` says what came of it.
+    """
+    if dtype not in (allowed := ("float32", "bfloat16", "float16", "auto")):
+        raise typer.BadParameter(f"expected {', '.join(allowed)}, got {dtype!r}", param_hint="--dtype")
+    from kvshare.engines.embedded.model import EmbeddedModel  # imports torch
+    from kvshare.engines.embedded.verification import verified
+    from kvshare.served_model import find_model
+
+    source = find_model(model, download=True)
+    loaded = EmbeddedModel.load(source.path, name=source.name, device=device, dtype=dtype)
+    show("verify", verified(loaded), output_format)
