@@ -121,11 +121,11 @@ def check_tokenizer(settings: Settings) -> Check:
 
 
 def check_geometry(settings: Settings) -> Check:
-    """KV of this kind of model can be moved: proved on one layer with random weights."""
+    """KV of this kind of model can be moved: proved on one layer of each kind with random weights."""
     from kvshare.engines.embedded.model import EmbeddedModel
 
     try:
-        model = EmbeddedModel(_one_layer_of(_model_config(settings)), name="the model")
+        model = EmbeddedModel(_smallest(_model_config(settings)), name="the model")
     except ModelError as exc:
         return found("geometry.wrong", problem=exc)
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as exc:
@@ -154,14 +154,16 @@ def _model_config(settings: Settings) -> Any:
         raise ModelError(f"{path}: {first_line(exc)}") from exc
 
 
-def _one_layer_of(config: Any) -> Any:
-    """A model of the same attention geometry, as small as it gets, with random weights."""
+def _smallest(config: Any) -> Any:
+    """A model of the same attention geometry with a layer of each kind, and random weights."""
     from transformers import AutoModelForCausalLM
 
-    changes: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": min(config.vocab_size, 256)}
+    kinds = list(getattr(config, "layer_types", None) or ())
+    num_layers = 1 + max((kinds.index(kind) for kind in kinds), default=0)
+    changes: dict[str, Any] = {"num_hidden_layers": num_layers, "vocab_size": min(config.vocab_size, 256)}
     changes |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    if getattr(config, "layer_types", None):
-        changes["layer_types"] = config.layer_types[:1]
+    if kinds:
+        changes["layer_types"] = kinds[:num_layers]
     if getattr(config, "intermediate_size", None):
         changes["intermediate_size"] = 64
     smallest = type(config)(**{**config.to_dict(), **changes})

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("name", "changes", "options", "word"),
     [
-        ("mistral", {"sliding_window": 64}, {}, "sliding window"),
+        ("mistral", {"sliding_window": 64}, {}, "SlidingWindowSpec"),
+        ("olmo3", {}, {"disable_hybrid_kv_cache_manager": False}, "--disable-hybrid-kv-cache-manager"),
         ("llama", {}, {"kv_cache_dtype": "fp8"}, "quantised"),
         ("llama", {}, {"enable_lora": True, "max_lora_rank": 8}, "LoRA"),
         ("llama", {}, {"enable_prompt_embeds": True}, "prompt embeddings"),
