@@ -24,37 +24,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from delta_tree import Span
+from kvshare.kv.layout import ALL_EARLIER, Reach
 from kvshare.kv.listening import Listener, ListeningRows, placed
 from kvshare.kv.sequence import SequenceKV
 
 _SHORT = 64  # tokens of a run: below it a call for each costs more than what the others' masks waste
 _WASTE = 1.5  # of their ends
 _SCORES = 1 << 22  # computed at a time where no kernel does: 16 MB
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Which slots a token sees up to its own: all, the last `size`, or those of its chunk of `size`."""
-
-    size: int | None = None
-    is_chunked: bool = False
-
-    def first(self, position: int) -> int:
-        """The first slot that a token at this position sees."""
-        return int(self.firsts(torch.tensor(position)))
-
-    def firsts(self, positions: torch.Tensor) -> torch.Tensor:
-        """The same for many."""
-        if self.size is None:
-            return torch.zeros_like(positions)
-        if self.is_chunked:
-            return positions // self.size * self.size
-        return (positions - self.size + 1).clamp(min=0)
-
-    def __str__(self) -> str:
-        if self.size is None:
-            return "all earlier tokens"
-        return f"chunks of {self.size}" if self.is_chunked else f"the last {self.size}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +42,7 @@ class Form:
     share of the weights and gives nothing (gpt-oss).
     """
 
-    reach: Reach = Reach()
+    reach: Reach = ALL_EARLIER
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
@@ -146,7 +122,7 @@ class PartialPass:
 
     def _groups(self, reach: Reach) -> tuple[_Group, ...]:
         """The calls of a layer that sees so far; the same for all such layers of the pass."""
-        reach = reach if reach.size is None or reach.size < self.num_visible else Reach()
+        reach = reach if reach.size is None or reach.size < self.num_visible else ALL_EARLIER
         if reach not in self._known_groups:
             found = self._all_earlier() if reach.size is None else tuple(self._near(reach))
             self._known_groups[reach] = found
@@ -187,7 +163,7 @@ class PartialPass:
             return _Group(rows, slots, self._mask(run))
         indices = torch.cat([torch.arange(rows.start, rows.stop) for rows, _ in short])
         rows_there = indices.to(self.kv.layout.device)
-        return _Group(rows_there, slots, self._mask_of(rows_there, slots, Reach()))
+        return _Group(rows_there, slots, self._mask_of(rows_there, slots, ALL_EARLIER))
 
     def _mask(self, run: Span) -> torch.Tensor | None:
         """Additive, (len(run), run.end); None where the kernel needs none."""

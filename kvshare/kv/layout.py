@@ -10,7 +10,7 @@ One alphabet everywhere: L layers of a plane, T tokens, H kv heads, D head dim.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -18,7 +18,42 @@ from typing import Self
 
 import torch
 
+from delta_tree import Span, merge
 from kvshare.kv.movement import STAYS, Movement
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Which slots a token sees up to its own: all, the last `size`, or those of its chunk of `size`."""
+
+    size: int | None = None
+    is_chunked: bool = False
+
+    def first(self, position: int) -> int:
+        """The first slot that a token at this position sees."""
+        return int(self.firsts(torch.tensor(position)))
+
+    def firsts(self, positions: torch.Tensor) -> torch.Tensor:
+        """The same for many."""
+        if self.size is None:
+            return torch.zeros_like(positions)
+        if self.is_chunked:
+            return positions // self.size * self.size
+        return (positions - self.size + 1).clamp(min=0)
+
+    def seen(self, computed: Sequence[Span]) -> tuple[Span, ...] | None:
+        """The slots that tokens of these spans see, merged; None for all."""
+        if self.size is None:
+            return None
+        return merge([Span(self.first(span.start), span.end) for span in computed])
+
+    def __str__(self) -> str:
+        if self.size is None:
+            return "all earlier tokens"
+        return f"chunks of {self.size}" if self.is_chunked else f"the last {self.size}"
+
+
+ALL_EARLIER = Reach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +74,11 @@ class Plane:
         """(L, T, H, D)."""
         return (len(self.layers), num_tokens, self.num_heads, self.dim)
 
-    def moved(self, rows: torch.Tensor, shift: int) -> torch.Tensor:
+    def moved(
+        self, rows: torch.Tensor, shift: int, *, layers: slice | Sequence[int] = slice(None)
+    ) -> torch.Tensor:
         """
-        Rows of this plane `shift` positions further.
+        Rows of this plane, or of some of its layers, `shift` positions further.
 
         Shapes:  rows (L, ..., D) -> the same
         Units:   shift in tokens, may be negative
@@ -49,7 +86,10 @@ class Plane:
         """
         if shift == 0:
             return rows
-        alike = [(movement, len(list(group))) for movement, group in groupby(self.movements)]
+        movements = (
+            self.movements[layers] if isinstance(layers, slice) else [self.movements[n] for n in layers]
+        )
+        alike = [(movement, len(list(group))) for movement, group in groupby(movements)]
         if len(alike) == 1:
             return self._known(alike[0][0], shift).moved(rows, shift)
         parts, start = [], 0
@@ -66,13 +106,27 @@ class Plane:
         return movement
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some layers of a plane, and the slots that are needed of them; None for all."""
+
+    plane: int
+    rows: slice | list[int]
+    slots: tuple[Span, ...] | None
+
+
 @dataclass(frozen=True)  # no slots: what follows from the planes lives in __dict__
 class KVLayout:
-    """What must be equal before KV of one model can be laid into another's buffer."""
+    """
+    What must be equal before KV of one model can be laid into another's buffer.
+
+    `reaches`: of each layer, how far its tokens see; empty while that is not known.
+    """
 
     planes: tuple[Plane, ...]
     dtype: torch.dtype
     device: torch.device
+    reaches: tuple[Reach, ...] = ()
 
     @classmethod
     def of_shapes(
@@ -109,6 +163,30 @@ class KVLayout:
             for plane in self.planes
         )
         return replace(self, planes=tuple(planes))
+
+    def seeing(self, reaches: Sequence[Reach]) -> Self:
+        """The same with how far each layer's tokens see."""
+        return replace(self, reaches=tuple(reaches))
+
+    def parts(self, computed: Sequence[Span] | None) -> Iterator[Part]:
+        """
+        The layers of each plane that need the same slots, where these spans are computed, ascending.
+
+        Whoever comes behind the last of them, as an answer's tokens, sees no further back than it does. None:
+        all slots, whoever sees them.
+        """
+        for number, plane in enumerate(self.planes):
+            if computed is None or all(self._reach(layer).size is None for layer in plane.layers):
+                yield Part(number, slice(None), None)
+                continue
+            of_reach: dict[Reach, list[int]] = {}
+            for row, layer in enumerate(plane.layers):
+                of_reach.setdefault(self._reach(layer), []).append(row)
+            for reach, rows in of_reach.items():
+                yield Part(number, rows, reach.seen(computed))
+
+    def _reach(self, layer: int) -> Reach:
+        return self.reaches[layer] if self.reaches else ALL_EARLIER
 
     @cached_property
     def num_layers(self) -> int:

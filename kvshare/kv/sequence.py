@@ -8,7 +8,7 @@ import torch
 
 from delta_tree import Copy, SegmentId, Span
 from kvshare.kv.layout import KVLayout
-from kvshare.kv.segment import SegmentKV, moved_rows
+from kvshare.kv.segment import SegmentKV
 
 
 class SequenceKV:
@@ -71,22 +71,38 @@ class SequenceKV:
         k, v = (self._of(name, layer)[:num_tokens].transpose(0, 1).unsqueeze(0) for name in ("k", "v"))
         return k, v
 
-    def lay_out(self, copies: Sequence[Copy], segments: Mapping[SegmentId, SegmentKV]) -> int:
+    def lay_out(
+        self,
+        copies: Sequence[Copy],
+        segments: Mapping[SegmentId, SegmentKV],
+        *,
+        computed: Sequence[Span] | None = None,
+    ) -> int:
         """
         The KV editor: write every copy into its target slots; all other slots stay open.
 
-        Rows are always moved from the original segment, never from a copy that was moved before.
+        Rows are always moved from the original segment, never from a copy that was moved before. With
+        `computed`, layers with windows or chunks get what tokens of these spans and behind them see.
         Returns: bytes written
         Raises:  ValueError if a copy moves and how this model's rows move is not known
         Source:  KVShare, arXiv:2503.16525, section 4.2
         """
-        for copy in copies:
-            source = Span(copy.offset, copy.offset + copy.length)
-            moved = moved_rows(segments[copy.segment_id], source, copy.shift, self.layout)
-            target = slice(copy.target_start, copy.target_start + copy.length)
-            for plane, rows in zip(self.planes, moved, strict=True):
-                plane[:, target] = rows
-        return sum(copy.length for copy in copies) * self.bytes_per_token
+        num_bytes = 0
+        for part in self.layout.parts(computed):
+            plane, target = self.layout.planes[part.plane], self.planes[part.plane]
+            for copy in copies:
+                stored = segments[copy.segment_id].planes[part.plane]
+                for span in (
+                    [copy.target] if part.slots is None else map(copy.target.intersection, part.slots)
+                ):
+                    if not len(span):
+                        continue
+                    start = copy.offset + span.start - copy.target_start
+                    rows = stored[part.rows, start : start + len(span)].to(target.device, non_blocking=True)
+                    rows = plane.moved(rows, copy.shift, layers=part.rows)
+                    target[part.rows, span.start : span.end] = rows
+                    num_bytes += rows.nbytes
+        return num_bytes
 
     def cut(self, span: Span) -> SegmentKV:
         """A copy of one span's KV in memory of its own, on the host."""

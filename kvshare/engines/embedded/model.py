@@ -30,10 +30,10 @@ from transformers.utils import logging as transformers_logging
 from delta_tree import Span, TokenIds, token_ids
 from kvshare.engines.embedded.rotary import head_dim_of
 from kvshare.errors import ModelError
-from kvshare.kv.attention import Form, PartialPass, Reach
+from kvshare.kv.attention import Form, PartialPass
 from kvshare.kv.fingerprint import model_fingerprint
 from kvshare.kv.frequencies import frequency_tables, rope_digest
-from kvshare.kv.layout import KVLayout
+from kvshare.kv.layout import ALL_EARLIER, KVLayout, Reach
 from kvshare.kv.movement import Movement, Observed, Proof, prove
 from kvshare.kv.sequence import SequenceKV
 
@@ -101,7 +101,7 @@ def _reach(*, mask_function: Callable[..., Any], local_size: int | None = None, 
     Whether the model means what we read is proved by its logits.
     """
     if local_size is None:
-        return Reach()
+        return ALL_EARLIER
     # The token at `local_size` sees the one at 1 through a window, and not across the border of a chunk.
     sees = mask_function(0, 0, torch.tensor(local_size), torch.tensor(1))
     return Reach(local_size, is_chunked=not bool(sees))
@@ -124,7 +124,7 @@ def _attend(
     if wanted := [name for name in _CHANGES_ATTENTION if extras.get(name) is not None]:
         raise ModelError(f"attention with {', '.join(wanted)} is not handled")
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, says transformers
-    form = Form(attention_mask or Reach(), softcap, s_aux)
+    form = Form(attention_mask or ALL_EARLIER, softcap, s_aux)
     partial_pass.forms[layer] = form
     output = partial_pass.attend(layer, query, key, value, scaling=scaling, form=form)
     return output.transpose(1, 2).contiguous(), None  # (1, N, H_q, D)
@@ -160,7 +160,9 @@ class EmbeddedModel:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as exc:
             problem = f"{type(exc).__name__}: {exc}"
             raise ModelError(f"{name} does not take cache and attention from outside ({problem})") from exc
-        self.layout = self.layout.moving([(k.movement, v.movement) for k, v in self.proofs])
+        self.layout = self.layout.moving([(k.movement, v.movement) for k, v in self.proofs]).seeing(
+            [self.forms[layer].reach for layer in range(self.layout.num_layers)]
+        )
         if self.refusal:
             log.warning("%s: only text at the same position is shared: %s", name, self.refusal)
 

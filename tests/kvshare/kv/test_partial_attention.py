@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_tree import Copy, NodeId, SegmentId, Span, token_ids
+from delta_tree import Copy, NodeId, SegmentId, Span, gaps, token_ids
 from kvshare.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass, take_pass
@@ -172,3 +172,32 @@ def test_without_edits_the_layout_is_bit_exact() -> None:
     assert torch.equal(target.k, source.k)
     assert torch.equal(target.v, source.v)
     assert num_bytes == TOKENS * model.layout.bytes_per_token
+
+
+NEAR_SIGHTED = ["cohere2", "exaone4", "gemma2", "gemma3", "gpt-oss", "llama4", "mistral-window", "olmo3"]
+
+
+@pytest.mark.parametrize("name", NEAR_SIGHTED)
+def test_window_layers_get_what_somebody_sees_and_no_more(name: str) -> None:
+    """All other slots hold poison, and neither the prompt's logits nor those of tokens behind it know."""
+    model, tokens = embedded(name), prompt()
+    runs = (Span(50, 53), Span(100, 104))
+    source = prefilled(model, tokens)
+    segment, target = SegmentId(1), model.new_sequence(TOKENS)
+    for plane in target.planes:
+        plane.fill_(1e4)
+    copies = [
+        Copy(NodeId(1), segment, span.start, len(span), span.start, span.start, span.start)
+        for span in gaps(runs, 104)
+    ]
+    num_bytes = target.lay_out(copies, {segment: source.cut(Span(0, TOKENS))}, computed=runs)
+    behind = (Span(104, 110),)
+    found = torch.cat([run_pass(model, target, runs, tokens), run_pass(model, target, behind, tokens)])
+    positions = torch.cat([torch.arange(run.start, run.end) for run in (*runs, *behind)])
+    torch.testing.assert_close(found, reference(name, tokens)[positions], atol=FLOAT32, rtol=0)
+    seen = 0  # by hand: copied slots that tokens of the runs see, layer by layer
+    for reach in model.layout.reaches:
+        see = {slot for run in runs for slot in range(reach.first(run.start), run.end)}
+        seen += len(see - {slot for run in runs for slot in range(run.start, run.end)})
+    assert num_bytes == seen * model.layout.bytes_per_token / model.layout.num_layers
+    assert num_bytes < 0.9 * sum(copy.length for copy in copies) * model.layout.bytes_per_token
