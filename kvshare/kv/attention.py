@@ -24,6 +24,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from delta_tree import Span
+from kvshare.kv.form import PLAIN, Form
 from kvshare.kv.layout import ALL_EARLIER, Reach
 from kvshare.kv.listening import Listener, ListeningRows, placed
 from kvshare.kv.sequence import SequenceKV
@@ -31,24 +32,6 @@ from kvshare.kv.sequence import SequenceKV
 _SHORT = 64  # tokens of a run: below it a call for each costs more than what the others' masks waste
 _WASTE = 1.5  # of their ends
 _SCORES = 1 << 22  # computed at a time where no kernel does: 16 MB
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Form:
-    """
-    What a layer asks of its attention beside softmax over all earlier slots.
-
-    `softcap`: scores are capped at it by tanh (Gemma 2). `sinks`: (H_q,) a score for each head that takes its
-    share of the weights and gives nothing (gpt-oss).
-    """
-
-    reach: Reach = ALL_EARLIER
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        return self.reach.size is None and self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True, eq=False)  # no slots: the cached masks live in __dict__
@@ -96,16 +79,15 @@ class PartialPass:
         value: torch.Tensor,
         *,
         scaling: float | None,
-        form: Form | None = None,
+        form: Form = PLAIN,
     ) -> torch.Tensor:
         """
         Exact causal attention of every run over what it sees before and inside it.
 
         Shapes:  query (1, H_q, N, D), key and value (1, H, num_visible, D) -> (1, H_q, N, D of value)
         """
-        form = form or Form()
         if self._listening is not None:
-            self._listening.observe(layer, query[0], key[0], scaling=scaling)
+            self._listening.observe(layer, query[0], key[0], scaling=scaling, form=form)
         groups = self._groups(form.reach)
         if len(groups) == 1:
             return groups[0].attend(query, key, value, scaling=scaling, form=form)
@@ -253,16 +235,8 @@ class _Group:
             for start in range(0, num_rows, step):
                 rows = slice(start, min(num_rows, start + step))
                 scores = query[0, heads, rows].float() * (dim**-0.5 if scaling is None else scaling)
-                scores = scores @ keys.T  # (G, n, S)
-                if form.softcap is not None:
-                    scores = form.softcap * torch.tanh(scores / form.softcap)
-                if (mask := self._rows_of_mask(rows, num_slots, scores.device)) is not None:
-                    scores = scores + mask
-                if form.sinks is not None:
-                    sink = form.sinks[heads].float()[:, None, None].expand(-1, scores.shape[1], 1)
-                    weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
-                else:
-                    weights = scores.softmax(dim=-1)
+                mask = self._rows_of_mask(rows, num_slots, scores.device)
+                weights = form.weights(scores @ keys.T, mask, heads=heads)  # (G, n, S)
                 output[0, heads, rows] = (weights @ values).to(output.dtype)
         return output
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from delta_tree import Span
+from kvshare.kv.form import PLAIN, Form
 
 
 def placed(runs: Sequence[Span]) -> list[tuple[int, Span]]:
@@ -73,15 +74,25 @@ class ListeningRows:
         ]
         return cls(there[0], there[1], min(positions), max(positions) + 1, total)
 
-    def observe(self, layer: int, query: torch.Tensor, key: torch.Tensor, *, scaling: float | None) -> None:
+    def observe(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, *, scaling: float | None, form: Form = PLAIN
+    ) -> None:
         """
         Add what these rows attend to in a layer.
 
         Shapes:  query (H_q, M, D) of all rows of the pass; key (H, S, D), slots [0, S), at least `end`
         """
         groups = query[:, self.indices].chunk(len(key))  # of the heads that share keys
-        for group, keys in zip(groups, key[:, : self.end], strict=True):  # one at a time, for memory
-            weights = attention(self.positions, group, keys, scaling=scaling, first=self.first)
+        for number, keys in enumerate(key[:, : self.end]):  # one at a time, for memory
+            weights = attention(
+                self.positions,
+                groups[number],
+                keys,
+                scaling=scaling,
+                first=self.first,
+                form=form,
+                group=number,
+            )
             self._total[layer, : self.end] += weights.sum(dim=(0, 1)) / len(query)
 
 
@@ -92,17 +103,23 @@ def attention(
     *,
     scaling: float | None,
     first: int = 0,
+    form: Form = PLAIN,
+    group: int = 0,
 ) -> torch.Tensor:
     """
     Causal attention weights, in float32 as kernels have them: rounded, a large common part would not cancel.
 
-    `first`: no position is lower.
+    `first`: no position is lower. `group`: which of the groups of heads this is.
     Shapes:  positions (N,) of the rows; query (G, N, D) of the heads that share key (S, D), slots [0, S)
              -> (G, N, S)
     """
     num_slots, dim = key.shape
     queries = query.float() * (dim**-0.5 if scaling is None else scaling)
     scores = (queries.flatten(0, 1) @ key.float().T).view(*query.shape[:2], num_slots)
-    behind = torch.arange(first, num_slots, device=key.device) > positions[:, None]
-    scores[..., first:].masked_fill_(behind, float("-inf"))
-    return scores.softmax(dim=-1)
+    at, own = torch.arange(num_slots, device=key.device), positions[:, None]
+    if form is PLAIN:
+        scores[..., first:].masked_fill_(at[first:] > own, float("-inf"))
+        return scores.softmax(dim=-1)
+    hidden = (at > own) | (at < form.reach.firsts(own))
+    mask = torch.zeros(hidden.shape, device=key.device).masked_fill_(hidden, float("-inf"))
+    return form.weights(scores, mask, heads=slice(group * len(query), (group + 1) * len(query)))

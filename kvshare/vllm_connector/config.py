@@ -98,10 +98,14 @@ def _cache(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, bool]:
     transfer = config.kv_transfer_config
     policy = transfer.kv_load_failure_policy if transfer is not None else "recompute"
     dtype = config.cache_config.cache_dtype
+    chunk = config.model_config.attention_chunk_size
     plain_dtypes = ("auto", "float16", "bfloat16", "float32", "half", "float")
     return {
         f"quantised KV caches ({dtype}) are not supported": dtype not in plain_dtypes,
         "the model has no KV cache": not groups,
+        f"attention in chunks of {chunk} tokens is not supported: layers have kernels of their own": bool(
+            chunk
+        ),
         f"{len(groups)} KV cache groups are not supported: start with --disable-hybrid-kv-cache-manager": (
             len(groups) > 1
         ),

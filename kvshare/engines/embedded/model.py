@@ -30,8 +30,9 @@ from transformers.utils import logging as transformers_logging
 from delta_tree import Span, TokenIds, token_ids
 from kvshare.engines.embedded.rotary import head_dim_of
 from kvshare.errors import ModelError
-from kvshare.kv.attention import Form, PartialPass
+from kvshare.kv.attention import PartialPass
 from kvshare.kv.fingerprint import model_fingerprint
+from kvshare.kv.form import PLAIN, Form
 from kvshare.kv.frequencies import frequency_tables, rope_digest
 from kvshare.kv.layout import ALL_EARLIER, KVLayout, Reach
 from kvshare.kv.movement import Movement, Observed, Proof, prove
@@ -124,7 +125,8 @@ def _attend(
     if wanted := [name for name in _CHANGES_ATTENTION if extras.get(name) is not None]:
         raise ModelError(f"attention with {', '.join(wanted)} is not handled")
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, says transformers
-    form = Form(attention_mask or ALL_EARLIER, softcap, s_aux)
+    is_plain = attention_mask in (None, ALL_EARLIER) and softcap is None and s_aux is None
+    form = PLAIN if is_plain else Form(attention_mask or ALL_EARLIER, softcap, s_aux)
     partial_pass.forms[layer] = form
     output = partial_pass.attend(layer, query, key, value, scaling=scaling, form=form)
     return output.transpose(1, 2).contiguous(), None  # (1, N, H_q, D)
@@ -247,10 +249,9 @@ class EmbeddedModel:
 
     @property
     def can_listen(self) -> bool:
-        """Whether what tokens attend to can be followed: in plain attention over keys and values alike."""
+        """Whether what changed can be told from values: all layers keep some, as wide as keys."""
         k, v = (self.layout.planes[number] for number in (0, -1))
-        is_alike = len(self.layout.planes) == 2 and (k.num_heads, k.dim) == (v.num_heads, v.dim)
-        return is_alike and all(form.is_plain for form in self.forms.values())
+        return len(self.layout.planes) == 2 and (k.num_heads, k.dim) == (v.num_heads, v.dim)
 
     def eos_token_ids(self, tokenizer_eos: int | None) -> frozenset[int]:
         """Tokens that end an answer: the generation config's, and the tokenizer's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvshare.engines.embedded.model import EmbeddedModel
-from kvshare.kv.attention import Form
+from kvshare.kv.form import Form
 from kvshare.kv.layout import Plane
 from kvshare.kv.movement import Proof
 

@@ -26,6 +26,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
+from kvshare.kv.form import PLAIN, Form
+from kvshare.kv.layout import ALL_EARLIER, Reach
 from kvshare.kv.listening import Listener, placed
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
@@ -96,6 +98,16 @@ class PartialForward:
         """What a layer multiplies queries and keys by."""
         return float(list(self._cache.layers.values())[layer].impl.scale)
 
+    def form(self, layer: int) -> Form:
+        """What a layer's kernel does beside softmax over all earlier slots, as its implementation says."""
+        impl = list(self._cache.layers.values())[layer].impl
+        window = getattr(impl, "sliding_window", None)
+        if isinstance(window, tuple):  # (earlier ones, later ones): FlashAttention's way
+            window = window[0] + 1
+        reach = Reach(int(window)) if window is not None and window > 0 else ALL_EARLIER
+        softcap, sinks = getattr(impl, "logits_soft_cap", None) or None, getattr(impl, "sinks", None)
+        return PLAIN if (reach, softcap, sinks) == (ALL_EARLIER, None, None) else Form(reach, softcap, sinks)
+
     def compute(
         self, runs: Sequence[Run], *, watching: Callable[[Sequence[Run]], Watch] | None = None
     ) -> None:
@@ -123,7 +135,13 @@ class PartialForward:
         def watch(layer: int, query: torch.Tensor, _: torch.Tensor) -> None:
             for rows, table in listening:
                 keys = self._cache.keys(layer, table, rows.end).transpose(0, 1)
-                rows.observe(layer, query.transpose(0, 1), keys, scaling=self.scaling(layer))
+                rows.observe(
+                    layer,
+                    query.transpose(0, 1),
+                    keys,
+                    scaling=self.scaling(layer),
+                    form=self.form(layer),
+                )
 
         return watch
 

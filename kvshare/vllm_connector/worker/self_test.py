@@ -75,12 +75,13 @@ class SelfTest:
         def watch(index: int, query: torch.Tensor, output: torch.Tensor) -> None:
             keys = self._cache.keys(index, table, _NUM_TOKENS)
             positions = torch.arange(_NUM_TOKENS, device=keys.device)
-            scaling = self._forward.scaling(index)
+            scaling, form = self._forward.scaling(index), self._forward.form(index)
             values = whole.v[index].float().to(keys.device)  # (S, H, D)
             groups = query.transpose(0, 1).chunk(keys.shape[1])  # of the heads that share keys
             expected = torch.cat(
                 [
-                    attention(positions, group, keys[:, head], scaling=scaling) @ values[:, head]
+                    attention(positions, group, keys[:, head], scaling=scaling, form=form, group=head)
+                    @ values[:, head]
                     for head, group in enumerate(groups)
                 ]
             ).transpose(0, 1)

@@ -99,7 +99,7 @@ class ConnectorWorker:
             problem = check()
             if not all(_agreed([problem is None])):  # the next check needs all ranks
                 return (problem or "the self-test failed on another rank",), ()
-        problem = _reach_problem(self._spec) or self_test.check_listening()
+        problem = self_test.check_listening()
         self._can_listen = all(_agreed([problem is None]))
         warnings = () if self._can_listen else (f"repairs are chosen by their place alone: {problem}",)
         tables, refused = frequency_tables(model)
@@ -272,12 +272,6 @@ class _Passed:
 
 def _segment_ids(loads: Sequence[LoadRequest]) -> frozenset[SegmentId]:
     return frozenset(copy.segment_id for load in loads for copy in load.copies)
-
-
-def _reach_problem(spec: KVCacheSpec) -> str | None:
-    """Why what tokens attend to cannot be followed: the self-test's prompt may be shorter than a window."""
-    sizes = (getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    return None if not any(sizes) else "some layers do not see all earlier tokens"
 
 
 def _unproved(proofs: Sequence[tuple[Proof, Proof]]) -> str:

@@ -24,10 +24,10 @@ def eager(family: str) -> torch.Tensor:
     return torch.stack([layer[0].mean(dim=0) for layer in weights])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt-oss", "cohere2", "llama4"])
 @pytest.mark.parametrize("max_queries", [64, 7])
 def test_it_hears_what_eager_attention_has(family: str, max_queries: int) -> None:
-    """Grouped heads, norms on queries and keys, and rows that come in several passes."""
+    """Grouped heads, norms on queries and keys, windows, chunks, caps, sinks; rows of several passes."""
     rows = [place for span in LISTENING for place in range(span.start, span.end)]
     expected = eager(family)[:, rows].mean(dim=1)
     model = EmbeddedModel(tiny_model(family), name=family)
@@ -40,7 +40,8 @@ def test_it_hears_what_eager_attention_has(family: str, max_queries: int) -> Non
         span = current.runs[0]
         model.compute(current, TOKENS[span.start : span.end])
     assert listener.attended == pytest.approx(expected.numpy(), abs=1e-6)
-    assert listener.attended.sum(axis=1) == pytest.approx(np.ones(model.layout.num_layers), abs=1e-5)
+    if family != "gpt-oss":  # whose sinks take a share
+        assert listener.attended.sum(axis=1) == pytest.approx(np.ones(model.layout.num_layers), abs=1e-5)
 
 
 def test_rows_that_nobody_asked_for_are_not_heard() -> None:

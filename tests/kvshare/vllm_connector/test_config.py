@@ -22,6 +22,7 @@ def config(**changes: Any) -> Any:
         use_mla=False,
         is_multimodal_model=False,
         enable_prompt_embeds=False,
+        attention_chunk_size=None,
     )
     for part in (parallel, model):
         for key in vars(part).keys() & changes.keys():
@@ -47,6 +48,7 @@ def config(**changes: Any) -> Any:
         ({"decode_context_parallel_size": 2}, "context parallel"),
         ({"use_mla": True}, "MLA"),
         ({"is_hybrid": True}, "hybrid"),
+        ({"attention_chunk_size": 8192}, "chunks of 8192"),
         ({"is_attention_free": True}, "recurrent"),
         ({"speculative": object()}, "speculative"),
         ({"cache_dtype": "fp8"}, "fp8"),
