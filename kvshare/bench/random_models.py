@@ -40,6 +40,7 @@ from transformers import (
 from transformers.utils import logging
 
 from kvshare.demo import MODEL_PATH
+from kvshare.errors import ConfigError
 
 VOCAB_SIZE = 300
 DEMO_VOCAB_SIZE = 1536  # the demo tokenizer's, which serves every model on disk
@@ -141,6 +142,9 @@ _LLAMAS = {  # hidden and intermediate size, layers, heads, heads of K and V
 }
 
 
+_TIMED = ("cohere2", "gemma2", "gemma3", "glm4", "olmo3", "smollm3")
+
+
 def tiny_model(
     name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, max_position_embeddings: int = 1024
 ) -> PreTrainedModel:
@@ -176,6 +180,42 @@ def llama(size: str, *, max_position_embeddings: int, vocab_size: int, seed: int
     config = llama_config(size, max_position_embeddings=max_position_embeddings, vocab_size=vocab_size)
     model: PreTrainedModel = LlamaForCausalLM(config).train(False)  # type: ignore[no-untyped-call]  # no types
     return _spread(model, 0.08) if size == "small" else model
+
+
+def timing_model(
+    family: str, *, max_position_embeddings: int, vocab_size: int, seed: int = 0
+) -> PreTrainedModel:
+    """
+    The "timing" Llama, or another family without experts in its size, windows of 1,024 tokens.
+
+    Raises:  ConfigError for another family
+    """
+    if family == "llama":
+        return llama(
+            "timing", max_position_embeddings=max_position_embeddings, vocab_size=vocab_size, seed=seed
+        )
+    if family not in _TIMED:
+        raise ConfigError("--family", f"expected llama or one of {', '.join(_TIMED)}, got {family!r}")
+    kind, own = OTHERS[family]
+    hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = _LLAMAS["timing"]
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": hidden_size // num_heads,
+        "max_position_embeddings": max_position_embeddings,
+    }
+    if "sliding_window" in own:
+        sizes["sliding_window"] = 1024
+    if "layer_types" in own:
+        sizes["layer_types"] = (own["layer_types"] * num_layers)[:num_layers]
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(kind(**{**TINY, **own, **sizes}))  # type: ignore[no-untyped-call]
+    found: PreTrainedModel = model.train(False)
+    return found
 
 
 def _spread(model: PreTrainedModel, std: float) -> PreTrainedModel:

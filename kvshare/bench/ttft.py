@@ -18,7 +18,7 @@ import numpy as np
 
 from delta_tree import TokenIds, token_ids
 from kvshare.bench.harness import Answer, ask, edited, environment, median, random_prompt, running_engine
-from kvshare.bench.random_models import llama
+from kvshare.bench.random_models import timing_model
 from kvshare.chat_model import EXAMPLE_TEXT
 from kvshare.demo.pairs import near_duplicate_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
@@ -37,12 +37,13 @@ async def run(
     repeats: int = 5,
     seed: int = 0,
     model: str | None = None,
+    family: str = "llama",
 ) -> dict[str, Any]:
     """
     Medians over `repeats` recipients, each new to the store. `model`: what `model.path` may be; None: random
-    weights in float32.
+    weights in float32, of a `family` of `kvshare.bench.random_models`.
 
-    Raises:  ConfigError for prompts longer than the real text is; ModelError
+    Raises:  ConfigError for prompts longer than the real text is, and for an unknown family; ModelError
     """
     rng = np.random.default_rng(seed)
     arms: dict[str, list[Answer]] = {"full": [], "shared": [], "exact_prefix": [], "ideal": []}
@@ -50,7 +51,7 @@ async def run(
     random_model = None
     if model is None:
         length = prompt_tokens + 64
-        random_model = llama("timing", max_position_embeddings=length, vocab_size=16384, seed=seed)
+        random_model = timing_model(family, max_position_embeddings=length, vocab_size=16384, seed=seed)
     async with running_engine(random_model, given) as engine:
         donor, draw = _text(engine, rng, prompt_tokens, is_real=model is not None)
         await ask(engine, donor, mode=SharingMode.OFF, store=True)
@@ -67,7 +68,7 @@ async def run(
             for name, answer in zip(arms, (full, shared, prefix, ideal), strict=True):
                 arms[name].append(answer)
         dtype = str(engine.server.model.layout.dtype).removeprefix("torch.")
-        name = engine.server.model.name if model else "random weights, 100 M"
+        name = engine.server.model.name if model else f"random weights, 100 M, {family}"
     return {
         "engine": "embedded",
         "model": name,

@@ -26,7 +26,13 @@ app = typer.Typer(no_args_is_help=True, help="Measure: every published figure co
 
 EMBEDDED, VLLM = "embedded", "vllm"
 _BOTH = (EMBEDDED, VLLM)
-_OWNERS = {"threads": VLLM, "dtype": VLLM, "eager": VLLM, "model": EMBEDDED}  # where there are both engines
+_OWNERS = {
+    "threads": VLLM,
+    "dtype": VLLM,
+    "eager": VLLM,
+    "model": EMBEDDED,
+    "family": EMBEDDED,
+}  # where there are both engines
 _TYPES = {
     "int": int,
     "float": float,
