@@ -134,6 +134,12 @@ class Plan:
         return merge([*self.placeholders, *(Span(place, place + 1) for place in probes)])
 
     @property
+    def may_compute(self) -> tuple[Span, ...]:
+        """All that may be computed: with an order any token of its pieces."""
+        pieces = () if self.order is None else self.order.pieces
+        return merge([*self.placeholders, *pieces])
+
+    @property
     def donors(self) -> tuple[NodeId, ...]:
         """In order of first use."""
         return tuple(dict.fromkeys(copy.donor for copy in self.copies))

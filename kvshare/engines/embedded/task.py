@@ -121,7 +121,7 @@ class Task:
         if isinstance(self.plan, Plan) and lookup is not None:
             began = time.perf_counter()
             with torch.inference_mode():
-                num_bytes = kv.lay_out(self.plan.copies, lookup.segments, computed=self.plan.probe_pass)
+                num_bytes = kv.lay_out(self.plan.copies, lookup.segments, computed=self.plan.may_compute)
             seconds = time.perf_counter() - began
             self.cost.observe_load(num_bytes, seconds)
             self.stage_seconds["splice"] = seconds

@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from delta_tree import Span
+from delta_tree import Copy, NodeId, SegmentId, Span, gaps, token_ids
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.rules.base import num_wanted, pieces
 from kvshare.bench.fidelity.trial import Selection, Trial
+from kvshare.bench.random_models import tiny_model
+from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.prefill import Prefill
+from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import Estimate, Plan, RepairOrder, without
 from kvshare.sharing.selection import probes, stretches
@@ -123,3 +126,48 @@ def test_listeners_are_the_last_computed_tokens() -> None:
     places = [place for span in plan.listeners for place in range(span.start, span.end)]
     assert places == made.base.nonzero()[0][-32:].tolist()
     assert Span(0, 0) not in plan.listeners
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "llama4", "mistral-window"])
+@pytest.mark.parametrize("repaired", [0, 40])
+def test_what_nobody_may_see_is_not_laid_out_and_not_missed(family: str, repaired: int) -> None:
+    """With repairs still to be chosen anywhere; all that is not laid out holds poison."""
+    model = EmbeddedModel(tiny_model(family), name=family)
+    rng = np.random.default_rng(0)
+    stored = token_ids(rng.integers(16, 290, 400))
+    asked = np.array(stored)
+    asked[[60, 61, 200]] = [3, 4, 5]
+    source = model.new_sequence(400)
+    model.compute(PartialPass(source, (Span(0, 400),)), stored)
+    segments = {SegmentId(1): source.cut(Span(0, 400))}
+    placeholders = (Span(60, 62), Span(200, 201), Span(384, 400))
+    copies = tuple(
+        Copy(NodeId(1), SegmentId(1), span.start, len(span), span.start, span.start, span.start)
+        for span in gaps(placeholders, 400)
+    )
+    copied_behind = tuple(copy.target for copy in copies if copy.target_start >= 60)
+    order = RepairOrder(copied_behind, tuple(probes(copied_behind, 400).tolist()), repaired)
+    plan = Plan(
+        num_tokens=400,
+        exact_length=60,
+        copies=copies,
+        placeholders=placeholders,
+        repairs=(),
+        generation=1,
+        estimate=Estimate(1.0, 0.5),
+        order=order if repaired else None,
+    )
+    found = []
+    for may_compute in (None, plan.may_compute):
+        kv = model.new_sequence(400)
+        for plane in kv.planes:
+            plane.fill_(1e4)
+        num_bytes = kv.lay_out(plan.copies, segments, computed=may_compute)
+        prefill, logits = Prefill(model, token_ids(asked), plan, kv), None
+        while logits is None:
+            _, logits = prefill.advance(max_queries=64)
+        found.append((logits, prefill.plan, num_bytes))
+    (all_logits, all_plan, all_bytes), (logits, carried_out, num_bytes) = found
+    assert torch.equal(logits, all_logits)
+    assert carried_out == all_plan
+    assert num_bytes < all_bytes or repaired
