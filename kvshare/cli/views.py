@@ -108,7 +108,7 @@ def verify(document: Document) -> list[RenderableType]:
             **group[0],
             "layers": _ranges([rows["layer"] for rows in group]),
             "error": max(rows["error"] for rows in group),
-            "control": _times(min((rows["control"] or inf for rows in group), default=inf)),
+            "control": _times(min(inf if rows["control"] is None else rows["control"] for rows in group)),
         }
         for group in alike.values()
     )

@@ -235,17 +235,17 @@ class _Group:
             for start in range(0, num_rows, step):
                 rows = slice(start, min(num_rows, start + step))
                 scores = query[0, heads, rows].float() * (dim**-0.5 if scaling is None else scaling)
-                mask = self._rows_of_mask(rows, num_slots, scores.device)
-                weights = form.weights(scores @ keys.T, mask, heads=heads)  # (G, n, S)
+                hidden = self._hidden(rows, num_slots, scores.device)
+                weights = form.weights(scores @ keys.T, hidden, heads=heads)  # (G, n, S)
                 output[0, heads, rows] = (weights @ values).to(output.dtype)
         return output
 
-    def _rows_of_mask(self, rows: slice, num_slots: int, device: torch.device) -> torch.Tensor | None:
+    def _hidden(self, rows: slice, num_slots: int, device: torch.device) -> torch.Tensor | None:
+        """(n, S) bool; None where these rows see all."""
         if not self.is_causal:
-            return None if self.mask is None else self.mask[rows]
+            return None if self.mask is None else self.mask[rows] < 0
         at = torch.arange(num_slots, device=device)
-        own = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        return torch.zeros(len(own), num_slots, device=device).masked_fill_(at > own, float("-inf"))
+        return at > torch.arange(rows.start, rows.stop, device=device)[:, None]
 
 
 def take_pass(

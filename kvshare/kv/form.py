@@ -22,17 +22,17 @@ class Form:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
-    def weights(self, scores: torch.Tensor, mask: torch.Tensor | None, *, heads: slice) -> torch.Tensor:
+    def weights(self, scores: torch.Tensor, hidden: torch.Tensor | None, *, heads: slice) -> torch.Tensor:
         """
-        Attention weights of some query heads.
+        Attention weights of some query heads. Scores of what is hidden may be anything, even no number.
 
-        Shapes:  scores (G, N, S) in float32, scaled; mask (N, S), additive -> (G, N, S); rows sum to 1, with
-                 sinks to less
+        Shapes:  scores (G, N, S) in float32, scaled; hidden (N, S) bool
+                 -> (G, N, S), rows sum to 1, with sinks to less
         """
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        if mask is not None:
-            scores = scores + mask
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
         if self.sinks is None:
             return scores.softmax(dim=-1)
         sink = self.sinks[heads].float()[:, None, None].expand(-1, scores.shape[1], 1)

@@ -121,5 +121,4 @@ def attention(
         scores[..., first:].masked_fill_(at[first:] > own, float("-inf"))
         return scores.softmax(dim=-1)
     hidden = (at > own) | (at < form.reach.firsts(own))
-    mask = torch.zeros(hidden.shape, device=key.device).masked_fill_(hidden, float("-inf"))
-    return form.weights(scores, mask, heads=slice(group * len(query), (group + 1) * len(query)))
+    return form.weights(scores, hidden, heads=slice(group * len(query), (group + 1) * len(query)))

@@ -141,7 +141,7 @@ def prove(tables: Sequence[torch.Tensor], observed: Sequence[Observed], *, toler
     The movement that takes the rows of each pair from one place to the other.
 
     Every table is tried with both pairings on the first and the last dimensions, and no rotation at all. What
-    fits must fit for all shifts, and what is nearly right must not: the next position, the neighbouring head,
+    fits must fit for all shifts, and what is nearly right must not: a position close by, the next head,
     another candidate that says something else. So keys that are all zero prove nothing.
 
     Shapes:  tables (F,) each, F at most D / 2
@@ -153,7 +153,7 @@ def prove(tables: Sequence[torch.Tensor], observed: Sequence[Observed], *, toler
     best = int(np.argmin(distances))
     movement = candidates[best]
     error = max(pair.error_of(movement.moved(pair.here, pair.shift)) for pair in observed)
-    if not error <= tolerance:
+    if not (error <= tolerance and distances[best] <= 2 * tolerance):
         return Proof(None, error, None, "no table of the model's moves these rows")
     wrong = [
         distance
@@ -163,12 +163,16 @@ def prove(tables: Sequence[torch.Tensor], observed: Sequence[Observed], *, toler
     rounding = tolerance * _ROUNDING
     if movement.frequencies:
         wrong.append(_distance_of_neighbours(movement, observed))
-        if (
-            beside := _distance(movement, observed, beside=1)
-        ) > rounding:  # else one position is nothing here
+        near = max(
+            1, round(1 / max(movement.frequencies))
+        )  # positions in which the fastest turns by a radian
+        if (beside := _distance(movement, observed, beside=near)) > rounding:  # else that is nothing here
             wrong.append(beside)
-    control = min(wrong) / max(distances[best], rounding) if wrong else None
-    if control is not None and control < _CLEARLY:
+    if not wrong:  # nothing to compare with: then only what is the same to the last bit is known to stay
+        same = all(torch.equal(pair.here, pair.there) for pair in observed)
+        return Proof(movement if same else None, error, None, "" if same else "there is no table to try")
+    control = min(wrong) / max(distances[best], rounding)
+    if control < _CLEARLY:
         return Proof(None, error, control, "these rows do not tell the right movement from wrong ones")
     return Proof(movement, error, control)
 

@@ -25,6 +25,7 @@ class SequenceKV:
     def __init__(self, layout: KVLayout, capacity: int) -> None:
         self.layout = layout
         self.planes = layout.empty(capacity)
+        self.is_whole = True  # false: some layers lack slots that nobody was going to see
 
     @property
     def k(self) -> torch.Tensor:
@@ -89,6 +90,7 @@ class SequenceKV:
         """
         num_bytes = 0
         for part in self.layout.parts(computed):
+            self.is_whole = self.is_whole and part.slots is None
             plane, target = self.layout.planes[part.plane], self.planes[part.plane]
             for copy in copies:
                 stored = segments[copy.segment_id].planes[part.plane]
@@ -112,6 +114,7 @@ class SequenceKV:
     def fork(self, num_tokens: int) -> SequenceKV:
         """Another sequence that starts with this one's first `num_tokens`."""
         other = SequenceKV(self.layout, self.capacity)
+        other.is_whole = self.is_whole
         for theirs, ours in zip(other.planes, self.planes, strict=True):
             theirs[:, :num_tokens] = ours[:, :num_tokens]
         return other

@@ -56,6 +56,10 @@ class SequenceBuffer(Protocol[KVT_co]):
     @property
     def bytes_per_token(self) -> int: ...
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all slots hold KV, those included that were copied and that nobody was going to see."""
+
     def cut(self, span: Span) -> KVT_co: ...
 
 
@@ -140,7 +144,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         with self._writing:
             plan = computed.plan
             if isinstance(plan, Plan) and not self._has_copies(plan):
-                if plan.first_approximate < plan.num_tokens:
+                if plan.first_approximate < plan.num_tokens or not computed.kv.is_whole:
                     self.counters["fallback:commit:donor_gone"] += 1
                     return None
                 # Everything in the slots is exact, wherever it came from: keep it whole.

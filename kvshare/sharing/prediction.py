@@ -29,6 +29,7 @@ _REACH = 32.0  # tokens behind the start of a piece over which its KV becomes th
 _DOSE = 4.0  # repaired tokens for each stale one, where doubling them begins to count in full
 _MOST_PIECES = 512  # whose surroundings are looked at
 FLOOR = 1e-6  # nats: below it KL is rounding
+_LEAST_SLOPE = 0.05
 _STEPS = 30  # some six are enough
 
 Vector = NDArray[np.float64]
@@ -229,7 +230,11 @@ def _mean_of(typical: NDArray[np.float64], kl: NDArray[np.float64]) -> tuple[flo
         mean = np.exp(linear)
         weighed = design.T * mean
         found = np.linalg.solve(weighed @ design, weighed @ (linear + kl / mean - 1))
-    return float(np.exp(found[0])), float(found[1])
+    bias, slope = float(np.exp(found[0])), float(found[1])
+    if isfinite(bias) and slope > _LEAST_SLOPE:
+        return bias, slope
+    # The weights tell nothing: the mean of all, nearly the same whatever is predicted.
+    return float(kl.mean() / (typical**_LEAST_SLOPE).mean()), _LEAST_SLOPE
 
 
 def _pieces(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:

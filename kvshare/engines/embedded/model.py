@@ -148,6 +148,8 @@ class EmbeddedModel:
         config = model.config
         if getattr(config, "is_encoder_decoder", False):
             raise ModelError(f"{name} is an encoder-decoder model; expected a decoder")
+        if config.get_text_config() is not config:
+            raise ModelError(f"{name} takes more than text ({config.model_type}); expected a model of text")
         self.name = name
         self._model: PreTrainedModel = model.train(False)
         self.vocab_size: int = config.vocab_size
@@ -314,6 +316,8 @@ class EmbeddedModel:
         tokens = self._probe_tokens()
         current = PartialPass(self.new_sequence(len(tokens)), (Span(0, len(tokens)),))
         found = self.logits(current, tokens, keep=len(tokens))
+        if missing := set(range(self.layout.num_layers)) - set(current.forms):
+            raise ModelError(f"{self.name}: layer {min(missing)} does not take attention from outside")
         self.attention_error = error = _relative_error(found, expected)
         if not error <= self._tolerance:
             raise ModelError(
@@ -407,6 +411,10 @@ def _context_length(config: Any, wanted: int | None) -> int:
     if getattr(config, "attn_temperature_tuning", False):
         # Llama 4 scales queries from here on, by a position that it takes from the cache's length.
         limits.append(int(config.floor_scale) - 1)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # behind this length keys are turned by another table
+        original = rope.get("original_max_position_embeddings")
+        limits.append(int(original or getattr(config, "original_max_position_embeddings", None) or limits[0]))
     layer_types: Sequence[str] = getattr(config, "layer_types", None) or ()
     if foreign := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
         raise ModelError(f"layer types {sorted(foreign)} are not handled; expected attention in all layers")

@@ -26,6 +26,7 @@ class WeightlessSequence:
     """The KV of a finished sequence, of so many bytes a token."""
 
     bytes_per_token: int
+    is_whole: bool = True
 
     def cut(self, span: Span) -> WeightlessKV:
         return WeightlessKV(len(span) * self.bytes_per_token)

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
 
 from kvshare.bench.random_models import tiny_model
+from kvshare.cli.views import draw
 from kvshare.demo import MODEL_PATH
 from tests.kvshare.cli.conftest import Cli
 
@@ -51,3 +52,25 @@ def test_a_wrong_dtype_is_wrong_usage(cli: Cli) -> None:
     outcome = cli("verify", "demo", "--dtype", "int8")
     assert outcome.code == 2
     assert "--dtype" in outcome.stderr
+
+
+def test_the_least_control_is_shown_also_where_it_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys that are all zero fit anything, and are the ones to be shown."""
+    kind = {"name": "k", "heads": 1, "dim": 8, "moves": None, "why": "no", "error": 0.0}
+    layers = [
+        {"layer": number, "sees": "all", "rows": [{**kind, "control": control}]}
+        for number, control in enumerate((0.0, 3.0))
+    ]
+    document = {
+        "model": "m",
+        "dtype": "float32",
+        "max_model_len": 8,
+        "bytes_per_token": 8,
+        "shares": "same positions",
+        "repairs": "by place",
+        "attention_error": 0.0,
+        "why": "no",
+        "layers": layers,
+    }
+    draw("verify", document)
+    assert "0 times as far off" in capsys.readouterr().out

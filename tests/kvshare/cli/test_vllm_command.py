@@ -212,6 +212,7 @@ def test_options_are_read_as_vllm_reads_them() -> None:
         (["sliding_attention", "full_attention"], ["--no-disable-hybrid-kv-cache-manager"], False),
         (["full_attention", "full_attention"], [], False),
         (["sliding_attention", "sliding_attention"], [], False),
+        (["chunked_attention", "full_attention"], [], False),
     ],
 )
 def test_models_with_some_windows_keep_their_kv_in_one_group(

@@ -8,9 +8,13 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Gemma3Config,
     GPT2Config,
+    GPTJConfig,
+    GPTNeoConfig,
     Llama4TextConfig,
     LlamaConfig,
+    Phi3Config,
     PreTrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -105,9 +109,46 @@ def test_attention_that_does_more_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         EmbeddedModel(plain, name="odd")
 
 
-def test_a_model_that_takes_no_attention_from_outside_is_refused() -> None:
-    with pytest.raises(ModelError, match="tiny does not take cache and attention from outside"):
-        embedded(BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4))
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4),
+        GPTJConfig(vocab_size=300, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=128),
+        GPTNeoConfig(
+            vocab_size=300,
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            window_size=32,
+            max_position_embeddings=128,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_model_that_takes_no_attention_from_outside_is_refused(config: PreTrainedConfig) -> None:
+    """Its own would be computed, with windows that we know nothing of."""
+    with pytest.raises(ModelError, match=r"does not take (cache and )?attention from outside"):
+        embedded(config)
+
+
+def test_a_model_of_images_and_text_is_refused_by_name() -> None:
+    text = dict(TINY, head_dim=16, layer_types=["sliding_attention", "full_attention", "full_attention"])
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    with pytest.raises(ModelError, match="takes more than text"):
+        EmbeddedModel(AutoModelForCausalLM.from_config(config), name="images")
+
+
+def test_a_context_ends_where_keys_are_turned_by_another_table() -> None:
+    """LongRoPE: a prompt beyond has other keys than one within."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    model = embedded(
+        Phi3Config(**TINY, sliding_window=None, original_max_position_embeddings=64, rope_parameters=rope)
+    )
+    assert model.max_model_len == 64
+    assert "longrope" in model.refusal
 
 
 def test_yarn_is_handled() -> None:

@@ -91,3 +91,41 @@ def test_bfloat16_is_enough_to_tell() -> None:
     true = Movement.turning(table)
     pairs = [Observed(here.bfloat16(), true.moved(here, shift).bfloat16(), shift) for shift in (37, 133)]
     assert prove([table, FAST], pairs, tolerance=6e-2).movement == true
+
+
+def test_without_a_table_only_what_is_equal_to_the_bit_stays() -> None:
+    """Learned positions that are small beside the embeddings: nothing could tell them from rounding."""
+    here = rows(dim=16).bfloat16()
+    near = (here.float() + 0.04 * rows(dim=16, seed=1)).bfloat16()
+    assert prove([], [Observed(here, near, 37)], tolerance=6e-2).movement is None
+    assert prove([], [Observed(here, here.clone(), 37)], tolerance=6e-2).movement == STAYS
+
+
+@pytest.mark.parametrize("factor", [1, 4, 8, 32])
+def test_slow_tables_are_told_apart_in_bfloat16(factor: int) -> None:
+    """Linear scaling: one position turns the fastest dimension by an eighth of a radian, or less."""
+    table = 1_000_000.0 ** -(torch.arange(64) / 64) / factor
+    other = 10_000.0 ** -(torch.arange(64) / 64)
+    true, here = Movement.turning(table), rows(heads=4, dim=128)
+    generator = torch.Generator().manual_seed(5)
+    pairs = [
+        Observed(
+            here.bfloat16(),
+            (true.moved(here, shift) + 0.01 * torch.randn(here.shape, generator=generator)).bfloat16(),
+            shift,
+        )
+        for shift in (37, 133)
+    ]
+    assert prove([table, other], pairs, tolerance=6e-2).movement == true
+
+
+def test_a_table_that_is_wrong_in_a_few_dimensions_is_not_proved() -> None:
+    """Large dimensions make every error small beside the largest value."""
+    here = rows(dim=16)
+    here[..., 0] *= 1000
+    here[..., 8] *= 1000
+    true = Movement.turning(1.0 / 10_000.0 ** (torch.arange(8) / 8))
+    wrong = torch.tensor(true.frequencies)
+    wrong[2] *= 3
+    found = prove([wrong], observed(true, here), tolerance=6e-2)
+    assert found.movement is None

@@ -7,9 +7,10 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from delta_tree import DeltaTree, Node, NodeId, TokenIds, token_ids
+from delta_tree import DeltaTree, Node, NodeId, Span, TokenIds, token_ids
 from kvshare.bench.random_models import tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.kv.attention import PartialPass
 from kvshare.kv.memory_tier import MemoryTier
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings
@@ -275,6 +276,34 @@ async def test_a_commit_on_an_evicted_donor_stores_nothing(model: EmbeddedModel)
     assert sharing.tree.stats().num_nodes == 0
     assert sharing.tier.num_bytes == 0
     assert sharing.counters["fallback:commit:donor_gone"] == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+async def test_an_exact_prefix_of_an_evicted_donor_is_kept_only_where_all_of_it_was_laid_out(
+    family: str,
+) -> None:
+    """Layers with a window lack what nobody was going to see; the rest of their slots is no KV."""
+    model = EmbeddedModel(tiny_model(family), name=family)
+    sharing = sharing_with(FixedNominator(), model)
+    base = prompt(200)
+    donor = donor_for(sharing, model, base.token_ids)
+    wanted = token_ids(np.concatenate([base.token_ids[:150], prompt(50, seed=3).token_ids]))
+    lookup = await look_up(sharing, Prompt(wanted, TEXT))
+    assert isinstance(lookup.plan, Plan)
+    assert lookup.plan.exact_length == 150
+    kv = model.new_sequence(200)
+    for plane in kv.planes:
+        plane.fill_(float("nan"))
+    kv.lay_out(lookup.plan.copies, lookup.segments, computed=lookup.plan.may_compute)
+    model.compute(PartialPass(kv, (Span(150, 200),)), wanted[150:])
+    sharing.tier.drop(sharing.tree.evict(donor.node_id).freed_segments)
+    node = sharing.keeper.commit(Computed("ns", wanted, lookup.plan, kv))
+    if family == "llama":
+        assert node is not None
+        assert not kv.k[:, :200].isnan().any()
+    else:
+        assert node is None
+        assert sharing.counters["fallback:commit:donor_gone"] == 1
 
 
 async def test_a_prompt_evicted_while_it_is_indexed_does_not_come_back(model: EmbeddedModel) -> None:

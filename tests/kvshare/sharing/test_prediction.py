@@ -166,3 +166,14 @@ def test_a_calibration_from_before_there_was_a_slope_has_none() -> None:
     document = fit(*drawn(60)).as_document()
     del document["slope"]
     assert Calibration.from_document(document).slope == 1
+
+
+def test_features_that_tell_nothing_make_a_calibration_that_servers_read() -> None:
+    """A user's model behind hours of measuring: the mean of all, and no file that is refused."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        values, kl = rng.normal(size=(120, len(FEATURES))), 10 ** rng.normal(-3, 1, size=120)
+        found = fit(values, kl, np.arange(120) % 5)
+        assert Calibration.from_document(found.as_document()) == found
+        served = values[:, -1] > 0
+        assert found.expected(values[served]).mean() == pytest.approx(kl[served].mean(), rel=0.5)
