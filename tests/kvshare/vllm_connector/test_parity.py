@@ -19,10 +19,10 @@ ARCHITECTURES = [
         "glm4",
         "smollm3",
     ),  # half of a head in interleaved pairs; a layer without rotation, in transformers' form
-    *("gemma3", "cohere2", "gpt-oss"),  # windows: two tables; interleaved and none; sinks
+    *("gemma3", "cohere2"),  # windows: two tables; interleaved and none
     *(
         pytest.param(name, marks=pytest.mark.long)
-        for name in ("exaone4", "gemma2", "glm4-moe", "olmo3", "phi")
+        for name in ("exaone4", "gemma2", "glm4-moe", "gpt-oss", "olmo3", "phi")
     ),
 ]
 LIMIT = 1e-4  # log-probability, float32
@@ -32,7 +32,13 @@ SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def architecture(request: pytest.FixtureRequest, start: Callable[..., Vllm]) -> Vllm:
     """Of module scope, so that each vLLM is started once."""
-    return start(request.param, disable_hybrid_kv_cache_manager=True)
+    vllm = start(request.param, disable_hybrid_kv_cache_manager=True)
+    # vLLM 0.32's CPU backend with experts: on several threads the same prompt has several answers.
+    prompt = list(range(3, 203))
+    first, *others = (vllm.plain(prompt) for _ in range(4))
+    if any(other.tokens != first.tokens or other.distance(first) > LIMIT for other in others):
+        pytest.skip(f"this vLLM does not repeat its own answers with {request.param}; OMP_NUM_THREADS=1 does")
+    return vllm
 
 
 class TestExactness:
