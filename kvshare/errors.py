@@ -4,7 +4,6 @@ The error tree of KVShare. Everything that `kvshare` or `proxy` raises on purpos
 * KVShareError
   x ConfigError                 config.yaml: the key path, what stood there, what was expected
   x ModelError                  a model that cannot be loaded or whose geometry is not handled
-    - UnsupportedGeometryError
   x StoreError                  the metadata store cannot be used as it is; says what to do
   x LogError                    a log that cannot be replayed at all: not there, of no known format, no text
   x RequestError                the request is wrong; carries an OpenAI `param` and `code`
@@ -39,10 +38,6 @@ class ConfigError(KVShareError):
 
 class ModelError(KVShareError):
     """A model cannot be loaded or used."""
-
-
-class UnsupportedGeometryError(ModelError):
-    """KV of this model cannot be moved or shared exactly; it is served unshared."""
 
 
 class StoreError(KVShareError):

@@ -158,8 +158,14 @@ class KVLayout:
     def moving(self, movements: Sequence[tuple[Movement | None, Movement | None]]) -> Self:
         """The same with what was found of each layer's two kinds of rows."""
         found = dict(zip(("k", "v"), zip(*movements, strict=True), strict=True))
+        one: dict[Movement | None, Movement | None] = {}  # of equal ones: every copy compares them
         planes = (
-            replace(plane, movements=tuple(found[plane.name][layer] for layer in plane.layers))
+            replace(
+                plane,
+                movements=tuple(
+                    one.setdefault(each, each) for each in map(found[plane.name].__getitem__, plane.layers)
+                ),
+            )
             for plane in self.planes
         )
         return replace(self, planes=tuple(planes))

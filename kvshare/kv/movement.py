@@ -163,9 +163,7 @@ def prove(tables: Sequence[torch.Tensor], observed: Sequence[Observed], *, toler
     rounding = tolerance * _ROUNDING
     if movement.frequencies:
         wrong.append(_distance_of_neighbours(movement, observed))
-        near = max(
-            1, round(1 / max(movement.frequencies))
-        )  # positions in which the fastest turns by a radian
+        near = max(1, round(1 / max(movement.frequencies)))  # where the fastest has turned by a radian
         if (beside := _distance(movement, observed, beside=near)) > rounding:  # else that is nothing here
             wrong.append(beside)
     if not wrong:  # nothing to compare with: then only what is the same to the last bit is known to stay

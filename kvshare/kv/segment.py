@@ -15,8 +15,27 @@ from delta_tree import Span
 from kvshare.kv.layout import KVLayout
 
 
+class KeysAndValues:
+    """The two planes of a model whose layers are alike, by name."""
+
+    __slots__ = ()
+    planes: tuple[torch.Tensor, ...]
+
+    @property
+    def k(self) -> torch.Tensor:
+        """(L, T, H, D) of a model whose layers are alike."""
+        k, _ = self.planes
+        return k
+
+    @property
+    def v(self) -> torch.Tensor:
+        """(L, T, H, D) of a model whose layers are alike."""
+        _, v = self.planes
+        return v
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class SegmentKV:
+class SegmentKV(KeysAndValues):
     """
     Rows as the model wrote them, rotated for their positions; the memory belongs to this object alone.
 
@@ -32,18 +51,6 @@ class SegmentKV:
     @property
     def num_bytes(self) -> int:
         return sum(plane.nbytes for plane in self.planes)
-
-    @property
-    def k(self) -> torch.Tensor:
-        """(L, T, H, D) of a model whose layers are alike."""
-        k, _ = self.planes
-        return k
-
-    @property
-    def v(self) -> torch.Tensor:
-        """(L, T, H, D) of a model whose layers are alike."""
-        _, v = self.planes
-        return v
 
     def checksum(self) -> int:
         """xxh3 of all bytes, 63 bits: against accidental corruption only."""

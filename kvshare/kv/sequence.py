@@ -8,10 +8,10 @@ import torch
 
 from delta_tree import Copy, SegmentId, Span
 from kvshare.kv.layout import KVLayout
-from kvshare.kv.segment import SegmentKV
+from kvshare.kv.segment import KeysAndValues, SegmentKV
 
 
-class SequenceKV:
+class SequenceKV(KeysAndValues):
     """
     Slots [0, capacity) of one sequence; slot = position.
 
@@ -26,18 +26,6 @@ class SequenceKV:
         self.layout = layout
         self.planes = layout.empty(capacity)
         self.is_whole = True  # false: some layers lack slots that nobody was going to see
-
-    @property
-    def k(self) -> torch.Tensor:
-        """(L, capacity, H, D) of a model whose layers are alike."""
-        k, _ = self.planes
-        return k
-
-    @property
-    def v(self) -> torch.Tensor:
-        """(L, capacity, H, D) of a model whose layers are alike."""
-        _, v = self.planes
-        return v
 
     @property
     def capacity(self) -> int:
