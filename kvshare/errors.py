@@ -3,7 +3,8 @@ The error tree of KVShare. Everything that `kvshare` or `proxy` raises on purpos
 
 * KVShareError
   x ConfigError                 config.yaml: the key path, what stood there, what was expected
-  x ModelError                  a model that cannot be loaded or whose geometry is not handled
+  x ModelError                  a model that cannot be loaded or served
+    - UnshareableError          it can be served, and nothing of its KV can be shared
   x StoreError                  the metadata store cannot be used as it is; says what to do
   x LogError                    a log that cannot be replayed at all: not there, of no known format, no text
   x RequestError                the request is wrong; carries an OpenAI `param` and `code`
@@ -38,6 +39,10 @@ class ConfigError(KVShareError):
 
 class ModelError(KVShareError):
     """A model cannot be loaded or used."""
+
+
+class UnshareableError(ModelError):
+    """A model keeps or attends otherwise than sharing needs."""
 
 
 class StoreError(KVShareError):

@@ -91,7 +91,7 @@ def _accuracy(answers: list[tuple[Pair, dict[str, str]]]) -> dict[str, Any]:
 
 def _full_reuse(engine: EmbeddedEngine, donor: Prompt, recipient: Prompt) -> str:
     """The donor's KV laid under the recipient, replaced values and all; the question alone is computed."""
-    model = engine.server.model
+    model = engine.server.shared_model
     source = model.new_sequence(donor.num_tokens)
     whole = Span(0, donor.num_tokens)
     compute(model, source, (whole,), donor.token_ids)
@@ -128,6 +128,8 @@ def _decode(engine: EmbeddedEngine, kv: SequenceKV, position: int, token_id: int
             break
         text += detokenizer.add(token_id)
         current = PartialPass(kv, (Span(position, position + 1),))
-        token_id = int(engine.server.model.compute(current, np.asarray([token_id], dtype=np.int32)).argmax())
+        token_id = int(
+            engine.server.shared_model.compute(current, np.asarray([token_id], dtype=np.int32)).argmax()
+        )
         position += 1
     return text.strip()

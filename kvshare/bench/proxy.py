@@ -36,7 +36,7 @@ async def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str
             for repeat in range(repeats + _WARM_UP):
                 text = " ".join(f"{value:x}" for value in rng.integers(0, 2**32, words))
                 http_s, num_tokens = await _through_http(client, engine.card.model_id, text)
-                straight_s = await asyncio.to_thread(_straight, engine.server.model, num_tokens, rng)
+                straight_s = await asyncio.to_thread(_straight, engine.server.shared_model, num_tokens, rng)
                 if repeat >= _WARM_UP:
                     through.append(http_s)
                     straight.append(straight_s)

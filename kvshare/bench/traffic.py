@@ -87,7 +87,7 @@ async def _encoded(engine: EmbeddedEngine, request: LoggedRequest) -> Prompt:
 
 async def _serve(engine: EmbeddedEngine, prompt: Prompt, number: int, every: int, free_tokens: int) -> Served:
     server, sharing = engine.server, engine.sharing
-    runtime, network = server.runtime, server.model
+    runtime, network = server.runtime, server.shared_model
     namespace = engine.namespace(tenant="bench", scope="tenant").digest
     lookup = await sharing.find_plan(namespace, prompt, SharingMode.APPROX)
     plan, size = lookup.plan, prompt.num_tokens
@@ -119,7 +119,7 @@ async def _serve(engine: EmbeddedEngine, prompt: Prompt, number: int, every: int
 def _measured(
     engine: EmbeddedEngine, tokens: TokenIds, kv: SequenceKV, logits: torch.Tensor, free_tokens: int
 ) -> dict[str, float]:
-    network, size = engine.server.model, len(tokens)
+    network, size = engine.server.shared_model, len(tokens)
     full = network.new_sequence(size + _FORCED + free_tokens)
     truth = Prefill(network, tokens, NoPlan("off"), full)
     first = None
@@ -156,7 +156,7 @@ def _greedy(
 
 def _next(engine: EmbeddedEngine, kv: SequenceKV, place: int, token: int) -> torch.Tensor:
     current = PartialPass(kv, (Span(place, place + 1),))
-    return engine.server.model.compute(current, token_ids(np.array([token], np.int32)))
+    return engine.server.shared_model.compute(current, token_ids(np.array([token], np.int32)))
 
 
 def _summary(served: Sequence[Served]) -> dict[str, Any]:

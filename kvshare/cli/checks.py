@@ -122,14 +122,16 @@ def check_tokenizer(settings: Settings) -> Check:
 
 def check_geometry(settings: Settings) -> Check:
     """KV of this kind of model can be moved: proved on one layer of each kind with random weights."""
-    from kvshare.engines.embedded.model import EmbeddedModel
+    from kvshare.engines.embedded.loading import served
 
     try:
-        model = EmbeddedModel(_smallest(_model_config(settings)), name="the model")
+        model = served(_smallest(_model_config(settings)), name="the model")
     except ModelError as exc:
         return found("geometry.wrong", problem=exc)
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as exc:
         return found("geometry.not proved", problem=first_line(exc))
+    if not model.can_share:
+        return found("geometry.unshared", reason=model.refusal)
     if model.refusal:
         return found("geometry.fixed", reason=model.refusal)
     return found("geometry.moves")

@@ -19,15 +19,15 @@ def verify(
     """
     Load a model and show how each layer's KV moves to other positions, how far the layer sees, and the proof.
 
-    A model whose attention is another one than ours is refused with exit code 1. vLLM proves the same on its
-    own model when it starts; `kvshare doctor --vllm-url` says what came of it.
+    A model with a state, or with an attention that is not ours, is served and shares nothing. vLLM proves the
+    same on its own model when it starts; `kvshare doctor --vllm-url` says what came of it.
     """
     if dtype not in (allowed := ("float32", "bfloat16", "float16", "auto")):
         raise typer.BadParameter(f"expected {', '.join(allowed)}, got {dtype!r}", param_hint="--dtype")
-    from kvshare.engines.embedded.model import EmbeddedModel  # imports torch
+    from kvshare.engines.embedded.loading import load_served  # imports torch
     from kvshare.engines.embedded.verification import verified
     from kvshare.served_model import find_model
 
     source = find_model(model, download=True)
-    loaded = EmbeddedModel.load(source.path, name=source.name, device=device, dtype=dtype)
+    loaded = load_served(source.path, name=source.name, device=device, dtype=dtype)
     show("verify", verified(loaded), output_format)

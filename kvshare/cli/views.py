@@ -96,6 +96,8 @@ def explain(document: Document) -> list[RenderableType]:
 
 def verify(document: Document) -> list[RenderableType]:
     """Layers that are alike in one row."""
+    if document["shares"] == "nothing":
+        return [_TEMPLATES.say("verify nothing", document)]
     alike: dict[tuple[object, ...], list[Document]] = {}
     for layer in document["layers"]:
         for rows in layer["rows"]:

@@ -61,7 +61,7 @@ def explanation(
         if isinstance(plan, Plan)
         else planning.rates.estimate(num_tokens=num_tokens, num_computed=num_tokens)
     )
-    lookup_s = 0.0 if report.reason in ("off", "short_prompt") else estimate.lookup_s
+    lookup_s = 0.0 if report.reason in ("off", "short_prompt", "model_unshared") else estimate.lookup_s
     shared_s = lookup_s + (estimate.shared_s if isinstance(plan, Plan) else estimate.full_s)
     return {
         "decision": report.decision,

@@ -126,7 +126,7 @@ class Sharing:
         Fails open: any error is NoPlan with a reason.
         """
         if not self.wants(prompt, mode):
-            return Lookup(NoPlan("off" if mode is SharingMode.OFF else "short_prompt"))
+            return Lookup(NoPlan(self._unwanted(mode)))
         began = time.perf_counter()
         try:
             nomination = await self._nominate(namespace, prompt, mode, by_meaning=by_meaning)
@@ -179,7 +179,14 @@ class Sharing:
 
     def wants(self, prompt: Prompt, mode: SharingMode) -> bool:
         """Whether anything is looked up for a prompt at all."""
-        return mode is not SharingMode.OFF and prompt.num_tokens >= self.limits.sharing.min_prompt_tokens
+        is_long = prompt.num_tokens >= self.limits.sharing.min_prompt_tokens
+        return self.limits.can_share and mode is not SharingMode.OFF and is_long
+
+    def _unwanted(self, mode: SharingMode) -> str:
+        """Why nothing was looked up."""
+        if mode is SharingMode.OFF:
+            return "off"
+        return "short_prompt" if self.limits.can_share else "model_unshared"
 
     async def remember(self, node: Node, text: PromptText | None) -> None:
         """

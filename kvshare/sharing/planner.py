@@ -40,6 +40,7 @@ class PlannerLimits:
     sharing: SharingSettings
     repair: RepairSettings
     calibration: ModelCalibration = field(default_factory=cautious)
+    can_share: bool = True
     can_move_keys: bool = True
     can_probe: bool = False  # whether the engine can choose repairs after a probe pass
     min_saved_s: float = 0.0
@@ -58,11 +59,12 @@ class PlannerLimits:
         settings: Settings,
         *,
         fingerprint: str = "",
+        can_share: bool = True,
         can_move_keys: bool = True,
         can_probe: bool = False,
     ) -> Self:
         """
-        What config.yaml says, for an engine that can or cannot move keys and choose repairs.
+        What config.yaml says, for an engine that can or cannot share at all, move keys and choose repairs.
 
         `fingerprint`: of the model; empty where it is not known, or not yet.
         Raises:  ConfigError for a calibration that cannot be read
@@ -71,6 +73,7 @@ class PlannerLimits:
             sharing=settings.sharing,
             repair=settings.repair,
             calibration=calibration_of(fingerprint, settings.sharing.calibration),
+            can_share=can_share,
             can_move_keys=can_move_keys,
             can_probe=can_probe,
             min_saved_s=settings.cost.min_saved_s,

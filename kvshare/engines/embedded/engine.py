@@ -189,7 +189,8 @@ async def _keep(server: EmbeddedServer, task: Task) -> None:
     runtime, request = server.runtime, task.request
     await task.released.wait()
     try:
-        if task.error is not None or not (task.prefilled and request.store):
+        is_kept = server.model.can_share and request.store
+        if task.error is not None or not (task.prefilled and is_kept):
             return
         node = await runtime.write(runtime.keeper.commit, task.computed)
         if node is None:  # it was known, or found no room: others may have left all the same

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from delta_tree import Span, TokenIds, merge
-from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import take_pass
 from kvshare.kv.listening import Listener
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import NoPlan, Plan, RepairOrder
 from kvshare.sharing.selection import Choice, choose
+
+if TYPE_CHECKING:
+    from kvshare.engines.embedded.model import EmbeddedModel
 
 
 class Prefill:

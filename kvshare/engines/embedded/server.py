@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
-from delta_tree import DeltaTree, Span
+from delta_tree import DeltaTree, token_ids
+from kvshare.engines.embedded.decoder import DecoderModel
+from kvshare.engines.embedded.loading import load_served
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.scheduler import Scheduler
 from kvshare.engines.embedded.tokenizer import PromptEncoder
-from kvshare.errors import ModelError
-from kvshare.kv.attention import PartialPass
+from kvshare.errors import ModelError, UnshareableError
 from kvshare.kv.memory_tier import MemoryTier
 from kvshare.kv.segment import SegmentKV
 from kvshare.metadata import check_not_in_use, open_emptied_tree
@@ -36,12 +36,13 @@ from kvshare.settings import Settings
 from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.memory_keeper import MemoryKeeper
+from kvshare.sharing.plan import NoPlan
 from kvshare.sharing.planner import PlannerLimits
 
 _T = TypeVar("_T")
 _WARM_UP_TOKENS = 16
 
-Load = Callable[[Settings, threading.Event], tuple[EmbeddedModel, PromptEncoder]]
+Load = Callable[[Settings, threading.Event], tuple[DecoderModel[Any], PromptEncoder]]
 """Loads in a thread; the event is set when the engine stops meanwhile."""
 
 
@@ -50,7 +51,7 @@ class EmbeddedServer:
     """The open parts."""
 
     executor: ThreadPoolExecutor
-    model: EmbeddedModel
+    model: DecoderModel[Any]
     encoder: PromptEncoder
     namespace_fields: Mapping[str, str]  # of every namespace under this model
     runtime: Runtime[MemoryKeeper[SegmentKV]]
@@ -60,6 +61,13 @@ class EmbeddedServer:
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
         return self.model.eos_token_ids(self.encoder.eos_token_id)
+
+    @property
+    def shared_model(self) -> EmbeddedModel:
+        """The same for who wants to compute with it. Raises UnshareableError where nothing is shared."""
+        if not isinstance(self.model, EmbeddedModel):
+            raise UnshareableError(self.model.refusal)
+        return self.model
 
     async def off_loop(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Call a function that takes long and changes nothing."""
@@ -93,7 +101,7 @@ async def open_server(settings: Settings, load: Load) -> AsyncIterator[EmbeddedS
         yield EmbeddedServer(executor, model, encoder, fields, runtime, scheduler)
 
 
-def load_model(settings: Settings, stopping: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
+def load_model(settings: Settings, stopping: threading.Event) -> tuple[DecoderModel[Any], PromptEncoder]:
     """The model that config.yaml names."""
     chosen = settings.model
     source = find_model(chosen.path, download=True, cancelled=stopping)
@@ -103,7 +111,7 @@ def load_model(settings: Settings, stopping: threading.Event) -> tuple[EmbeddedM
     if settings.engine.num_threads is not None:
         torch.set_num_threads(settings.engine.num_threads)
     encoder = PromptEncoder.load(path)
-    model = EmbeddedModel.load(
+    model = load_served(
         path,
         name=chosen.served_name or source.name,
         device=chosen.device,
@@ -113,7 +121,7 @@ def load_model(settings: Settings, stopping: threading.Event) -> tuple[EmbeddedM
     return model, encoder
 
 
-def namespace_fields(model: EmbeddedModel, encoder: PromptEncoder) -> dict[str, str]:
+def namespace_fields(model: DecoderModel[Any], encoder: PromptEncoder) -> dict[str, str]:
     """What KV of this model depends on; see `Namespace`."""
     layout = model.layout
     return {
@@ -127,7 +135,7 @@ def namespace_fields(model: EmbeddedModel, encoder: PromptEncoder) -> dict[str, 
 
 
 def _runtime(
-    settings: Settings, model: EmbeddedModel, fields: Mapping[str, str]
+    settings: Settings, model: DecoderModel[Any], fields: Mapping[str, str]
 ) -> AbstractAsyncContextManager[Runtime[MemoryKeeper[SegmentKV]]]:
     """The store of this very model, emptied: the KV of its prompts died with the last process."""
     identity = ":".join(fields[part] for part in ("model", "revision", "tokenizer", "dtype"))
@@ -135,10 +143,12 @@ def _runtime(
     limits = PlannerLimits.from_settings(
         settings,
         fingerprint=model.fingerprint,
+        can_share=model.can_share,
         can_move_keys=model.layout.can_move,
         can_probe=model.can_listen,
     )
-    log_calibration(limits.calibration, model.fingerprint)
+    if model.can_share:
+        log_calibration(limits.calibration, model.fingerprint)
 
     def new_keeper(tree: DeltaTree) -> MemoryKeeper[SegmentKV]:
         tier = MemoryTier(settings.store.kv_bytes)
@@ -153,8 +163,9 @@ def _runtime(
     )
 
 
-def _warm_up(model: EmbeddedModel) -> None:
+def _warm_up(model: DecoderModel[Any]) -> None:
     """The first forward pass allocates and compiles; better now than in somebody's request."""
-    kv = model.new_sequence(_WARM_UP_TOKENS)
-    tokens = np.zeros(_WARM_UP_TOKENS, dtype=np.int32)
-    model.compute(PartialPass(kv, (Span(0, _WARM_UP_TOKENS),)), tokens)
+    tokens = token_ids([0] * _WARM_UP_TOKENS)
+    model.prefill(tokens, NoPlan("off"), model.new_sequence(_WARM_UP_TOKENS)).advance(
+        max_queries=_WARM_UP_TOKENS
+    )

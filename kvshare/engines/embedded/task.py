@@ -10,18 +10,17 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from delta_tree import Span, token_ids
+from delta_tree import token_ids
 from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
-from kvshare.engines.embedded.model import EmbeddedModel
-from kvshare.engines.embedded.prefill import Prefill
+from kvshare.engines.embedded.decoder import DecoderModel, RunningPrefill, RunningSequence
 from kvshare.engines.embedded.sampling import Sampler, top_logprobs
 from kvshare.engines.embedded.text import Detokenizer, StopMatcher, token_text
-from kvshare.kv.attention import PartialPass
 from kvshare.kv.segment import SegmentKV
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.cost import CostModel
@@ -35,7 +34,7 @@ class _Choice:
     """One of a request's n completions."""
 
     index: int
-    kv: SequenceKV
+    kv: RunningSequence
     sampler: Sampler
     detokenizer: Detokenizer
     stops: StopMatcher
@@ -49,7 +48,7 @@ class Task:
 
     request: GenerationRequest
     lookup: InitVar[Lookup]
-    model: EmbeddedModel
+    model: DecoderModel[Any]
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
     max_tokens: int
@@ -65,8 +64,8 @@ class Task:
         self.stage_seconds = dict(lookup.stage_seconds)
         self._lookup: Lookup | None = lookup
         self._prompt = self.request.prompt.token_ids
-        self._kv: SequenceKV | None = None
-        self._running: Prefill | None = None
+        self._kv: RunningSequence | None = None
+        self._running: RunningPrefill | None = None
         self._choices: list[_Choice] = []
 
     @property
@@ -80,6 +79,7 @@ class Task:
         generated = np.asarray(first.generated[:-1], dtype=np.int32)
         tokens = token_ids(np.concatenate([self._prompt, generated]))
         plan = self.plan if self._running is None else self._running.plan
+        assert isinstance(first.kv, SequenceKV)
         return Computed(self.request.namespace.digest, tokens, plan, first.kv)
 
     def end(self, error: BaseException | None) -> None:
@@ -104,7 +104,7 @@ class Task:
     def _prefill(self, max_queries: int) -> None:
         if self._running is None:
             self._kv = self._lay_out()
-            self._running = Prefill(self.model, self._prompt, self.plan, self._kv)
+            self._running = self.model.prefill(self._prompt, self.plan, self._kv)
         began = time.perf_counter()
         num_computed, logits = self._running.advance(max_queries=max_queries)
         seconds = time.perf_counter() - began
@@ -114,11 +114,12 @@ class Task:
             self.prefilled = True
             self._start_choices(logits)
 
-    def _lay_out(self) -> SequenceKV:
-        """Slots for the prompt and some tokens more, with all reused KV in place."""
-        kv = self.model.new_sequence(len(self._prompt) + min(self.max_tokens, 256))
+    def _lay_out(self) -> RunningSequence:
+        """Room for the prompt and some tokens more, with all reused KV in place."""
+        kv: RunningSequence = self.model.new_sequence(len(self._prompt) + min(self.max_tokens, 256))
         lookup, self._lookup = self._lookup, None  # lets go of the segments once they are laid out
         if isinstance(self.plan, Plan) and lookup is not None:
+            assert isinstance(kv, SequenceKV)
             began = time.perf_counter()
             with torch.inference_mode():
                 num_bytes = kv.lay_out(self.plan.copies, lookup.segments, computed=self.plan.may_compute)
@@ -139,10 +140,7 @@ class Task:
 
     def _decode(self, choice: _Choice) -> None:
         position = len(self._prompt) + len(choice.generated) - 1
-        choice.kv.reserve(position + 1)
-        current = PartialPass(choice.kv, (Span(position, position + 1),))
-        logits = self.model.compute(current, np.asarray(choice.generated[-1:], dtype=np.int32))
-        self._take_token(choice, logits)
+        self._take_token(choice, self.model.next_logits(choice.kv, position, choice.generated[-1]))
 
     def _take_token(self, choice: _Choice, logits: torch.Tensor) -> None:
         """Sample, detokenize, look for an end, tell the client."""

@@ -5,26 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.engines.embedded.unshared import UnsharedModel
 from kvshare.kv.form import Form
 from kvshare.kv.layout import Plane
 from kvshare.kv.movement import Proof
 
 
-def verified(model: EmbeddedModel) -> dict[str, Any]:
+def verified(model: EmbeddedModel | UnsharedModel) -> dict[str, Any]:
     """
-    JSON-ready. `shares`: "everything", or "same positions" and `why`.
+    JSON-ready. `shares`: "everything", "same positions" or "nothing", and `why`.
 
     Errors are in units of the largest value; `control` says how many times further off what must not fit was.
     """
     layout = model.layout
-    return {
+    common = {
         "model": model.name,
         "max_model_len": model.max_model_len,
         "dtype": str(layout.dtype).removeprefix("torch."),
+        "why": model.refusal or None,
+    }
+    if isinstance(model, UnsharedModel):
+        return {**common, "shares": "nothing", "layers": []}
+    return {
+        **common,
         "planes": str(layout),
         "bytes_per_token": layout.bytes_per_token,
         "shares": "everything" if layout.can_move else "same positions",
-        "why": model.refusal or None,
         "repairs": "chosen or by place" if model.can_listen else "by place",
         "attention_error": model.attention_error,
         "layers": [

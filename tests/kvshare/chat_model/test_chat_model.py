@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from kvshare.bench import ttft
 from kvshare.chat_model import EXAMPLE_TEXT, ORIGIN_FILE
 from kvshare.chat_model.prepare import prepare
-from kvshare.engines.embedded.model import chosen_dtype
+from kvshare.engines.embedded.decoder import chosen_dtype
 from kvshare.replay.tokens import RequestTokenizer
 
 pytestmark = [pytest.mark.chat_model, pytest.mark.slow]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, T5Config, T5ForConditionalGeneration
 
 from kvshare.bench.random_models import tiny_model
 from kvshare.cli.views import draw
@@ -40,12 +40,22 @@ def test_what_cannot_be_moved_is_said_with_the_reason(cli: Cli, tmp_path: Path) 
     assert "keys of layer 0" in outcome.stdout
 
 
-def test_a_model_with_another_attention_fails_by_name(cli: Cli, tmp_path: Path) -> None:
+def test_of_a_model_with_another_attention_nothing_is_shared(cli: Cli, tmp_path: Path) -> None:
     config = BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     outcome = cli("verify", tmp_path)
+    assert outcome.code == 0
+    assert "shares nothing" in outcome.stdout
+    assert "does not take cache and attention from outside" in " ".join(outcome.stdout.split())
+
+
+def test_an_encoder_fails_by_name(cli: Cli, tmp_path: Path) -> None:
+    T5ForConditionalGeneration(
+        T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    ).save_pretrained(tmp_path)
+    outcome = cli("verify", tmp_path)
     assert outcome.code == 1
-    assert "does not take cache and attention from outside" in outcome.stderr
+    assert "T5" in outcome.stderr
 
 
 def test_a_wrong_dtype_is_wrong_usage(cli: Cli) -> None:

@@ -23,7 +23,8 @@ from transformers import (
 from delta_tree import Span, token_ids
 from kvshare.bench.random_models import TINY, tiny_model
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.embedded.model import EmbeddedModel, chosen_dtype
+from kvshare.engines.embedded.decoder import chosen_dtype
+from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.errors import ModelError
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.movement import STAYS

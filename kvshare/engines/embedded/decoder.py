@@ -1,0 +1,189 @@
+"""What the embedded engine needs of a decoder model, whether or not its KV can be shared."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+import torch
+import xxhash
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from delta_tree import TokenIds
+from kvshare.errors import ModelError
+from kvshare.kv.frequencies import rope_digest
+from kvshare.kv.layout import KVLayout
+from kvshare.sharing.plan import NoPlan, Plan
+
+
+class RunningSequence(Protocol):
+    """What a model keeps of a sequence that it goes on with."""
+
+    def fork(self, num_tokens: int) -> Self:
+        """Another sequence that starts with this one's first `num_tokens`: all that were computed."""
+
+
+class RunningPrefill(Protocol):
+    """A prompt that is being computed; see `prefill.Prefill`."""
+
+    @property
+    def plan(self) -> Plan | NoPlan:
+        """As it is carried out."""
+
+    def advance(self, *, max_queries: int) -> tuple[int, torch.Tensor | None]:
+        """One pass: how many tokens it computed, and behind the last one the answer's logits (V,)."""
+
+
+SequenceT = TypeVar("SequenceT", bound=RunningSequence)
+
+
+class DecoderModel(ABC, Generic[SequenceT]):
+    """
+    One decoder model on one device.
+
+    `layout` is what can be shared of it, with no plane where that is nothing; `refusal` says why not all can.
+    """
+
+    can_share: ClassVar[bool]
+    layout: KVLayout
+
+    def __init__(self, network: PreTrainedModel, *, name: str, max_model_len: int | None) -> None:
+        """Raises ModelError for what is no decoder of text, and for a context longer than the model's."""
+        config = network.config
+        if getattr(config, "is_encoder_decoder", False):
+            raise ModelError(f"{name} is an encoder-decoder model; expected a decoder")
+        if config.get_text_config() is not config:
+            raise ModelError(f"{name} takes more than text ({config.model_type}); expected a model of text")
+        self.name = name
+        self.network: PreTrainedModel = network.train(False)
+        self.vocab_size: int = config.vocab_size
+        self.max_model_len = _context_length(config, max_model_len)
+
+    @property
+    @abstractmethod
+    def refusal(self) -> str:
+        """Why not everything can be shared; empty where it can."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """What a calibration is found by, see `model_fingerprint`; empty where nothing is shared."""
+
+    @property
+    @abstractmethod
+    def can_listen(self) -> bool:
+        """Whether repairs can be chosen by what changed."""
+
+    @abstractmethod
+    def new_sequence(self, capacity: int) -> SequenceT: ...
+
+    @abstractmethod
+    def prefill(self, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceT) -> RunningPrefill:
+        """Compute what of a prompt is not laid out in `kv`."""
+
+    @abstractmethod
+    def next_logits(self, kv: SequenceT, position: int, token_id: int) -> torch.Tensor:
+        """Compute one token at the end of a sequence. Returns the logits (V,) after it, float32."""
+
+    @property
+    def revision(self) -> str:
+        """
+        Digest of the configuration and of every weight: another checkpoint is another revision.
+
+        The weights go through xxh3, which reads gigabytes in seconds; nobody forges checkpoints here.
+        """
+        digest = hashlib.sha256(self.network.config.to_json_string(use_diff=False).encode())
+        for name, tensor in sorted(self.network.state_dict().items()):
+            weights = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            digest.update(name.encode())
+            digest.update(xxhash.xxh3_128(weights).digest())
+        return digest.hexdigest()
+
+    @property
+    def rope_digest(self) -> str:
+        """Digest of the rotary frequencies, of their scaling and of how each layer's rows move."""
+        return hashlib.sha256(f"{rope_digest(self.network)}{self.layout.digest}".encode()).hexdigest()
+
+    def eos_token_ids(self, tokenizer_eos: int | None) -> frozenset[int]:
+        """Tokens that end an answer: the generation config's, and the tokenizer's."""
+        configured = getattr(self.network.generation_config, "eos_token_id", None)
+        ids = [configured] if isinstance(configured, int) else list(configured or [])
+        return frozenset(ids if tokenizer_eos is None else [*ids, tokenizer_eos])
+
+    def probe_tokens(self) -> list[int]:
+        """A few different tokens to try the model with, fewer where the context is shorter."""
+        return [(3 + 7 * place) % self.vocab_size for place in range(min(16, self.max_model_len))]
+
+    @property
+    def tolerance(self) -> float:
+        """Relative to the largest value compared: rounding of a few layers, far below any real difference."""
+        return 1e-3 if next(self.network.parameters()).dtype == torch.float32 else 6e-2
+
+
+def load_network(path: str | Path, *, device: str = "auto", dtype: str = "float32") -> PreTrainedModel:
+    """
+    Load a Hugging Face name or folder. `dtype` "auto" is what `chosen_dtype` says.
+
+    Raises:  ModelError if it cannot be loaded
+    """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # ships no types
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        config = AutoConfig.from_pretrained(path)
+        network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=chosen_dtype(config.dtype, where) if dtype == "auto" else getattr(torch, dtype),
+        )
+        torch.nn.Module.to(network, where)
+    except (OSError, ValueError, KeyError, RuntimeError) as exc:
+        raise ModelError(f"model {str(path)!r} cannot be loaded: {exc}") from exc
+    return network
+
+
+def chosen_dtype(saved: torch.dtype | None, device: str) -> torch.dtype:
+    """
+    The format that the weights were saved in, where `device` multiplies in it, else float32.
+
+    A processor without instructions for bfloat16 converts every operand: slower than float32, and less exact.
+    """
+    if saved not in (torch.bfloat16, torch.float16):
+        return torch.float32
+    if device.startswith("cuda"):
+        native = saved is torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        able = torch.cpu.get_capabilities() if device == "cpu" else {}
+        native = saved is torch.bfloat16 and bool(able.get("avx512_bf16") or able.get("amx_bf16"))
+    return saved if native else torch.float32
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, in units of the largest value."""
+    difference = (found.float() - expected.float()).abs().max()
+    return float(difference / expected.float().abs().max().clamp(min=1e-6))
+
+
+def _context_length(config: Any, wanted: int | None) -> int:
+    """The longest sequence this engine computes as the model means it."""
+    limits = [int(getattr(config, "max_position_embeddings", 0) or 0) or 2048]
+    if getattr(config, "attn_temperature_tuning", False):
+        # Llama 4 scales queries from here on, by a position that it takes from the cache's length.
+        limits.append(int(config.floor_scale) - 1)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # behind this length keys are turned by another table
+        original = rope.get("original_max_position_embeddings")
+        limits.append(int(original or getattr(config, "original_max_position_embeddings", None) or limits[0]))
+    longest = min(limits)
+    if wanted is not None and wanted > longest:
+        raise ModelError(f"max_model_len {wanted} is more than the {longest} tokens this model can run")
+    return wanted or longest
+
+
+def layer_kinds(config: Any) -> Sequence[str]:
+    """What a configuration says of its layers; empty where it says nothing."""
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    return kinds
