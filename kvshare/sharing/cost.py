@@ -18,11 +18,18 @@ class Rates:
     load_bytes_per_s: float
     lookup_s: float = 0.0
     bytes_per_token: int = 0
+    context_share: float = 0.0  # what a token that is attended to costs a pass, in computed ones
 
     def estimate(self, *, num_tokens: int, num_computed: int) -> Estimate:
-        """Full prefill against computing `num_computed` tokens and loading the others."""
-        load_bytes = (num_tokens - num_computed) * self.bytes_per_token
-        shared = load_bytes / self.load_bytes_per_s + num_computed / self.prefill_tokens_per_s
+        """
+        Full prefill against computing `num_computed` tokens and loading the others.
+
+        The rate was measured where all tokens were computed, each of them seen by the same pass.
+        """
+        num_loaded = num_tokens - num_computed
+        own = 1 / (1 + self.context_share)  # of what such a token costs
+        units = num_computed + num_loaded * (1 - own)
+        shared = num_loaded * self.bytes_per_token / self.load_bytes_per_s + units / self.prefill_tokens_per_s
         return Estimate(num_tokens / self.prefill_tokens_per_s, shared, self.lookup_s)
 
 
@@ -36,6 +43,7 @@ class CostModel:
         prior_load_bytes_per_s: float,
         smoothing: float,
         bytes_per_token: int,
+        context_share: float = 0.0,
     ) -> None:
         self._prefill = prior_prefill_tokens_per_s
         self._load = prior_load_bytes_per_s
@@ -43,21 +51,25 @@ class CostModel:
         self._seen_cold_lookup = False
         self._smoothing = smoothing
         self._bytes_per_token = bytes_per_token
+        self._context_share = context_share
         self._lock = threading.Lock()
 
     @classmethod
-    def from_settings(cls, settings: CostSettings, *, bytes_per_token: int) -> Self:
-        """What config.yaml says, until something is measured."""
+    def from_settings(
+        cls, settings: CostSettings, *, bytes_per_token: int, context_share: float = 0.0
+    ) -> Self:
+        """What config.yaml says, until something is measured. `context_share`: see `Rates`."""
         return cls(
             prior_prefill_tokens_per_s=settings.prior_prefill_tokens_per_s,
             prior_load_bytes_per_s=settings.prior_load_bytes_per_s,
             smoothing=settings.smoothing,
             bytes_per_token=bytes_per_token,
+            context_share=context_share,
         )
 
     @property
     def rates(self) -> Rates:
-        return Rates(self._prefill, self._load, self._lookup, self._bytes_per_token)
+        return Rates(self._prefill, self._load, self._lookup, self._bytes_per_token, self._context_share)
 
     def set_bytes_per_token(self, num_bytes: int) -> None:
         """For an engine that learns its KV's size after the start."""

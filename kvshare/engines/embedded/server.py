@@ -22,6 +22,7 @@ import torch
 
 from delta_tree import DeltaTree, token_ids
 from kvshare.engines.embedded.decoder import DecoderModel
+from kvshare.engines.embedded.expansion import context_share
 from kvshare.engines.embedded.loading import load_served
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.scheduler import Scheduler
@@ -159,7 +160,11 @@ def _runtime(
         open_tree=partial(open_emptied_tree, settings.store.path, identity=identity),
         new_keeper=new_keeper,
         limits=limits,
-        cost=CostModel.from_settings(settings.cost, bytes_per_token=model.layout.bytes_per_token),
+        cost=CostModel.from_settings(
+            settings.cost,
+            bytes_per_token=model.layout.bytes_per_token,
+            context_share=context_share(model) if isinstance(model, EmbeddedModel) else 0.0,
+        ),
     )
 
 

@@ -24,6 +24,7 @@ from delta_tree import Span, token_ids
 from kvshare.bench.random_models import TINY, tiny_model
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.embedded.decoder import chosen_dtype
+from kvshare.engines.embedded.expansion import context_share
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.errors import ModelError
 from kvshare.kv.attention import PartialPass
@@ -265,3 +266,20 @@ def test_auto_is_the_saved_format_where_the_processor_has_it(
     """bfloat16 with instructions for it; everything else is computed in float32 on a CPU."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
     assert chosen_dtype(saved, "cpu") is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "is_expanded"), [("llama", False), ("gemma3", False), ("deepseek-v3", True)]
+)
+def test_only_latents_are_expanded_for_all_that_is_attended_to(name: str, *, is_expanded: bool) -> None:
+    """By hand: DeepSeek's kv_b_proj in each layer, over all other products a token goes through."""
+    model = EmbeddedModel(tiny_model(name), name=name)
+    share = context_share(model)
+    if not is_expanded:
+        assert share == 0
+        return
+    layers = model.network.model.layers
+    expanding = sum(layer.self_attn.kv_b_proj.weight.numel() for layer in layers)
+    experts = sum(p.numel() for n, p in model.network.named_parameters() if ".experts." in n)
+    others = sum(p.numel() for n, p in model.network.named_parameters() if p.ndim > 1 and "embed" not in n)
+    assert share == pytest.approx(expanding / (others - experts / 2 - expanding))

@@ -31,6 +31,14 @@ def test_single_tokens_and_empty_loads_teach_nothing() -> None:
     assert cost.rates == model().rates
 
 
+def test_a_token_that_is_attended_to_may_cost_too() -> None:
+    """Latents are expanded in every pass, here at a tenth of a token: a plan saves that much less."""
+    rates = Rates(1000.0, 1e9, context_share=1 / 9)
+    estimate = rates.estimate(num_tokens=2000, num_computed=500)
+    assert estimate.full_s == pytest.approx(2.0)
+    assert estimate.shared_s == pytest.approx(0.5 + 1.5 / 10)
+
+
 def test_an_estimate_compares_computing_with_loading() -> None:
     """Computed tokens at the prefill rate, the others at the load rate; the lookup is shown apart."""
     rates = Rates(1000.0, 1e6, lookup_s=0.5, bytes_per_token=1000)
