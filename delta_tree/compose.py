@@ -37,12 +37,14 @@ def compose(
     max_donors: int,
     max_generation: int,
     allow_approximate: bool,
+    may_move: bool = True,
 ) -> Composition:
     """
     Lay out what is stored of `target`, and say what must be computed.
 
     `max_donors` limits the donors of approximate copies; the exact prefix costs no fidelity and
-    may come from one more. `segment_of` may raise UnknownSegmentError: that donor is left out.
+    may come from one more. Unless KV `may_move`, only what stands where it was computed is laid.
+    `segment_of` may raise UnknownSegmentError: that donor is left out.
     Between donors that are equal in all else, the first in the order given wins.
     Shapes:  target (T,) int32
     """
@@ -50,7 +52,7 @@ def compose(
         raise ValueError(f"min_run must be at least 1, got {min_run}")
     target = token_ids(target)
     donors = [
-        Donor(node, place, target, segment_of, max_generation=max_generation)
+        Donor(node, place, target, segment_of, max_generation=max_generation, may_move=may_move)
         for place, node in enumerate(candidates)
     ]
     if not allow_approximate:

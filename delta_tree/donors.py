@@ -44,6 +44,7 @@ class Donor:
         segment_of: Callable[[SegmentId], Segment],
         *,
         max_generation: int,
+        may_move: bool = True,
     ) -> None:
         self.node = node
         self.place = place  # in the list of candidates, the last tie-break
@@ -52,6 +53,7 @@ class Donor:
         self.pair: Pair | None = None  # with the new prompt; hashed by the crowd if anything is usable
         self.places: Places = np.empty(0, dtype=np.int64)  # of k-grams that may stand in what is open
         self._target = target
+        self._may_move = may_move
         self._starts: list[int] = []
         self._pieces: list[tuple[int, int, int, Segment]] = []  # start in the prompt, offset, length, segment
         hidden: list[Span] = []
@@ -64,7 +66,8 @@ class Donor:
                 return
             self._starts.append(start)
             self._pieces.append((start, offset, length, segment))
-            if segment.generation > max_generation:
+            is_elsewhere = segment.first_position + offset != start
+            if segment.generation > max_generation or (is_elsewhere and not may_move):
                 hidden.append(Span(start, start + length))
         if hidden:
             masked = node.token_ids.copy()
@@ -136,7 +139,20 @@ class Donor:
             )
 
     def _runs(self, spans: list[Span]) -> list[Match]:
-        return [] if self.pair is None else tile(self.pair, spans, self.places)
+        if self.pair is None:
+            return []
+        if self._may_move:
+            return tile(self.pair, spans, self.places)
+        return [run for span in spans for run in self._where_they_stand(span, self.pair.k)]
+
+    def _where_they_stand(self, span: Span, min_run: int) -> Iterator[Match]:
+        """Equal stretches at equal positions."""
+        end = min(span.end, len(self.visible))
+        same = self.visible[span.start : end] == self._target[span.start : end]
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
+        for start, stop in (edges.reshape(-1, 2) + span.start).tolist():
+            if stop - start >= min_run:
+                yield Match(start, start, stop - start)
 
     def _pieces_of(self, run: Match) -> list[tuple[int, int, int, Segment]]:
         """The pieces that the run touches."""

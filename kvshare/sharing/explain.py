@@ -96,6 +96,7 @@ def _outcomes(token_ids: TokenIds, nodes: Sequence[Node], planning: Planning) ->
         max_donors=sharing.max_donors,
         max_generation=planning.limits.policy.max_generation,
         allow_approximate=planning.approximate,
+        may_move=planning.limits.can_move_keys,
     )
     return {int(node.node_id): reason for node, reason in zip(nodes, composition.reasons, strict=True)}
 

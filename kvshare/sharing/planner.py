@@ -120,7 +120,7 @@ def make_plan(
     )
     composition, refusal = composed(max_donors=sharing.max_donors), None
     if not limits.can_move_keys and any(copy.shift for copy in composition.copies):
-        composition, refusal = _where_it_stood(composition), "rotation_unknown"
+        composition, refusal = composed(max_donors=sharing.max_donors, may_move=False), "rotation_unknown"
     exact = _exact_plan(composition, rates, min_length=sharing.min_run)
     prediction: Prediction | None = None
     accepted: list[Plan] = []
@@ -133,9 +133,7 @@ def make_plan(
         if len(composition.approximate_donors) == 1 or (refused is None and _is_light(plan)):
             break
         # The best donor alone may need less repair than all of them together.
-        composition = composed(max_donors=1)
-        if not limits.can_move_keys:
-            composition = _where_it_stood(composition)
+        composition = composed(max_donors=1, may_move=limits.can_move_keys)
     if accepted:
         return min(accepted, key=lambda plan: plan.estimate.shared_s)
     if exact is None:
@@ -143,11 +141,6 @@ def make_plan(
     if exact.estimate.full_s - exact.estimate.shared_s < limits.min_saved_s:
         return NoPlan("does_not_pay", prediction)
     return replace(exact, reason=refusal, prediction=prediction)
-
-
-def _where_it_stood(composition: Composition) -> Composition:
-    """Without what moves: how this model's keys move is not known."""
-    return replace(composition, copies=tuple(copy for copy in composition.copies if not copy.shift))
 
 
 def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> Plan | None:

@@ -81,6 +81,7 @@ class Shelf:
         max_donors: int = 4,
         max_generation: int = 9,
         allow_approximate: bool = True,
+        may_move: bool = True,
     ) -> Composition:
         """The composition of `target` over all nodes, checked for what must always hold."""
         made = compose(
@@ -91,6 +92,7 @@ class Shelf:
             max_donors=max_donors,
             max_generation=max_generation,
             allow_approximate=allow_approximate,
+            may_move=may_move,
         )
         self.check(made, target, max_generation)
         return made
@@ -161,6 +163,23 @@ def test_compositions_against_brute_force(data: st.DataObject) -> None:
     for gap in made.gaps:
         for start in range(gap.start, gap.end - min_run + 1):
             assert tuple(target[start : start + min_run]) not in known_runs
+
+
+@given(st.data())
+def test_what_must_not_move_is_laid_where_it_stood_and_nothing_of_that_is_missed(data: st.DataObject) -> None:
+    """Against every donor, position by position."""
+    shelf = Shelf()
+    for _ in range(data.draw(st.integers(1, 4))):
+        shelf.add(data.draw(tokens(25, 2, min_size=1)))
+    target = data.draw(tokens(30, 2))
+    min_run = data.draw(st.integers(1, 6))
+    made = shelf.compose(target, min_run=min_run, max_donors=9, may_move=False)
+    assert all(copy.shift == 0 for copy in made.copies)
+    for gap in made.gaps:
+        for start in range(gap.start, gap.end - min_run + 1):
+            wanted = target[start : start + min_run]
+            for node in shelf.nodes:
+                assert node.token_ids[start : start + min_run].tolist() != wanted
 
 
 @given(st.data())

@@ -150,6 +150,25 @@ def test_where_keys_cannot_be_moved_only_what_stands_where_it_stood_is_copied(tr
     assert only_moved.reason == "rotation_unknown"
 
 
+def test_where_keys_cannot_be_moved_a_longer_run_elsewhere_takes_nothing_away(tree: DeltaTree) -> None:
+    """One donor has the text further on, in one long run, the other has half of it where it stands."""
+    text = prompt(400)
+    further = stored(tree, token_ids(np.concatenate([prompt(50, seed=7), text])))
+    here = stored(tree, replaced(text, (0, 4), (150, 160), (300, 310)))
+    plan = make_plan(
+        text,
+        [further, here],
+        tree.segment,
+        approximate=True,
+        limits=replace(LIMITS, can_move_keys=False),
+        rates=RATES,
+    )
+    assert isinstance(plan, Plan)
+    assert plan.donors == (here.node_id,)
+    assert plan.num_copied > 200
+    assert all(copy.shift == 0 for copy in plan.copies)
+
+
 def test_two_donors_fill_each_others_gaps(tree: DeltaTree) -> None:
     """What one donor lacks comes from another."""
     first, second = prompt(300, seed=1), prompt(300, seed=2)
