@@ -107,18 +107,26 @@ def attention(
     group: int = 0,
 ) -> torch.Tensor:
     """
-    Causal attention weights, in float32 as kernels have them: rounded, a large common part would not cancel.
+    Causal attention weights in float32.
 
-    `first`: no position is lower. `group`: which of the groups of heads this is.
+    Where keys have 16 bits and nothing but the softmax follows, products have as many. What all keys have in
+    common is taken off before: it cancels, but not once it is rounded. `first`: no position is lower; `group`
+    numbers the group of heads.
     Shapes:  positions (N,) of the rows; query (G, N, D) of the heads that share key (S, D), slots [0, S)
              -> (G, N, S)
     """
     num_slots, dim = key.shape
-    queries = query.float() * (dim**-0.5 if scaling is None else scaling)
-    scores = (queries.flatten(0, 1) @ key.float().T).view(*query.shape[:2], num_slots)
+    factor = dim**-0.5 if scaling is None else scaling
+    is_plain = form is PLAIN
+    if is_plain and key.dtype != torch.float32:
+        key = key - key.mean(dim=0, dtype=torch.float32).to(key.dtype)
+        query = (query * factor).to(key.dtype)
+    else:
+        query, key = query.float() * factor, key.float()
+    scores = (query.flatten(0, 1) @ key.T).view(*query.shape[:2], num_slots)
     at, own = torch.arange(num_slots, device=key.device), positions[:, None]
-    if form is PLAIN:
+    if is_plain:
         scores[..., first:].masked_fill_(at[first:] > own, float("-inf"))
-        return scores.softmax(dim=-1)
+        return scores.softmax(dim=-1, dtype=torch.float32)
     hidden = (at > own) | (at < form.reach.firsts(own))
     return form.weights(scores, hidden, heads=slice(group * len(query), (group + 1) * len(query)))

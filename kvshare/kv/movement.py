@@ -75,20 +75,37 @@ class Movement:
         """
         if not self.frequencies or shift == 0:
             return rows
-        angles = shift * self._table.to(rows.device)
-        cos, sin = angles.cos().float(), angles.sin().float()
-        turning = rows[..., self.first : self.end].float()
-        if self.pairing == "half":
-            one, other = turning.chunk(2, dim=-1)
-            turned = torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
-        else:
-            one, other = turning[..., 0::2], turning[..., 1::2]
-            turned = torch.stack((one * cos - other * sin, other * cos + one * sin), dim=-1).flatten(-2)
-        if turned.shape[-1] == rows.shape[-1]:
-            return turned.to(rows.dtype)
-        moved = rows.clone()
-        moved[..., self.first : self.end] = turned.to(rows.dtype)
+        return self.turned(rows, *self.angles(torch.tensor(shift, device=rows.device)))
+
+    def angles(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Cosines and sines of rows that move so far.
+
+        Shapes:  shifts (...) in tokens -> (..., F) float32 each
+        """
+        angles = shifts.double()[..., None] * self._table.to(shifts.device)
+        return angles.cos().float(), angles.sin().float()
+
+    def turned(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """
+        Rows turned by these angles, computed in float32.
+
+        Shapes:  rows (..., D); cos, sin as `angles` gives them, to be broadcast -> new memory like rows
+        """
+        one, other = self._pairs
+        moved = torch.empty_like(rows) if rows.shape[-1] == 2 * len(self.frequencies) else rows.clone()
+        x, y = rows[..., one].float(), rows[..., other].float()
+        moved[..., one] = x * cos - y * sin
+        moved[..., other] = y * cos + x * sin
         return moved
+
+    @property
+    def _pairs(self) -> tuple[slice, slice]:
+        """The dimensions that turn, those of a pair at the same place of both."""
+        if self.pairing == "interleaved":
+            return slice(self.first, self.end, 2), slice(self.first + 1, self.end, 2)
+        middle = self.first + len(self.frequencies)
+        return slice(self.first, middle), slice(middle, self.end)
 
 
 STAYS = Movement()

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from delta_tree import Span
-from kvshare.kv.layout import KVLayout
-
 
 class KeysAndValues:
     """The two planes of a model whose layers are alike, by name."""
@@ -58,17 +55,3 @@ class SegmentKV(KeysAndValues):
         for tensor in self.planes:
             digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
         return digest.intdigest() >> 1
-
-
-def moved_rows(segment: SegmentKV, source: Span, shift: int, layout: KVLayout) -> tuple[torch.Tensor, ...]:
-    """
-    A part of a segment, moved by `shift` positions.
-
-    Shapes:  -> of each plane (L, len(source), H, D) on the layout's device
-    Raises:  ValueError if it moves and how is not known
-    """
-    tokens = slice(source.start, source.end)
-    return tuple(
-        plane.moved(rows[:, tokens].to(layout.device, non_blocking=True), shift)
-        for plane, rows in zip(layout.planes, segment.planes, strict=True)
-    )

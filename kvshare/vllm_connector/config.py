@@ -83,8 +83,8 @@ def _model(config: VllmConfig) -> dict[str, bool]:
         "encoder-decoder models are not supported": model.is_encoder_decoder,
         "recurrent models have no KV cache": model.is_attention_free,
         "hybrid models with recurrent layers are not supported": model.is_hybrid,
-        "multi-head latent attention (MLA) is not supported: vLLM's CPU kernels for it compute a prompt whole, "
-        "and others were never tried": model.use_mla,
+        "multi-head latent attention (MLA) is not supported: vLLM's CPU kernels compute such prompts whole, "
+        "others were never tried": model.use_mla,
         "multimodal models are not supported": model.is_multimodal_model,
         "prompt embeddings (--enable-prompt-embeds) are not supported": model.enable_prompt_embeds,
         # Its kernels would take the adapters of vLLM's batch for those of our pass, and write out of bounds.

@@ -42,6 +42,7 @@ class PagedCache:
 
     def __init__(self, layers: Mapping[str, Any], *, block_size: int) -> None:
         self.layers = dict(layers)
+        self._in_order = list(self.layers.values())
         self.block_size = block_size
         first = next(iter(self.layers.values())).kv_cache
         _, num_heads, self.kernel_block_size, width = first.shape
@@ -92,8 +93,12 @@ class PagedCache:
 
         Shapes:  k, v (L, T, H, D) of the cache's dtype; slots (T,)
         """
-        for index, layer in enumerate(self.layers.values()):
-            self._write_layer(layer, k[index], v[index], slots)
+        for index in range(len(self.layers)):
+            self.write_layer(index, k[index], v[index], slots)
+
+    def write_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """The same in one layer. Shapes:  k, v (T, H, D); slots (T,)"""
+        self._write_layer(self._in_order[layer], k, v, slots)
 
     def read(self, block_ids: Sequence[int], span: Span) -> SegmentKV:
         """A copy of a span's KV on the host, (L, len(span), H, D)."""
@@ -116,7 +121,7 @@ class PagedCache:
     def keys(self, layer: int, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """A layer's K of positions [0, num_tokens) on the device, (T, H, D); `table` has their blocks."""
         assert self._layout is not None
-        cache = list(self.layers.values())[layer].kv_cache
+        cache = self._in_order[layer].kv_cache
         return self._layout.k(cache.index_select(0, table)).flatten(0, 1)[:num_tokens]
 
     def rows(self, block_ids: Sequence[int], positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ from delta_tree import SegmentId, Span
 from kvshare.kv.fingerprint import model_fingerprint
 from kvshare.kv.memory_tier import MemoryTier
 from kvshare.kv.movement import Proof
-from kvshare.kv.segment import SegmentKV, moved_rows
+from kvshare.kv.segment import SegmentKV
 from kvshare.safe_logging import classes_and_places
 from kvshare.vllm_connector.metadata import (
     LoadRequest,
@@ -34,6 +34,7 @@ from kvshare.vllm_connector.metadata import (
     WorkerReport,
 )
 from kvshare.vllm_connector.worker.choosing import Choosing
+from kvshare.vllm_connector.worker.laying import Laying
 from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
@@ -203,19 +204,15 @@ class ConnectorWorker:
 
     def _place(self, loads: Sequence[LoadRequest], found: _Found) -> None:
         """Write all copies of all loads, with keys moved to where they are going."""
-        ks, vs, slots = [], [], []
+        laying = Laying(self._cache)
         for load in loads:
             for copy, target in load.targets():
                 if (segment := found.get(copy.segment_id)) is None:
                     continue
                 start = copy.offset + target.start - copy.target_start
                 source = Span(start, start + len(target))
-                k, v = moved_rows(segment, source, copy.shift, self._cache.kv_layout)
-                ks.append(k)
-                vs.append(v)
-                slots.append(self._cache.slots(load.block_ids, target))
-        if ks:
-            self._cache.write(_joined(ks), _joined(vs), torch.cat(slots))
+                laying.add(segment, source, copy.shift, self._cache.slots(load.block_ids, target))
+        laying.write()
 
     def _compute(
         self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId], *, choose: bool
@@ -328,8 +325,3 @@ def _on_all_ranks(act: Callable[[], _T], problem: str) -> _T:
     if not is_done_everywhere:
         raise RuntimeError(problem)
     return result
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(L, T_i, H, D) -> (L, sum T_i, H, D)"""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)

@@ -59,6 +59,20 @@ def test_a_row_does_not_hear_what_comes_behind_it() -> None:
     assert listener.attended[0].tolist() == pytest.approx([both] * 3 + [last] * 3)
 
 
+def test_in_16_bits_weights_are_nearly_those_of_32() -> None:
+    """Of keys with a large common part, as many models have them: to 2 % of what each slot gets in all."""
+    torch.manual_seed(1)
+    query, key = torch.randn(3, 16, 64).bfloat16(), torch.randn(500, 64).bfloat16()
+    key[:, 3] += 40.0
+    positions = torch.arange(484, 500)
+    found, expected = (
+        attention(positions, rows, keys, scaling=None).sum(dim=(0, 1))
+        for rows, keys in ((query, key), (query.float(), key.float()))
+    )
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, expected, rtol=0.02, atol=1e-4)
+
+
 def test_what_all_keys_have_in_common_does_not_count() -> None:
     """In bfloat16 as well: a large common part cancels in the softmax, if nothing was rounded before."""
     torch.manual_seed(0)
