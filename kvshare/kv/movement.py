@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 Pairing = Literal["half", "interleaved"]
+_AT_ONCE = 1 << 19  # elements that are turned together
 _FAR = (1, 1009, 100_003)  # tokens
 _SAME = 1e-2  # of rows of unit variance
 _FAINT = 1e-3  # of the largest dimension: those below count as if they were so large
@@ -79,7 +80,7 @@ class Movement:
 
     def angles(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Cosines and sines of rows that move so far.
+        Cosines and sines for rows that move so far.
 
         Shapes:  shifts (...) in tokens -> (..., F) float32 each
         """
@@ -90,13 +91,15 @@ class Movement:
         """
         Rows turned by these angles, computed in float32.
 
-        Shapes:  rows (..., D); cos, sin as `angles` gives them, to be broadcast -> new memory like rows
+        Shapes:  rows (..., D); cos, sin (..., F), broadcast -> new memory like rows
         """
-        one, other = self._pairs
         moved = torch.empty_like(rows) if rows.shape[-1] == 2 * len(self.frequencies) else rows.clone()
-        x, y = rows[..., one].float(), rows[..., other].float()
-        moved[..., one] = x * cos - y * sin
-        moved[..., other] = y * cos + x * sin
+        one, other = self._pairs
+        everywhere = (table.expand(*rows.shape[:-1], -1) for table in (cos, sin))
+        for part, turned, c, s in _parts(rows, moved, *everywhere):
+            x, y = part[..., one].float(), part[..., other].float()
+            turned[..., one] = x * c - y * s
+            turned[..., other] = y * c + x * s
         return moved
 
     @property
@@ -109,6 +112,21 @@ class Movement:
 
 
 STAYS = Movement()
+
+
+def _parts(*alike: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """
+    Tensors of one shape cut in the same way, so that what is made of a part stays near a processor.
+
+    Fresh memory of megabytes costs more there than turning what is in it.
+    """
+    shape = alike[0].shape[:-1]
+    if alike[0].device.type != "cpu" or alike[0].numel() <= _AT_ONCE or max(shape, default=1) == 1:
+        yield alike
+        return
+    longest = max(range(len(shape)), key=shape.__getitem__)
+    for halves in zip(*(tensor.tensor_split(2, dim=longest) for tensor in alike), strict=True):
+        yield from _parts(*halves)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
