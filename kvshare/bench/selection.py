@@ -37,7 +37,7 @@ ALWAYS_CHOOSE = {"repair.rule": "attention", "sharing.max_deviation": 1e6}
 
 
 def run(
-    *, prompt_tokens: int = 2000, changed: float = 0.05, edits: int = 5, repeats: int = 7, seed: int = 0
+    *, prompt_tokens: int = 4000, changed: float = 0.1, edits: int = 5, repeats: int = 7, seed: int = 0
 ) -> dict[str, Any]:
     """
     Medians of paired times over `repeats` prompts of each kind.

@@ -35,7 +35,7 @@ _ROOM = 64  # tokens of context beyond the prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EditedConfig):
-    changed: float = 0.05
+    prompt_tokens: int = 4000
     repeats: int = 7
 
 
