@@ -11,9 +11,13 @@ from typing import Any
 
 from aiohttp import web
 
+from kvshare.errors import RequestError
 from proxy.context import SERVER
+from proxy.errors import HttpError
 from proxy.lifecycle import Phase
 from proxy.request_body import read_object
+
+_MOST_LISTED = 1000
 
 
 def add_probes(app: web.Application) -> None:
@@ -27,6 +31,8 @@ def add_routes(app: web.Application) -> None:
     for path in ("stats", "tree", "node/{id}", "diff"):
         app.router.add_get(f"/admin/{path}", _question(path.partition("/")[0]))
     app.router.add_post("/admin/evict", evict)
+    app.router.add_get("/admin/requests", requests)
+    app.router.add_get("/admin/requests/{id}", request_by_id)
 
 
 async def health(request: web.Request) -> web.Response:
@@ -70,3 +76,22 @@ def _question(what: str) -> Callable[[web.Request], Awaitable[web.Response]]:
 
 async def _inspect(request: web.Request, what: str, arguments: Mapping[str, Any]) -> web.Response:
     return web.json_response(await request.app[SERVER].engine.inspect(what, arguments))
+
+
+async def requests(request: web.Request) -> web.Response:
+    """GET /admin/requests?limit=N: what happened to the last N generating requests, newest first."""
+    limit = request.query.get("limit", "20")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= _MOST_LISTED):
+        raise RequestError(f"limit is 1 to {_MOST_LISTED}, not {limit!r}", param="limit")
+    return web.json_response({"requests": request.app[SERVER].history.latest(int(limit))})
+
+
+async def request_by_id(request: web.Request) -> web.Response:
+    """GET /admin/requests/{id}: one of them, by the `X-KVShare-Request` of its answer."""
+    found = request.app[SERVER].history.get(request.match_info["id"])
+    if found is None:
+        message = (
+            "No request with this id is known; only the latest are. Ids are in the header X-KVShare-Request."
+        )
+        raise HttpError(404, "not_found", message)
+    return web.json_response(found)

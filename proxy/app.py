@@ -21,9 +21,10 @@ from proxy.auth import Keyring
 from proxy.context import SERVER, ServerContext
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
-from proxy.middleware import add_request_id, observe
+from proxy.middleware import add_headers, observe
 from proxy.openai import routes as openai
 from proxy.relay import routes as relay
+from proxy.request_history import RequestHistory
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,9 @@ def build_app(settings: Settings, engine: Engine) -> web.Application:
         status=lambda: engine.status() if lifecycle.is_engine_up else None,
         num_inflight=lambda: lifecycle.num_running,
     )
-    server = ServerContext(settings, engine, Keyring(settings.auth.keys), lifecycle, metrics)
+    server = ServerContext(
+        settings, engine, Keyring(settings.auth.keys), lifecycle, metrics, RequestHistory()
+    )
     app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
     app.cleanup_ctx.append(lambda _: lifecycle.engine_running())
     app.on_shutdown.append(lambda _: lifecycle.drain(0))  # what still runs ends with an error
@@ -144,7 +147,7 @@ def _ignore_hangup() -> None:
 def _application(server: ServerContext, *, serves_clients: bool, serves_admins: bool) -> web.Application:
     app = web.Application(middlewares=[observe], client_max_size=server.settings.server.max_body_bytes)
     app[SERVER] = server
-    app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(add_headers)
     admin.add_probes(app)
     engine = server.engine
     if isinstance(engine, GeneratingEngine):

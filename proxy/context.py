@@ -11,6 +11,7 @@ from kvshare.settings import Settings
 from proxy.auth import Keyring
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
+from proxy.request_history import RequestHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class ServerContext:
     keyring: Keyring
     lifecycle: Lifecycle
     metrics: Metrics
+    history: RequestHistory
 
 
 SERVER: web.AppKey[ServerContext] = web.AppKey("server", ServerContext)

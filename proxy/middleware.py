@@ -12,7 +12,7 @@ from aiohttp import web
 from proxy.auth import ANONYMOUS, Caller, Role
 from proxy.context import SERVER, ServerContext
 from proxy.errors import to_reply
-from proxy.request_log import RECORD, RequestRecord, log_failure, log_request
+from proxy.request_log import RECORD, RequestRecord, combine, log_failure, log_request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -24,7 +24,8 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer in any case, then count and log the request."""
     server = request.app[SERVER]
-    record = request[RECORD] = RequestRecord(_request_id(request))
+    unique_id = uuid.uuid4().hex
+    record = request[RECORD] = RequestRecord(_request_id(request) or unique_id, unique_id)
     status = CLIENT_CLOSED
     try:
         response = await _answer(request, handler, server)
@@ -33,13 +34,35 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     finally:
         endpoint = _endpoint(request)
         server.metrics.count(record, endpoint=endpoint, status=status)
+        if record.mode is not None:
+            server.history.end(record, endpoint, status)
         log_request(record, endpoint, status)
 
 
-async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Runs when a response's headers go out."""
-    if RECORD in request:
-        response.headers["X-Request-Id"] = request[RECORD].request_id
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Runs when a response's headers go out: which request this is, and what was planned for it."""
+    if RECORD not in request:
+        return
+    record = request[RECORD]
+    response.headers["X-Request-Id"] = record.request_id
+    if record.mode is not None:
+        request.app[SERVER].history.begin(record, _endpoint(request))
+        response.headers.update(_plan_headers(record))
+
+
+def _plan_headers(record: RequestRecord) -> dict[str, str]:
+    """Counts are of the plan; donors are never named."""
+    headers = {"X-KVShare-Request": record.unique_id}
+    if record.reports:
+        total = combine(record.reports.values())
+        num_computed = total.num_recomputed + total.num_repaired
+        headers["X-KVShare-Decision"] = total.decision
+        headers["X-KVShare-Plan"] = (
+            f"exact={total.num_exact},copied={total.num_copied},computed={num_computed}"
+        )
+        if total.reason is not None:
+            headers["X-KVShare-Reason"] = total.reason
+    return headers
 
 
 async def _answer(request: web.Request, handler: Handler, server: ServerContext) -> web.StreamResponse:
@@ -79,5 +102,6 @@ def _endpoint(request: web.Request) -> str:
 
 
 def _request_id(request: web.Request) -> str:
+    """The client's; empty where it gives none, or none that may be logged."""
     given = request.headers.get("X-Request-Id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _REQUEST_ID.fullmatch(given) else ""

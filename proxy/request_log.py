@@ -7,9 +7,10 @@ No prompt text is in either.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 from aiohttp import web
 
@@ -28,7 +29,8 @@ _BY_BOLDNESS = ("approx", "exact", "full")
 class RequestRecord:
     """Filled in as the request goes on; read once, when it is over."""
 
-    request_id: str
+    request_id: str  # the client's, if it gave one
+    unique_id: str  # ours: no other request has it
     started: float = field(default_factory=perf_counter)
     caller: Caller = ANONYMOUS
     mode: SharingMode | None = None  # None: nothing was generated
@@ -39,6 +41,7 @@ class RequestRecord:
     token_gaps_s: list[float] = field(default_factory=list)
     finish_reason: str = ""  # OpenAI's, or "error" for a stream that broke off
     disconnected: bool = False
+    executed: Callable[[], Mapping[str, Any]] = dict  # what the engine says was done, beside the plan
     _last_token: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -89,8 +92,9 @@ def log_request(record: RequestRecord, endpoint: str, status: int) -> None:
     level = logging.DEBUG if endpoint in _QUIET else logging.INFO
     log.log(
         level,
-        "request %s key=%s %s %d%s %.1f ms",
+        "request %s%s key=%s %s %d%s %.1f ms",
         record.request_id,
+        "" if record.request_id == record.unique_id else f" id={record.unique_id}",
         record.caller.name,
         endpoint,
         status,
@@ -105,6 +109,7 @@ def _generated(record: RequestRecord) -> str:
     num_completion_tokens = record.num_completion_tokens
     return (
         f" {record.finish_reason or '-'} decision={total.decision if record.reports else '-'}"
+        f"{'' if total.reason is None else f' reason={total.reason}'}"
         f" reused={total.num_cached} recomputed={total.num_recomputed + total.num_repaired}"
         f" completion={'-' if num_completion_tokens is None else num_completion_tokens}"
         f"{'' if total.prediction is None else _predicted(total.prediction, used=total.decision == 'approx')}"

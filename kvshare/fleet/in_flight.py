@@ -19,10 +19,18 @@ from kvshare.namespace import Owner
 from kvshare.requests import Prompt, SharingMode, SharingReport
 from kvshare.sharing.pipeline import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.vllm_protocol.messages import TICKET_KEY, Ticket
+from kvshare.vllm_protocol.messages import TICKET_KEY, Finished, Ticket
 from kvshare.vllm_protocol.salts import owner_salt, private_salt
 
 _UNPLANNED = NoPlan("off")
+
+
+@dataclass(slots=True, eq=False)
+class Execution:
+    """Where a request ran and what was reported of it. Outlives the request and holds no token of it."""
+
+    replica: str = ""  # name of the one that it was sent to last
+    finished: Finished | None = None  # in the journal, without tokens and segments
 
 
 @dataclass(slots=True, eq=False)
@@ -34,13 +42,14 @@ class RoutedRequest:
     """
 
     owner: Owner
+    request_id: str = ""  # as its client is given it
     prompt: Prompt | None = None
     mode: SharingMode = SharingMode.OFF
     may_store: bool = False
     client_salt: str | None = None
 
     # Decided by the router.
-    replica: str = ""  # name of the one that it was sent to last
+    execution: Execution = field(default_factory=Execution)
     plan: Plan | NoPlan = _UNPLANNED
     ticket: Ticket | None = None
 
@@ -52,6 +61,10 @@ class RoutedRequest:
     ended_at: float | None = None  # None while the answer runs
     is_reported: bool = False  # and on its way into tree and index
     reconciled: asyncio.Event = field(default_factory=asyncio.Event)  # nothing more will be known of it
+
+    @property
+    def replica(self) -> str:
+        return self.execution.replica
 
     @property
     def report(self) -> SharingReport | None:

@@ -127,6 +127,7 @@ class Reconciler:
             self._counters["tickets:unknown"] += 1
             await self._runtime.write(self._keeper.refuse, replica.name, finished)
             return
+        request.execution.finished = replace(finished, used=(), output_ids=(), stored=(), repaired=())
         self._count(request, finished)
         node = None
         try:
@@ -161,8 +162,8 @@ class Reconciler:
         self._counters[f"executed:{planned}:{finished.decision}:{finished.reason or ''}"] += 1
         if planned != finished.decision:
             log.info(
-                "request %s: planned %s, computed %s (%s)",
-                finished.request_id,
+                "request id=%s: planned %s, computed %s (%s)",
+                request.request_id,
                 planned,
                 finished.decision,
                 finished.reason,

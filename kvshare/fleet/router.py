@@ -87,7 +87,7 @@ class Router:
     def sending(self, request: RoutedRequest, replica: Replica) -> Iterator[None]:
         """Counts the request at its replica while inside; one with a ticket is awaited in the journal."""
         self._fleet.advance_rotation()
-        request.replica, request.was_refused = replica.name, False
+        request.execution.replica, request.was_refused = replica.name, False
         request.was_alone, request.sent_at = replica.num_inflight == 0, time.perf_counter()
         replica.num_inflight += 1
         self._in_flight.add(request)
@@ -204,7 +204,7 @@ def _plan(request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
         request.ticket = ticket_for(
             lookup.plan,
             request.prompt.token_ids,
-            request_id=uuid.uuid4().hex,  # not the client's, which may come twice
+            request_id=uuid.uuid4().hex,  # a secret: its salt is made of it
             namespace=replica.namespace(request.owner).digest,
             keep=request.may_store,
         )

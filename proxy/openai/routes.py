@@ -112,14 +112,14 @@ async def _engine_requests(
     namespace = request.app[ENGINE].namespace(tenant=owner.tenant, scope=owner.scope)
     return [
         GenerationRequest(
-            request_id=uuid.uuid4().hex,  # not the client's, which may come twice
+            request_id=uuid.uuid4().hex if number else record.unique_id,
             namespace=namespace,
             prompt=prompt,
             sampling=body.sampling,
             mode=options.mode,
             store=options.store,
         )
-        for prompt in prompts
+        for number, prompt in enumerate(prompts)
     ]
 
 

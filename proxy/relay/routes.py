@@ -22,7 +22,7 @@ from aiohttp import web
 from delta_tree import DeltaTreeError
 from kvshare.errors import NoReplicaError, RequestError, UpstreamError
 from kvshare.fleet.engine import VllmEngine
-from kvshare.fleet.in_flight import RoutedRequest
+from kvshare.fleet.in_flight import Execution, RoutedRequest
 from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import class_and_place
 from proxy.auth import Role
@@ -92,10 +92,27 @@ async def generate(request: web.Request, *, to_prompt: ToPrompt) -> web.StreamRe
     body, document = await _read_json(request)
     routed = _untokenized(request, document)
     request[RECORD].mode = routed.mode
+    request[RECORD].executed = partial(_executed, routed.execution)
     if routed.mode is not SharingMode.OFF:
         routed.prompt = await _tokenize(request, document, to_prompt)
     router = request.app[ENGINE].server.router
     return await RelayedRequest(request, router, routed, body, ends_with_done=True).forward()
+
+
+def _executed(execution: Execution) -> dict[str, Any]:
+    """What its replica reported of a request, which may come after the answer's end."""
+    finished = execution.finished
+    return {
+        "replica": execution.replica,
+        "executed": finished
+        and {
+            "decision": finished.decision,
+            "reason": finished.reason,
+            "computed": finished.num_computed,
+            "prefix_cache": finished.num_local,
+            "seconds": dict(finished.stage_seconds),
+        },
+    }
 
 
 def _untokenized(request: web.Request, document: Mapping[str, Any]) -> RoutedRequest:
@@ -103,6 +120,7 @@ def _untokenized(request: web.Request, document: Mapping[str, Any]) -> RoutedReq
     options = request_options(request, parse_kvshare(document))
     return RoutedRequest(
         owner=request[RECORD].caller.owner,
+        request_id=request[RECORD].unique_id,
         mode=options.mode,
         may_store=options.store,
         client_salt=client_salt(document),

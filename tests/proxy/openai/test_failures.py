@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 
 import openai
 import pytest
@@ -150,8 +151,9 @@ async def test_one_line_is_logged_per_request(server: Server, caplog: pytest.Log
     await server.get("/health")
     lines = [record.getMessage() for record in caplog.records if record.name == "proxy.middleware"]
     assert len(lines) == 1
-    assert lines[0].startswith(
-        "request trace-1 key=local /v1/chat/completions 200 stop "
-        "decision=full reused=0 recomputed=15 completion=9 "
+    assert re.match(
+        "request trace-1 id=[0-9a-f]{32} key=local /v1/chat/completions 200 stop "
+        "decision=full reason=no_candidates reused=0 recomputed=15 completion=9 ",
+        lines[0],
     )
     assert "SECRET" not in caplog.text

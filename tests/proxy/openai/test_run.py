@@ -28,7 +28,7 @@ def asking(engine: FakeEngine, *texts: str, n: int = 1, record: RequestRecord | 
             )
             for text in texts
         ],
-        record or RequestRecord("r"),
+        record or RequestRecord("r", "r"),
     )
 
 
@@ -42,7 +42,7 @@ async def read(run: Run, texts: dict[int, str]) -> dict[int, str]:
 
 async def test_choices_of_several_prompts_are_numbered_through() -> None:
     """The second prompt's choices follow the first one's."""
-    record = RequestRecord("r")
+    record = RequestRecord("r", "r")
     run = asking(FakeEngine(), "ab", "cd", n=2, record=record)
     async with run.open():
         await run.wait_started()

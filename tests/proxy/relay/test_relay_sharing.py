@@ -276,3 +276,34 @@ async def test_many_at_once(relay: Relay, vllm: FakeVllm) -> None:
     await eventually(lambda: relay.num_nodes == 20)
     for node in relay.engine.sharing.tree.nodes():
         assert node.pieces.segment_ids <= vllm.segments.keys()
+
+
+async def test_an_answer_names_its_plan_and_the_operator_sees_what_was_done(
+    relay: Relay, vllm: FakeVllm
+) -> None:
+    """The plan stands in the headers, streaming too; what the replica reported, in /admin/requests."""
+    await relay.chat("Rome")
+    for stream in (False, True):
+        response = await relay.chat("Reykjavik" if stream else "Oslo", stream=stream)
+        counts = dict(part.split("=") for part in response.headers["X-KVShare-Plan"].split(","))
+        assert response.headers["X-KVShare-Decision"] == "approx"
+        unique_id = response.headers["X-KVShare-Request"]
+        assert unique_id != vllm.tickets[-1].request_id  # its salt is made of that
+        found = await relay.send(f"/admin/requests/{unique_id}", method="GET")
+        document = await found.json()
+        (plan,) = document["prompts"]
+        assert plan["copied"] == int(counts["copied"]) > 0
+        assert document["replica"] == relay.engine.fleet.replicas[0].name
+        assert document["executed"]["decision"] == "approx"
+        assert document["status"] == 200
+
+
+async def test_what_was_done_instead_of_the_plan_is_said(relay: Relay, vllm: FakeVllm) -> None:
+    await relay.chat("Rome")
+    vllm.segments.clear()  # and the proxy has not heard of it yet
+    response = await relay.chat("Reykjavik")
+    document = await (
+        await relay.send(f"/admin/requests/{response.headers['X-KVShare-Request']}", method="GET")
+    ).json()
+    assert response.headers["X-KVShare-Decision"] == "approx"
+    assert document["executed"]["decision"] == "full"
