@@ -29,6 +29,7 @@ from delta_tree.errors import (
     UnknownNodeError,
     UnknownSegmentError,
 )
+from delta_tree.kgrams import kgram_hashes
 from delta_tree.node import (
     SEGMENT_TOKENS,
     UNKNOWN_DEVIATION,
@@ -94,6 +95,7 @@ __all__ = [
     "common_suffix_length",
     "compose",
     "gaps",
+    "kgram_hashes",
     "merge",
     "new_segment_id",
     "segment_tokens",

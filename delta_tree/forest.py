@@ -131,15 +131,16 @@ class Forest:
             if old is not None:
                 self._release(old)
         if old is not None and old.num_tokens != node.num_tokens:
-            self._shorten(old, node)
+            self._resize(old, node)
         else:
             self.eviction_order.put(node)  # all other changes of a node come with a use, or are pins
         for totals in self._totals_with(node.namespace):
             totals.note_pin(node)
 
-    def _shorten(self, old: Node, node: Node) -> None:
+    def _resize(self, old: Node, node: Node) -> None:
         """It stays where it is in the order of eviction: that is no use."""
-        self.eviction_order.shorten(node.node_id, node.num_tokens / old.num_tokens)
+        if node.num_tokens < old.num_tokens:
+            self.eviction_order.shorten(node.node_id, node.num_tokens / old.num_tokens)
         del self._by_prompt[prompt_key(old.namespace, old.token_ids)]
         self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
         for totals in self._totals_with(node.namespace):

@@ -7,10 +7,12 @@ stored, nothing has happened. KV bytes live elsewhere; each answer says which se
 
 import logging
 import time
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
+
+import numpy as np
 
 from delta_tree.change import Change, Eviction, Insertion
 from delta_tree.checks import SegmentLookup, check_draft, check_forest, check_node, quality
@@ -22,7 +24,8 @@ from delta_tree.errors import (
     StoreError,
 )
 from delta_tree.forest import Forest
-from delta_tree.node import Node, NodeDraft, NodeId, NodeIds, SegmentId
+from delta_tree.node import Node, NodeDraft, NodeId, NodeIds, Segment, SegmentId
+from delta_tree.pieces import Piece, PieceTable
 from delta_tree.reading import TreeReader
 from delta_tree.spans import TokenIds, token_ids
 from delta_tree.storage import Storage
@@ -195,6 +198,47 @@ class DeltaTree(TreeReader):
             freed, num_bytes = self._forest.freed_by([shorter], ())
             self._make(Change(put_nodes=(shorter,), dropped_segments=freed), lazily=lazily)
             return Eviction(0, freed, num_bytes)
+
+    def lengthen(self, node_id: NodeId, tokens: TokenIds, segments: Sequence[Segment]) -> Node:
+        """
+        Add to the end of a prompt; it keeps its id and its place in the order of use.
+
+        `tokens` are all of it, `segments` what was computed for those that are new, in order. They are exact
+        where the node is.
+        Raises:  UnknownNodeError; InvalidNodeError where that does not continue the node, or is a prompt that
+                 the namespace has already; StoreError. Nothing is changed then
+        """
+        with self._lock:
+            node = self.node(node_id)
+            whole = token_ids(tokens)
+            continues = len(whole) > node.num_tokens and np.array_equal(
+                whole[: node.num_tokens], node.token_ids
+            )
+            if not continues:
+                raise InvalidNodeError(
+                    f"{len(whole)} tokens do not continue the {node.num_tokens} of node {node_id}"
+                )
+            if self._forest.find(node.namespace, whole) is not None:
+                raise InvalidNodeError(f"what node {node_id} would become is a prompt already")
+            added = (Piece(segment.segment_id, 0, segment.num_tokens) for segment in segments)
+            longer = replace(
+                node,
+                token_ids=whole,
+                pieces=PieceTable([*node.pieces, *added]),
+                exact_length=len(whole) if node.exact_length == node.num_tokens else node.exact_length,
+            )
+            draft = NodeDraft(
+                namespace=node.namespace,
+                token_ids=whole,
+                parent=None,
+                pieces=longer.pieces,
+                new_segments=tuple(segments),
+                exact_length=longer.exact_length,
+            )
+            check_draft(self._forest, draft)
+            check_node(longer, self._segment_lookup(draft))
+            self._make(Change(put_segments=draft.new_segments, put_nodes=(longer,)))
+            return longer
 
     def purge(self, namespace: str) -> Eviction:
         """Drop everything of a namespace, pinned nodes too."""

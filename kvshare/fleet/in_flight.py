@@ -42,11 +42,11 @@ class RoutedRequest:
     """
 
     owner: Owner
-    request_id: str = ""  # as its client is given it
     prompt: Prompt | None = None
     mode: SharingMode = SharingMode.OFF
     may_store: bool = False
     client_salt: str | None = None
+    request_id: str = ""  # as its client is given it
 
     # Decided by the router.
     execution: Execution = field(default_factory=Execution)

@@ -17,6 +17,7 @@ from delta_tree import (
     Node,
     NodeDraft,
     NodeId,
+    Segment,
     SegmentId,
     Span,
     token_ids,
@@ -59,11 +60,12 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         """
         try:
             draft = draft_of(request, finished, node_of=self.tree.get)
-            with self._writing:
-                if draft is not None and self._has_room(request.replica, draft, held):
-                    self._add_stored(request.replica, finished)
-                    insertion = self._insert(draft)
-                    return insertion.node if insertion.created else None
+            if draft is not None:
+                assert request.prompt is not None, "it has a draft"
+                with self._writing:
+                    node = self._kept(request.replica, draft, request.prompt.num_tokens, held)
+                if node is not None:
+                    return node
         except (BadReportError, DeltaTreeError) as exc:
             # A donor may have been evicted since; a report that cannot be true is a bug over there.
             self._note_refused(exc)
@@ -75,7 +77,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
 
     def refuse(self, replica: str, finished: Finished) -> None:
         """Let a replica drop what it retained, but for what prompts refer to."""
-        self._add_stored(replica, finished)
+        self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in finished.stored})
         self.drop_unreferenced(entry.segment_id for entry in finished.stored)
 
     def forget(self, segment_ids: Iterable[SegmentId]) -> None:
@@ -151,6 +153,51 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         freed = {entry for node in leaving for entry in node.pieces.segment_ids if entry in self.tier}
         self.drop_unreferenced(freed)
 
+    def _kept(self, replica: str, draft: NodeDraft, num_prompt: int, held: Collection[NodeId]) -> Node | None:
+        """First the prompt, then its answer, as the embedded engine does it: so the same prompts leave."""
+        prompt = self._prompt_of(draft, num_prompt)
+        node = self._inserted(replica, prompt or draft, held)
+        if node is None or prompt is None:
+            return node
+        added = draft.new_segments[len(prompt.new_segments) :]
+        num_bytes = sum(segment.num_bytes for segment in added)
+        is_known = self.tree.find(draft.namespace, draft.token_ids) is not None
+        namespaces = self._namespaces_at[replica]
+        has_room = not is_known and self._make_room(
+            num_bytes, self.tier.at(replica), {*held, node.node_id}, namespaces
+        )
+        self._add(replica, added)
+        if has_room:
+            return self.tree.lengthen(node.node_id, draft.token_ids, added)
+        self.drop_unreferenced(segment.segment_id for segment in added)
+        return node
+
+    def _prompt_of(self, draft: NodeDraft, num_prompt: int) -> NodeDraft | None:
+        """Without what was generated; None where that is not kept apart."""
+        is_apart = any(segment.first_position == num_prompt for segment in draft.new_segments)
+        tokens = draft.token_ids[:num_prompt]
+        if not is_apart or not self._is_wanted(draft.namespace, tokens):
+            return None
+        return replace(
+            draft,
+            token_ids=tokens,
+            pieces=draft.pieces.first(num_prompt),
+            new_segments=tuple(s for s in draft.new_segments if s.first_position < num_prompt),
+            exact_length=min(draft.exact_length, num_prompt),
+            deviation=draft.deviation if draft.exact_length < num_prompt else 0.0,
+        )
+
+    def _inserted(self, replica: str, draft: NodeDraft, held: Collection[NodeId]) -> Node | None:
+        """None where it was known, or finds no room."""
+        if not self._has_room(replica, draft, held):
+            return None
+        self._add(replica, draft.new_segments)
+        insertion = self._insert(draft)
+        return insertion.node if insertion.created else None
+
+    def _add(self, replica: str, segments: Iterable[Segment]) -> None:
+        self.tier.add(replica, {segment.segment_id: segment.num_bytes for segment in segments})
+
     def _has_room(self, replica: str, draft: NodeDraft, held: Collection[NodeId]) -> bool:
         """Whether a prompt is to become a node, and finds room once others have left."""
         namespaces = self._namespaces_at.setdefault(replica, set())
@@ -161,9 +208,6 @@ class ReplicaKeeper(Keeper[RemoteTier]):
             return False
         num_bytes = sum(segment.num_bytes for segment in draft.new_segments)
         return self._make_room(num_bytes, self.tier.at(replica), held, namespaces)
-
-    def _add_stored(self, replica: str, finished: Finished) -> None:
-        self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in finished.stored})
 
 
 def draft_of(

@@ -21,16 +21,18 @@ from delta_tree import (
     Node,
     NodeDraft,
     NodeId,
+    Segment,
     SegmentId,
     Span,
     TokenIds,
     new_segment_id,
     segment_tokens,
+    split,
 )
 from kvshare.kv.tier import Tier
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.keeper import Budget, Keeper
-from kvshare.sharing.node_draft import StoredSpan, computed_spans, draft_node, find_parent
+from kvshare.sharing.node_draft import StoredSpan, computed_spans, describe, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
 
 log = logging.getLogger(__name__)
@@ -123,8 +125,26 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         Returns: the node if it is new; None where the prompt was known, or nothing was kept (too large, donor
         gone, store failing); never raises
         """
+        return self._contained(lambda: self._commit(computed))
+
+    def complete(self, prompt: Node | None, computed: Computed[KVT], *, num_prompt: int) -> Node | None:
+        """
+        Keep what a sequence generated behind its prompt of so many tokens, for which `commit` gave `prompt`
+        when its prefill was done. Blocks.
+
+        Returns: the node as it is now; None where nothing was kept, or all was known; never raises
+        """
+        if prompt is not None:
+            return self._contained(lambda: self._lengthen(prompt, computed)) or self.tree.get(prompt.node_id)
+        tokens = computed.token_ids[:num_prompt]
+        known = self.tree.find(computed.namespace, tokens)
+        if len(tokens) < self._min_tokens or (known is not None and known.exact_length == num_prompt):
+            return self.commit(computed)
+        return None  # it was refused, and would be again
+
+    def _contained(self, act: Callable[[], Node | None]) -> Node | None:
         try:
-            return self._commit(computed)
+            return act()
         except DeltaTreeError as exc:
             # A donor may have been evicted by an administrator in the meantime. Nothing was stored.
             self._note_refused(exc)
@@ -132,6 +152,30 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
             log.warning("prompt not kept: %s", classes_and_places(exc))
             self.counters["fallback:commit:error"] += 1
         return None
+
+    def _lengthen(self, node: Node, computed: Computed[KVT]) -> Node | None:
+        """Nothing where the prompt left, or lost its end, while the answer was generated."""
+        added = Span(node.num_tokens, len(computed.token_ids))
+        is_known = self.tree.find(computed.namespace, computed.token_ids) is not None
+        if not added or is_known or not self._is_as_it_was(node):
+            return None
+        spans = split([added], self._segment_tokens(computed))
+        kept = [computed.kv.cut(span) for span in spans]
+        plan: Plan | NoPlan = NoPlan("exact") if node.exact_length == node.num_tokens else computed.plan
+        segments = describe(plan, self._stored(spans, kept), computed.namespace)
+        with self._writing:
+            if not self._is_as_it_was(node) or not self._has_room(kept, also_held=node.node_id):
+                return None
+            self._put(segments, kept)
+            try:
+                return self.tree.lengthen(node.node_id, computed.token_ids, segments)
+            except BaseException:
+                self.tier.drop(segment.segment_id for segment in segments)
+                raise
+
+    def _is_as_it_was(self, node: Node) -> bool:
+        now = self.tree.get(node.node_id)
+        return now is not None and now.num_tokens == node.num_tokens
 
     def _commit(self, computed: Computed[KVT]) -> Node | None:
         if not self._is_wanted(computed.namespace, computed.token_ids):
@@ -155,28 +199,41 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         """The node for a finished sequence, and the KV of its new segments, cut out of the slots."""
         spans = self._spans(computed)
         kept = [computed.kv.cut(span) for span in spans]
-        stored = [
-            StoredSpan(self._new_id(), span, kv.num_bytes, kv.checksum())
-            for span, kv in zip(spans, kept, strict=True)
-        ]
+        stored = self._stored(spans, kept)
         parent = find_parent(computed.plan, self.tree.get)
         namespace = computed.namespace
         draft = draft_node(computed.token_ids, computed.plan, stored, namespace=namespace, parent=parent)
         return draft, kept
 
+    def _stored(self, spans: Sequence[Span], kept: Sequence[KVT]) -> list[StoredSpan]:
+        return [
+            StoredSpan(self._new_id(), span, kv.num_bytes, kv.checksum())
+            for span, kv in zip(spans, kept, strict=True)
+        ]
+
     def _spans(self, computed: Computed[KVT]) -> tuple[Span, ...]:
-        return computed.spans(segment_tokens(self.tier.max_bytes // computed.kv.bytes_per_token))
+        return computed.spans(self._segment_tokens(computed))
+
+    def _segment_tokens(self, computed: Computed[KVT]) -> int:
+        return segment_tokens(self.tier.max_bytes // computed.kv.bytes_per_token)
 
     def _store(self, draft: NodeDraft, kept: Sequence[KVT]) -> Node | None:
         """Make room, then put KV and node in place, in an order in which nobody finds a node without KV."""
-        with self._held_lock:
-            held = frozenset(self._held)
-        if not self._make_room(sum(kv.num_bytes for kv in kept), self.tier, held):
+        if not self._has_room(kept):
             return None
-        for segment, kv in zip(draft.new_segments, kept, strict=True):
-            self.tier.put(segment.segment_id, kv, segment.checksum)
+        self._put(draft.new_segments, kept)
         insertion = self._insert(draft)
         return insertion.node if insertion.created else None
+
+    def _has_room(self, kept: Sequence[KVT], *, also_held: NodeId | None = None) -> bool:
+        """After making it, where it must be made."""
+        with self._held_lock:
+            held = frozenset(self._held) if also_held is None else frozenset({*self._held, also_held})
+        return self._make_room(sum(kv.num_bytes for kv in kept), self.tier, held)
+
+    def _put(self, segments: Sequence[Segment], kept: Sequence[KVT]) -> None:
+        for segment, kv in zip(segments, kept, strict=True):
+            self.tier.put(segment.segment_id, kv, segment.checksum)
 
     def _has_copies(self, plan: Plan) -> bool:
         return all(copy.segment_id in self.tier for copy in plan.copies)

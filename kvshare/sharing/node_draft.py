@@ -70,7 +70,7 @@ def draft_node(
         token_ids=token_ids,
         parent=parent,
         pieces=_piece_table(plan, stored),
-        new_segments=tuple(_describe(plan, entry, namespace) for entry in stored),
+        new_segments=describe(plan, stored, namespace),
         exact_length=exact_length,
         deviation=deviation if exact_length < len(token_ids) else 0.0,
     )
@@ -94,15 +94,19 @@ def _exact_length(plan: Plan | NoPlan, num_tokens: int) -> int:
     return plan.first_approximate
 
 
-def _describe(plan: Plan | NoPlan, stored: StoredSpan, namespace: str) -> Segment:
-    return Segment(
-        segment_id=stored.segment_id,
-        namespace=namespace,
-        first_position=stored.span.start,
-        num_tokens=len(stored.span),
-        generation=_generation(plan, stored.span),
-        num_bytes=stored.num_bytes,
-        checksum=stored.checksum,
+def describe(plan: Plan | NoPlan, stored: Sequence[StoredSpan], namespace: str) -> tuple[Segment, ...]:
+    """As the tree wants to know what was stored of a sequence with this plan."""
+    return tuple(
+        Segment(
+            segment_id=entry.segment_id,
+            namespace=namespace,
+            first_position=entry.span.start,
+            num_tokens=len(entry.span),
+            generation=_generation(plan, entry.span),
+            num_bytes=entry.num_bytes,
+            checksum=entry.checksum,
+        )
+        for entry in stored
     )
 
 

@@ -55,6 +55,10 @@ class Lookup:
     unreadable: tuple[NodeId, ...] = ()
     unknown: tuple[int, ...] = ()
 
+    def after_waiting(self, seconds: float) -> Lookup:
+        """The same, with the time that was waited for a prompt like this one."""
+        return replace(self, stage_seconds={**self.stage_seconds, "wait": seconds})
+
     def report(self, num_tokens: int) -> SharingReport:
         """Tokens by source, for usage and metrics."""
         if isinstance(self.plan, NoPlan):

@@ -18,8 +18,16 @@ from hypothesis.stateful import (
     rule,
 )
 
-from delta_tree import DeltaTree, InvalidNodeError, Node, NodeId, PinnedNodeError, SegmentId
-from tests.delta_tree.fake_prompts import child_draft, fresh_draft
+from delta_tree import (
+    DeltaTree,
+    InvalidNodeError,
+    Node,
+    NodeId,
+    PinnedNodeError,
+    SegmentId,
+    token_ids,
+)
+from tests.delta_tree.fake_prompts import child_draft, fresh_draft, segment
 
 NAMESPACES = ("tenant-a", "tenant-b")
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
@@ -41,7 +49,7 @@ class Known:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Inserts, evicts, shortens, pins, purges and reopens, beside a dictionary keyed by prompt."""
+    """Inserts, evicts, shortens, lengthens, pins, purges and reopens, beside a dictionary keyed by prompt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,6 +153,30 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.find(*key) is None
         assert set(gone.freed_segments) == self.freed(before)
         assert gone.freed_bytes == sum(self.num_bytes[s] for s in gone.freed_segments)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), added=prompts, wrong=st.booleans())
+    def lengthen(self, data: st.DataObject, added: list[int], wrong: bool) -> None:
+        """Add to a prompt's end, unless it does not continue it, or what it becomes is a prompt already."""
+        namespace, ids = key = self.key_of(data)
+        known = self.model[key]
+        before = self.tree.node(known.node_id)
+        longer = (*((ids[0] + 1) % 3, *ids[1:]), *added) if wrong else (*ids, *added)
+        new = segment(len(added), first_position=len(ids), namespace=namespace)
+        try:
+            node = self.tree.lengthen(known.node_id, token_ids(longer), [new])
+        except InvalidNodeError:
+            assert wrong or (namespace, longer) in self.model
+            assert self.tree.find(*key) is not None
+            return
+        assert not wrong
+        self.num_bytes[new.segment_id] = new.num_bytes
+        self.model[namespace, longer] = self.model.pop(key)
+        known.segment_ids = node.pieces.segment_ids
+        assert known.segment_ids == before.pieces.segment_ids | {new.segment_id}
+        assert (node.node_id, node.last_used_at) == (before.node_id, before.last_used_at)
+        assert (node.exact_length == len(longer)) == (before.exact_length == len(ids))
+        assert self.tree.find(namespace, token_ids(ids)) is None
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), pinned=st.booleans())

@@ -18,12 +18,14 @@ from kvshare.engines.base import (
     ModelCard,
     Started,
 )
+from kvshare.engines.embedded.retention import Retention
 from kvshare.engines.embedded.server import EmbeddedServer, Load, load_model, open_server
 from kvshare.engines.embedded.task import Task
 from kvshare.errors import ContextLengthError, EngineError, OverloadedError, RequestError, ShuttingDownError
 from kvshare.namespace import Namespace
 from kvshare.requests import Prompt
 from kvshare.settings import Settings
+from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.pipeline import Lookup, Sharing
 
@@ -42,6 +44,7 @@ class EmbeddedEngine(GeneratingEngine):
         self._admission = Admission(
             max_running=settings.engine.max_running, max_waiting=settings.engine.max_waiting
         )
+        self._arrivals = Arrivals(min_run=settings.sharing.min_run)
         self._running: EmbeddedServer | None = None
         self._opened = AsyncExitStack()
 
@@ -92,9 +95,10 @@ class EmbeddedEngine(GeneratingEngine):
             server = self.server
             # Ended requests hold their KV until it is stored: new ones wait if storing cannot keep up.
             await server.runtime.background.below(_MAX_PENDING * self._settings.engine.max_running)
-            lookup = await _look_up(server, request)
+            lookup = await self._look_up(request)
             report = lookup.report(request.prompt.num_tokens)
             loop = asyncio.get_running_loop()
+            retention = Retention(server, request, self._arrivals)
             task = Task(
                 request=request,
                 lookup=lookup,
@@ -104,12 +108,35 @@ class EmbeddedEngine(GeneratingEngine):
                 max_tokens=max_tokens,
                 cost=server.runtime.sharing.cost,
                 emit=lambda delta: loop.call_soon_threadsafe(emit, delta),
+                on_prefilled=lambda: loop.call_soon_threadsafe(retention.keep_prompt, task),
             )
             del lookup  # the task lets go of the donors' KV once it is laid out
-            await self._compute(task, emit, Started(report))
+            await self._compute(task, emit, Started(report), retention)
             emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
 
-    async def _compute(self, task: Task, emit: Callable[[Event], None], started: Started) -> None:
+    async def _look_up(self, request: GenerationRequest) -> Lookup:
+        """
+        The plan of a request that is served by it, after what its namespace computed last is stored, and what
+        is being computed just now, if that is alike.
+        """
+        server, prompt, namespace = self.server, request.prompt, request.namespace.digest
+        runtime = server.runtime
+        if not runtime.sharing.wants(prompt, request.mode):
+            return await runtime.sharing.find_plan(namespace, prompt, request.mode)
+        await runtime.background.caught_up(namespace, timeout_s=_SETTLE_S)
+        lookup = await self._arrivals.waited(
+            namespace,
+            prompt.token_ids,
+            request.mode,
+            lambda: runtime.sharing.find_plan(namespace, prompt, request.mode),
+            prefill_s=prompt.num_tokens / runtime.sharing.cost.rates.prefill_tokens_per_s,
+        )
+        runtime.sharing.note_use(lookup)
+        return lookup
+
+    async def _compute(
+        self, task: Task, emit: Callable[[Event], None], started: Started, retention: Retention
+    ) -> None:
         """Until the scheduler has let go of a task; what it computed is kept in the background."""
         server = self.server
         runtime = server.runtime
@@ -119,6 +146,7 @@ class EmbeddedEngine(GeneratingEngine):
             server.scheduler.submit(task)
         except BaseException:
             runtime.keeper.release(task.plan)
+            retention.give_up()
             raise
         try:
             await task.released.wait()
@@ -126,7 +154,7 @@ class EmbeddedEngine(GeneratingEngine):
                 raise EngineError("the engine failed while computing this request") from task.error
         finally:
             task.cancelled = True  # it leaves after the quantum in progress, if it has not ended by itself
-            runtime.background.spawn(_keep(server, task), namespace=task.request.namespace.digest)
+            runtime.background.spawn(retention.keep(task), namespace=task.request.namespace.digest)
 
     def status(self) -> EngineStatus:
         if self._running is None:
@@ -172,33 +200,6 @@ class Admission:
         finally:
             self.num_running -= 1
             self._slots.release()
-
-
-async def _look_up(server: EmbeddedServer, request: GenerationRequest) -> Lookup:
-    """The plan of a request that is served by it, after what its namespace computed last is stored."""
-    runtime, namespace = server.runtime, request.namespace.digest
-    if runtime.sharing.wants(request.prompt, request.mode):
-        await runtime.background.caught_up(namespace, timeout_s=_SETTLE_S)
-    lookup = await runtime.sharing.find_plan(namespace, request.prompt, request.mode)
-    runtime.sharing.note_use(lookup)
-    return lookup
-
-
-async def _keep(server: EmbeddedServer, task: Task) -> None:
-    """After the scheduler let go of a task: store what it computed, index it, release its donors."""
-    runtime, request = server.runtime, task.request
-    await task.released.wait()
-    try:
-        is_kept = server.model.can_share and request.store
-        if task.error is not None or not (task.prefilled and is_kept):
-            return
-        node = await runtime.write(runtime.keeper.commit, task.computed)
-        if node is None:  # it was known, or found no room: others may have left all the same
-            await runtime.sharing.forget_evicted()
-        else:
-            await runtime.remember(node, request.prompt.text)
-    finally:
-        runtime.keeper.release(task.plan)
 
 
 def _max_tokens(request: GenerationRequest, max_model_len: int) -> int:

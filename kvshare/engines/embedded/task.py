@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from delta_tree import token_ids
+from delta_tree import TokenIds, token_ids
 from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
 from kvshare.engines.embedded.decoder import DecoderModel, RunningPrefill, RunningSequence
 from kvshare.engines.embedded.sampling import Sampler, top_logprobs
@@ -54,6 +54,9 @@ class Task:
     max_tokens: int
     cost: CostModel
     emit: Callable[[Delta], object]
+    on_prefilled: Callable[[], object] = lambda: (
+        None
+    )  # in the worker's thread: all slots of the prompt are valid
     released: asyncio.Event = field(default_factory=asyncio.Event)
     prefilled: bool = False
     cancelled: bool = False  # set by anybody, looked at between quanta
@@ -75,12 +78,22 @@ class Task:
     @property
     def computed(self) -> Computed[SegmentKV]:
         """The first choice's slots, and the tokens whose KV stands there: all but the last sampled one."""
-        first = self._choices[0]
-        generated = np.asarray(first.generated[:-1], dtype=np.int32)
-        tokens = token_ids(np.concatenate([self._prompt, generated]))
-        plan = self.plan if self._running is None else self._running.plan
-        assert isinstance(first.kv, SequenceKV)
-        return Computed(self.request.namespace.digest, tokens, plan, first.kv)
+        generated = np.asarray(self._choices[0].generated[:-1], dtype=np.int32)
+        return self._computed(token_ids(np.concatenate([self._prompt, generated])))
+
+    @property
+    def computed_prompt(self) -> Computed[SegmentKV]:
+        """
+        The prompt alone, once it is prefilled. Its slots do not change while the answer is generated; whoever
+        reads them may do so beside the worker.
+        """
+        return self._computed(self._prompt)
+
+    def _computed(self, tokens: TokenIds) -> Computed[SegmentKV]:
+        kv = self._choices[0].kv
+        assert self._running is not None
+        assert isinstance(kv, SequenceKV)
+        return Computed(self.request.namespace.digest, tokens, self._running.plan, kv)
 
     def end(self, error: BaseException | None) -> None:
         """On the event loop, once the worker has let go: nothing more will come."""
@@ -113,6 +126,7 @@ class Task:
         if logits is not None:
             self.prefilled = True
             self._start_choices(logits)
+            self.on_prefilled()
 
     def _lay_out(self) -> RunningSequence:
         """Room for the prompt and some tokens more, with all reused KV in place."""

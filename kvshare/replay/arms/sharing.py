@@ -168,7 +168,9 @@ class SharingArm(Arm):
 
     async def _remember(self, request: TokenizedRequest, plan: Plan | NoPlan) -> None:
         logged = request.logged
-        node = self._keeper.commit(Computed(logged.namespace, stored_tokens(request), plan, self._kv))
+        node = self._kept(
+            Computed(logged.namespace, stored_tokens(request), plan, self._kv), request.num_tokens
+        )
         for _, node_id in await self._core.forget_evicted():
             self._owners.pop(NodeId(node_id), None)
         if node is not None:
@@ -178,6 +180,11 @@ class SharingArm(Arm):
         self._num_observed += 1
         if self._num_observed % _MAINTAIN_EVERY == 0:
             await self._index.maintain()
+
+    def _kept(self, computed: Computed[WeightlessKV], num_prompt: int) -> Node | None:
+        """First the prompt, then its answer, as the engines do it."""
+        prompt = replace(computed, token_ids=computed.token_ids[:num_prompt])
+        return self._keeper.complete(self._keeper.commit(prompt), computed, num_prompt=num_prompt)
 
     def describe_tree(self) -> dict[str, Any]:
         stats = self.tree.stats()

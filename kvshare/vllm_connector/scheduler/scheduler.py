@@ -203,6 +203,7 @@ class ConnectorScheduler:
         if ticketed.ticket.order is not None:  # a segment is of one generation
             computed = merge([*computed, *ticketed.repaired])
             computed = cut(computed, _first_approximate(ticketed, copies))
+        computed = cut(computed, retained.num_tokens - len(retained.output_ids))  # the answer is kept apart
         spans = split(computed, segment_tokens(budget_of(self.segments.max_bytes) // self.bytes_per_token))
         stored = tuple(
             Stored(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 
 from delta_tree import token_ids
-from kvshare.fleet.in_flight import InFlight, RoutedRequest
+from kvshare.fleet.in_flight import Execution, InFlight, RoutedRequest
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt
 from kvshare.vllm_protocol.messages import Ticket
@@ -26,7 +26,7 @@ class Clock:
 
 def sent(request_id: str = "r", *, replica: str = "a") -> RoutedRequest:
     prompt = Prompt(token_ids(np.arange(10, dtype=np.int32)), PromptText("", ""))
-    return RoutedRequest(OWNER, prompt, replica=replica, ticket=Ticket(request_id, "n", "d", 10))
+    return RoutedRequest(OWNER, prompt, execution=Execution(replica), ticket=Ticket(request_id, "n", "d", 10))
 
 
 def test_only_the_replica_that_has_a_ticket_may_end_it() -> None:

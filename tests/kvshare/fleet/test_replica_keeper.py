@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from delta_tree import DeltaTree, Node, NodeId, SegmentId, TokenIds, new_segment_id, token_ids
-from kvshare.fleet.in_flight import RoutedRequest
+from kvshare.fleet.in_flight import Execution, RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.inspection import QUESTIONS
@@ -38,7 +38,8 @@ def request(tokens: TokenIds, *, replica: str = "a") -> RoutedRequest:
     """One that was sent to a replica without a plan; each replica has a namespace of its own."""
     prompt = Prompt(tokens, PromptText("", ""))
     ticket = Ticket("r", replica, "d", len(tokens))
-    return RoutedRequest(Owner("acme", "tenant"), prompt, replica=replica, ticket=ticket)
+    execution = Execution(replica)
+    return RoutedRequest(Owner("acme", "tenant"), prompt, execution=execution, ticket=ticket)
 
 
 def offer(
