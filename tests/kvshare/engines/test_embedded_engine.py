@@ -470,3 +470,55 @@ async def test_repairs_that_are_chosen_are_counted_and_stored(tmp_path: Path) ->
         assert node.exact_length == (70 if rule == "attention" else 70 + predicted.repaired)
         assert node.deviation == predicted.expected
         await engine.stop()
+
+
+async def test_near_duplicates_at_once_are_computed_once(engine: EmbeddedEngine) -> None:
+    """The scene KVShare is for: one is computed, the others wait for it and copy. Answers are its own."""
+    base = prompt(400)
+    forms = []
+    for number in range(6):
+        tokens = np.array(base)
+        tokens[30:34] = 40 + number
+        forms.append(token_ids(tokens))
+    wanted = [await request(engine, tokens, max_tokens=4) for tokens in forms]
+    found = await asyncio.gather(*(events(engine, each) for each in wanted))
+    reports = [each[-1].report for each in found]
+    assert sorted(report.decision for report in reports) == ["approx"] * 5 + ["full"]
+    for report, each in zip(reports, found, strict=True):
+        assert isinstance(each[-1], Finished)
+        if report.decision == "approx":
+            assert report.num_copied > 200
+            assert each[-1].stage_seconds["wait"] > 0
+    assert engine.status().num_nodes == 6
+
+
+async def test_a_prompt_is_a_donor_while_its_answer_is_generated(engine: EmbeddedEngine) -> None:
+    """And the answer's KV follows: the next turn finds it."""
+    tokens = prompt(300)
+    first = stream(engine, await request(engine, tokens, max_tokens=120))
+    seen = [await anext(first), await anext(first)]
+    assert isinstance(seen[1], Delta)  # its first token
+    second = await ask(engine, tokens, mode=SharingMode.APPROX, tenant="t", store=False)
+    assert second.report.num_exact == 299
+    rest = [event async for event in first]
+    num_generated = 1 + sum(isinstance(event, Delta) for event in rest)
+    assert num_generated > 20  # it was far from its end
+    await engine.settle()
+    (node,) = engine.sharing.tree.nodes()
+    assert node.num_tokens == 300 + num_generated - 1
+    assert node.exact_length == node.num_tokens
+    assert engine.status().kv_bytes == engine.sharing.tree.stats().num_bytes
+
+
+async def test_who_waits_goes_on_when_the_other_goes_away(engine: EmbeddedEngine) -> None:
+    base = prompt(500)
+    other = np.array(base)
+    other[40:44] = 50
+    first = asyncio.create_task(events(engine, await request(engine, base, max_tokens=50)))
+    second = asyncio.create_task(events(engine, await request(engine, token_ids(other), max_tokens=2)))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    found = await asyncio.wait_for(second, 10)
+    assert isinstance(found[-1], Finished)
+    assert len(engine._arrivals) == 0
