@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvshare.bench import demo, parity, plan, plan_agent, proxy, selection, storage, ttft
+from kvshare.bench import burst, demo, parity, plan, plan_agent, proxy, selection, storage, ttft
 from kvshare.errors import ConfigError
 
 
@@ -45,6 +45,16 @@ async def test_time_to_first_token_is_measured_in_four_arms() -> None:
     assert sum(document["tokens"].values()) == 300
     for key in ("speedup", "ideal_speedup", "exact_prefix_speedup", "of_ideal"):
         assert document[key] > 0
+
+
+async def test_near_duplicates_at_once_are_measured_beside_a_stored_donor() -> None:
+    """All but the first of a burst reuse what it computed."""
+    document = await burst.run(concurrency=3, prompt_tokens=400, changed=0.02, edits=1, repeats=1)
+    assert document["reused"]["full"] == 0
+    assert document["reused"]["burst"] > 0.3
+    assert document["reused"]["warm"] > 0.3
+    assert document["of_warm"] > 0
+    assert set(document["seconds"]) == {"burst", "warm", "full"}
 
 
 def test_choosing_repairs_is_measured_beside_as_many_tokens() -> None:

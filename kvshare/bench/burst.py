@@ -1,0 +1,85 @@
+"""
+`kvshare bench burst`: near-duplicates that arrive at once, with nothing stored.
+
+    burst   all at once: one is computed, the others wait for it and copy
+    warm    the same prompts' kind, the first of them stored before the others come, all of these at once
+    full    all at once, without sharing
+
+Times are from the first submission to the last first token; of `warm` the donor's own counts, too: all arms
+serve as many prompts. On a random-weight Llama of about 100 M parameters, arms in turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from delta_tree import TokenIds
+from kvshare.bench.harness import Answer, ask, edited, environment, median, random_prompt, running_engine
+from kvshare.bench.random_models import timing_model
+from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.requests import SharingMode
+
+_VOCAB_SIZE = 1000
+_ARMS = ("burst", "warm", "full")
+
+
+async def run(
+    *,
+    concurrency: int = 8,
+    prompt_tokens: int = 2000,
+    changed: float = 0.1,
+    edits: int = 5,
+    repeats: int = 3,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """`of_warm`: the warm arm's median time over the burst's; `reused`: share of prompt tokens, by arm."""
+    rng = np.random.default_rng(seed)
+
+    def draw(length: int) -> TokenIds:
+        return random_prompt(rng, length, _VOCAB_SIZE)
+
+    model = timing_model("llama", max_position_embeddings=prompt_tokens + 64, vocab_size=16384, seed=seed)
+    seconds: dict[str, list[float]] = {name: [] for name in _ARMS}
+    reused: dict[str, list[float]] = {name: [] for name in _ARMS}
+    async with running_engine(model, {"index.dense": False}) as engine:
+        for repeat in range(repeats + 1):
+            for name in _ARMS if repeat % 2 else reversed(_ARMS):
+                base = draw(prompt_tokens)
+                prompts = [edited(base, changed=changed, edits=edits, draw=draw) for _ in range(concurrency)]
+                answers = await _served(engine, name, prompts)
+                if repeat:  # the first warms up
+                    seconds[name].append(_time(name, answers))
+                    reused[name].append(_reused(answers))
+    times = {name: median(found) for name, found in seconds.items()}
+    return {
+        "engine": "embedded",
+        "of_warm": times["warm"] / times["burst"],
+        "of_full": times["full"] / times["burst"],
+        "seconds": times,
+        "reused": {name: median(found) for name, found in reused.items()},
+        "environment": environment(),
+    }
+
+
+async def _served(engine: EmbeddedEngine, arm: str, prompts: Sequence[TokenIds]) -> list[Answer]:
+    mode, store = (SharingMode.OFF, False) if arm == "full" else (SharingMode.APPROX, True)
+    first = [await ask(engine, prompts[0], mode=mode, store=store)] if arm == "warm" else []
+    others = prompts[len(first) :]
+    return first + await asyncio.gather(*(ask(engine, each, mode=mode, store=store) for each in others))
+
+
+def _time(arm: str, answers: Sequence[Answer]) -> float:
+    """Of all of them; what is sent one after the other adds up."""
+    if arm == "warm":
+        donor, *others = answers
+        return donor.first_token_s + max(answer.first_token_s for answer in others)
+    return max(answer.first_token_s for answer in answers)
+
+
+def _reused(answers: Sequence[Answer]) -> float:
+    reports = [answer.report for answer in answers]
+    return sum(report.num_cached for report in reports) / sum(report.num_prompt_tokens for report in reports)
