@@ -4,8 +4,8 @@ Prompts that are being computed: who resembles one waits for it, instead of comp
     eight forms at once      the first is computed in full, the others wait until it is stored, and copy
     nobody like it           nothing is waited for
 
-A wait ends when the other is stored, has failed, or has taken half as long as the own full prefill would,
-with as many computing beside it as there are.
+A wait ends when the other is stored, has failed, or has taken half as long as the own full prefill would if
+all that compute and wait computed side by side; what storing takes comes on top.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvshare.requests import SharingMode
 from kvshare.sharing.pipeline import Lookup
 
 _SHARE_OF_PREFILL = 0.5  # that a wait may take
+_STORING_S, _STORING_SHARE = 0.25, 0.25  # at most so long, and such a part of the prefill
 _SAMPLES = 2048  # of a prompt's k-grams, that are looked for in another's: this runs on the event loop
 _WORTH = 0.5  # of what would be computed now: less is not waited for
 
@@ -51,6 +52,7 @@ class Arrivals:
         self._min_run = min_run
         self._clock = clock
         self._arrivals: dict[str, list[Arrival]] = {}  # by namespace, in order of arrival
+        self._num_waiting = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._arrivals.values()))
@@ -84,16 +86,23 @@ class Arrivals:
 
         `prefill_s`: what computing all of it takes on an idle engine.
         """
-        lookup, waited_s = await look_up(), 0.0
-        limit_s = _SHARE_OF_PREFILL * prefill_s * (1 + len(self))
-        began = self._clock()
-        while waited_s < limit_s and (other := self._worth_waiting_for(namespace, token_ids, mode, lookup)):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(limit_s - waited_s):
-                    await other.over.wait()
-            waited_s = self._clock() - began
-            if other.over.is_set():
-                lookup = await look_up()
+        lookup, waited_s, began = await look_up(), 0.0, self._clock()
+        self._num_waiting += 1
+        try:
+            side_by_side = len(self) + self._num_waiting
+            limit_s = _SHARE_OF_PREFILL * prefill_s * side_by_side
+            limit_s += min(_STORING_S, _STORING_SHARE * prefill_s)
+            while waited_s < limit_s and (
+                other := self._worth_waiting_for(namespace, token_ids, mode, lookup)
+            ):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(limit_s - waited_s):
+                        await other.over.wait()
+                waited_s = self._clock() - began
+                if other.over.is_set():
+                    lookup = await look_up()
+        finally:
+            self._num_waiting -= 1
         return lookup if not waited_s else lookup.after_waiting(waited_s)
 
     def _worth_waiting_for(

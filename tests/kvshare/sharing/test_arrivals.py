@@ -93,12 +93,12 @@ async def test_an_equal_beginning_is_worth_it_in_exact_mode(arrivals: Arrivals) 
 
 
 async def test_a_wait_takes_half_of_the_own_prefill_at_most(arrivals: Arrivals) -> None:
-    """Beside one other it would take twice as long, so the wait may be as long as it would be alone."""
+    """Beside one other it would take twice as long: as long as it would be alone, and what storing takes."""
     arrivals.begin("ns", TOKENS)  # never ends
     began = asyncio.get_running_loop().time()
     lookup, num_lookups = await waited(arrivals, edited(TOKENS, 5), prefill_s=0.2)
     took = asyncio.get_running_loop().time() - began
-    assert took >= 0.19
+    assert 0.24 <= took < 0.5
     assert num_lookups == 1
     assert lookup.stage_seconds["wait"] == pytest.approx(took, abs=0.05)
 
