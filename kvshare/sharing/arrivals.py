@@ -4,15 +4,16 @@ Prompts that are being computed: who resembles one waits for it, instead of comp
     eight forms at once      the first is computed in full, the others wait until it is stored, and copy
     nobody like it           nothing is waited for
 
-A wait ends when the other is stored, has failed, or has taken half as long as the own full prefill would if
-all that compute and wait computed side by side; what storing takes comes on top.
+Waits are measured in tokens that the engine computes, not in seconds: how fast it is, a fresh or a busy
+server does not know. One waits if what the other still has to compute is at most about half of the own full
+prefill, as that would run beside all others that compute or wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,8 +25,11 @@ from delta_tree import TokenIds, common_prefix_length, kgram_hashes
 from kvshare.requests import SharingMode
 from kvshare.sharing.pipeline import Lookup
 
-_SHARE_OF_PREFILL = 0.5  # that a wait may take
-_STORING_S, _STORING_SHARE = 0.25, 0.25  # at most so long, and such a part of the prefill
+_SHARE_OF_PREFILL = (
+    0.55  # that a wait may take: half, and two prompts of nearly one length wait for each other
+)
+_STORING_S = 1.0  # what is computed is stored by then, or not waited for any longer
+_LOOK_S = 0.1
 _SAMPLES = 2048  # of a prompt's k-grams, that are looked for in another's: this runs on the event loop
 _WORTH = 0.5  # of what would be computed now: less is not waited for
 
@@ -38,6 +42,11 @@ class Arrival:
     token_ids: TokenIds
     kgram: int
     over: asyncio.Event = field(default_factory=asyncio.Event)  # it is stored, or never will be
+    is_stored: bool = False
+    remaining: Callable[[], int] = field(init=False)  # tokens that are still to be computed of it
+
+    def __post_init__(self) -> None:
+        self.remaining = lambda: len(self.token_ids)
 
     @cached_property
     def hashes(self) -> npt.NDArray[np.uint64]:
@@ -63,9 +72,10 @@ class Arrivals:
         self._arrivals.setdefault(namespace, []).append(arrival)
         return arrival
 
-    def end(self, arrival: Arrival) -> None:
+    def end(self, arrival: Arrival, *, stored: bool = False) -> None:
         """Others find it by a lookup now, or never. Idempotent."""
         if not arrival.over.is_set():
+            arrival.is_stored = stored
             arrival.over.set()
             others = self._arrivals[arrival.namespace]
             others.remove(arrival)
@@ -78,43 +88,57 @@ class Arrivals:
         token_ids: TokenIds,
         mode: SharingMode,
         look_up: Callable[[], Awaitable[Lookup]],
-        *,
-        prefill_s: float,
     ) -> Lookup:
-        """
-        What a prompt finds, after it has waited for one like it where that promises more.
-
-        `prefill_s`: what computing all of it takes on an idle engine.
-        """
-        lookup, waited_s, began = await look_up(), 0.0, self._clock()
+        """What a prompt finds, after it has waited for one like it where that promises more."""
+        lookup, began, has_waited = await look_up(), self._clock(), False
         self._num_waiting += 1
         try:
-            side_by_side = len(self) + self._num_waiting
-            limit_s = _SHARE_OF_PREFILL * prefill_s * side_by_side
-            limit_s += min(_STORING_S, _STORING_SHARE * prefill_s)
-            while waited_s < limit_s and (
-                other := self._worth_waiting_for(namespace, token_ids, mode, lookup)
-            ):
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(limit_s - waited_s):
-                        await other.over.wait()
-                waited_s = self._clock() - began
-                if other.over.is_set():
-                    lookup = await look_up()
+            asked: set[Arrival] = set()
+            while other := self._worth_waiting_for(namespace, token_ids, mode, lookup, without=asked):
+                has_waited = True
+                asked.add(other)
+                if not await self._is_over(other):
+                    continue
+                before, lookup = _num_reused(lookup, token_ids), await look_up()
+                if other.is_stored and _num_reused(lookup, token_ids) <= before:
+                    break  # refused, as any other like it would be
         finally:
             self._num_waiting -= 1
-        return lookup if not waited_s else lookup.after_waiting(waited_s)
+        return lookup.after_waiting(self._clock() - began) if has_waited else lookup
+
+    async def _is_over(self, other: Arrival) -> bool:
+        """Waits for a prompt; false where it is computed and storing takes too long."""
+        computed_at: float | None = None
+        while not other.over.is_set():
+            if not other.remaining():
+                computed_at = computed_at or self._clock()
+                if self._clock() - computed_at > _STORING_S:
+                    return False
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await other.over.wait()
+        return True
 
     def _worth_waiting_for(
-        self, namespace: str, token_ids: TokenIds, mode: SharingMode, lookup: Lookup
+        self,
+        namespace: str,
+        token_ids: TokenIds,
+        mode: SharingMode,
+        lookup: Lookup,
+        *,
+        without: Collection[Arrival],
     ) -> Arrival | None:
         """The one that would give most, if that is at least half of what would be computed now."""
-        others = self._arrivals.get(namespace, ())
+        longest = _SHARE_OF_PREFILL * len(token_ids) * (len(self) + self._num_waiting)
+        others = [
+            other
+            for other in self._arrivals.get(namespace, ())
+            if other not in without and other.remaining() <= longest
+        ]
         if not others:
             return None
         own = kgram_hashes(token_ids, self._min_run)
         own = own[:: max(1, len(own) // _SAMPLES)]
-        report = lookup.report(len(token_ids))
 
         def given(other: Arrival) -> int:
             if mode is SharingMode.EXACT:
@@ -125,7 +149,11 @@ class Arrivals:
             return round(len(token_ids) * float((other.hashes[at] == own).mean()))
 
         most, best = max(((given(other), -place) for place, other in enumerate(others)), default=(0, 0))
-        num_reused = report.num_exact + report.num_copied
+        num_reused = _num_reused(lookup, token_ids)
         if most - num_reused <= _WORTH * (len(token_ids) - num_reused):
             return None
         return others[-best]
+
+
+def _num_reused(lookup: Lookup, token_ids: TokenIds) -> int:
+    return lookup.report(len(token_ids)).num_cached

@@ -110,6 +110,7 @@ class EmbeddedEngine(GeneratingEngine):
                 emit=lambda delta: loop.call_soon_threadsafe(emit, delta),
                 on_prefilled=lambda: loop.call_soon_threadsafe(retention.keep_prompt, task),
             )
+            retention.watch(task)
             del lookup  # the task lets go of the donors' KV once it is laid out
             await self._compute(task, emit, Started(report), retention)
             emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
@@ -129,7 +130,6 @@ class EmbeddedEngine(GeneratingEngine):
             prompt.token_ids,
             request.mode,
             lambda: runtime.sharing.find_plan(namespace, prompt, request.mode),
-            prefill_s=prompt.num_tokens / runtime.sharing.cost.rates.prefill_tokens_per_s,
         )
         runtime.sharing.note_use(lookup)
         return lookup

@@ -32,6 +32,11 @@ class Retention:
         self._is_keeping_prompt = False
         self._node: Node | None = None
 
+    def watch(self, task: Task) -> None:
+        """Who waits looks at how far this task is."""
+        if self._arrival is not None:
+            self._arrival.remaining = lambda: task.num_remaining
+
     def give_up(self) -> None:
         """Nothing was computed: nobody need wait for it."""
         if self._arrival is not None:
@@ -72,7 +77,8 @@ class Retention:
             else:  # by its meaning once it has its answer: that is expensive, and comes too late here
                 await runtime.sharing.remember(self._node, None)
         finally:
-            self.give_up()
+            if self._arrival is not None:
+                self._arrivals.end(self._arrival, stored=self._node is not None)
             self._prompt_kept.set()
 
     def _stored(self, task: Task) -> Node | None:

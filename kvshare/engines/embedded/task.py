@@ -65,11 +65,19 @@ class Task:
     def __post_init__(self, lookup: Lookup) -> None:
         self.plan = lookup.plan
         self.stage_seconds = dict(lookup.stage_seconds)
+        self.num_remaining = self._num_to_compute  # tokens of the prompt
         self._lookup: Lookup | None = lookup
         self._prompt = self.request.prompt.token_ids
         self._kv: RunningSequence | None = None
         self._running: RunningPrefill | None = None
         self._choices: list[_Choice] = []
+
+    @property
+    def _num_to_compute(self) -> int:
+        """For the whole prompt, what repairs are chosen by included."""
+        if isinstance(self.plan, Plan):
+            return self.plan.num_computed + self.plan.num_selecting
+        return self.request.prompt.num_tokens
 
     @property
     def num_completion_tokens(self) -> int:
@@ -121,10 +129,12 @@ class Task:
         began = time.perf_counter()
         num_computed, logits = self._running.advance(max_queries=max_queries)
         seconds = time.perf_counter() - began
+        self.num_remaining = max(1, self.num_remaining - num_computed)
         self.cost.observe_prefill(num_computed, seconds)
         self.stage_seconds["recompute"] = self.stage_seconds.get("recompute", 0.0) + seconds
         if logits is not None:
             self.prefilled = True
+            self.num_remaining = 0
             self._start_choices(logits)
             self.on_prefilled()
 

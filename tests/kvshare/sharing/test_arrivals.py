@@ -39,11 +39,10 @@ async def waited(
     tokens: TokenIds,
     *,
     mode: SharingMode = SharingMode.APPROX,
-    prefill_s: float = 10.0,
     namespace: str = "ns",
 ) -> tuple[Lookup, int]:
     finder = Finder()
-    lookup = await arrivals.waited(namespace, tokens, mode, finder, prefill_s=prefill_s)
+    lookup = await arrivals.waited(namespace, tokens, mode, finder)
     return lookup, finder.num_lookups
 
 
@@ -92,15 +91,30 @@ async def test_an_equal_beginning_is_worth_it_in_exact_mode(arrivals: Arrivals) 
     await asyncio.wait_for(waiting, 1)
 
 
-async def test_a_wait_takes_half_of_the_own_prefill_at_most(arrivals: Arrivals) -> None:
-    """Beside one other it would take twice as long: as long as it would be alone, and what storing takes."""
-    arrivals.begin("ns", TOKENS)  # never ends
-    began = asyncio.get_running_loop().time()
-    lookup, num_lookups = await waited(arrivals, edited(TOKENS, 5), prefill_s=0.2)
-    took = asyncio.get_running_loop().time() - began
-    assert 0.24 <= took < 0.5
+@pytest.mark.parametrize(
+    ("length", "remaining", "waits"), [(400, 400, True), (400, 90, True), (100, 390, False)]
+)
+async def test_no_more_is_waited_for_than_half_of_the_own_prefill(
+    arrivals: Arrivals, length: int, remaining: int, waits: bool
+) -> None:
+    """Counted in tokens that the engine computes; beside one other the own prefill takes twice as long."""
+    first = arrivals.begin("ns", TOKENS)
+    first.remaining = lambda: remaining
+    waiting = asyncio.create_task(waited(arrivals, TOKENS[:length]))
+    await asyncio.sleep(0.05)
+    assert waiting.done() != waits
+    arrivals.end(first)
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_what_is_computed_and_cannot_be_stored_is_given_up(
+    arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshare.sharing.arrivals._STORING_S", 0.1)
+    arrivals.begin("ns", TOKENS).remaining = lambda: 0  # and never over
+    lookup, num_lookups = await asyncio.wait_for(waited(arrivals, edited(TOKENS, 5)), 2)
     assert num_lookups == 1
-    assert lookup.stage_seconds["wait"] == pytest.approx(took, abs=0.05)
+    assert lookup.stage_seconds["wait"] >= 0.1
 
 
 async def test_who_is_next_is_waited_for_when_the_first_has_given_up(arrivals: Arrivals) -> None:
@@ -136,3 +150,15 @@ async def test_who_goes_away_while_waiting_leaves_nothing_behind(arrivals: Arriv
     assert len(arrivals) == 1
     arrivals.end(first)
     assert len(arrivals) == 0
+
+
+async def test_what_is_refused_once_is_not_waited_for_again(arrivals: Arrivals) -> None:
+    """The first is stored, and the lookup refuses it: the second, just like it, would be refused as well."""
+    first, second = arrivals.begin("ns", TOKENS), arrivals.begin("ns", edited(TOKENS, 7))
+    waiting = asyncio.create_task(waited(arrivals, edited(TOKENS, 5)))
+    await asyncio.sleep(0.02)
+    arrivals.end(first, stored=True)
+    lookup, num_lookups = await asyncio.wait_for(waiting, 1)
+    assert num_lookups == 2
+    assert lookup.report(400).num_cached == 0
+    arrivals.end(second)
