@@ -81,7 +81,8 @@ async def _inspect(request: web.Request, what: str, arguments: Mapping[str, Any]
 async def requests(request: web.Request) -> web.Response:
     """GET /admin/requests?limit=N: what happened to the last N generating requests, newest first."""
     limit = request.query.get("limit", "20")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= _MOST_LISTED):
+    is_number = limit.isascii() and limit.isdigit() and len(limit) <= len(str(_MOST_LISTED))
+    if not (is_number and 1 <= int(limit) <= _MOST_LISTED):
         raise RequestError(f"limit is 1 to {_MOST_LISTED}, not {limit!r}", param="limit")
     return web.json_response({"requests": request.app[SERVER].history.latest(int(limit))})
 

@@ -168,7 +168,10 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         )
         self._add(replica, added)
         if has_room:
-            return self.tree.lengthen(node.node_id, draft.token_ids, added)
+            try:
+                return self.tree.lengthen(node.node_id, draft.token_ids, added)
+            except DeltaTreeError as exc:  # the prompt stays, and is indexed
+                self._note_refused(exc)
         self.drop_unreferenced(segment.segment_id for segment in added)
         return node
 

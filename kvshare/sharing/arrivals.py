@@ -76,6 +76,7 @@ class Arrivals:
         """Others find it by a lookup now, or never. Idempotent."""
         if not arrival.over.is_set():
             arrival.is_stored = stored
+            arrival.remaining = lambda: 0  # lets go of the engine's task
             arrival.over.set()
             others = self._arrivals[arrival.namespace]
             others.remove(arrival)

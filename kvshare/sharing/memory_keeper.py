@@ -135,7 +135,8 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         Returns: the node as it is now; None where nothing was kept, or all was known; never raises
         """
         if prompt is not None:
-            return self._contained(lambda: self._lengthen(prompt, computed)) or self.tree.get(prompt.node_id)
+            now = self._contained(lambda: self._lengthen(prompt, computed)) or self.tree.get(prompt.node_id)
+            return now or self.commit(computed)  # it may have left meanwhile; all of its KV is at hand
         tokens = computed.token_ids[:num_prompt]
         known = self.tree.find(computed.namespace, tokens)
         if len(tokens) < self._min_tokens or (known is not None and known.exact_length == num_prompt):

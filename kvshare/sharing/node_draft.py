@@ -111,10 +111,10 @@ def describe(plan: Plan | NoPlan, stored: Sequence[StoredSpan], namespace: str) 
 
 
 def _generation(plan: Plan | NoPlan, span: Span) -> int:
-    """0 before the first approximate copy, the plan's behind it."""
-    if isinstance(plan, NoPlan) or span.start < plan.first_approximate:
+    """0 before the first approximate copy, the plan's behind it; 0 everywhere if there is none."""
+    if isinstance(plan, NoPlan) or plan.first_approximate >= plan.num_tokens:
         return 0
-    return plan.generation
+    return plan.generation if span.start >= plan.first_approximate else 0
 
 
 def _piece_table(plan: Plan | NoPlan, stored: Sequence[StoredSpan]) -> PieceTable:

@@ -21,7 +21,7 @@ from delta_tree import Span, TokenIds, token_ids
 from kvshare.engines.embedded.decoder import DecoderModel, layer_kinds, load_network, relative_error
 from kvshare.engines.embedded.prefill import Prefill
 from kvshare.engines.embedded.rotary import head_dim_of
-from kvshare.errors import UnshareableError
+from kvshare.errors import ModelError, UnshareableError
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.fingerprint import model_fingerprint
 from kvshare.kv.form import PLAIN, Form
@@ -151,6 +151,8 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
                 self.layout = KVLayout.of_shapes(shapes, dtype=parameter.dtype, device=parameter.device)
                 self._prove_attention(expected)
             self.proofs = self._prove_movements()
+        except torch.OutOfMemoryError as exc:
+            raise ModelError(f"{name} does not fit into memory: {exc}") from exc
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as exc:
             problem = f"{type(exc).__name__}: {exc}"
             raise UnshareableError(

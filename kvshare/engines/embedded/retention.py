@@ -63,7 +63,11 @@ class Retention:
             if node is None:  # it was known, or found no room: others may have left all the same
                 await runtime.sharing.forget_evicted()
             else:
-                await runtime.remember(node, self._request.prompt.text)
+                whole = node.num_tokens >= self._request.prompt.num_tokens
+                if whole:
+                    await runtime.remember(node, self._request.prompt.text)
+                else:  # its end has left: the meaning of the whole is not that of its beginning
+                    await runtime.sharing.remember(node, None)
         finally:
             self.give_up()
             runtime.keeper.release(task.plan)

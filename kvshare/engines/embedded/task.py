@@ -106,6 +106,7 @@ class Task:
     def end(self, error: BaseException | None) -> None:
         """On the event loop, once the worker has let go: nothing more will come."""
         self.error = error
+        self.on_prefilled = lambda: None  # who it calls holds this task: a circle would keep the KV for long
         for choice in self._choices[1:]:
             choice.kv = self._choices[0].kv  # only the first choice is kept; the others' memory goes now
         self.released.set()

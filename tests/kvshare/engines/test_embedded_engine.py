@@ -4,8 +4,10 @@ bounded.
 """
 
 import asyncio
+import gc
 import os
 import threading
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
@@ -39,6 +41,7 @@ from kvshare.errors import (
     ShuttingDownError,
     StoreError,
 )
+from kvshare.kv.sequence import SequenceKV
 from kvshare.requests import SharingMode
 from kvshare.settings import Settings, load_settings
 
@@ -522,3 +525,27 @@ async def test_who_waits_goes_on_when_the_other_goes_away(engine: EmbeddedEngine
     found = await asyncio.wait_for(second, 10)
     assert isinstance(found[-1], Finished)
     assert len(engine._arrivals) == 0
+
+
+async def test_the_kv_of_an_ended_request_goes_without_a_collection(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server collects rarely, and tensors do not make it collect."""
+    alive: weakref.WeakSet[SequenceKV] = weakref.WeakSet()
+    new_sequence = EmbeddedModel.new_sequence
+
+    def noted(self: EmbeddedModel, capacity: int) -> SequenceKV:
+        kv = new_sequence(self, capacity)
+        alive.add(kv)
+        return kv
+
+    monkeypatch.setattr(EmbeddedModel, "new_sequence", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in range(5):
+            await stored(engine, prompt(60, seed=seed), max_tokens=4)
+        await asyncio.sleep(0.05)
+        assert len(alive) <= 1  # the worker's last
+    finally:
+        gc.enable()

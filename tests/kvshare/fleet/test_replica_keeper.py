@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from delta_tree import DeltaTree, Node, NodeId, SegmentId, TokenIds, new_segment_id, token_ids
+from delta_tree import DeltaTree, Node, NodeId, SegmentId, StoreError, TokenIds, new_segment_id, token_ids
 from kvshare.fleet.in_flight import Execution, RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.replica_keeper import ReplicaKeeper
@@ -226,3 +226,38 @@ def test_a_plan_is_told_what_is_missing(keeper: ReplicaKeeper) -> None:
     (held,) = node.pieces.segment_ids
     fetched = keeper.tier.fetch([held, SegmentId(7)])
     assert (fetched.segments, fetched.missing) == ({}, {7})
+
+
+def in_two(num_prompt: int, num_tokens: int) -> tuple[Stored, Stored]:
+    """A prompt's segment and its answer's, as the connector keeps them."""
+    return (
+        Stored(new_segment_id(), 0, num_prompt, num_prompt * 10),
+        Stored(new_segment_id(), num_prompt, num_tokens - num_prompt, (num_tokens - num_prompt) * 10),
+    )
+
+
+def test_a_prompt_and_its_answer_become_one_node(keeper: ReplicaKeeper) -> None:
+    parts = in_two(50, 60)
+    finished = Finished("r", "full", None, stored=parts, output_ids=tuple(range(10)))
+    node = offer(keeper, finished, prompt(1))
+    assert node is not None
+    assert (node.num_tokens, node.exact_length) == (60, 60)
+    assert keeper.tier.at("a").num_bytes == 600
+
+
+def test_a_store_that_cannot_take_the_answer_keeps_the_prompt(
+    keeper: ReplicaKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the replica drops the answer's segment; the prompt can be indexed."""
+
+    def refuse(*_: object) -> Node:
+        raise StoreError(Path("tree"), "the disk is full")
+
+    monkeypatch.setattr(keeper.tree, "lengthen", refuse)
+    parts = in_two(50, 60)
+    finished = Finished("r", "full", None, stored=parts, output_ids=tuple(range(10)))
+    node = offer(keeper, finished, prompt(1))
+    assert node is not None
+    assert node.num_tokens == 50
+    assert keeper.tier.take_dropped("a") == [parts[1].segment_id]
+    assert keeper.counters["fallback:commit:refused"] == 1
