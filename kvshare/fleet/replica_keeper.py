@@ -179,7 +179,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         """Without what was generated; None where that is not kept apart."""
         is_apart = any(segment.first_position == num_prompt for segment in draft.new_segments)
         tokens = draft.token_ids[:num_prompt]
-        if not is_apart or not self._is_wanted(draft.namespace, tokens):
+        if not is_apart or self._begins(draft.parent, tokens) or not self._is_wanted(draft.namespace, tokens):
             return None
         return replace(
             draft,

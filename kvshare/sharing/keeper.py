@@ -15,6 +15,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from delta_tree import DeltaTree, Insertion, Node, NodeDraft, NodeId, SegmentId, StoreError, TokenIds
 from kvshare.inspection import Answer, Question
 from kvshare.kv.tier import Tier
@@ -126,6 +128,13 @@ class Keeper(Generic[TierT]):
             return True
         self.tree.touch(known.node_id)
         return False
+
+    def _begins(self, node_id: NodeId | None, token_ids: TokenIds) -> bool:
+        """Whether a prompt, if it is still there, begins with these tokens and has their exact KV."""
+        node = None if node_id is None else self.tree.get(node_id)
+        if node is None or node.exact_length < len(token_ids):
+            return False
+        return np.array_equal(node.token_ids[: len(token_ids)], token_ids)
 
     def _make_room(
         self,

@@ -127,10 +127,22 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         """
         return self._contained(lambda: self._commit(computed))
 
+    def commit_prompt(self, computed: Computed[KVT]) -> Node | None:
+        """
+        The same for a prompt whose answer is still generated; `complete` must follow. Blocks.
+
+        What a donor begins with can be copied from that: a prompt that is asked again becomes no node.
+        """
+        return None if self._is_there(computed) else self.commit(computed)
+
+    def _is_there(self, computed: Computed[KVT]) -> bool:
+        """Whether others find all of it already."""
+        return self._begins(find_parent(computed.plan, self.tree.get), computed.token_ids)
+
     def complete(self, prompt: Node | None, computed: Computed[KVT], *, num_prompt: int) -> Node | None:
         """
-        Keep what a sequence generated behind its prompt of so many tokens, for which `commit` gave `prompt`
-        when its prefill was done. Blocks.
+        Keep what a sequence generated behind its prompt of so many tokens, for which `commit_prompt` gave
+        `prompt` when its prefill was done. Blocks.
 
         Returns: the node as it is now; None where nothing was kept, or all was known; never raises
         """
@@ -139,7 +151,8 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
             return now or self.commit(computed)  # it may have left meanwhile; all of its KV is at hand
         tokens = computed.token_ids[:num_prompt]
         known = self.tree.find(computed.namespace, tokens)
-        if len(tokens) < self._min_tokens or (known is not None and known.exact_length == num_prompt):
+        is_known = known is not None and known.exact_length == num_prompt
+        if len(tokens) < self._min_tokens or is_known or self._is_there(replace(computed, token_ids=tokens)):
             return self.commit(computed)
         return None  # it was refused, and would be again
 

@@ -75,7 +75,7 @@ class Retention:
     async def _keep_prompt(self, task: Task) -> None:
         runtime = self._server.runtime
         try:
-            self._node = await runtime.write(runtime.keeper.commit, task.computed_prompt)
+            self._node = await runtime.write(runtime.keeper.commit_prompt, task.computed_prompt)
             if self._node is None:
                 await runtime.sharing.forget_evicted()
             else:  # by its meaning once it has its answer: that is expensive, and comes too late here

@@ -184,7 +184,7 @@ class SharingArm(Arm):
     def _kept(self, computed: Computed[WeightlessKV], num_prompt: int) -> Node | None:
         """First the prompt, then its answer, as the engines do it."""
         prompt = replace(computed, token_ids=computed.token_ids[:num_prompt])
-        return self._keeper.complete(self._keeper.commit(prompt), computed, num_prompt=num_prompt)
+        return self._keeper.complete(self._keeper.commit_prompt(prompt), computed, num_prompt=num_prompt)
 
     def describe_tree(self) -> dict[str, Any]:
         stats = self.tree.stats()

@@ -59,7 +59,7 @@ def test_an_approximate_ticket_without_its_salt_is_refused(
     event = vllm.finished(ticket)
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
     assert (event.reason, event.used) == ("not_private", ())
-    assert [(s.start, s.length) for s in event.stored] == [(0, 256), (256, 347)]
+    assert [(s.start, s.length) for s in event.stored] == [(0, 256), (256, 344), (600, 3)]
 
 
 def test_exact_requests_keep_hitting_the_prefix_cache(vllm: Vllm, text: Texts, copies: Copies) -> None:
@@ -122,13 +122,13 @@ def test_choices_share_one_ticket(vllm: Vllm, text: Texts, copies: Copies) -> No
 
 
 def test_generated_tokens_are_kept(vllm: Vllm, text: Texts, copies: Copies) -> None:
-    """A donor's segment covers its answer but for the last token, and a follow-up reuses it exactly."""
+    """In a segment of their own, all but the last token; a follow-up reuses them exactly."""
     tokens = text(300, 8)
     ticket = vllm.ticket(tokens)
     (answer,) = vllm.ask((tokens, ticket, "tenant"), max_tokens=40)
     donor = vllm.finished(ticket)
     assert donor.output_ids == tuple(answer.tokens[:-1])
-    assert donor.stored[0].length == 339
+    assert [(segment.start, segment.length) for segment in donor.stored] == [(0, 300), (300, 39)]
     follow_up = tokens + answer.tokens[:-1] + text(30, 9)
     shared, event = vllm.shared(follow_up, copies(donor, (0, 339)))
     assert event.num_computed == 30
