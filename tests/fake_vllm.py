@@ -24,6 +24,7 @@ from kvshare.vllm_protocol.messages import (
     Finished,
     Journal,
     JournalEvent,
+    Prefilled,
     ReplicaInfo,
     Stored,
     Ticket,
@@ -67,6 +68,7 @@ class Behaviour:
     refusals: tuple[str, ...] = ()
     token: str | None = None  # of the control server
     keeps: bool = True
+    prefills: bool = True  # tells of a prompt before it tells of its end
     silent: bool = False  # never tells the end of a ticket
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -81,7 +83,9 @@ class FakeVllm:
         self.sent = b""  # of the last generated answer
         self.dropped: list[SegmentId] = []
         self.running = asyncio.Event()
-        self.release = asyncio.Event()  # answers wait for it, if it is cleared
+        self.prefill = asyncio.Event()  # prefills wait for it, if it is cleared
+        self.prefill.set()
+        self.release = asyncio.Event()  # and answers for this
         self.release.set()
         self._ports = [0, 0]
         self._runners: list[web.AppRunner] = []
@@ -113,6 +117,7 @@ class FakeVllm:
         self.epoch = secrets.token_hex(4)
         self.segments: dict[SegmentId, tuple[str, tuple[int, ...]]] = {}
         self.events: list[JournalEvent] = []
+        self.prefilled: dict[str, Prefilled] = {}  # by ticket
         self.num_forgotten = 0  # events that are not remembered any more
         self._news = asyncio.Event()
 
@@ -194,6 +199,8 @@ class FakeVllm:
         if self.behaviour.status != 200:
             return web.json_response({"object": "error", "message": "no"}, status=self.behaviour.status)
         self.running.set()
+        await self.prefill.wait()
+        self._prefill(seen)
         await self.release.wait()
         if not body.get("stream"):
             document = {"id": "x", "object": "chat.completion", "created": 1, "model": MODEL, "choices": []}
@@ -232,13 +239,31 @@ class FakeVllm:
 
     # the connector
 
+    def _prefill(self, seen: Seen) -> None:
+        """The prompt is there: it is kept before its answer is."""
+        ticket = seen.ticket
+        behaviour = self.behaviour
+        if ticket is None or behaviour.silent or not (behaviour.prefills and behaviour.keeps and ticket.keep):
+            return
+        tokens = self.tokens_of(seen.body)
+        if ticket.prompt_digest == digest_of(tokens):
+            used = self._laid(ticket, tokens)
+            computed = gaps((ticket.copies[index].target for index in used), len(tokens))
+            stored = tuple(self._store(ticket, tokens, span) for span in computed)
+            self.prefilled[ticket.request_id] = Prefilled(ticket.request_id, tuple(used), stored)
+            self._tell(self.prefilled[ticket.request_id])
+
+    def _laid(self, ticket: Ticket, tokens: list[int]) -> list[int]:
+        return [index for index in range(len(ticket.copies)) if self._can_lay(ticket, index, tokens)]
+
     def _end(self, seen: Seen, answer: str) -> None:
         ticket = seen.ticket
         if ticket is None or self.behaviour.silent:
             return
         tokens = self.tokens_of(seen.body)
         fits = ticket.prompt_digest == digest_of(tokens)
-        used = [index for index in range(len(ticket.copies)) if fits and self._can_lay(ticket, index, tokens)]
+        prompt = self.prefilled.pop(ticket.request_id, None)
+        used = list(prompt.used) if prompt is not None else self._laid(ticket, tokens) if fits else []
         num_copied = sum(ticket.copies[index].length for index in used)
         is_exact = all(ticket.copies[index].target.end <= ticket.exact_length for index in used)
         finished = Finished(
@@ -249,7 +274,12 @@ class FakeVllm:
             stage_seconds={"lay": 0.001, "pass": 0.01, "save": 0.001},
         )
         if fits and ticket.keep and self.behaviour.keeps:
-            finished = self._kept(finished, ticket, used, tokens, list(answer.encode()))
+            output = list(answer.encode())
+            whole = len(tokens) + len(output)
+            known = [Span(0, len(tokens))] if prompt else [ticket.copies[index].target for index in used]
+            added = [self._store(ticket, tokens + output, span) for span in gaps(known, whole)]
+            stored = (*(prompt.stored if prompt else ()), *added)
+            finished = replace(finished, used=tuple(used), output_ids=tuple(output), stored=stored)
         self._tell(finished)
 
     def _can_lay(self, ticket: Ticket, index: int, tokens: list[int]) -> bool:
@@ -258,16 +288,10 @@ class FakeVllm:
         wanted = tuple(tokens[copy.target.start : copy.target.end])
         return namespace == ticket.namespace and stored[copy.offset : copy.offset + copy.length] == wanted
 
-    def _kept(
-        self, finished: Finished, ticket: Ticket, used: list[int], tokens: list[int], output: list[int]
-    ) -> Finished:
-        everything = tokens + output
-        stored = []
-        for span in gaps((ticket.copies[index].target for index in used), len(everything)):
-            segment_id = new_segment_id()
-            self.segments[segment_id] = (ticket.namespace, tuple(everything[span.start : span.end]))
-            stored.append(Stored(segment_id, span.start, len(span), len(span) * BYTES_PER_TOKEN))
-        return replace(finished, used=tuple(used), output_ids=tuple(output), stored=tuple(stored))
+    def _store(self, ticket: Ticket, tokens: list[int], span: Span) -> Stored:
+        segment_id = new_segment_id()
+        self.segments[segment_id] = (ticket.namespace, tuple(tokens[span.start : span.end]))
+        return Stored(segment_id, span.start, len(span), len(span) * BYTES_PER_TOKEN)
 
     def _control(self) -> web.Application:
         app = web.Application(middlewares=[self._authorize])

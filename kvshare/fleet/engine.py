@@ -31,6 +31,7 @@ from kvshare.fleet.watcher import Watcher
 from kvshare.metadata import open_tree
 from kvshare.runtime import Forgotten, Runtime, open_runtime
 from kvshare.settings import ReplicaSettings, Settings, VllmSettings
+from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.planner import PlannerLimits
@@ -163,7 +164,8 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
         for replica in fleet.replicas:
             await opened.enter_async_context(replica.vllm)
             await opened.enter_async_context(replica.control)
-        in_flight = InFlight(expiry_s=chosen.ticket_expiry_s)
+        arrivals = Arrivals(min_run=settings.sharing.min_run)
+        in_flight = InFlight(arrivals, expiry_s=chosen.ticket_expiry_s)
         router = Router(runtime.sharing, fleet, in_flight, chosen)
         reconciler = Reconciler(runtime, fleet, in_flight)
         opened.push_async_callback(reconciler.close)

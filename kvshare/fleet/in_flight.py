@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from delta_tree import NodeId
+from delta_tree import Node, NodeId
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt, SharingMode, SharingReport
+from kvshare.sharing.arrivals import Arrival, Arrivals
 from kvshare.sharing.pipeline import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.vllm_protocol.messages import TICKET_KEY, Finished, Ticket
@@ -59,6 +60,9 @@ class RoutedRequest:
     sent_at: float = 0.0
     first_byte_s: float | None = None  # of a streamed answer
     ended_at: float | None = None  # None while the answer runs
+    arrival: Arrival | None = None  # others like it wait for this
+    prompt_node: Node | None = None  # once it is prefilled and stored
+    prompt_was_refused: bool = False  # it is not to be stored
     is_reported: bool = False  # and on its way into tree and index
     reconciled: asyncio.Event = field(default_factory=asyncio.Event)  # nothing more will be known of it
 
@@ -92,11 +96,19 @@ class RoutedRequest:
             params |= {"do_remote_prefill": True, "remote_prefill_cached_tokens": self.report.num_cached}
         return params
 
+    def note_prefilled(self) -> None:
+        """Its first token is there: who waits for it need only wait until it is stored."""
+        if self.arrival is not None:
+            self.arrival.remaining = lambda: 0
+
 
 class InFlight:
     """Requests with a ticket until nothing more will be known of them. Its length: those not reported yet."""
 
-    def __init__(self, *, expiry_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, arrivals: Arrivals, *, expiry_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.arrivals = arrivals
         self._expiry_s = expiry_s
         self._clock = clock
         self._by_id: dict[str, RoutedRequest] = {}  # by the ticket's id
@@ -114,11 +126,28 @@ class InFlight:
             self._by_id[request.ticket.request_id] = request
 
     def end(self, request: RoutedRequest) -> None:
-        """The answer is over. A refused request will not be reported."""
+        """
+        The answer is over. A refused request will not be reported; one whose client left before the first
+        token leaves no prompt.
+        """
+        if request.arrival is not None and request.arrival.remaining():
+            self.end_arrival(request)
         if request.was_refused and not request.is_reported:
             self.forget(request)
         elif request.ended_at is None:
             request.ended_at = self._clock()
+
+    def end_arrival(self, request: RoutedRequest, *, stored: bool = False) -> None:
+        """Others find its prompt now, or never. Idempotent."""
+        if request.arrival is not None:
+            self.arrivals.end(request.arrival, stored=stored)
+
+    def find(self, request_id: str, replica: str) -> RoutedRequest | None:
+        """The request that a replica will say more of; None where there is none, or it was sent elsewhere."""
+        request = self._by_id.get(request_id)
+        if request is None or request.replica != replica or request.is_reported:
+            return None
+        return request
 
     def take(self, request_id: str, replica: str) -> RoutedRequest | None:
         """
@@ -126,10 +155,8 @@ class InFlight:
 
         Its owner's next requests wait until the caller calls `forget`.
         """
-        request = self._by_id.get(request_id)
-        if request is None or request.replica != replica or request.is_reported:
-            return None
-        request.is_reported = True
+        if (request := self.find(request_id, replica)) is not None:
+            request.is_reported = True
         return request
 
     def donors(self) -> frozenset[NodeId]:
@@ -141,6 +168,7 @@ class InFlight:
         """It will not be reported, or what was reported of it can be found by others now."""
         if request.ticket is not None:
             self._by_id.pop(request.ticket.request_id, None)
+        self.end_arrival(request)
         request.reconciled.set()
 
     def forget_replica(self, replica: str) -> None:

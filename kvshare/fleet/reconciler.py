@@ -23,7 +23,7 @@ from kvshare.runtime import Runtime
 from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.plan import Plan
 from kvshare.sharing.planner import PlannerLimits
-from kvshare.vllm_protocol.messages import Dropped, Finished, JournalEvent, ReplicaInfo
+from kvshare.vllm_protocol.messages import Dropped, Finished, JournalEvent, Prefilled, ReplicaInfo
 from vector_index import PromptRecord
 
 log = logging.getLogger(__name__)
@@ -96,6 +96,8 @@ class Reconciler:
     async def apply(self, replica: Replica, event: JournalEvent) -> None:
         if isinstance(event, Dropped):
             await self._runtime.evict(self._keeper.forget, event.segment_ids)
+        elif isinstance(event, Prefilled):
+            await self._on_prefilled(replica, event)
         else:
             await self._on_finished(replica, event)
 
@@ -121,6 +123,23 @@ class Reconciler:
                 self._keeper.tier.drop_again(replica.name, dropped)
                 log.debug("replica %s did not get %d drops: %s", replica.name, len(dropped), exc)
 
+    async def _on_prefilled(self, replica: Replica, prefilled: Prefilled) -> None:
+        """By its meaning it can be found with its answer: embedding is expensive, and comes too late here."""
+        request = self._in_flight.find(prefilled.request_id, replica.name)
+        if request is None:  # so will be its end
+            await self._runtime.write(self._keeper.refuse, replica.name, prefilled)
+            return
+        node = None
+        try:
+            held = self._in_flight.donors()
+            node = await self._runtime.write(self._keeper.keep_prompt, request, prefilled, held)
+            if node is None:
+                await self._sharing.forget_evicted()
+            else:
+                await self._sharing.remember(node, None)
+        finally:
+            self._in_flight.end_arrival(request, stored=node is not None)
+
     async def _on_finished(self, replica: Replica, finished: Finished) -> None:
         request = self._in_flight.take(finished.request_id, replica.name)
         if request is None:
@@ -144,7 +163,10 @@ class Reconciler:
     async def _remember(self, node: Node, request: RoutedRequest) -> None:
         assert request.prompt is not None, "it had a ticket"
         try:
-            await self._runtime.remember(node, request.prompt.text)
+            if node.num_tokens >= request.prompt.num_tokens:
+                await self._runtime.remember(node, request.prompt.text)
+            else:  # its end has left: the meaning of the whole is not that of its beginning
+                await self._sharing.remember(node, None)
         finally:
             self._in_flight.forget(request)
 

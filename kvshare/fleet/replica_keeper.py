@@ -28,7 +28,7 @@ from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.vllm_protocol.messages import Finished
+from kvshare.vllm_protocol.messages import Finished, Prefilled
 
 log = logging.getLogger(__name__)
 
@@ -50,35 +50,72 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         self._namespaces_at: dict[str, set[str]] = {}  # by replica: each has its own
         self._unclaimed = {node.node_id for node in tree.nodes()}
 
+    def keep_prompt(
+        self, request: RoutedRequest, prefilled: Prefilled, held: Collection[NodeId]
+    ) -> Node | None:
+        """
+        Make a node of a prompt whose answer is still generated; `keep` must follow. Others leave as there.
+
+        Returns: the node if it is new; None also where the prompt makes none without its answer. Never raises
+        """
+        stored = {entry.segment_id: entry.num_bytes for entry in prefilled.stored}
+
+        def store(draft: NodeDraft) -> Node | None:
+            if not self._makes_a_node(draft, len(draft.token_ids)):
+                self.tier.add(request.replica, stored)
+                return None
+            node = self._inserted(request.replica, draft, held)
+            request.prompt_was_refused = node is None
+            return node
+
+        request.prompt_node = self._stored(request, prefilled, store)
+        if request.prompt_was_refused:
+            self.refuse(request.replica, prefilled)
+        return request.prompt_node
+
     def keep(self, request: RoutedRequest, finished: Finished, held: Collection[NodeId]) -> Node | None:
         """
-        Make a node of what a replica retained of a request. For it others leave, but for those that are
-        `held`, until the replica has no more than it may be given.
+        Make a node of what a replica retained of a request, or add its answer to that of its prompt. Others
+        leave for it, but for those that are `held`, until the replica has no more than it may be given.
 
-        Returns: the node if it is new; None where it was known, finds no room, or the report cannot be true:
-        the replica is then to drop its segments. Never raises
+        Returns: the node if it is new or longer; None where it was known, finds no room, or the report cannot
+        be true: the replica is then to drop its segments. Never raises
         """
+
+        def store(draft: NodeDraft) -> Node | None:
+            if request.prompt_was_refused:
+                return None  # and would be again
+            if (prompt := request.prompt_node) is not None:
+                return self._lengthened(request.replica, prompt, draft, held)
+            assert request.prompt is not None, "it has a draft"
+            return self._kept(request.replica, draft, request.prompt.num_tokens, held)
+
+        node = self._stored(request, finished, store)
+        if node is None:
+            self.refuse(request.replica, finished)
+        return node
+
+    def _stored(
+        self, request: RoutedRequest, report: Prefilled | Finished, store: Callable[[NodeDraft], Node | None]
+    ) -> Node | None:
+        """What `store` makes of a report, None where it fails."""
         try:
-            draft = draft_of(request, finished, node_of=self.tree.get)
+            draft = draft_of(request, report, node_of=self.tree.get)
             if draft is not None:
-                assert request.prompt is not None, "it has a draft"
                 with self._writing:
-                    node = self._kept(request.replica, draft, request.prompt.num_tokens, held)
-                if node is not None:
-                    return node
+                    return store(draft)
         except (BadReportError, DeltaTreeError) as exc:
             # A donor may have been evicted since; a report that cannot be true is a bug over there.
             self._note_refused(exc)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.warning("prompt not kept: %s", classes_and_places(exc))
             self.counters["fallback:commit:error"] += 1
-        self.refuse(request.replica, finished)
         return None
 
-    def refuse(self, replica: str, finished: Finished) -> None:
+    def refuse(self, replica: str, report: Prefilled | Finished) -> None:
         """Let a replica drop what it retained, but for what prompts refer to."""
-        self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in finished.stored})
-        self.drop_unreferenced(entry.segment_id for entry in finished.stored)
+        self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in report.stored})
+        self.drop_unreferenced(entry.segment_id for entry in report.stored)
 
     def forget(self, segment_ids: Iterable[SegmentId]) -> None:
         """A replica has dropped segments: the prompts that need them leave the tree."""
@@ -159,11 +196,21 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         node = self._inserted(replica, prompt or draft, held)
         if node is None or prompt is None:
             return node
-        added = draft.new_segments[len(prompt.new_segments) :]
+        return self._lengthened(replica, node, draft, held)
+
+    def _lengthened(
+        self, replica: str, node: Node, draft: NodeDraft, held: Collection[NodeId]
+    ) -> Node | None:
+        """The prompt's node with its answer, where there is one and it finds room; None where it has left."""
+        now = self.tree.get(node.node_id)
+        if now is None:
+            return None
+        added = [s for s in draft.new_segments if s.first_position >= node.num_tokens]
         num_bytes = sum(segment.num_bytes for segment in added)
         is_known = self.tree.find(draft.namespace, draft.token_ids) is not None
+        may_grow = added and not is_known and now.num_tokens == node.num_tokens
         namespaces = self._namespaces_at[replica]
-        has_room = not is_known and self._make_room(
+        has_room = may_grow and self._make_room(
             num_bytes, self.tier.at(replica), {*held, node.node_id}, namespaces
         )
         self._add(replica, added)
@@ -173,17 +220,21 @@ class ReplicaKeeper(Keeper[RemoteTier]):
             except DeltaTreeError as exc:  # the prompt stays, and is indexed
                 self._note_refused(exc)
         self.drop_unreferenced(segment.segment_id for segment in added)
-        return node
+        return now
+
+    def _makes_a_node(self, draft: NodeDraft, num_prompt: int) -> bool:
+        """Not one that is too short without its answer, nor one that a donor begins with."""
+        tokens = draft.token_ids[:num_prompt]
+        return self._is_wanted(draft.namespace, tokens) and not self._begins(draft.parent, tokens)
 
     def _prompt_of(self, draft: NodeDraft, num_prompt: int) -> NodeDraft | None:
         """Without what was generated; None where that is not kept apart."""
         is_apart = any(segment.first_position == num_prompt for segment in draft.new_segments)
-        tokens = draft.token_ids[:num_prompt]
-        if not is_apart or self._begins(draft.parent, tokens) or not self._is_wanted(draft.namespace, tokens):
+        if not is_apart or not self._makes_a_node(draft, num_prompt):
             return None
         return replace(
             draft,
-            token_ids=tokens,
+            token_ids=draft.token_ids[:num_prompt],
             pieces=draft.pieces.first(num_prompt),
             new_segments=tuple(s for s in draft.new_segments if s.first_position < num_prompt),
             exact_length=min(draft.exact_length, num_prompt),
@@ -214,7 +265,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
 
 
 def draft_of(
-    request: RoutedRequest, finished: Finished, *, node_of: Callable[[NodeId], Node | None]
+    request: RoutedRequest, report: Prefilled | Finished, *, node_of: Callable[[NodeId], Node | None]
 ) -> NodeDraft | None:
     """
     The node for what a replica retained of a request: the plan as it was carried out, and the new segments.
@@ -222,21 +273,22 @@ def draft_of(
     Returns: None where nothing was retained
     Raises:  BadReportError if copies and segments do not cover the retained positions exactly once
     """
-    if not finished.stored:
+    if not report.stored:
         return None
     assert request.prompt is not None, "it had a ticket"
     assert request.ticket is not None, "found by its ticket"
-    plan = _carried_out(request.plan, finished.used, [entry.span for entry in finished.repaired])
+    plan = _carried_out(request.plan, report.used, [entry.span for entry in report.repaired])
+    output_ids = report.output_ids if isinstance(report, Finished) else ()
     stored = [
         StoredSpan(entry.segment_id, Span(entry.start, entry.start + entry.length), entry.num_bytes)
-        for entry in finished.stored
+        for entry in report.stored
     ]
     copied = [copy.target for copy in plan.copies] if isinstance(plan, Plan) else []
     num_retained = _covered(copied + [entry.span for entry in stored])
     prompt = request.prompt.token_ids
-    tokens = [*prompt.tolist(), *finished.output_ids]
-    if num_retained > len(tokens) or (finished.output_ids and num_retained != len(tokens)):
-        raise BadReportError(f"{num_retained} tokens retained of {len(prompt)} + {len(finished.output_ids)}")
+    tokens = [*prompt.tolist(), *output_ids]
+    if num_retained > len(tokens) or (output_ids and num_retained != len(tokens)):
+        raise BadReportError(f"{num_retained} tokens retained of {len(prompt)} + {len(output_ids)}")
     namespace, parent = request.ticket.namespace, find_parent(plan, node_of)
     return draft_node(token_ids(tokens[:num_retained]), plan, stored, namespace=namespace, parent=parent)
 

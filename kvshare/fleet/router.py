@@ -60,10 +60,10 @@ class Router:
                 await self._in_flight.wait_reconciled(request.owner, timeout_s=_RECONCILE_S)
                 reason = "no_connector"  # unless there is a lookup
             try:
-                replica, lookup = await self._find(request)
+                replica, lookup = await self._found_or_waited_for(request)
                 if replica is not None and replica.serves and lookup is not None:
                     self._sharing.note_use(lookup)
-                    _plan(request, replica, lookup)
+                    self._plan(request, replica, lookup)
                     return replica
             except Exception as exc:  # noqa: BLE001  logged, without its message
                 log.warning("planning failed, the request is served without it: %s", classes_and_places(exc))
@@ -111,6 +111,27 @@ class Router:
         )
         return {**document, "replica": None if replica is None else replica.name}
 
+    async def _found_or_waited_for(self, request: RoutedRequest) -> tuple[Replica | None, Lookup | None]:
+        """As `_find`, also for a prompt like this one that is being computed just now, at any replica."""
+        if request.prompt is None or not self._wants(request):
+            return await self._find(request)
+        replica: Replica | None = None
+        found: Lookup | None = None
+
+        async def look_up() -> Lookup:
+            nonlocal replica, found
+            replica, found = await self._find(request)
+            return found or Lookup(NoPlan("no_connector"))
+
+        namespaces = [entry.namespace(request.owner).digest for entry in self._fleet.sharing()]
+        lookup = await self._in_flight.arrivals.waited(
+            namespaces, request.prompt.token_ids, request.mode, look_up
+        )
+        return replica, None if found is None else lookup
+
+    def _wants(self, request: RoutedRequest) -> bool:
+        return request.prompt is not None and self._sharing.wants(request.prompt, request.mode)
+
     async def _find(self, request: RoutedRequest) -> tuple[Replica | None, Lookup | None]:
         """The replica to go to and what was found there; neither if no replica shares."""
         sharing = self._fleet.sharing()
@@ -133,6 +154,23 @@ class Router:
         assert request.prompt is not None, "checked by the callers"
         namespace = replica.namespace(request.owner).digest
         return await self._sharing.find_plan(namespace, request.prompt, request.mode, by_meaning=by_meaning)
+
+    def _plan(self, request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
+        """With a ticket: for the plan, or so that the prompt may be stored, or for both."""
+        assert request.prompt is not None, "a lookup has a prompt"
+        request.plan = lookup.plan
+        if not isinstance(lookup.plan, Plan) and not request.may_store:
+            return
+        namespace, tokens = replica.namespace(request.owner).digest, request.prompt.token_ids
+        request.ticket = ticket_for(
+            lookup.plan,
+            tokens,
+            request_id=uuid.uuid4().hex,  # a secret: its salt is made of it
+            namespace=namespace,
+            keep=request.may_store,
+        )
+        if request.may_store and self._wants(request):
+            request.arrival = self._in_flight.arrivals.begin(namespace, tokens)
 
     def _next_replica(self, *, without: Sequence[Replica] = ()) -> Replica:
         """Raises NoReplicaError."""
@@ -194,20 +232,6 @@ def wire_order(plan: Plan) -> WireOrder | None:
         num_tokens=plan.order.num_tokens,
         end=max(plan.num_tokens - _TAIL, plan.copies[-1].target.end),
     )
-
-
-def _plan(request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
-    """With a ticket: for the plan, or so that the prompt may be stored, or for both."""
-    assert request.prompt is not None, "a lookup has a prompt"
-    request.plan = lookup.plan
-    if isinstance(lookup.plan, Plan) or request.may_store:
-        request.ticket = ticket_for(
-            lookup.plan,
-            request.prompt.token_ids,
-            request_id=uuid.uuid4().hex,  # a secret: its salt is made of it
-            namespace=replica.namespace(request.owner).digest,
-            keep=request.may_store,
-        )
 
 
 def _prefill_s(lookup: Lookup | None) -> float:

@@ -85,20 +85,25 @@ class Arrivals:
 
     async def waited(
         self,
-        namespace: str,
+        namespaces: Collection[str],
         token_ids: TokenIds,
         mode: SharingMode,
         look_up: Callable[[], Awaitable[Lookup]],
     ) -> Lookup:
-        """What a prompt finds, after it has waited for one like it where that promises more."""
+        """
+        What a prompt finds, after it has waited for one like it where that promises more.
+
+        `namespaces` are those it is looked up in: one an engine that it may be sent to.
+        """
         lookup, began, has_waited = await look_up(), self._clock(), False
         self._num_waiting += 1
         try:
             asked: set[Arrival] = set()
-            while other := self._worth_waiting_for(namespace, token_ids, mode, lookup, without=asked):
+            while other := self._worth_waiting_for(namespaces, token_ids, mode, lookup, without=asked):
                 has_waited = True
                 asked.add(other)
                 if not await self._is_over(other):
+                    self.end(other)  # nor need the next one wait for it
                     continue
                 before, lookup = _num_reused(lookup, token_ids), await look_up()
                 if other.is_stored and _num_reused(lookup, token_ids) <= before:
@@ -122,7 +127,7 @@ class Arrivals:
 
     def _worth_waiting_for(
         self,
-        namespace: str,
+        namespaces: Collection[str],
         token_ids: TokenIds,
         mode: SharingMode,
         lookup: Lookup,
@@ -133,6 +138,7 @@ class Arrivals:
         longest = _SHARE_OF_PREFILL * len(token_ids) * (len(self) + self._num_waiting)
         others = [
             other
+            for namespace in namespaces
             for other in self._arrivals.get(namespace, ())
             if other not in without and other.remaining() <= longest
         ]

@@ -63,11 +63,16 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """Save spans of a finished request as segments. Its blocks stay allocated until that is reported."""
+    """
+    Save spans of a request as segments: of its prompt, while it runs, or when it has ended.
+
+    The blocks of one that has ended stay allocated until that is reported.
+    """
 
     request_id: str
     block_ids: tuple[int, ...]
     spans: tuple[tuple[SegmentId, Span], ...]
+    has_ended: bool = True
 
     def without(self, segment_ids: Collection[SegmentId]) -> SaveRequest:
         return replace(self, spans=tuple(entry for entry in self.spans if entry[0] not in segment_ids))
@@ -97,6 +102,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """What happened while a worker carried out a step's requests, by vLLM's request id."""
 
     loads: dict[str, LoadResult] = field(default_factory=dict)
+    saved_prompts: set[str] = field(default_factory=set)  # of requests that run on
     failed_saves: set[str] = field(default_factory=set)
     save_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -117,7 +123,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
                 mine.repaired,  # ranks choose from the same scores
             )
         return WorkerReport(
-            loads, self.failed_saves | other.failed_saves, {**other.save_seconds, **self.save_seconds}
+            loads,
+            self.saved_prompts | other.saved_prompts,
+            self.failed_saves | other.failed_saves,
+            {**other.save_seconds, **self.save_seconds},
         )
 
 

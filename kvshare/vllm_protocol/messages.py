@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from delta_tree import SegmentId, Span, TokenIds
 from kvshare.vllm_protocol.json_fields import Flag, Message, Number, Text
 
-PROTOCOL = 2
+PROTOCOL = 3
 HEADROOM = 8  # one part in so many of a replica's memory
 TICKET_KEY = "kvshare"  # in kv_transfer_params
 WORKER_CLASS = "kvshare.vllm_connector.workers.KVShareWorker"  # for --worker-cls
@@ -175,6 +175,21 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Prefilled(Message):
+    """
+    A ticketed request runs on, and its prompt is retained: others can copy from it already.
+
+    The members are those of `Finished`, which repeats them and adds the answer.
+    """
+
+    request_id: Text
+    used: tuple[Number, ...]
+    stored: tuple[Stored, ...]  # of the prompt
+    repaired: tuple[WireSpan, ...] = ()
+    kind: Literal["prefilled"] = "prefilled"
+
+
+@dataclass(frozen=True, slots=True)
 class Finished(Message):
     """
     A ticketed request has ended, and its KV is retained where it should be.
@@ -205,7 +220,7 @@ class Dropped(Message):
     kind: Literal["dropped"] = "dropped"
 
 
-JournalEvent = Finished | Dropped
+JournalEvent = Prefilled | Finished | Dropped
 
 
 @dataclass(frozen=True, slots=True)

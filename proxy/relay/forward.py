@@ -121,6 +121,7 @@ class RelayedRequest:
         record = self.request[RECORD]
         if record.first_token_s is None and not self.routed.was_refused:
             record.first_token_s = perf_counter() - record.started
+            self.routed.note_prefilled()
             if self._is_stream:
                 # The first byte of a stream comes with the first token.
                 self.routed.first_byte_s = perf_counter() - self.routed.sent_at

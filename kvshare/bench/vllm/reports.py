@@ -140,7 +140,7 @@ class Watch:
         for event in journal.events:
             if isinstance(event, Dropped):
                 self.num_dropped += len(event.segment_ids)
-            else:
+            elif isinstance(event, Finished):
                 self.finished.append(event)
 
     @property

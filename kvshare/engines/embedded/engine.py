@@ -126,7 +126,7 @@ class EmbeddedEngine(GeneratingEngine):
             return await runtime.sharing.find_plan(namespace, prompt, request.mode)
         await runtime.background.caught_up(namespace, timeout_s=_SETTLE_S)
         lookup = await self._arrivals.waited(
-            namespace,
+            [namespace],
             prompt.token_ids,
             request.mode,
             lambda: runtime.sharing.find_plan(namespace, prompt, request.mode),

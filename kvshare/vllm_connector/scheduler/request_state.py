@@ -8,12 +8,20 @@ before is reported. What is `done` is reported to the proxy and forgotten.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from delta_tree import SegmentId, Span, merge
-from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, WireCopy, WireSpan, digest_of
+from kvshare.vllm_protocol.messages import (
+    Finished,
+    Prefilled,
+    Stored,
+    Ticket,
+    WireCopy,
+    WireSpan,
+    digest_of,
+)
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
@@ -96,7 +104,10 @@ class TicketedRequest:
     retained: frozenset[int] | None = None  # copies that the retained KV consists of; None: none is retained
     output_ids: tuple[int, ...] = ()  # generated tokens whose KV is retained
     stored: tuple[Stored, ...] = ()  # the segments between those copies
-    lost: str | None = None  # why nothing is retained after all
+    repaired_when_saved: tuple[Span, ...] = ()  # what was `repaired` when the prompt was saved
+    was_saved_early: bool = False  # its prompt was requested to be saved while it runs
+    prefilled: Prefilled | None = None  # as it was reported; the prompt is retained whatever comes
+    lost: str | None = None  # why nothing is retained after all, or nothing but the prompt
     stage_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -106,6 +117,21 @@ class TicketedRequest:
     @property
     def may_retain(self) -> bool:
         return self.is_first and self.ticket.keep and not self.is_mixed and self.unshared in _RETAINABLE
+
+    @property
+    def may_save_prompt(self) -> bool:
+        """While it runs, once it is prefilled. What its slots hold is known."""
+        return self.may_retain and self.state is State.RUNNING and not self.was_saved_early
+
+    @property
+    def is_as_saved(self) -> bool:
+        """Whether the slots still hold the prompt that was saved early: an answer may be added to it."""
+        if self.lost is not None or not self.may_retain or self.retained is None:
+            return False
+        if self.ticket.is_exact:
+            return True
+        is_known = not self.num_awaited and self.repaired == self.repaired_when_saved
+        return is_known and self.retained <= self.placed
 
     def copy(self, index: int) -> WireCopy:
         return self.ticket.copies[index]
@@ -158,6 +184,25 @@ class TicketedRequest:
         if self.retained is not None and not self._is_whole(self.retained, result.unreadable):
             self.lost = "load_failed" if result.failed else "segments_gone"
 
+    def retain(self, copies: frozenset[int], stored: tuple[Stored, ...]) -> None:
+        """What is retained: these copies and, between them, what is saved now."""
+        self.retained, self.stored, self.repaired_when_saved = copies, stored, self.repaired
+
+    def note_prompt_saved(self, seconds: float) -> Prefilled:
+        self.stage_seconds["save"] = seconds
+        self.prefilled = Prefilled(
+            self.ticket.request_id,
+            used=tuple(sorted(self.retained or ())),
+            stored=self.stored,
+            repaired=_wire(self.repaired_when_saved),
+        )
+        return self.prefilled
+
+    def note_prompt_lost(self) -> None:
+        """It may be saved with its answer."""
+        if self.state is not State.SAVING:
+            self.retained, self.stored = None, ()
+
     def end(self, *, num_prompt: int) -> None:
         """What is retained is noted by then."""
         self._advance(Event.ENDED if self.retained is None else Event.SAVE_REQUESTED)
@@ -166,7 +211,7 @@ class TicketedRequest:
     def note_saved(self, seconds: float, *, lost: str | None) -> None:
         """`lost`: why nothing is retained after all."""
         self._advance(Event.SAVED)
-        self.stage_seconds["save"] = seconds
+        self.stage_seconds["save"] = self.stage_seconds.get("save", 0.0) + seconds
         self.lost = lost
 
     def finished(self) -> Finished:
@@ -175,19 +220,22 @@ class TicketedRequest:
         targets = (self.copy(index).target for index in self.placed)
         num_placed = sum(max(0, target.end - max(target.start, num_local)) for target in targets)
         num_placed -= sum(len(span) for span in self.repaired)
-        is_retained = self.retained is not None and self.lost is None
-        return Finished(
+        finished = Finished(
             request_id=self.ticket.request_id,
             decision=self._decision(num_local + num_placed),
             reason=self.lost or self._reason(),
-            used=tuple(sorted(self.retained or ())) if is_retained else (),
             num_computed=max(0, self.num_prompt - num_local - num_placed),
             num_local=num_local,
-            output_ids=self.output_ids if is_retained else (),
-            stored=self.stored if is_retained else (),
-            repaired=tuple(WireSpan(span.start, span.end) for span in self.repaired) if is_retained else (),
             stage_seconds=dict(self.stage_seconds),
         )
+        if self.retained is not None and self.lost is None:
+            used, repaired = tuple(sorted(self.retained)), _wire(self.repaired_when_saved)
+            return replace(
+                finished, used=used, stored=self.stored, repaired=repaired, output_ids=self.output_ids
+            )
+        if (prompt := self.prefilled) is not None:
+            return replace(finished, used=prompt.used, stored=prompt.stored, repaired=prompt.repaired)
+        return finished
 
     def _advance(self, event: Event) -> None:
         following = TRANSITIONS.get((self.state, event))
@@ -221,3 +269,7 @@ class TicketedRequest:
         if self.placed and not self.ticket.is_exact:
             return "approx"
         return "exact" if num_reused else "full"
+
+
+def _wire(spans: Collection[Span]) -> tuple[WireSpan, ...]:
+    return tuple(WireSpan(span.start, span.end) for span in spans)

@@ -128,11 +128,12 @@ class ConnectorScheduler:
         """All that was requested since the last call; `step` is what vLLM itself is going to do."""
         with self._drops_lock:
             drops, self._drops = tuple(self._drops), []
-        loads, saves = self._loads, self._saves
-        self._loads, self._saves = [], []
+        loads, self._loads = self._loads, []
         if any(load.start for load in loads):
             written = _written_blocks(step, self.block_size)
             loads = [replace(load, ready=self._num_ready(load, written)) for load in loads]
+        self._save_prompts(step)
+        saves, self._saves = self._saves, []
         if drops:  # the worker drops first, and a segment may leave before it was saved
             saves = [save.without(drops) for save in saves]
         return StepMetadata(tuple(loads), tuple(saves), drops)
@@ -143,9 +144,11 @@ class ConnectorScheduler:
         if ticketed is None:
             return False
         num_retained = _num_retained(request, ticketed)
-        if num_retained:
-            output_ids = tuple(request.output_token_ids[: num_retained - request.num_prompt_tokens])
-            retained = _Retained(request.request_id, tuple(block_ids), num_retained, output_ids)
+        output_ids = tuple(request.output_token_ids[: max(0, num_retained - request.num_prompt_tokens)])
+        retained = _Retained(request.request_id, tuple(block_ids), num_retained, output_ids)
+        if ticketed.retained is not None:
+            self._save_answer(ticketed, retained)
+        elif num_retained:
             self._retain(ticketed, retained)
         ticketed.end(num_prompt=request.num_prompt_tokens)
         self._requests[request.request_id] = ticketed
@@ -158,6 +161,9 @@ class ConnectorScheduler:
         for request_id, result in report.loads.items():
             self._note_load(request_id, result)
         self._note_dropped(self.segments.drop(report.unreadable))
+        for request_id in report.saved_prompts:
+            if (ticketed := self._requests.get(request_id)) is not None:
+                self._note_prompt_saved(request_id, ticketed, report)
         for request_id in saved:
             if (ticketed := self._requests.get(request_id)) is not None:
                 self._note_saved(request_id, ticketed, report)
@@ -193,7 +199,32 @@ class ConnectorScheduler:
         if ticketed.lost is not None:
             self._saves.append(SaveRequest(request_id, retained.block_ids, ()))
 
-    def _save(self, ticketed: TicketedRequest, retained: _Retained) -> None:
+    def _save_prompts(self, step: SchedulerOutput) -> None:
+        """
+        Have prompts saved whose prefill is over, in the step behind it: the first token does not wait.
+
+        What their loads did is known by then, and their blocks are there for all of the step.
+        """
+        due = [name for name in step.num_scheduled_tokens if self._may_save_prompt(name)]
+        if not due:
+            return
+        assert step.kv_connector_block_state is not None
+        computed = _num_computed(step)
+        for request_id in due:
+            ticketed = self._requests[request_id]
+            if computed[request_id] < ticketed.ticket.num_tokens:
+                continue
+            ticketed.was_saved_early = True
+            block_ids = tuple(step.kv_connector_block_state.resolve_block_ids(request_id)[0])
+            prompt = _Retained(request_id, block_ids, ticketed.ticket.num_tokens, ())
+            self._save(ticketed, prompt, has_ended=False)
+            ticketed.lost = None  # it is tried again with the answer
+
+    def _may_save_prompt(self, request_id: str) -> bool:
+        ticketed = self._requests.get(request_id)
+        return ticketed is not None and ticketed.may_save_prompt
+
+    def _save(self, ticketed: TicketedRequest, retained: _Retained, *, has_ended: bool = True) -> None:
         """Make room for what no stored segment covers, and request that it is saved."""
         copies = self._retained_copies(ticketed)
         if not ticketed.ticket.is_exact and not ticketed.placed <= copies:
@@ -204,27 +235,47 @@ class ConnectorScheduler:
             computed = merge([*computed, *ticketed.repaired])
             computed = cut(computed, _first_approximate(ticketed, copies))
         computed = cut(computed, retained.num_tokens - len(retained.output_ids))  # the answer is kept apart
+        stored = self._add(ticketed, computed, copies)
+        if stored is None:
+            ticketed.lost = "no_room"
+            return
+        self._saves.append(_save_request(retained, stored, has_ended=has_ended))
+        ticketed.retain(copies, stored)
+        ticketed.output_ids = retained.output_ids
+
+    def _save_answer(self, ticketed: TicketedRequest, retained: _Retained) -> None:
+        """Its prompt is saved, or about to be. Its blocks wait for that, also if there is nothing more."""
+        assert ticketed.retained is not None
+        answer: tuple[Stored, ...] = ()
+        if retained.output_ids and ticketed.is_as_saved:
+            behind = (Span(retained.num_tokens - len(retained.output_ids), retained.num_tokens),)
+            added = self._add(ticketed, behind, ticketed.retained)
+            if added is not None:
+                answer, ticketed.output_ids = added, retained.output_ids
+                ticketed.stored += answer
+        self._saves.append(_save_request(retained, answer, has_ended=True))
+
+    def _add(
+        self, ticketed: TicketedRequest, computed: Iterable[Span], copies: Iterable[int]
+    ) -> tuple[Stored, ...] | None:
+        """Segments for what was computed, in the index; others left for them. None if there is no room."""
         spans = split(computed, segment_tokens(budget_of(self.segments.max_bytes) // self.bytes_per_token))
         stored = tuple(
             Stored(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)
             for span in spans
         )
+        own = [segment.segment_id for segment in ticketed.stored]
         evicted = self.segments.make_room(
             sum(segment.num_bytes for segment in stored),
-            in_use=(ticketed.copy(index).segment_id for index in copies),
+            in_use=[*own, *(ticketed.copy(index).segment_id for index in copies)],
         )
         if evicted is None:
-            ticketed.lost = "no_room"
-            return
+            return None
         self._note_dropped(evicted)
         for segment in stored:
             held = HeldSegment(ticketed.ticket.namespace, segment.length, segment.num_bytes)
             self.segments.add(segment.segment_id, held)
-        to_save = tuple((segment.segment_id, span) for segment, span in zip(stored, spans, strict=True))
-        self._saves.append(SaveRequest(retained.request_id, retained.block_ids, to_save))
-        ticketed.retained = copies
-        ticketed.output_ids = retained.output_ids
-        ticketed.stored = stored
+        return stored
 
     def _retained_copies(self, ticketed: TicketedRequest) -> frozenset[int]:
         """
@@ -244,19 +295,35 @@ class ConnectorScheduler:
             self._save_late(request_id, ticketed)
             self._publish_if_done(request_id, ticketed)
 
+    def _note_prompt_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
+        if request_id in report.failed_saves or not self._is_held(ticketed):
+            self._note_dropped(self.segments.drop(segment.segment_id for segment in ticketed.stored))
+            ticketed.note_prompt_lost()
+        else:
+            self.events.append(ticketed.note_prompt_saved(report.save_seconds.get(request_id, 0.0)))
+
     def _note_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
-        assert ticketed.retained is not None
-        stored = [segment.segment_id for segment in ticketed.stored]
         lost = "save_failed" if request_id in report.failed_saves else ticketed.lost
-        if lost is None and not (
-            ticketed.retained <= self._held(ticketed.ticket)
-            and all(segment_id in self.segments for segment_id in stored)
-        ):
+        if lost is None and not self._is_held(ticketed):
             lost = "segments_gone"  # evicted or dropped while the rest was being saved
         ticketed.note_saved(report.save_seconds.get(request_id, 0.0), lost=lost)
         if lost is not None:
-            self._note_dropped(self.segments.drop(stored))
+            if ticketed.prefilled is not None and not self._are_held(ticketed, ticketed.prefilled.stored):
+                ticketed.prefilled = None
+            reported = ticketed.prefilled.stored if ticketed.prefilled is not None else ()
+            unreported = (segment for segment in ticketed.stored if segment not in reported)
+            self._note_dropped(self.segments.drop(segment.segment_id for segment in unreported))
         self._publish_if_done(request_id, ticketed)
+
+    def _is_held(self, ticketed: TicketedRequest) -> bool:
+        """Whether all that its retained KV consists of is there."""
+        return self._are_held(ticketed, ticketed.stored)
+
+    def _are_held(self, ticketed: TicketedRequest, stored: Iterable[Stored]) -> bool:
+        assert ticketed.retained is not None
+        return ticketed.retained <= self._held(ticketed.ticket) and all(
+            segment.segment_id in self.segments for segment in stored
+        )
 
     def _publish_if_done(self, request_id: str, ticketed: TicketedRequest) -> None:
         if ticketed.state is State.DONE:
@@ -315,12 +382,24 @@ def _num_retained(request: Request, ticketed: TicketedRequest) -> int:
     return num_computed if ticketed.may_retain and is_complete else 0
 
 
+def _save_request(retained: _Retained, stored: Iterable[Stored], *, has_ended: bool) -> SaveRequest:
+    spans = tuple(
+        (segment.segment_id, Span(segment.start, segment.start + segment.length)) for segment in stored
+    )
+    return SaveRequest(retained.request_id, retained.block_ids, spans, has_ended)
+
+
+def _num_computed(step: SchedulerOutput) -> dict[str, int]:
+    """How many tokens of each request of a step are there before it."""
+    cached = step.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return computed | {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}
+
+
 def _written_blocks(step: SchedulerOutput, block_size: int) -> frozenset[int]:
     """The blocks that vLLM's own forward pass of a step writes to."""
     assert step.kv_connector_block_state is not None
-    cached = step.scheduled_cached_reqs
-    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    computed |= {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}
+    computed = _num_computed(step)
     written: set[int] = set()
     for request_id, num_tokens in step.num_scheduled_tokens.items():
         first, end = computed[request_id] // block_size, -(-(computed[request_id] + num_tokens) // block_size)

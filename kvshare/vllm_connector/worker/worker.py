@@ -177,7 +177,7 @@ class ConnectorWorker:
                 log.error("kvshare: a prompt was not saved: %s", classes_and_places(exc))
                 self._store.drop(segment_id for segment_id, _ in save.spans)
                 self._report.failed_saves.add(save.request_id)
-            self._saved.add(save.request_id)
+            (self._saved if save.has_ended else self._report.saved_prompts).add(save.request_id)
             self._report.save_seconds[save.request_id] = time.perf_counter() - began
 
     def get_finished(self) -> set[str]:

@@ -10,6 +10,7 @@ from delta_tree import token_ids
 from kvshare.fleet.in_flight import Execution, InFlight, RoutedRequest
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt
+from kvshare.sharing.arrivals import Arrivals
 from kvshare.vllm_protocol.messages import Ticket
 from vector_index import PromptText
 
@@ -31,7 +32,7 @@ def sent(request_id: str = "r", *, replica: str = "a") -> RoutedRequest:
 
 def test_only_the_replica_that_has_a_ticket_may_end_it() -> None:
     """News of it from elsewhere is news of an unknown ticket."""
-    in_flight, entry = InFlight(expiry_s=60), sent()
+    in_flight, entry = InFlight(Arrivals(min_run=16), expiry_s=60), sent()
     in_flight.add(entry)
     assert in_flight.take("r", "b") is None
     assert in_flight.take("r", "a") is entry
@@ -41,7 +42,7 @@ def test_only_the_replica_that_has_a_ticket_may_end_it() -> None:
 def test_a_ticket_expires_after_its_answer_only() -> None:
     """An answer may take hours; what comes after it may not."""
     clock = Clock()
-    in_flight, entry = InFlight(expiry_s=60, clock=clock), sent()
+    in_flight, entry = InFlight(Arrivals(min_run=16), expiry_s=60, clock=clock), sent()
     in_flight.add(entry)
     clock.now = 1000.0
     assert in_flight.expire() == 0
@@ -55,7 +56,7 @@ def test_a_ticket_expires_after_its_answer_only() -> None:
 
 def test_refused_requests_and_lost_replicas_are_not_waited_for() -> None:
     """Nothing will be heard of them."""
-    in_flight, refused, lost = InFlight(expiry_s=60), sent("x"), sent("y")
+    in_flight, refused, lost = InFlight(Arrivals(min_run=16), expiry_s=60), sent("x"), sent("y")
     in_flight.add(refused)
     in_flight.add(lost)
     refused.was_refused = True
@@ -69,7 +70,7 @@ def test_refused_requests_and_lost_replicas_are_not_waited_for() -> None:
 async def test_the_next_request_waits_for_news_of_the_last() -> None:
     """For its owner's only, while it is fresh, and not for long."""
     clock = Clock()
-    in_flight, entry = InFlight(expiry_s=60, clock=clock), sent()
+    in_flight, entry = InFlight(Arrivals(min_run=16), expiry_s=60, clock=clock), sent()
     in_flight.add(entry)
     await asyncio.wait_for(in_flight.wait_reconciled(OWNER, timeout_s=5), 1)  # it still runs
     in_flight.end(entry)
@@ -87,7 +88,7 @@ async def test_the_next_request_waits_for_news_of_the_last() -> None:
 async def test_nobody_waits_for_news_that_does_not_come() -> None:
     """After a moment the next request goes on without."""
     clock = Clock()
-    in_flight, entry = InFlight(expiry_s=60, clock=clock), sent()
+    in_flight, entry = InFlight(Arrivals(min_run=16), expiry_s=60, clock=clock), sent()
     in_flight.add(entry)
     in_flight.end(entry)
     clock.now = 6.0

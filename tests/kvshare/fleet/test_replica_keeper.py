@@ -15,7 +15,7 @@ from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.inspection import QUESTIONS
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt
-from kvshare.vllm_protocol.messages import Finished, Stored, Ticket
+from kvshare.vllm_protocol.messages import Finished, Prefilled, Stored, Ticket
 from vector_index import PromptText
 
 
@@ -261,3 +261,69 @@ def test_a_store_that_cannot_take_the_answer_keeps_the_prompt(
     assert node.num_tokens == 50
     assert keeper.tier.take_dropped("a") == [parts[1].segment_id]
     assert keeper.counters["fallback:commit:refused"] == 1
+
+
+class TestPrompts:
+    """A prompt that is kept before its answer is."""
+
+    def reports(self, *, length: int = 50) -> tuple[Prefilled, Finished]:
+        prompt, answer = in_two(length, length + 10)
+        finished = Finished("r", "full", None, stored=(prompt, answer), output_ids=tuple(range(10)))
+        return Prefilled("r", (), (prompt,)), finished
+
+    def test_it_is_a_node_and_gets_its_answer(self, keeper: ReplicaKeeper) -> None:
+        """One node, which others find already."""
+        keeper.tier.at("a").max_bytes = 10**6
+        prefilled, finished = self.reports()
+        asked = request(prompt(1))
+        node = keeper.keep_prompt(asked, prefilled, ())
+        assert node is not None
+        assert node.num_tokens == 50
+        whole = keeper.keep(asked, finished, ())
+        assert whole is not None
+        assert (whole.node_id, whole.num_tokens) == (node.node_id, 60)
+        assert keeper.tier.at("a").num_bytes == 600
+
+    def test_one_that_is_too_short_waits_for_its_answer(self, keeper: ReplicaKeeper) -> None:
+        """Together they are long enough; its segment is not dropped meanwhile."""
+        keeper.tier.at("a").max_bytes = 10**6
+        prefilled, finished = self.reports(length=5)
+        asked = request(prompt(1, length=5))
+        assert keeper.keep_prompt(asked, prefilled, ()) is None
+        assert keeper.tier.take_dropped("a") == []
+        node = keeper.keep(asked, finished, ())
+        assert node is not None
+        assert node.num_tokens == 15
+
+    def test_what_is_refused_is_refused_with_its_answer(self, keeper: ReplicaKeeper) -> None:
+        """All of its segments are dropped over there."""
+        keeper.tier.at("a").max_bytes = 100
+        prefilled, finished = self.reports()
+        asked = request(prompt(1))
+        assert keeper.keep_prompt(asked, prefilled, ()) is None
+        keeper.tier.at("a").max_bytes = 10**6
+        assert keeper.keep(asked, finished, ()) is None
+        assert set(keeper.tier.take_dropped("a")) == {entry.segment_id for entry in finished.stored}
+        assert not keeper.tree.nodes()
+
+    def test_one_that_left_meanwhile_takes_its_answer_along(self, keeper: ReplicaKeeper) -> None:
+        """Nothing is left over at the replica."""
+        keeper.tier.at("a").max_bytes = 10**6
+        prefilled, finished = self.reports()
+        asked = request(prompt(1))
+        assert keeper.keep_prompt(asked, prefilled, ()) is not None
+        keeper.forget([prefilled.stored[0].segment_id])
+        assert keeper.keep(asked, finished, ()) is None
+        assert keeper.tier.take_dropped("a") == [entry.segment_id for entry in finished.stored]
+        assert not keeper.tree.nodes()
+
+    def test_an_answer_that_is_not_kept_leaves_the_prompt(self, keeper: ReplicaKeeper) -> None:
+        """The end may report the prompt alone."""
+        keeper.tier.at("a").max_bytes = 10**6
+        prefilled, _ = self.reports()
+        asked = request(prompt(1))
+        node = keeper.keep_prompt(asked, prefilled, ())
+        assert node is not None
+        end = Finished("r", "full", "save_failed", stored=prefilled.stored)
+        assert keeper.keep(asked, end, ()) == node
+        assert keeper.tier.take_dropped("a") == []

@@ -42,7 +42,7 @@ async def waited(
     namespace: str = "ns",
 ) -> tuple[Lookup, int]:
     finder = Finder()
-    lookup = await arrivals.waited(namespace, tokens, mode, finder)
+    lookup = await arrivals.waited([namespace], tokens, mode, finder)
     return lookup, finder.num_lookups
 
 

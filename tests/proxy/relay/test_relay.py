@@ -216,5 +216,5 @@ async def test_metrics_and_readiness_speak_of_replicas(relay: Relay, vllm: FakeV
     text = await (await relay.send("/metrics", method="GET")).text()
     name = vllm.url.removeprefix("http://")
     assert f'kvshare_replica_up{{replica="{name}"}} 1.0' in text
-    assert f'kvshare_replica_segments{{replica="{name}"}} 1.0' in text
+    assert f'kvshare_replica_segments{{replica="{name}"}} 2.0' in text
     assert 'kvshare_plans_executed_total{executed="full",planned="full",reason=""} 1.0' in text

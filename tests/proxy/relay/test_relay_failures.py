@@ -16,6 +16,7 @@ import pytest
 from kvshare.engines.base import EngineStatus
 from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.replica import Replica
+from kvshare.vllm_protocol.messages import PROTOCOL
 from tests.fake_vllm import MODEL, Behaviour, FakeVllm, running_vllm
 from tests.proxy.conftest import eventually
 from tests.proxy.relay.relay_server import OTHER, Relay, chat_body, running_relay
@@ -141,7 +142,7 @@ async def test_vllm_without_a_connector_is_served_unshared(vllm: FakeVllm, tmp_p
 @pytest.mark.parametrize(
     ("behaviour", "told"),
     [
-        (Behaviour(protocol=1), "protocol: expected 2, got 1"),
+        (Behaviour(protocol=1), f"protocol: expected {PROTOCOL}, got 1"),
         (Behaviour(token="secret"), "expected status 200, got 401"),
         (Behaviour(refusals=("pipeline parallel",)), "shares nothing: pipeline parallel"),
     ],
@@ -381,7 +382,7 @@ async def test_a_proxy_that_restarts_drops_what_it_never_heard_of(
         await relay.chat("Rome")
     assert vllm.segments
     async with running_relay(tmp_path / "two", vllm) as relay:
-        assert by_name(relay.engine.status()) == {vllm.url.removeprefix("http://"): 1}
+        assert by_name(relay.engine.status()) == {vllm.url.removeprefix("http://"): 2}
         await eventually(lambda: not vllm.segments)
 
 

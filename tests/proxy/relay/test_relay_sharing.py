@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvshare.vllm_protocol.messages import digest_of
+from kvshare.vllm_protocol.messages import Stored, digest_of
 from kvshare.vllm_protocol.salts import private_salt
 from tests.fake_vllm import Behaviour, FakeVllm, covered, running_vllm
 from tests.proxy.conftest import eventually, key_of, key_settings
@@ -61,7 +60,9 @@ async def test_what_was_kept_of_a_plan_is_a_node_over_the_donors_segments(relay:
     donor, node = tree.nodes()
     assert tree.ancestors(node.node_id) == (donor.node_id,)
     assert node.exact_length < node.num_tokens
-    assert donor.pieces.segment_ids < node.pieces.segment_ids
+    prompt_segment, answer_segment = donor.pieces.segment_ids
+    assert prompt_segment in node.pieces.segment_ids
+    assert answer_segment not in node.pieces.segment_ids
     assert {tree.segment(entry).generation for entry in node.pieces.segment_ids} == {0, 1}
 
 
@@ -181,25 +182,103 @@ async def test_explain_tells_plan_and_replica(relay: Relay, vllm: FakeVllm) -> N
     assert len(vllm.generated) == 1
 
 
-async def test_a_report_that_cannot_be_true_is_refused(relay: Relay, vllm: FakeVllm) -> None:
+@pytest.mark.parametrize("prefills", [True, False])
+async def test_a_report_that_cannot_be_true_is_refused(
+    relay: Relay, vllm: FakeVllm, *, prefills: bool
+) -> None:
     """Segments that leave a hole are dropped over there, and nothing becomes a node."""
+    vllm.behaviour.prefills = prefills
     vllm.tokens_of = lambda body: list(range(100, 200))  # type: ignore[method-assign]
-    original = vllm._kept
+    original = vllm._store
 
-    def with_a_hole(*arguments: object) -> object:
-        finished = original(*arguments)  # type: ignore[arg-type]
-        first, *others = finished.stored
-        return replace(finished, stored=(first._replace(start=first.start + 1), *others))
+    def with_a_hole(*arguments: object) -> Stored:
+        stored = original(*arguments)  # type: ignore[arg-type]
+        return stored._replace(start=stored.start + 1)
 
-    vllm._kept = with_a_hole  # type: ignore[method-assign, assignment]
+    vllm._store = with_a_hole  # type: ignore[method-assign, assignment]
     await relay.chat("Rome")
     await eventually(lambda: not vllm.segments)
     assert relay.num_nodes == 0
-    assert relay.counters["fallback:commit:refused"] == 1
+    assert relay.counters["fallback:commit:refused"] == (2 if prefills else 1)
+
+
+class TestAtOnce:
+    """Forms that arrive together, with nothing stored: the first is computed, the others wait and copy."""
+
+    async def begin(self, relay: Relay, vllm: FakeVllm, *places: str) -> list[asyncio.Task[object]]:
+        """The first is being computed over there, and the others have been looked up."""
+        asked: list[asyncio.Task[object]] = []
+        for place in places:
+            asked.append(asyncio.create_task(relay.send("/v1/chat/completions", chat_body(place))))
+            await eventually(lambda: bool(vllm.generated))
+            await asyncio.sleep(0.05)
+        return asked
+
+    async def test_those_that_come_next_wait_until_the_first_is_prefilled(
+        self, relay: Relay, vllm: FakeVllm
+    ) -> None:
+        """Not until its answer is over; then they are planned from it."""
+        vllm.prefill.clear()
+        vllm.release.clear()
+        asked = await self.begin(relay, vllm, "Rome", "Paris", "Lima")
+        assert len(vllm.generated) == 1
+        vllm.prefill.set()
+        await eventually(lambda: len(vllm.generated) == 3)
+        assert not asked[0].done()
+        _, *others = vllm.tickets
+        assert all(ticket.copies for ticket in others)
+        vllm.release.set()
+        await asyncio.gather(*asked)
+        await eventually(lambda: relay.num_nodes == 3)
+        assert len(relay.engine.server.in_flight.arrivals) == 0
+
+    async def test_a_first_one_that_fails_holds_nobody(self, relay: Relay, vllm: FakeVllm) -> None:
+        """The next is computed in full then, and is waited for."""
+        vllm.prefill.clear()
+        asked = await self.begin(relay, vllm, "Rome", "Paris", "Lima")
+        asked[0].cancel()
+        await eventually(lambda: len(vllm.generated) == 2, timeout_s=5.0)
+        assert not vllm.tickets[1].copies
+        assert len(relay.engine.server.in_flight.arrivals) == 1
+        vllm.prefill.set()
+        await asyncio.gather(*asked[1:])
+        assert vllm.tickets[2].copies
+        await eventually(lambda: not len(relay.engine.server.in_flight.arrivals))
+
+    async def test_an_answer_that_has_begun_is_waited_for_only_briefly(
+        self, relay: Relay, vllm: FakeVllm
+    ) -> None:
+        """Its first token is there, but nothing is reported of it."""
+        vllm.behaviour.silent = True
+        vllm.behaviour.token_s = 1.0
+        first = asyncio.create_task(relay.send("/v1/chat/completions", chat_body("Rome", stream=True)))
+        await eventually(lambda: bool(vllm.generated))
+        await asyncio.wait_for(relay.send("/v1/chat/completions", chat_body("Paris")), 5.0)
+        assert not first.done()
+        first.cancel()
+
+    async def test_other_tenants_wait_for_nobody(self, vllm: FakeVllm, tmp_path: Path) -> None:
+        """Arrivals are a namespace's, as what is stored is."""
+        vllm.prefill.clear()
+        async with running_relay(tmp_path, vllm, auth__keys=key_settings()) as relay:
+            asked = [
+                asyncio.create_task(
+                    relay.send(
+                        "/v1/chat/completions",
+                        chat_body("Rome"),
+                        Authorization=f"Bearer {key_of(name)}",
+                    )
+                )
+                for name in ("alice", "carol", "eve")
+            ]
+            await eventually(lambda: len(vllm.generated) == 3)
+            vllm.prefill.set()
+            await asyncio.gather(*asked)
 
 
 async def test_a_prompt_that_vllm_tokenizes_otherwise_is_not_kept(relay: Relay, vllm: FakeVllm) -> None:
     """The ticket's digest does not fit: computed as ever, counted."""
+    vllm.behaviour.prefills = False
     original = vllm._end
 
     def otherwise(seen: object, answer: str) -> None:
@@ -215,6 +294,7 @@ async def test_a_prompt_that_vllm_tokenizes_otherwise_is_not_kept(relay: Relay, 
 
 async def test_several_choices_send_one_ticket_and_keep_one_node(relay: Relay, vllm: FakeVllm) -> None:
     """Further news of a ticket is of segments that nobody knows: they are dropped."""
+    vllm.behaviour.prefills = False
     original = vllm._end
 
     def twice(seen: object, answer: str) -> None:
