@@ -12,7 +12,7 @@ serve as many prompts. On a random-weight Llama of about 100 M parameters, arms 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.requests import SharingMode
 
 _VOCAB_SIZE = 1000
-_ARMS = ("burst", "warm", "full")
+ARMS = ("burst", "warm", "full")
 
 
 async def run(
@@ -43,26 +43,18 @@ async def run(
         return random_prompt(rng, length, _VOCAB_SIZE)
 
     model = timing_model("llama", max_position_embeddings=prompt_tokens + 64, vocab_size=16384, seed=seed)
-    seconds: dict[str, list[float]] = {name: [] for name in _ARMS}
-    reused: dict[str, list[float]] = {name: [] for name in _ARMS}
+    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
+    reused: dict[str, list[float]] = {name: [] for name in ARMS}
     async with running_engine(model, {"index.dense": False}) as engine:
         for repeat in range(repeats + 1):
-            for name in _ARMS if repeat % 2 else reversed(_ARMS):
+            for name in ARMS if repeat % 2 else reversed(ARMS):
                 base = draw(prompt_tokens)
                 prompts = [edited(base, changed=changed, edits=edits, draw=draw) for _ in range(concurrency)]
                 answers = await _served(engine, name, prompts)
                 if repeat:  # the first warms up
-                    seconds[name].append(_time(name, answers))
+                    seconds[name].append(time_of(name, [answer.first_token_s for answer in answers]))
                     reused[name].append(_reused(answers))
-    times = {name: median(found) for name, found in seconds.items()}
-    return {
-        "engine": "embedded",
-        "of_warm": times["warm"] / times["burst"],
-        "of_full": times["full"] / times["burst"],
-        "seconds": times,
-        "reused": {name: median(found) for name, found in reused.items()},
-        "environment": environment(),
-    }
+    return {"engine": "embedded", **ratios(seconds, reused), "environment": environment()}
 
 
 async def _served(engine: EmbeddedEngine, arm: str, prompts: Sequence[TokenIds]) -> list[Answer]:
@@ -72,12 +64,25 @@ async def _served(engine: EmbeddedEngine, arm: str, prompts: Sequence[TokenIds])
     return first + await asyncio.gather(*(ask(engine, each, mode=mode, store=store) for each in others))
 
 
-def _time(arm: str, answers: Sequence[Answer]) -> float:
+def time_of(arm: str, ttft_s: Sequence[float]) -> float:
     """Of all of them; what is sent one after the other adds up."""
     if arm == "warm":
-        donor, *others = answers
-        return donor.first_token_s + max(answer.first_token_s for answer in others)
-    return max(answer.first_token_s for answer in answers)
+        donor, *others = ttft_s
+        return donor + max(others)
+    return max(ttft_s)
+
+
+def ratios(seconds: Mapping[str, Sequence[float]], reused: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Of the repeats of each arm: how much faster all at once are, and the medians."""
+    times = {name: median(found) for name, found in seconds.items()}
+    pairs = zip(seconds["warm"], seconds["burst"], strict=True)
+    return {
+        "of_warm": times["warm"] / times["burst"],
+        "of_warm_each": [warm / burst for warm, burst in pairs],
+        "of_full": times["full"] / times["burst"],
+        "seconds": times,
+        "reused": {name: median(found) for name, found in reused.items()},
+    }
 
 
 def _reused(answers: Sequence[Answer]) -> float:

@@ -141,8 +141,10 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             with _contained():
                 scheduler.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        num_matched = 0
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        num_matched: int | None = 0
         if (scheduler := self._scheduler_or_none()) is not None:
             with _contained():
                 num_matched = scheduler.get_num_new_matched_tokens(request, num_computed_tokens)

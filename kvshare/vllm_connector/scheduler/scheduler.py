@@ -28,6 +28,7 @@ from kvshare.vllm_connector.metadata import (
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
+from kvshare.vllm_connector.scheduler.step_budget import StepBudget
 from kvshare.vllm_protocol.json_fields import WireError
 from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, Stored, Ticket, budget_of
 
@@ -55,6 +56,7 @@ class ConnectorScheduler:
     bytes_per_token: int
     block_size: int
     may_move_keys: bool
+    budget: StepBudget
 
     def __post_init__(self) -> None:
         self._requests: dict[str, TicketedRequest] = {}  # until they are `done`
@@ -82,8 +84,11 @@ class ConnectorScheduler:
             self._seen.popitem(last=False)
         self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first)
 
-    def get_num_new_matched_tokens(self, request: Request, num_local: int) -> int:
-        """How many tokens behind the `num_local` that vLLM has itself can be provided in this step."""
+    def get_num_new_matched_tokens(self, request: Request, num_local: int) -> int | None:
+        """
+        How many tokens behind the `num_local` that vLLM has itself can be provided in this step; None where
+        they can, but in a later one.
+        """
         ticketed = self._requests.get(request.request_id)
         if ticketed is None:
             return 0
@@ -92,10 +97,20 @@ class ConnectorScheduler:
             return 0
         ticket, held = ticketed.ticket, self._held(ticketed.ticket)
         end = max((ticketed.copy(index).target.end for index in held), default=0)
-        order = ticket.order
+        order, num_behind = ticket.order, 0
         if order is not None and end > ticket.first_approximate and order.end - end <= MOST_BEHIND:
             end = order.end
-        return max(0, end - num_local)
+            num_behind = ticket.num_tokens - end  # computed here to learn what it attends to
+        if end <= num_local:
+            return 0
+        targets = (ticketed.copy(index).target for index in held)
+        num_copied = sum(max(0, target.end - max(target.start, num_local)) for target in targets)
+        num_computed = end - num_local - num_copied + num_behind
+        if order is not None:
+            num_computed += order.num_tokens + len(order.probes)
+        if not self.budget.admits(num_computed, num_copied * self.bytes_per_token):
+            return None
+        return end - num_local
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external: int) -> None:
         """The request has its blocks, and this step is to provide `num_external` tokens."""
@@ -126,6 +141,7 @@ class ConnectorScheduler:
 
     def build_connector_meta(self, step: SchedulerOutput) -> StepMetadata:
         """All that was requested since the last call; `step` is what vLLM itself is going to do."""
+        self.budget.next_step()
         with self._drops_lock:
             drops, self._drops = tuple(self._drops), []
         loads, self._loads = self._loads, []

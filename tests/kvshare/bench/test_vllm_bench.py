@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvshare.bench.vllm import load, parity, selection, soak, steady, ttft
+from kvshare.bench.vllm import burst, load, parity, selection, soak, steady, ttft
 from kvshare.bench.vllm.stack import ALWAYS_SHARE, Pair, Stack, pair, with_proxy
 from kvshare.bench.vllm.workload import read_prompts
 from kvshare.replay.workloads import generate, write_rows
@@ -141,6 +141,19 @@ async def test_a_workload_takes_the_place_of_made_up_prompts(servers: Stack, tmp
         assert document["mixed"][arm]["requests"] == 8
         assert set(document["mixed"][arm]["ttft"]) == {"all"}
     assert document["decisions"]["approx"] > 0, "forms that differ in their slots"
+
+
+async def test_all_but_one_of_a_burst_copy(servers: Stack) -> None:
+    """From a prompt whose answer is still generated; stock vLLM's prefix cache finds little."""
+    config = burst.Config(
+        concurrency=3, prompt_tokens=_TOKENS, changed=0.05, edits=2, max_tokens=4, repeats=1, seed=8
+    )
+    document = await burst.measure(servers, config)
+    check_header(document, "burst")
+    assert document["reused"]["burst"] > 0.4
+    assert document["reused"]["warm"] > 0.4
+    assert document["reused"]["full"] < 0.2
+    assert document["of_warm"] > 0
 
 
 async def test_a_full_store_evicts_and_stays_within_its_bytes(servers: Stack) -> None:

@@ -200,3 +200,30 @@ def test_preemption(start: Callable[..., Vllm], text: Texts, copies: Copies, asy
     for answer, truth in zip(answers, truths, strict=True):
         assert answer.distance(truth) <= LIMIT
     vllm.check_idle()
+
+
+def test_planned_requests_wait_their_turn(start: Callable[..., Vllm], text: Texts, copies: Copies) -> None:
+    """Of six that arrive together each has a step of its own, in their order, and all are right."""
+    from kvshare.vllm_protocol.salts import private_salt
+
+    vllm = start("llama", kv_transfer_config=with_settings(step_bytes=1))
+    texts = [text(200, 80 + seed) for seed in range(6)]
+    donors = [vllm.keep(tokens) for tokens in texts]
+    truths = [vllm.plain(tokens) for tokens in texts]
+    loads: list[int] = []
+    start_load_kv = vllm.worker.start_load_kv
+    vllm.worker.start_load_kv = lambda given: (loads.append(len(given)), start_load_kv(given))[1]
+    requests = []
+    for tokens, donor in zip(texts, donors, strict=True):
+        ticket = vllm.ticket(tokens, copies(donor, (0, 90), (100, 180)))
+        requests.append((tokens, ticket, private_salt(ticket.request_id)))
+    answers = vllm.ask(*requests)
+    assert loads == [1] * 6
+    for answer, truth, (_, ticket, _) in zip(answers, truths, requests, strict=True):
+        assert answer.distance(truth) <= LIMIT
+        assert vllm.finished(ticket).decision == "approx"
+    vllm.check_idle()
+
+
+def with_settings(**settings: int) -> dict[str, Any]:
+    return {"kv_connector_extra_config": {"kvshare": {"control_port": 0, "max_bytes": 1 << 28, **settings}}}
