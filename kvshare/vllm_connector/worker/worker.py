@@ -10,14 +10,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import SegmentId, Span
@@ -38,11 +36,13 @@ from kvshare.vllm_connector.worker.laying import Laying
 from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
+from kvshare.vllm_connector.worker.ranks import agreed, as_one, num_ranks, on_all_ranks, summed
 from kvshare.vllm_connector.worker.self_test import SelfTest
 
 log = logging.getLogger("vllm.kvshare")
 
 _Found = Mapping[SegmentId, SegmentKV]  # readable on every rank
+_NONE: _Found = {}
 
 
 class ConnectorWorker:
@@ -62,12 +62,9 @@ class ConnectorWorker:
     def attach_model(self, model: torch.nn.Module) -> None:
         """Take the model and run the self-test with it. Raises nothing: failures are in the handshake."""
         try:
-            layers = self._config.compilation_config.static_forward_context
-            self._cache = PagedCache(
-                {name: layers[name] for name in self._layer_names}, block_size=self._spec.block_size
-            )
-            self._forward = PartialForward(model, self._cache, self._config, self._spec)
-            unsupported, warnings = self._run_self_test(model)
+            on_all_ranks(partial(self._prepare, model), "another rank could not be prepared")
+            with as_one("the self-test"):
+                unsupported, warnings = self._run_self_test(model)
             layout = self._cache.kv_layout
             keys, _ = layout.planes
             self.handshake = WorkerHandshake(
@@ -92,21 +89,28 @@ class ConnectorWorker:
             reason = f"the self-test raised an error: {type(exc).__name__}: {exc}"
             self.handshake = WorkerHandshake(unsupported=(reason,))
 
+    def _prepare(self, model: torch.nn.Module) -> None:
+        layers = self._config.compilation_config.static_forward_context
+        self._cache = PagedCache(
+            {name: layers[name] for name in self._layer_names}, block_size=self._spec.block_size
+        )
+        self._forward = PartialForward(model, self._cache, self._config, self._spec)
+
     def _run_self_test(self, model: torch.nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Why nothing can be shared, and what works, but not as meant."""
         vocab_size = self._config.model_config.get_vocab_size()
         self_test = SelfTest(self._cache, self._forward, vocab_size=vocab_size)
         for check in (self_test.check_layout, self_test.check_partial_attention):
             problem = check()
-            if not all(_agreed([problem is None])):  # the next check needs all ranks
+            if not all(agreed([problem is None])):  # the next check needs all ranks
                 return (problem or "the self-test failed on another rank",), ()
         problem = self_test.check_listening()
-        self._can_listen = all(_agreed([problem is None]))
+        self._can_listen = all(agreed([problem is None]))
         warnings = () if self._can_listen else (f"repairs are chosen by their place alone: {problem}",)
         tables, refused = frequency_tables(model)
         proofs = self_test.movements(tables)
         self._cache.kv_layout = self._cache.kv_layout.moving([(k.movement, v.movement) for k, v in proofs])
-        if not all(_agreed([self._cache.kv_layout.can_move])):
+        if not all(agreed([self._cache.kv_layout.can_move])):
             problem = refused if not tables else _unproved(proofs)
             return (), (*warnings, f"only text at the same position is shared: {problem}")
         return (), warnings
@@ -143,9 +147,11 @@ class ConnectorWorker:
         unreadable = _segment_ids(loads).difference(found or ())
         try:
             if found is not None:
-                _on_all_ranks(partial(self._place, loads, found), "another rank could not write its segments")
+                on_all_ranks(partial(self._place, loads, found), "another rank could not write its segments")
             placed = time.perf_counter()
-            passed = self._compute(loads, unreadable, choose=found is not None)
+            choosing = self._prepared(loads, unreadable) if found is not None else {}
+            with as_one("a pass over placeholders"):
+                passed = self._compute(loads, unreadable, choosing)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.error("kvshare: loading %d requests failed: %s", len(loads), classes_and_places(exc))
             return None
@@ -197,10 +203,16 @@ class ConnectorWorker:
 
     def _fetch(self, loads: Sequence[LoadRequest]) -> _Found:
         """The segments that are neither missing nor corrupt on any rank: passes must be the same."""
-        ids = sorted(_segment_ids(loads))
-        found = self._store.fetch(ids).segments
-        readable = _agreed([segment_id in found for segment_id in ids])
+        ids, found = sorted(_segment_ids(loads)), _NONE
+        try:
+            found = self._fetched(ids)
+        except Exception as exc:  # noqa: BLE001  logged, without its message; the other ranks wait to agree
+            log.error("kvshare: segments could not be read: %s", classes_and_places(exc))
+        readable = agreed([segment_id in found for segment_id in ids])
         return {segment_id: found[segment_id] for segment_id, ok in zip(ids, readable, strict=True) if ok}
+
+    def _fetched(self, ids: Sequence[SegmentId]) -> _Found:
+        return self._store.fetch(ids).segments
 
     def _place(self, loads: Sequence[LoadRequest], found: _Found) -> None:
         """Write all copies of all loads, with keys moved to where they are going."""
@@ -214,16 +226,23 @@ class ConnectorWorker:
                 laying.add(segment, source, copy.shift, self._cache.slots(load.block_ids, target))
         laying.write()
 
+    def _prepared(
+        self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId]
+    ) -> dict[str, Choosing]:
+        """What chooses repairs, by request, where a load has them chosen."""
+        if all(load.order is None for load in loads):
+            return {}
+        return on_all_ranks(
+            partial(self._choosing, loads, unreadable), "another rank could not prepare a choice of repairs"
+        )
+
     def _compute(
-        self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId], *, choose: bool
+        self,
+        loads: Sequence[LoadRequest],
+        unreadable: frozenset[SegmentId],
+        choosing: Mapping[str, Choosing],
     ) -> dict[str, _Passed]:
-        """Everything that is not laid, and repairs, where a load has them chosen. By request."""
-        choosing: dict[str, Choosing] = {}
-        if choose and any(load.order is not None for load in loads):
-            choosing = _on_all_ranks(
-                partial(self._choosing, loads, unreadable),
-                "another rank could not prepare a choice of repairs",
-            )
+        """Everything that is not laid, and repairs. By request."""
         runs = {
             load.request_id: choosing[load.request_id].first_pass
             if load.request_id in choosing
@@ -231,7 +250,7 @@ class ConnectorWorker:
             for load in loads
         }
         self._run(runs.values(), listens=any(each.listens for each in choosing.values()))
-        choices = {name: each.choice(_summed, _num_ranks()) for name, each in choosing.items()}
+        choices = {name: each.choice(summed, num_ranks()) for name, each in choosing.items()}
         behind = {name: each.second_pass(choices[name]) for name, each in choosing.items()}
         self._run(behind.values())
         return {
@@ -284,44 +303,3 @@ def _shares(counts: Sequence[int]) -> list[float]:
     """What each of the requests that were served together took of the time."""
     total = sum(counts)
     return [count / total if total else 0.0 for count in counts]
-
-
-def _agreed(values: Sequence[bool]) -> list[bool]:
-    """What holds on every rank."""
-    group = get_tp_group()
-    if group.world_size == 1 or not values:
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.int32)
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return [bool(value) for value in tensor.tolist()]
-
-
-def _num_ranks() -> int:
-    return int(get_tp_group().world_size)
-
-
-def _summed(values: torch.Tensor) -> torch.Tensor:
-    """Over all ranks."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return values
-    total = values.cpu()
-    torch.distributed.all_reduce(total, group=group.cpu_group)
-    return total
-
-
-_T = TypeVar("_T")
-
-
-def _on_all_ranks(act: Callable[[], _T], problem: str) -> _T:
-    """Raises on every rank if `act` fails on one: what follows needs them all."""
-    is_done = False
-    try:
-        with torch.inference_mode():
-            result = act()
-        is_done = True
-    finally:
-        is_done_everywhere = all(_agreed([is_done]))
-    if not is_done_everywhere:
-        raise RuntimeError(problem)
-    return result

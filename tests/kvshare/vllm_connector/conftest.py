@@ -343,19 +343,23 @@ class Copies(Protocol):
 @pytest.fixture
 def text() -> Texts:
     """`text(600, seed=1)`: random token ids."""
-    return lambda length, seed=0: np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist()
+    return random_text
 
 
 @pytest.fixture
 def copies() -> Copies:
     """`copies(event, (0, 100), (130, 300), shift=0)`: spans of a donor, moved; a copy a segment."""
+    return copies_of
 
-    def make(event: Finished, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]:
-        return [
-            WireCopy(segment.segment_id, start - segment.start, end - start, start + shift, start)
-            for span in spans
-            for segment in event.stored
-            if (start := max(span[0], segment.start)) < (end := min(span[1], segment.start + segment.length))
-        ]
 
-    return make
+def random_text(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist()
+
+
+def copies_of(event: Finished, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]:
+    return [
+        WireCopy(segment.segment_id, start - segment.start, end - start, start + shift, start)
+        for span in spans
+        for segment in event.stored
+        if (start := max(span[0], segment.start)) < (end := min(span[1], segment.start + segment.length))
+    ]

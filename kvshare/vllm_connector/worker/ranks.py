@@ -1,0 +1,88 @@
+"""
+What the ranks of tensor parallelism must do alike. A pass is full of collectives: all ranks run it, or none.
+
+    before a pass   what one rank could not do, none counts as done: `agreed`, `on_all_ranks`
+    in a pass       a rank that fails has left the others inside a collective, where nobody can reach them:
+                    its process ends, and vLLM, which watches over it, ends the others (`as_one`)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, TypeVar
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
+from kvshare.safe_logging import classes_and_places
+
+log = logging.getLogger("vllm.kvshare")
+
+_T = TypeVar("_T")
+
+
+class RankFailed(SystemExit):
+    """Ends a worker process. Any other exception is an answer to vLLM, which waits for lower ranks' first."""
+
+
+def num_ranks() -> int:
+    return int(get_tp_group().world_size)
+
+
+def agreed(values: Sequence[bool]) -> list[bool]:
+    """What holds on every rank."""
+    group = get_tp_group()
+    if group.world_size == 1 or not values:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.int32)
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return [bool(value) for value in tensor.tolist()]
+
+
+def summed(values: torch.Tensor) -> torch.Tensor:
+    """Over all ranks."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return values
+    total = values.cpu()
+    torch.distributed.all_reduce(total, group=group.cpu_group)
+    return total
+
+
+def on_all_ranks(act: Callable[[], _T], problem: str) -> _T:
+    """Raises on every rank if `act`, which runs no collective, fails on one: what follows needs them all."""
+    is_done = False
+    try:
+        with torch.inference_mode():
+            result = act()
+        is_done = True
+    finally:
+        is_done_everywhere = all(agreed([is_done]))
+    if not is_done_everywhere:
+        raise RuntimeError(problem)
+    return result
+
+
+@contextmanager
+def as_one(what: str) -> Iterator[None]:
+    """Around what runs collectives. With a single rank errors are the caller's."""
+    try:
+        yield
+    except Exception as exc:
+        if num_ranks() > 1:
+            _end_process(what, exc)
+        raise
+
+
+def _end_process(what: str, exc: Exception) -> NoReturn:
+    rank = get_tp_group().rank_in_group
+    log.critical(
+        "kvshare: rank %d failed in %s, which all ranks run together; it ends, and vLLM with it. "
+        "Start vLLM again, and report this: %s",
+        rank,
+        what,
+        classes_and_places(exc),
+    )
+    raise RankFailed(1) from exc

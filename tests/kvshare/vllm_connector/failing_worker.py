@@ -1,0 +1,48 @@
+"""The worker class with faults: a rank raises at a stage, as the file of KVSHARE_FAULTS says just then."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.parallel_state import get_tp_group
+
+from kvshare.vllm_connector.worker.paged_cache import PagedCache
+from kvshare.vllm_connector.worker.partial_forward import PartialForward
+from kvshare.vllm_connector.worker.self_test import SelfTest
+from kvshare.vllm_connector.worker.worker import ConnectorWorker
+from kvshare.vllm_connector.workers import KVShareWorker
+
+STAGES = {
+    "prepare": (ConnectorWorker, "_prepare"),
+    "self-test": (SelfTest, "check_listening"),
+    "fetch": (ConnectorWorker, "_fetched"),
+    "place": (ConnectorWorker, "_place"),
+    "pass": (PartialForward, "_forward"),
+    "save": (PagedCache, "read"),
+}
+
+
+def _failing(stage: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def act(*arguments: Any, **options: Any) -> Any:
+        if Path(os.environ["KVSHARE_FAULTS"]).read_text() == f"{get_tp_group().rank_in_group}:{stage}":
+            raise RuntimeError("out of memory")
+        return method(*arguments, **options)
+
+    return act
+
+
+for _stage, (_kind, _name) in STAGES.items():
+    setattr(_kind, _name, _failing(_stage, getattr(_kind, _name)))
+
+
+class FailingWorker(KVShareWorker):
+    def segments(self) -> list[int]:
+        """What this rank holds."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector: Any = get_kv_transfer_group()
+        return sorted(connector._worker._store._entries)
