@@ -142,23 +142,24 @@ class Observed:
     shift: int
 
     def error_of(self, moved: torch.Tensor) -> float:
-        """The largest difference, in units of the largest value."""
-        return float((moved.float() - self.there.float()).abs().max() / self._scales.max().clamp(min=1e-9))
+        """Root of the mean square, in units of the rows' own: in bfloat16 single values say little."""
+        difference = (moved.float() - self.there.float()).square().mean().sqrt()
+        return float(difference / self._scales.square().mean().sqrt().clamp(min=1e-9))
 
     def distance_of(self, moved: torch.Tensor) -> float:
         """
-        The largest difference of each dimension in units of its largest value, root of the mean square.
+        The same with each dimension in units of its own.
 
         A few large dimensions that turn slowly would hide what all others do.
         """
-        difference = (moved.float() - self.there.float()).abs().flatten(0, 1).amax(0)
+        difference = (moved.float() - self.there.float()).square().flatten(0, 1).mean(0).sqrt()
         scales = self._scales.clamp(min=max(1e-9, _FAINT * float(self._scales.max())))
         return float((difference / scales).square().mean().sqrt())
 
     @property
     def _scales(self) -> torch.Tensor:
-        """(D,) largest value of each dimension."""
-        return self.there.float().abs().flatten(0, 1).amax(0)
+        """(D,) root of each dimension's mean square."""
+        return self.there.float().square().flatten(0, 1).mean(0).sqrt()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ class Proof:
     """What was found of one layer's rows. `movement` None: nothing fits, or not for certain."""
 
     movement: Movement | None
-    error: float  # of the best candidate: the largest difference in units of the largest value
+    error: float  # of the best candidate, in units of the rows: root of the mean square
     control: float | None  # how many times further off what must not fit is, at least; None: there is nothing
     reason: str = ""
 
@@ -180,7 +181,7 @@ def prove(tables: Sequence[torch.Tensor], observed: Sequence[Observed], *, toler
     another candidate that says something else. So keys that are all zero prove nothing.
 
     Shapes:  tables (F,) each, F at most D / 2
-    Units:   tolerance in units of the largest value compared
+    Units:   tolerance as `Proof.error`
     """
     dim = observed[0].here.shape[-1]
     candidates = list(_candidates(tables, dim))

@@ -15,7 +15,8 @@ def verified(model: EmbeddedModel | UnsharedModel) -> dict[str, Any]:
     """
     JSON-ready. `shares`: "everything", "same positions" or "nothing", and `why`.
 
-    Errors are in units of the largest value; `control` says how many times further off what must not fit was.
+    Errors are roots of mean squares in units of the rows; `control` says how many times further off what must
+    not fit was.
     """
     layout = model.layout
     common = {

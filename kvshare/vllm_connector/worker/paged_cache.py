@@ -45,12 +45,18 @@ class PagedCache:
         self._in_order = list(self.layers.values())
         self.block_size = block_size
         first = next(iter(self.layers.values())).kv_cache
-        _, num_heads, self.kernel_block_size, width = first.shape
+        _, num_heads, _, width = first.shape
+        self.kernel_block_size: int = first.shape[2]
         self.kv_layout = KVLayout.uniform(
             len(self.layers), num_heads, width // 2, dtype=first.dtype, device=first.device
         )
         self._layout: BlockLayout | None = None
         self._known_offsets: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # by strides
+
+    @property
+    def num_blocks(self) -> int:
+        """The scheduler's, block 0 included."""
+        return len(self._in_order[0].kv_cache) * self.kernel_block_size // self.block_size
 
     @property
     def layout(self) -> str:

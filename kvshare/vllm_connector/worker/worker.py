@@ -98,8 +98,13 @@ class ConnectorWorker:
 
     def _run_self_test(self, model: torch.nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Why nothing can be shared, and what works, but not as meant."""
-        vocab_size = self._config.model_config.get_vocab_size()
-        self_test = SelfTest(self._cache, self._forward, vocab_size=vocab_size)
+        model_config = self._config.model_config
+        self_test = SelfTest(
+            self._cache,
+            self._forward,
+            vocab_size=model_config.get_vocab_size(),
+            max_model_len=model_config.max_model_len,
+        )
         for check in (self_test.check_layout, self_test.check_partial_attention):
             problem = check()
             if not all(agreed([problem is None])):  # the next check needs all ranks

@@ -1,6 +1,9 @@
 """The self-test at start, made to fail."""
 
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 class TestSelfTest:
@@ -9,7 +12,7 @@ class TestSelfTest:
     def self_test(self, vllm: Any) -> Any:
         from kvshare.vllm_connector.worker.self_test import SelfTest
 
-        return SelfTest(vllm.worker._cache, vllm.worker._forward, vocab_size=300)
+        return SelfTest(vllm.worker._cache, vllm.worker._forward, vocab_size=300, max_model_len=1024)
 
     def test_they_hold(self, start: Any) -> None:
         self_test = self.self_test(vllm := start("llama"))
@@ -96,6 +99,139 @@ class TestSelfTest:
         with monkeypatch.context() as patch:
             patch.setattr(PartialForward, "_common", shortcut)
             assert "partial attention" in self_test.check_partial_attention()
+
+
+@pytest.fixture(scope="session")
+def outliers(checkpoint: Any) -> Path:
+    """A Qwen2 whose keys have a few channels that are large and hardly vary, as the published ones do."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoint("qwen2")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            bias = layer.self_attn.k_proj.bias
+            bias[torch.randperm(len(bias), generator=generator)[:6]] = 200.0
+    folder: Path = source.with_name("outliers")
+    model.save_pretrained(folder)
+    return folder
+
+
+class TestMutations:
+    """One small thing is wrong, on keys of which the largest value says nothing: each is found."""
+
+    @pytest.fixture
+    def vllm(self, start: Any, outliers: Path) -> Any:
+        return start(outliers)
+
+    def self_test(self, vllm: Any) -> Any:
+        from kvshare.vllm_connector.worker.self_test import SelfTest
+
+        return SelfTest(vllm.worker._cache, vllm.worker._forward, vocab_size=300, max_model_len=1024)
+
+    def test_right_is_right(self, vllm: Any) -> None:
+        assert vllm.side.info().refusals == ()
+        assert vllm.side.info().can_move_keys
+
+    def test_it_reaches_far(self, vllm: Any) -> None:
+        """More than three blocks, far apart and in no order; runs of 1, 17 and more than 512 tokens."""
+        self_test = self.self_test(vllm)
+        ids = self_test._block_ids
+        assert len(ids) > 3
+        assert sorted(ids) != list(ids)
+        assert max(ids) - min(ids) > 10 * len(ids)
+        lengths = {len(run) for run in self_test._runs}
+        assert lengths > {1, 17}
+        assert max(lengths) > 512
+
+    def test_two_blocks_in_the_wrong_order(self, vllm: Any, monkeypatch: Any) -> None:
+        from kvshare.vllm_connector.worker.partial_forward import PartialForward
+
+        common = PartialForward._common
+
+        def exchanged(forward: Any, runs: Any, slots: Any, positions: Any) -> Any:
+            metadata = common(forward, runs, slots, positions)
+            table = metadata.block_table_tensor
+            table[:, [0, 1]] = table[:, [1, 0]]
+            return metadata
+
+        monkeypatch.setattr(PartialForward, "_common", exchanged)
+        assert "partial attention" in self.self_test(vllm).check_partial_attention()
+
+    def test_a_slot_off_by_one(self, vllm: Any, monkeypatch: Any) -> None:
+        from kvshare.vllm_connector.worker.paged_cache import PagedCache
+
+        slots = PagedCache.slots
+        monkeypatch.setattr(PagedCache, "slots", lambda *arguments: slots(*arguments).roll(1))
+        assert "not read back" in self.self_test(vllm).check_layout()
+
+    def test_a_slot_off_by_one_where_a_pass_writes(self, vllm: Any, monkeypatch: Any) -> None:
+        from kvshare.vllm_connector.worker.partial_forward import PartialForward
+
+        common = PartialForward._common
+
+        def beside(forward: Any, runs: Any, slots: Any, positions: Any) -> Any:
+            if len(runs) > 1:
+                slots[:] = slots.roll(1)
+            return common(forward, runs, slots, positions)
+
+        monkeypatch.setattr(PartialForward, "_common", beside)
+        assert "partial attention" in self.self_test(vllm).check_partial_attention()
+
+    def test_a_rotation_of_the_wrong_sign(self, vllm: Any, monkeypatch: Any) -> None:
+        from kvshare.kv.movement import Movement
+
+        angles = Movement.angles
+        monkeypatch.setattr(Movement, "angles", lambda movement, shifts: angles(movement, -shifts))
+        found = self.self_test(vllm).movements(vllm.tables())
+        assert all(k.movement is None for k, _ in found)
+
+    def test_two_heads_taken_for_each_other(self, vllm: Any, monkeypatch: Any) -> None:
+        from kvshare.kv.segment import SegmentKV
+        from kvshare.vllm_connector.worker.paged_cache import PagedCache
+
+        read = PagedCache.read
+
+        def exchanged(*arguments: Any) -> SegmentKV:
+            return SegmentKV(tuple(plane.roll(1, dims=2) for plane in read(*arguments).planes))
+
+        monkeypatch.setattr(PagedCache, "read", exchanged)
+        assert "not read back" in self.self_test(vllm).check_layout()
+
+    def test_a_model_without_attention_proves_nothing(self, vllm: Any, monkeypatch: Any) -> None:
+        """Where what stands before a run makes no difference, a pass that never looked would be right too."""
+        for layer in vllm.worker._cache.layers.values():
+            forward = layer.impl.forward
+
+            def silent(*arguments: Any, forward: Any = forward, output: Any, **options: Any) -> Any:
+                forward(*arguments, output=output, **options)
+                return output.zero_()
+
+            monkeypatch.setattr(layer.impl, "forward", silent, raising=False)
+        assert "no difference" in self.self_test(vllm).check_partial_attention()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "limit"), [("nothing", 0.01), ("a head", 1.0), ("a token", 1.0), ("rounding", 0.08)]
+)
+def test_the_measure_sees_small_channels_beside_large_ones(wrong: str, limit: float) -> None:
+    import torch
+
+    from kvshare.vllm_connector.worker.self_test import deviation
+
+    rows = torch.randn(2, 300, 2, 16, generator=torch.Generator().manual_seed(0))
+    rows[..., 3] = 300 + 0.01 * rows[..., 3]
+    rows = rows.bfloat16()
+    found = {
+        "nothing": rows,
+        "a head": rows.roll(1, dims=2),
+        "a token": rows.roll(1, dims=1),
+        "rounding": (rows.float() * 1.001).bfloat16(),
+    }[wrong]
+    error = deviation(rows, found, tolerance=0.08)
+    assert error <= limit if limit < 0.1 else error >= limit
 
 
 def test_a_worker_that_cannot_even_look_refuses(start: Any, monkeypatch: Any) -> None:
