@@ -36,6 +36,7 @@ _SHIFTS = (37, 133)
 _FIRST_BLOCK = 1  # vLLM keeps block 0 for itself; the others are free until the first request
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 _FAINT = 1e-2  # of a layer's typical spread: channels with less count as if they had so much
+_ROUNDING = 1 / 6  # of the tolerance: what an error is at least taken to be
 _CLEARLY = 4.0  # times as far off
 
 
@@ -93,7 +94,7 @@ class SelfTest:
             errors += self._deviation(whole, parts)
         if (error := max(errors)) > tolerance:
             return "partial attention does not give what a whole prefill gives"
-        clearly = _CLEARLY * max(error, tolerance / 2)
+        clearly = _CLEARLY * max(error, _ROUNDING * tolerance)
         if any(max(self._deviation(whole, wrong)) < clearly for wrong in self._mistaken(whole)):
             return "rows of this model do not tell tokens, blocks or heads apart: nothing can be proved"
         if self._cache.kv_layout.num_layers > 1:  # in the first nothing was attended to yet
