@@ -66,6 +66,8 @@ class Runtime(Generic[KeeperT]):
     async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """An administrator's question: a key of `QUESTIONS`. Raises RequestError for wrong arguments."""
         answer = await self.evict(self.keeper.ask, QUESTIONS[what], arguments)
+        if what == "stats":
+            return {**answer.document, "costs": self.sharing.costs()}
         return answer.document
 
     def status(self) -> EngineStatus:

@@ -39,7 +39,16 @@ def draw(view: str, document: Document) -> None:
 
 def stats(document: Document) -> list[RenderableType]:
     total = {"namespace": "all", **document["totals"]}
-    return [_TEMPLATES.table("stats", document["namespaces"], total=total)]
+    parts: list[RenderableType] = [_TEMPLATES.table("stats", document["namespaces"], total=total)]
+    if (costs := document.get("costs")) is not None:  # of a server that runs
+        pays = costs["break_even_tokens"]
+        what = "a plan never pays" if pays is None else f"a plan pays from {pays:,} tokens on"
+        parts.append(
+            f"measured: prefill {costs['prefill_tokens_per_s']:,.0f} tokens/s, "
+            f"load {costs['load_bytes_per_s'] / 1e9:.1f} GB/s, {costs['pass_s'] * 1000:.1f} ms a pass; "
+            f"{what} if a tenth is computed"
+        )
+    return parts
 
 
 def tree(document: Document) -> list[RenderableType]:

@@ -158,7 +158,8 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
                 open_tree=new_tree,
                 new_keeper=new_keeper,
                 limits=PlannerLimits.from_settings(settings, can_probe=True),  # the model is known later
-                cost=CostModel.from_settings(settings.cost, bytes_per_token=0),
+                # The connector's own pass comes before vLLM's.
+                cost=CostModel.from_settings(settings.cost, bytes_per_token=0, num_extra_passes=1),
             )
         )
         for replica in fleet.replicas:

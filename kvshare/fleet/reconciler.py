@@ -203,4 +203,5 @@ class Reconciler:
             num_passed = max(copy.target.end for copy in used) - num_copied
             cost.observe_prefill(num_passed, finished.stage_seconds["pass"])
         if "lay" in finished.stage_seconds:
-            cost.observe_load(num_copied * cost.rates.bytes_per_token, finished.stage_seconds["lay"])
+            loading = finished.stage_seconds["lay"] + finished.stage_seconds.get("fetch", 0.0)
+            cost.observe_load(num_copied * cost.rates.bytes_per_token, loading)

@@ -177,7 +177,11 @@ class Approximation:
         num_computed = plan.num_computed + plan.num_selecting
         return replace(
             plan,
-            estimate=self._rates.estimate(num_tokens=size, num_computed=num_computed),
+            estimate=self._rates.estimate(
+                num_tokens=size,
+                num_computed=num_computed,
+                num_passes=self._rates.num_extra_passes + (repairs.order is not None),
+            ),
             prediction=Prediction(
                 expected=inherited if rule == "none" else max(inherited, self._expected(rule, repaired)),
                 inherited=inherited,

@@ -14,8 +14,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from delta_tree import Node, NodeId, SegmentId, TokenIds, UnknownSegmentError
 from kvshare.requests import Prompt, SharingMode, SharingReport
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
 # Longer prompts are planned on a thread of their own: 45,000 tokens take some 25 ms, 2,000 one or two.
+_CHANGED = 0.1  # of the prompt that the break-even is given for
 _LONG_PROMPT_TOKENS = 8192
 
 
@@ -153,6 +154,14 @@ class Sharing:
             num_failures=len(nomination.failures),
             seconds=time.perf_counter() - began,
         )
+
+    def costs(self) -> dict[str, Any]:
+        """What was measured, JSON-ready, and from how many tokens on a plan pays that computes a tenth."""
+        rates = self.cost.rates
+        return {
+            **asdict(rates),
+            "break_even_tokens": rates.break_even(computed=_CHANGED, min_saved_s=self.limits.min_saved_s),
+        }
 
     def note_use(self, lookup: Lookup) -> Future[None]:
         """

@@ -7,7 +7,7 @@ saved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -93,7 +93,6 @@ class LoadResult:
 
     failed: bool = False
     unreadable: frozenset[SegmentId] = frozenset()
-    stage_seconds: Mapping[str, float] = field(default_factory=dict)  # lay, pass
     repaired: tuple[Span, ...] = ()  # of the copies, chosen and computed
 
 
@@ -104,7 +103,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     loads: dict[str, LoadResult] = field(default_factory=dict)
     saved_prompts: set[str] = field(default_factory=set)  # of requests that run on
     failed_saves: set[str] = field(default_factory=set)
-    save_seconds: dict[str, float] = field(default_factory=dict)
+    stage_seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # fetch, lay, pass, save
 
     @property
     def unreadable(self) -> frozenset[SegmentId]:
@@ -119,14 +118,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
             loads[request_id] = LoadResult(
                 mine.failed or result.failed,
                 mine.unreadable | result.unreadable,
-                mine.stage_seconds,
                 mine.repaired,  # ranks choose from the same scores
             )
         return WorkerReport(
             loads,
             self.saved_prompts | other.saved_prompts,
             self.failed_saves | other.failed_saves,
-            {**other.save_seconds, **self.save_seconds},
+            {**other.stage_seconds, **self.stage_seconds},
         )
 
 

@@ -7,7 +7,7 @@ before is reported. What is `done` is reported to the proxy and forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -170,8 +170,6 @@ class TicketedRequest:
         """What was lost behind `num_local` was computed; a lost copy across it is mixed."""
         self._advance(Event.LOAD_REPORTED if self.num_awaited > 1 else Event.LOADS_REPORTED)
         self.num_awaited -= 1
-        for stage, seconds in result.stage_seconds.items():
-            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
         if not self.num_awaited:
             self.load_failed = self.load_failed or result.failed
             lost = frozenset(index for index in self.placed if self._is_lost(self.copy(index), result))
@@ -188,8 +186,11 @@ class TicketedRequest:
         """What is retained: these copies and, between them, what is saved now."""
         self.retained, self.stored, self.repaired_when_saved = copies, stored, self.repaired
 
-    def note_prompt_saved(self, seconds: float) -> Prefilled:
-        self.stage_seconds["save"] = seconds
+    def note_times(self, stage_seconds: Mapping[str, float]) -> None:
+        for stage, seconds in stage_seconds.items():
+            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
+
+    def note_prompt_saved(self) -> Prefilled:
         self.prefilled = Prefilled(
             self.ticket.request_id,
             used=tuple(sorted(self.retained or ())),
@@ -208,10 +209,9 @@ class TicketedRequest:
         self._advance(Event.ENDED if self.retained is None else Event.SAVE_REQUESTED)
         self.num_prompt = num_prompt
 
-    def note_saved(self, seconds: float, *, lost: str | None) -> None:
+    def note_saved(self, *, lost: str | None) -> None:
         """`lost`: why nothing is retained after all."""
         self._advance(Event.SAVED)
-        self.stage_seconds["save"] = self.stage_seconds.get("save", 0.0) + seconds
         self.lost = lost
 
     def finished(self) -> Finished:

@@ -174,6 +174,9 @@ class ConnectorScheduler:
     def update_connector_output(self, report: WorkerReport | None, saved: Iterable[str]) -> None:
         """Take what the workers report of a step, and the requests whose KV they have saved by now."""
         report = report if report is not None else WorkerReport()
+        for request_id, stage_seconds in report.stage_seconds.items():
+            if (ticketed := self._requests.get(request_id)) is not None:
+                ticketed.note_times(stage_seconds)
         for request_id, result in report.loads.items():
             self._note_load(request_id, result)
         self._note_dropped(self.segments.drop(report.unreadable))
@@ -316,13 +319,13 @@ class ConnectorScheduler:
             self._note_dropped(self.segments.drop(segment.segment_id for segment in ticketed.stored))
             ticketed.note_prompt_lost()
         else:
-            self.events.append(ticketed.note_prompt_saved(report.save_seconds.get(request_id, 0.0)))
+            self.events.append(ticketed.note_prompt_saved())
 
     def _note_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
         lost = "save_failed" if request_id in report.failed_saves else ticketed.lost
         if lost is None and not self._is_held(ticketed):
             lost = "segments_gone"  # evicted or dropped while the rest was being saved
-        ticketed.note_saved(report.save_seconds.get(request_id, 0.0), lost=lost)
+        ticketed.note_saved(lost=lost)
         if lost is not None:
             if ticketed.prefilled is not None and not self._are_held(ticketed, ticketed.prefilled.stored):
                 ticketed.prefilled = None

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import SegmentId, Span
@@ -38,6 +38,7 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 from kvshare.vllm_connector.worker.ranks import agreed, as_one, num_ranks, on_all_ranks, summed
 from kvshare.vllm_connector.worker.self_test import SelfTest
+from kvshare.vllm_connector.worker.stopwatch import Times, stopwatch_of
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -58,6 +59,7 @@ class ConnectorWorker:
         self._invalid_blocks: set[int] = set()
         self._saved: set[str] = set()
         self._report = WorkerReport()
+        self._times = Times(stopwatch_of(torch.device(current_platform.device_type)))
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Take the model and run the self-test with it. Raises nothing: failures are in the handshake."""
@@ -127,7 +129,11 @@ class ConnectorWorker:
         Raises: RuntimeError under async scheduling, where even computing them failed. vLLM 0.32 has another
         step under way by the time it hears of failed blocks, and would deliver what that samples from them
         """
-        results = self._try_to_load(loads, self._fetch(loads))
+        began = self._times.mark()
+        found = self._fetch(loads)
+        wanted = _num_placed(loads, frozenset())
+        self._times.add("fetch", began, self._times.mark(), wanted)
+        results = self._try_to_load(loads, found)
         if results is None:
             results = self._try_to_load(loads, None)
         if results is not None:
@@ -148,27 +154,26 @@ class ConnectorWorker:
 
         `found` None: it did once, and now everything is computed.
         """
-        began = time.perf_counter()
+        began = self._times.mark()
         unreadable = _segment_ids(loads).difference(found or ())
         try:
             if found is not None:
                 on_all_ranks(partial(self._place, loads, found), "another rank could not write its segments")
-            placed = time.perf_counter()
+            placed = self._times.mark()
             choosing = self._prepared(loads, unreadable) if found is not None else {}
             with as_one("a pass over placeholders"):
                 passed = self._compute(loads, unreadable, choosing)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.error("kvshare: loading %d requests failed: %s", len(loads), classes_and_places(exc))
             return None
-        computed = time.perf_counter()
-        num_placed = [sum(len(span) for _, span in load.targets(unreadable)) for load in loads]
-        num_run = [passed[load.request_id].num_tokens for load in loads]
+        computed = self._times.mark()
+        self._times.add("lay", began, placed, _num_placed(loads, unreadable))
+        num_run = {load.request_id: passed[load.request_id].num_tokens for load in loads}
+        self._times.add("pass", placed, computed, num_run)
         results = {}
-        for load, place_share, pass_share in zip(loads, _shares(num_placed), _shares(num_run), strict=True):
+        for load in loads:
             gone = frozenset() if found is None else unreadable & _segment_ids([load])
-            stages = {"lay": (placed - began) * place_share, "pass": (computed - placed) * pass_share}
-            repaired = passed[load.request_id].repaired
-            results[load.request_id] = LoadResult(found is None, gone, stages, repaired)
+            results[load.request_id] = LoadResult(found is None, gone, passed[load.request_id].repaired)
         return results
 
     def forget_segments(self) -> None:
@@ -179,7 +184,7 @@ class ConnectorWorker:
         """After the forward pass: drop segments, then save new ones."""
         self._store.drop(step.drops)
         for save in step.saves:
-            began = time.perf_counter()
+            began = self._times.mark()
             try:
                 for segment_id, span in save.spans:
                     segment = self._cache.read(save.block_ids, span)
@@ -189,7 +194,7 @@ class ConnectorWorker:
                 self._store.drop(segment_id for segment_id, _ in save.spans)
                 self._report.failed_saves.add(save.request_id)
             (self._saved if save.has_ended else self._report.saved_prompts).add(save.request_id)
-            self._report.save_seconds[save.request_id] = time.perf_counter() - began
+            self._times.add("save", began, self._times.mark(), {save.request_id: 1})
 
     def get_finished(self) -> set[str]:
         """Requests whose blocks are no longer needed, since the last call."""
@@ -204,6 +209,7 @@ class ConnectorWorker:
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """What happened since the last call, or None."""
         report, self._report = self._report, WorkerReport()
+        report.stage_seconds = self._times.take()
         return report if report != WorkerReport() else None
 
     def _fetch(self, loads: Sequence[LoadRequest]) -> _Found:
@@ -304,7 +310,6 @@ def _unproved(proofs: Sequence[tuple[Proof, Proof]]) -> str:
     return "the self-test failed on another rank"
 
 
-def _shares(counts: Sequence[int]) -> list[float]:
-    """What each of the requests that were served together took of the time."""
-    total = sum(counts)
-    return [count / total if total else 0.0 for count in counts]
+def _num_placed(loads: Iterable[LoadRequest], unreadable: frozenset[SegmentId]) -> dict[str, int]:
+    """How many tokens are laid for each request."""
+    return {load.request_id: sum(len(span) for _, span in load.targets(unreadable)) for load in loads}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from delta_tree import DeltaTree
+from kvshare.cli.views import draw
 from tests.kvshare.cli.conftest import Cli
 from tests.kvshare.cli.family import IDENTITY, OURS, THEIRS, Family
 
@@ -168,3 +169,31 @@ def test_wrong_usage_is_exit_code_2(cli: Cli, arguments: tuple[str, ...]) -> Non
     assert (outcome.code, outcome.stdout) == (2, "")
     assert outcome.stderr
     assert "Traceback" not in outcome.stderr
+
+
+@pytest.mark.parametrize(("tokens", "said"), [(700, "a plan pays from 700 tokens on"), (None, "never pays")])
+def test_what_a_running_server_has_measured_is_shown(
+    capsys: pytest.CaptureFixture[str], tokens: int | None, said: str
+) -> None:
+    totals = dict.fromkeys(
+        (
+            "num_nodes",
+            "num_pinned",
+            "max_depth",
+            "num_tokens",
+            "num_stored_tokens",
+            "num_segments",
+            "num_bytes",
+        ),
+        0,
+    )
+    costs = {
+        "prefill_tokens_per_s": 8000.0,
+        "load_bytes_per_s": 2e9,
+        "pass_s": 0.0041,
+        "break_even_tokens": tokens,
+    }
+    draw("stats", {"totals": totals, "namespaces": [], "costs": costs})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "prefill 8,000 tokens/s, load 2.0 GB/s, 4.1 ms a pass" in shown
+    assert said in shown

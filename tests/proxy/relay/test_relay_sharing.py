@@ -347,6 +347,9 @@ async def test_rates_are_learnt_from_what_happened(relay: Relay) -> None:
     await relay.chat("Oslo")
     assert relay.engine.sharing.cost.rates.load_bytes_per_s != after_full.load_bytes_per_s
     assert np.isfinite(relay.engine.sharing.cost.rates.load_bytes_per_s)
+    stats = await (await relay.send("/admin/stats", method="GET")).json()
+    assert stats["costs"]["prefill_tokens_per_s"] == relay.engine.sharing.cost.rates.prefill_tokens_per_s
+    assert stats["costs"]["break_even_tokens"] is None or stats["costs"]["break_even_tokens"] >= 0
 
 
 async def test_many_at_once(relay: Relay, vllm: FakeVllm) -> None:

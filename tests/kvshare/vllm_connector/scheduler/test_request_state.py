@@ -23,10 +23,10 @@ COPIES = (WireCopy(SegmentId(1), 0, 100, 0, 0), WireCopy(SegmentId(2), 0, 180, 1
 OUTPUT, STORED = (7, 8), (Stored(SegmentId(3), 100, 20, 640),)
 
 
-def result(failed: bool = False, unreadable: tuple[int, ...] = (), **stage_seconds: float) -> Any:
+def result(failed: bool = False, unreadable: tuple[int, ...] = ()) -> Any:
     from kvshare.vllm_connector.metadata import LoadResult
 
-    return LoadResult(failed, frozenset(map(SegmentId, unreadable)), stage_seconds)
+    return LoadResult(failed, frozenset(map(SegmentId, unreadable)))
 
 
 def new_request(*, exact_length: int = 0, unshared: str | None = None) -> TicketedRequest:
@@ -89,7 +89,7 @@ class TestTable:
             request.num_awaited = 2 if event is Event.LOAD_REPORTED else 1
             request.note_load(result())
         elif event is Event.SAVED:
-            request.note_saved(0.5, lost=None)
+            request.note_saved(lost=None)
         else:
             end(request, retains=event is Event.SAVE_REQUESTED)
 
@@ -247,16 +247,18 @@ class TestReport:
 
     def test_a_retained_request(self, running: TicketedRequest) -> None:
         end(running, retains=True)
-        running.note_saved(0.5, lost=None)
+        running.note_times({"lay": 1.0, "save": 0.2})
+        running.note_times({"save": 0.3})
+        running.note_saved(lost=None)
         event = running.finished()
         assert (event.decision, event.reason, event.used) == ("approx", None, (0,))
         assert (event.num_computed, event.num_local) == (120, 0)
         assert (event.output_ids, event.stored) == (OUTPUT, STORED)
-        assert event.stage_seconds == {"save": 0.5}
+        assert event.stage_seconds == {"lay": 1.0, "save": 0.5}
 
     def test_what_is_lost_while_it_is_saved_is_not_retained(self, running: TicketedRequest) -> None:
         end(running, retains=True)
-        running.note_saved(0.5, lost="save_failed")
+        running.note_saved(lost="save_failed")
         event = running.finished()
         assert (event.reason, event.used, event.output_ids, event.stored) == ("save_failed", (), (), ())
         assert event.decision == "approx"
@@ -272,9 +274,8 @@ class TestReport:
         request = new_request()
         admit(request, num_local=0)
         end(request, retains=True)
-        request.note_load(result(failed, unreadable, lay=1.0))
+        request.note_load(result(failed, unreadable))
         assert (request.state, request.lost) == (State.SAVING, lost)
-        assert request.stage_seconds == {"lay": 1.0}
 
     def test_why_less_was_shared(self) -> None:
         """What is not supported comes first, then a failed load, then what is missing."""

@@ -1,0 +1,90 @@
+"""
+How long a device took for its work, not how long it took to be given it: a GPU is only sent what it is to do.
+
+    CPU    the clock when a mark is set
+    CUDA   events in the stream; their times are known once the device is past them, which may be a step later
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+Mark = TypeVar("Mark")
+
+
+class Stopwatch(Protocol[Mark]):
+    def mark(self) -> Mark:
+        """Now, in the order of what the device was given."""
+
+    def seconds(self, begin: Mark, end: Mark) -> float | None:
+        """Between two marks; None while the device has not reached the second."""
+
+
+class HostStopwatch:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float | None:
+        return end - begin
+
+
+class CudaStopwatch:
+    """Not run for want of a GPU; tested with events that are stood in for."""
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        return begin.elapsed_time(end) / 1000 if end.query() else None
+
+
+def stopwatch_of(device: torch.device) -> Stopwatch[Any]:
+    return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """Something that was done for several requests together, and what share of it each had."""
+
+    name: str
+    begin: Any
+    end: Any
+    shares: dict[str, float]  # by request
+
+
+class Times:
+    """Stages whose times are not known yet."""
+
+    def __init__(self, stopwatch: Stopwatch[Any]) -> None:
+        self._stopwatch = stopwatch
+        self._pending: list[Stage] = []
+
+    def mark(self) -> Any:
+        return self._stopwatch.mark()
+
+    def add(self, name: str, begin: Any, end: Any, counts: dict[str, int]) -> None:
+        """A stage between two marks, and how much of its work was each request's."""
+        total = sum(counts.values())
+        shares = {request_id: count / total if total else 0.0 for request_id, count in counts.items()}
+        self._pending.append(Stage(name, begin, end, shares))
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Seconds by request and stage, of all that is known by now and was not taken before."""
+        known: dict[str, dict[str, float]] = {}
+        waiting = []
+        for stage in self._pending:
+            seconds = self._stopwatch.seconds(stage.begin, stage.end)
+            if seconds is None:
+                waiting.append(stage)
+                continue
+            for request_id, share in stage.shares.items():
+                own = known.setdefault(request_id, {})
+                own[stage.name] = own.get(stage.name, 0.0) + seconds * share
+        self._pending = waiting
+        return known

@@ -1,0 +1,47 @@
+"""Times of stages, also where a device is only sent its work and is past it a step later."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvshare.vllm_connector.worker.stopwatch import CudaStopwatch, HostStopwatch, Times
+
+
+class Event:
+    """A device's event: its time, once the device is past it."""
+
+    def __init__(self, at_ms: float) -> None:
+        self.at_ms = at_ms
+        self.is_past = False
+
+    def query(self) -> bool:
+        return self.is_past
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_what_the_device_has_not_done_is_not_known_yet() -> None:
+    """How long it took to be given the work does not matter; the time comes a step later."""
+    times = Times(CudaStopwatch())
+    began, placed, computed = Event(0), Event(30), Event(50)
+    times.add("lay", began, placed, {"a": 30, "b": 10})
+    times.add("pass", placed, computed, {"a": 0, "b": 5})
+    assert times.take() == {}
+    placed.is_past = True
+    assert times.take() == {"a": {"lay": pytest.approx(0.0225)}, "b": {"lay": pytest.approx(0.0075)}}
+    computed.is_past = True
+    assert times.take() == {"a": {"pass": 0.0}, "b": {"pass": pytest.approx(0.02)}}
+    assert times.take() == {}
+
+
+def test_on_the_host_all_is_known_at_once() -> None:
+    """The same stage of a request adds up."""
+    times = Times(HostStopwatch())
+    for _ in range(2):
+        times.add("lay", times.mark(), times.mark(), {"a": 3})
+    times.add("fetch", times.mark(), times.mark(), {"a": 0})
+    (found,) = times.take().values()
+    assert set(found) == {"lay", "fetch"}
+    assert 0 <= found["lay"] < 1
+    assert found["fetch"] == 0
