@@ -58,12 +58,10 @@ class ReplicaKeeper(Keeper[RemoteTier]):
 
         Returns: the node if it is new; None also where the prompt makes none without its answer. Never raises
         """
-        stored = {entry.segment_id: entry.num_bytes for entry in prefilled.stored}
 
         def store(draft: NodeDraft) -> Node | None:
             if not self._makes_a_node(draft, len(draft.token_ids)):
-                self.tier.add(request.replica, stored)
-                return None
+                return None  # its bytes count once, with its answer's
             node = self._inserted(request.replica, draft, held)
             request.prompt_was_refused = node is None
             return node
