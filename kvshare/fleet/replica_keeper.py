@@ -66,7 +66,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
             request.prompt_was_refused = node is None
             return node
 
-        request.prompt_node = self._stored(request, prefilled, store)
+        request.prompt_node = self._with_draft(request, prefilled, store)
         if request.prompt_was_refused:
             self.refuse(request.replica, prefilled)
         return request.prompt_node
@@ -88,12 +88,12 @@ class ReplicaKeeper(Keeper[RemoteTier]):
             assert request.prompt is not None, "it has a draft"
             return self._kept(request.replica, draft, request.prompt.num_tokens, held)
 
-        node = self._stored(request, finished, store)
+        node = self._with_draft(request, finished, store)
         if node is None:
             self.refuse(request.replica, finished)
         return node
 
-    def _stored(
+    def _with_draft(
         self, request: RoutedRequest, report: Prefilled | Finished, store: Callable[[NodeDraft], Node | None]
     ) -> Node | None:
         """What `store` makes of a report, None where it fails."""
@@ -223,7 +223,8 @@ class ReplicaKeeper(Keeper[RemoteTier]):
     def _makes_a_node(self, draft: NodeDraft, num_prompt: int) -> bool:
         """Not one that is too short without its answer, nor one that a donor begins with."""
         tokens = draft.token_ids[:num_prompt]
-        return self._is_wanted(draft.namespace, tokens) and not self._begins(draft.parent, tokens)
+        # In this order, as in `MemoryKeeper`: to be wanted is a use of the prompt that is stored already.
+        return not self._begins(draft.parent, tokens) and self._is_wanted(draft.namespace, tokens)
 
     def _prompt_of(self, draft: NodeDraft, num_prompt: int) -> NodeDraft | None:
         """Without what was generated; None where that is not kept apart."""

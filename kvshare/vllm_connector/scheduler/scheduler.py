@@ -269,7 +269,9 @@ class ConnectorScheduler:
         if retained.output_ids and ticketed.is_as_saved:
             behind = (Span(retained.num_tokens - len(retained.output_ids), retained.num_tokens),)
             added = self._add(ticketed, behind, ticketed.retained)
-            if added is not None:
+            if added is None:
+                ticketed.lost = "no_room"  # the prompt stays
+            else:
                 answer, ticketed.output_ids = added, retained.output_ids
                 ticketed.stored += answer
         self._saves.append(_save_request(retained, answer, has_ended=True))

@@ -64,7 +64,7 @@ class ConnectorWorker:
     def attach_model(self, model: torch.nn.Module) -> None:
         """Take the model and run the self-test with it. Raises nothing: failures are in the handshake."""
         try:
-            on_all_ranks(partial(self._prepare, model), "another rank could not be prepared")
+            on_all_ranks(partial(self._take_model, model), "another rank could not be prepared")
             with as_one("the self-test"):
                 unsupported, warnings = self._run_self_test(model)
             layout = self._cache.kv_layout
@@ -91,7 +91,7 @@ class ConnectorWorker:
             reason = f"the self-test raised an error: {type(exc).__name__}: {exc}"
             self.handshake = WorkerHandshake(unsupported=(reason,))
 
-    def _prepare(self, model: torch.nn.Module) -> None:
+    def _take_model(self, model: torch.nn.Module) -> None:
         layers = self._config.compilation_config.static_forward_context
         self._cache = PagedCache(
             {name: layers[name] for name in self._layer_names}, block_size=self._spec.block_size
@@ -160,7 +160,7 @@ class ConnectorWorker:
             if found is not None:
                 on_all_ranks(partial(self._place, loads, found), "another rank could not write its segments")
             placed = self._times.mark()
-            choosing = self._prepared(loads, unreadable) if found is not None else {}
+            choosing = self._choices_to_make(loads, unreadable) if found is not None else {}
             with as_one("a pass over placeholders"):
                 passed = self._compute(loads, unreadable, choosing)
         except Exception as exc:  # noqa: BLE001  logged, without its message
@@ -237,7 +237,7 @@ class ConnectorWorker:
                 laying.add(segment, source, copy.shift, self._cache.slots(load.block_ids, target))
         laying.write()
 
-    def _prepared(
+    def _choices_to_make(
         self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId]
     ) -> dict[str, Choosing]:
         """What chooses repairs, by request, where a load has them chosen."""

@@ -16,7 +16,7 @@ from kvshare.vllm_connector.worker.worker import ConnectorWorker
 from kvshare.vllm_connector.workers import KVShareWorker
 
 STAGES = {
-    "prepare": (ConnectorWorker, "_prepare"),
+    "prepare": (ConnectorWorker, "_take_model"),
     "self-test": (SelfTest, "check_listening"),
     "fetch": (ConnectorWorker, "_fetched"),
     "place": (ConnectorWorker, "_place"),

@@ -400,6 +400,18 @@ def test_a_prompt_larger_than_the_store(start: Callable[..., Vllm], text: Texts)
     vllm.check_idle()
 
 
+def test_an_answer_that_finds_no_room_leaves_its_prompt(start: Callable[..., Vllm], text: Texts) -> None:
+    vllm = start("llama", max_bytes=1536 * 320)
+    tokens = text(300, 42)
+    ticket = vllm.ticket(tokens)
+    vllm.ask((tokens, ticket, vllm.fresh("tenant")), max_tokens=40)
+    event = vllm.finished(ticket)
+    assert event.reason == "no_room"
+    assert sum(segment.length for segment in event.stored) == 300
+    assert all(segment.segment_id in vllm.side.segments for segment in event.stored)
+    vllm.check_idle()
+
+
 def test_new_weights_drop_everything(start: Callable[..., Vllm], text: Texts, copies: Copies) -> None:
     """`reset_prefix_cache(reset_connector=True)`, as after a weight update."""
     vllm = start("llama")
