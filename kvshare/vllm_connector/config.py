@@ -31,7 +31,6 @@ class ConnectorSettings:
     control_port: Number = 8001  # 0: any free one
     max_bytes: Number = 4 * 1024**3  # host memory for retained KV, over all ranks
     step_tokens: Number = 0  # that sharing may compute in a step; 0: vLLM's own max_num_batched_tokens
-    step_bytes: Number = 1024**3  # that it may copy into vLLM's cache in one step, over all ranks
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> Self:

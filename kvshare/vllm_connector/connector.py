@@ -20,13 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
 from kvshare.safe_logging import classes_and_places
 from kvshare.vllm_connector.config import ConnectorSettings, unsupported_reasons
-from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, WorkerReport
+from kvshare.vllm_connector.metadata import StepMetadata, Transfers, WorkerHandshake, WorkerReport
 from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.worker.worker import ConnectorWorker
@@ -34,7 +35,7 @@ from kvshare.vllm_connector.worker.worker import ConnectorWorker
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -61,12 +62,11 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         problems = unsupported_reasons(vllm_config, kv_cache_config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker: ConnectorWorker | None = None
-        self._kv_cache_manager: KVCacheManager | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(vllm_config, settings, problems)
         elif not problems:
             group = kv_cache_config.kv_cache_groups[0]
-            self._worker = ConnectorWorker(vllm_config, group.kv_cache_spec, group.layer_names)
+            self._worker = ConnectorWorker(vllm_config, settings, group.kv_cache_spec, group.layer_names)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -90,29 +90,32 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             return WorkerHandshake(unsupported=(_INSIDE_ANOTHER,))
         return self._worker.handshake if self._worker is not None else None
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls this before each forward pass, and before a step without one."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin(self._step_metadata())
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        step = self._step_metadata()
-        if self._worker is not None and step.loads:
-            self._worker.start_load_kv(step.loads)
+        """Behind the forward pass, as no load is one that vLLM waits for."""
+        if self._worker is not None:
+            self._worker.advance(self._step_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are complete when `start_load_kv` returns."""
+        """No forward pass of vLLM needs KV that is on its way."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Prompts are saved when they have ended, see `wait_for_save`."""
+        """Prompts are saved when they are whole, see `wait_for_save`."""
 
     def wait_for_save(self) -> None:
-        step = self._step_metadata()
-        if self._worker is not None and (step.saves or step.drops):
-            self._worker.wait_for_save(step)
+        if self._worker is not None:
+            self._worker.save(self._step_metadata())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return (self._worker.get_finished() if self._worker is not None else None), None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.get_block_ids_with_load_errors() if self._worker is not None else set()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        transfers = self._worker.take_transfers() if self._worker is not None else Transfers()
+        return KVConnectorTransferResults(transfers.saved, transfers.loaded, transfers.failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.build_connector_worker_meta() if self._worker is not None else None
@@ -133,22 +136,17 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
                 for sent in metadata.values()
             )
 
-    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        self._kv_cache_manager = kv_cache_manager
-
     def on_new_request(self, request: Request) -> None:
         if (scheduler := self._scheduler_or_none()) is not None:
             with _contained():
                 scheduler.on_new_request(request)
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        num_matched: int | None = 0
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        num_matched = 0
         if (scheduler := self._scheduler_or_none()) is not None:
             with _contained():
                 num_matched = scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-        return num_matched, False
+        return num_matched, num_matched > 0  # nobody waits while they are loaded
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -166,10 +164,6 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             report = meta if isinstance(meta, WorkerReport) else None
             with _contained():
                 scheduler.update_connector_output(report, connector_output.finished_sending or ())
-        if connector_output.invalid_block_ids and self._kv_cache_manager is not None:
-            # vLLM leaves them in its prefix cache and counts on the request to compute them, but that may be
-            # aborted or preempted first.
-            self._kv_cache_manager.evict_blocks(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         must_stay = False

@@ -1,8 +1,8 @@
 """
 What the scheduler side requests and the worker side reports back. Plain values; they cross processes.
 
-Loads are carried out before vLLM's own forward pass of a step. After it segments are dropped, then new ones
-saved.
+Copies of loads begin before vLLM's own forward pass of a step, in which segments are dropped, too; behind it
+come passes for what has arrived, then saves.
 """
 
 from __future__ import annotations
@@ -26,18 +26,15 @@ class LoadRequest:
     """
     Make the slots [start, end) of a request valid: copies are placed, everything between them is computed.
 
-        0        ready        start                           end      num_tokens
-        [ local ][ in flight ][ copy ][ run ][ copy ][ run ][ copy ][ tail: vLLM's own forward ]
+        0        start                           end      num_tokens
+        [ local ][ copy ][ run ][ copy ][ run ][ copy ][ tail: vLLM's own forward ]
 
-    With an `order`, some of the copies are computed again; to learn which, the tail is computed here, too.
-
-    In flight are blocks of the prefix cache that vLLM's forward pass of this step fills for another request,
-    after our pass. A load that computes anything behind them computes them, too.
+    With an `order`, some of the copies are computed again; to learn which, the tail is computed here, too,
+    and the end is that of the prompt.
     """
 
     request_id: str
     block_ids: tuple[int, ...]  # the request's block table, vLLM's block size
-    ready: int
     start: int
     end: int
     token_ids: tuple[int, ...] = field(repr=False)  # of [0, end) or more; vLLM logs it when a step fails
@@ -54,11 +51,9 @@ class LoadRequest:
         ]
 
     def runs(self, unreadable: frozenset[SegmentId] = frozenset()) -> tuple[Span, ...]:
-        """What must be computed: all that no copy covers, and before it what is in flight."""
+        """What must be computed: all that no copy covers."""
         placed = [span for _, span in self.targets(unreadable)]
-        if not gaps(merge([Span(0, self.start), *placed]), self.end):
-            return ()
-        return gaps(merge([Span(0, self.ready), *placed]), self.end)
+        return gaps(merge([Span(0, self.start), *placed]), self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +80,9 @@ class StepMetadata(KVConnectorMetadata):
     loads: tuple[LoadRequest, ...] = ()
     saves: tuple[SaveRequest, ...] = ()
     drops: tuple[SegmentId, ...] = ()
+    cancelled: tuple[str, ...] = ()  # nobody waits for these loads; their blocks are held until they are over
+    preempted: frozenset[str] = frozenset()  # their blocks may be others' from this step on
+    has_forward: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +92,15 @@ class LoadResult:
     failed: bool = False
     unreadable: frozenset[SegmentId] = frozenset()
     repaired: tuple[Span, ...] = ()  # of the copies, chosen and computed
+
+
+@dataclass(slots=True)
+class Transfers:
+    """Requests by what has come to its end."""
+
+    saved: set[str] = field(default_factory=set)  # ended ones: their blocks are no longer needed
+    loaded: set[str] = field(default_factory=set)  # or not, see `failed`
+    failed: set[str] = field(default_factory=set)
 
 
 @dataclass

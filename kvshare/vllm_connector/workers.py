@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.platforms import current_platform
 
 from kvshare.vllm_connector.connector import KVShareConnector
+from kvshare.vllm_connector.worker.device import STAGING_BYTES
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -28,6 +29,11 @@ class KVShareWorker(PlatformWorker):
 
     New weights take the KV of the old ones with them, also where nobody asks for `reset_connector`.
     """
+
+    def determine_available_memory(self) -> int:
+        """Less what copies are staged in: vLLM would give all of it to its cache."""
+        available = int(super().determine_available_memory())
+        return available - STAGING_BYTES if current_platform.is_cuda_alike() else available
 
     def compile_or_warm_up_model(self) -> Any:
         result = super().compile_or_warm_up_model()

@@ -24,7 +24,6 @@ from kvshare.vllm_connector.scheduler.control_server import ControlServer, Contr
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
-from kvshare.vllm_connector.scheduler.step_budget import StepBudget
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS, ReplicaInfo
 from kvshare.vllm_protocol.versions import installed_version, untested
 
@@ -49,7 +48,6 @@ class SchedulerSide:
                 f"control_host: other machines can reach {settings.control_host}; set {TOKEN_VARIABLE}, too"
             )
         self._config = config
-        self._connector = settings
         self._unsupported = list(unsupported)
         self._vllm_version = installed_version() or "unknown"
         self._warnings = [message for message in [untested(self._vllm_version)] if message]
@@ -90,12 +88,7 @@ class SchedulerSide:
             segments=self.segments,
             events=self.events,
             bytes_per_token=self._bytes_per_token,
-            block_size=self._config.cache_config.block_size,
             may_move_keys=self._may_move_keys,
-            budget=StepBudget(
-                self._connector.step_tokens or self._config.scheduler_config.max_num_batched_tokens,
-                self._connector.step_bytes,
-            ),
         )
         backend, port = known[0].attention_backend, self._control.port
         log.info("kvshare: sharing KV with %s; control server on port %d", backend, port)

@@ -1,8 +1,8 @@
 """
 One request that came with a ticket: what state it is in, and which copies stand in its slots.
 
-vLLM does not report a preemption. It shows at the next admission, which may come before the load of the one
-before is reported. What is `done` is reported to the proxy and forgotten.
+While a load is on its way vLLM keeps the request's blocks, runs nothing of it and does not preempt it. What
+is `done` is reported to the proxy and forgotten.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ if TYPE_CHECKING:
 
 
 State = StrEnum("State", "WAITING RUNNING LOADING ENDING SAVING DONE")
-Event = StrEnum("Event", "ADMITTED LOAD_REQUESTED LOAD_REPORTED LOADS_REPORTED ENDED SAVE_REQUESTED SAVED")
+Event = StrEnum("Event", "ADMITTED LOAD_REQUESTED LOAD_REPORTED ENDED SAVE_REQUESTED SAVED")
 
 # The columns are states, the rows events; `-` would be a bug of ours.
 TABLE = """
                 waiting  running  loading  ending   saving
-admitted        running  running  loading  -        -        vLLM has given it blocks, nothing is loaded
-load_requested  loading  loading  loading  -        -        the same, and copies are to be loaded
-load_reported   -        -        loading  ending   saving   of an earlier admission; more are awaited
-loads_reported  -        -        running  done     saving   of the last one: it says what the slots hold
-ended           done     done     ending   -        -        nothing is retained
-save_requested  -        saving   saving   -        -        ended; its blocks stay until they are saved
+admitted        running  running  -        -        -        vLLM has given it blocks, nothing is loaded
+load_requested  loading  loading  -        -        -        the same, and copies are to be loaded
+load_reported   -        -        running  done     -        it says what the slots hold
+ended           done     done     ending   -        -        nothing is retained, or no more than it was
+save_requested  -        saving   -        -        -        ended; its blocks stay until they are saved
 saved           -        -        -        -        done     retained, unless something was lost meanwhile
 """
 
@@ -99,13 +98,13 @@ class TicketedRequest:
     is_mixed: bool = False  # a copy's slots are partly the segment's and partly not: nothing is retained
     load_failed: bool = False  # vLLM or the worker computes everything from here on
     repaired: tuple[Span, ...] = ()  # of the placed copies: what was computed again
-    num_awaited: int = 0  # loads that were requested and are not reported
     num_prompt: int = 0  # known at the end
     retained: frozenset[int] | None = None  # copies that the retained KV consists of; None: none is retained
     output_ids: tuple[int, ...] = ()  # generated tokens whose KV is retained
     stored: tuple[Stored, ...] = ()  # the segments between those copies
     repaired_when_saved: tuple[Span, ...] = ()  # what was `repaired` when the prompt was saved
     was_saved_early: bool = False  # its prompt was requested to be saved while it runs
+    saved_early: tuple[Stored, ...] = ()  # the prompt's segments then
     prefilled: Prefilled | None = None  # as it was reported; the prompt is retained whatever comes
     lost: str | None = None  # why nothing is retained after all, or nothing but the prompt
     stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -130,8 +129,7 @@ class TicketedRequest:
             return False
         if self.ticket.is_exact:
             return True
-        is_known = not self.num_awaited and self.repaired == self.repaired_when_saved
-        return is_known and self.retained <= self.placed
+        return self.repaired == self.repaired_when_saved and self.retained <= self.placed
 
     def copy(self, index: int) -> WireCopy:
         return self.ticket.copies[index]
@@ -146,7 +144,6 @@ class TicketedRequest:
             across num_local      if it is loaded now; where that differs from before, its slots are mixed
         """
         self._advance(Event.LOAD_REQUESTED if loads else Event.ADMITTED)
-        self.num_awaited += loads
         self.num_local = self.num_found
         if self.num_first_local is None:
             self.num_first_local = self.num_local
@@ -168,17 +165,15 @@ class TicketedRequest:
 
     def note_load(self, result: LoadResult) -> None:
         """What was lost behind `num_local` was computed; a lost copy across it is mixed."""
-        self._advance(Event.LOAD_REPORTED if self.num_awaited > 1 else Event.LOADS_REPORTED)
-        self.num_awaited -= 1
-        if not self.num_awaited:
-            self.load_failed = self.load_failed or result.failed
-            lost = frozenset(index for index in self.placed if self._is_lost(self.copy(index), result))
-            if any(self.copy(index).target_start < self.num_local for index in lost):
-                self._note_mixed()
-            self.placed -= lost
-            targets = [self.copy(index).target for index in self.placed]
-            parts = (span.intersection(target) for span in result.repaired for target in targets)
-            self.repaired = merge(part for part in parts if part)
+        self._advance(Event.LOAD_REPORTED)
+        self.load_failed = self.load_failed or result.failed
+        lost = frozenset(index for index in self.placed if self._is_lost(self.copy(index), result))
+        if any(self.copy(index).target_start < self.num_local for index in lost):
+            self._note_mixed()
+        self.placed -= lost
+        targets = [self.copy(index).target for index in self.placed]
+        parts = (span.intersection(target) for span in result.repaired for target in targets)
+        self.repaired = merge(part for part in parts if part)
         if self.retained is not None and not self._is_whole(self.retained, result.unreadable):
             self.lost = "load_failed" if result.failed else "segments_gone"
 
@@ -194,7 +189,7 @@ class TicketedRequest:
         self.prefilled = Prefilled(
             self.ticket.request_id,
             used=tuple(sorted(self.retained or ())),
-            stored=self.stored,
+            stored=self.saved_early,
             repaired=_wire(self.repaired_when_saved),
         )
         return self.prefilled
@@ -205,8 +200,11 @@ class TicketedRequest:
             self.retained, self.stored = None, ()
 
     def end(self, *, num_prompt: int) -> None:
-        """What is retained is noted by then."""
-        self._advance(Event.ENDED if self.retained is None else Event.SAVE_REQUESTED)
+        """What is retained is noted by then. While it is loaded again, that is its prompt."""
+        if self.state is State.LOADING and self.retained is not None:
+            self.lost = self.lost or "aborted"
+        saves = self.retained is not None and self.state is not State.LOADING
+        self._advance(Event.SAVE_REQUESTED if saves else Event.ENDED)
         self.num_prompt = num_prompt
 
     def note_saved(self, *, lost: str | None) -> None:

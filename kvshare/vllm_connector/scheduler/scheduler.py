@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -20,7 +20,6 @@ from delta_tree import SegmentId, Span, gaps, merge, new_segment_id, segment_tok
 from kvshare.sharing.plan import MOST_BEHIND, RepairOrder, cut
 from kvshare.vllm_connector.metadata import (
     LoadRequest,
-    LoadResult,
     SaveRequest,
     StepMetadata,
     WorkerReport,
@@ -28,7 +27,6 @@ from kvshare.vllm_connector.metadata import (
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
-from kvshare.vllm_connector.scheduler.step_budget import StepBudget
 from kvshare.vllm_protocol.json_fields import WireError
 from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, Stored, Ticket, budget_of
 
@@ -54,16 +52,14 @@ class ConnectorScheduler:
     segments: SegmentIndex
     events: EventLog
     bytes_per_token: int
-    block_size: int
     may_move_keys: bool
-    budget: StepBudget
 
     def __post_init__(self) -> None:
         self._requests: dict[str, TicketedRequest] = {}  # until they are `done`
         self._seen: OrderedDict[str, None] = OrderedDict()  # n > 1 sends one ticket n times
         self._loads: list[LoadRequest] = []
         self._saves: list[SaveRequest] = []
-        self._unsaved: dict[str, _Retained] = {}  # ended before it was reported which repairs were chosen
+        self._cancelled: list[str] = []  # loads for which nobody waits any more
         self._drops: list[SegmentId] = []
         self._drops_lock = threading.Lock()
 
@@ -84,39 +80,26 @@ class ConnectorScheduler:
             self._seen.popitem(last=False)
         self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first)
 
-    def get_num_new_matched_tokens(self, request: Request, num_local: int) -> int | None:
-        """
-        How many tokens behind the `num_local` that vLLM has itself can be provided in this step; None where
-        they can, but in a later one.
-        """
+    def get_num_new_matched_tokens(self, request: Request, num_local: int) -> int:
+        """How many tokens behind the `num_local` that vLLM has itself can be provided, while others run."""
         ticketed = self._requests.get(request.request_id)
         if ticketed is None:
             return 0
         ticketed.num_found = num_local
         if not ticketed.may_load:
             return 0
-        ticket, held = ticketed.ticket, self._held(ticketed.ticket)
-        end = max((ticketed.copy(index).target.end for index in held), default=0)
-        order, num_behind = ticket.order, 0
+        ticket = ticketed.ticket
+        end = max((ticketed.copy(index).target.end for index in self._held(ticket)), default=0)
+        order = ticket.order
         if order is not None and end > ticket.first_approximate and order.end - end <= MOST_BEHIND:
-            end = order.end
-            num_behind = ticket.num_tokens - end  # computed here to learn what it attends to
-        if end <= num_local:
-            return 0
-        targets = (ticketed.copy(index).target for index in held)
-        num_copied = sum(max(0, target.end - max(target.start, num_local)) for target in targets)
-        num_computed = end - num_local - num_copied + num_behind
-        if order is not None:
-            num_computed += order.num_tokens + len(order.probes)
-        if not self.budget.admits(num_computed, num_copied * self.bytes_per_token):
-            return None
-        return end - num_local
+            end = ticket.num_tokens  # computed here to learn what it attends to
+        return max(0, end - num_local)
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external: int) -> None:
-        """The request has its blocks, and this step is to provide `num_external` tokens."""
+        """The request has its blocks, and `num_external` tokens are to be provided in them."""
         ticketed = self._requests.get(request.request_id)
-        if ticketed is None:
-            return
+        if ticketed is None or request.num_computed_tokens:
+            return  # what was to be loaded is there, and now vLLM begins
         held = self._held(ticketed.ticket)
         ticketed.admit(held, loads=num_external > 0)
         if not num_external:
@@ -125,14 +108,14 @@ class ConnectorScheduler:
         copies = [ticketed.copy(index) for index in sorted(held)]
         self.segments.touch(copy.segment_id for copy in copies)
         order = _order(ticketed.ticket, Span(start, end))
+        num_tokens = ticketed.ticket.num_tokens
         self._loads.append(
             LoadRequest(
                 request_id=request.request_id,
                 block_ids=tuple(block_ids),
-                ready=start,
                 start=start,
                 end=end,
-                token_ids=tuple(request.all_token_ids[: end if order is None else None]),
+                token_ids=tuple(request.all_token_ids[: end if order is None else num_tokens]),
                 copies=tuple(copy for copy in copies if copy.target.end > start),
                 order=order,
                 first_approximate=ticketed.ticket.first_approximate,
@@ -141,31 +124,32 @@ class ConnectorScheduler:
 
     def build_connector_meta(self, step: SchedulerOutput) -> StepMetadata:
         """All that was requested since the last call; `step` is what vLLM itself is going to do."""
-        self.budget.next_step()
+        self._save_prompts(step)
         with self._drops_lock:
             drops, self._drops = tuple(self._drops), []
-        loads, self._loads = self._loads, []
-        if any(load.start for load in loads):
-            written = _written_blocks(step, self.block_size)
-            loads = [replace(load, ready=self._num_ready(load, written)) for load in loads]
-        self._save_prompts(step)
+        loads, self._loads = tuple(self._loads), []
         saves, self._saves = self._saves, []
-        if drops:  # the worker drops first, and a segment may leave before it was saved
+        cancelled, self._cancelled = tuple(self._cancelled), []
+        if drops:  # a segment may leave before it was saved
             saves = [save.without(drops) for save in saves]
-        return StepMetadata(tuple(loads), tuple(saves), drops)
+        return StepMetadata(
+            loads,
+            tuple(saves),
+            drops,
+            cancelled,
+            preempted=frozenset(step.preempted_req_ids or ()),
+            has_forward=step.total_num_scheduled_tokens > 0,
+        )
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         """The request has ended, however. Returns whether its blocks must stay until its KV is saved."""
         ticketed = self._requests.pop(request.request_id, None)
         if ticketed is None:
             return False
-        num_retained = _num_retained(request, ticketed)
-        output_ids = tuple(request.output_token_ids[: max(0, num_retained - request.num_prompt_tokens)])
-        retained = _Retained(request.request_id, tuple(block_ids), num_retained, output_ids)
-        if ticketed.retained is not None:
-            self._save_answer(ticketed, retained)
-        elif num_retained:
-            self._retain(ticketed, retained)
+        if ticketed.state is State.LOADING:
+            self._cancelled.append(request.request_id)  # vLLM keeps its blocks until that is over
+        else:
+            self._retain(ticketed, request, block_ids)
         ticketed.end(num_prompt=request.num_prompt_tokens)
         self._requests[request.request_id] = ticketed
         self._publish_if_done(request.request_id, ticketed)
@@ -177,12 +161,14 @@ class ConnectorScheduler:
         for request_id, stage_seconds in report.stage_seconds.items():
             if (ticketed := self._requests.get(request_id)) is not None:
                 ticketed.note_times(stage_seconds)
-        for request_id, result in report.loads.items():
-            self._note_load(request_id, result)
         self._note_dropped(self.segments.drop(report.unreadable))
         for request_id in report.saved_prompts:
             if (ticketed := self._requests.get(request_id)) is not None:
                 self._note_prompt_saved(request_id, ticketed, report)
+        for request_id, result in report.loads.items():
+            if (ticketed := self._requests.get(request_id)) is not None:
+                ticketed.note_load(result)
+                self._publish_if_done(request_id, ticketed)
         for request_id in saved:
             if (ticketed := self._requests.get(request_id)) is not None:
                 self._note_saved(request_id, ticketed, report)
@@ -199,24 +185,15 @@ class ConnectorScheduler:
         for ticketed in self._requests.values():
             ticketed.is_mixed = True
 
-    def _retain(self, ticketed: TicketedRequest, retained: _Retained) -> None:
-        """Have it saved, now or when it is known which repairs were chosen for it."""
-        if ticketed.ticket.order is not None and ticketed.num_awaited:
-            ticketed.retained = self._retained_copies(ticketed)
-            self._unsaved[retained.request_id] = retained
-        else:
+    def _retain(self, ticketed: TicketedRequest, request: Request, block_ids: Sequence[int]) -> None:
+        """Have an ended request saved, or what of it is not saved yet."""
+        num_retained = _num_retained(request, ticketed)
+        output_ids = tuple(request.output_token_ids[: max(0, num_retained - request.num_prompt_tokens)])
+        retained = _Retained(request.request_id, tuple(block_ids), num_retained, output_ids)
+        if ticketed.retained is not None:
+            self._save_answer(ticketed, retained)
+        elif num_retained:
             self._save(ticketed, retained)
-
-    def _save_late(self, request_id: str, ticketed: TicketedRequest) -> None:
-        """Its load was reported after its end. Its blocks wait, also if there is nothing to save."""
-        if ticketed.num_awaited or (retained := self._unsaved.pop(request_id, None)) is None:
-            return
-        if ticketed.is_mixed:
-            ticketed.lost = "segments_gone"
-        if ticketed.lost is None:
-            self._save(ticketed, retained)
-        if ticketed.lost is not None:
-            self._saves.append(SaveRequest(request_id, retained.block_ids, ()))
 
     def _save_prompts(self, step: SchedulerOutput) -> None:
         """
@@ -238,6 +215,7 @@ class ConnectorScheduler:
             prompt = _Retained(request_id, block_ids, ticketed.ticket.num_tokens, ())
             self._save(ticketed, prompt, has_ended=False)
             ticketed.lost = None  # it is tried again with the answer
+            ticketed.saved_early = ticketed.stored
 
     def _may_save_prompt(self, request_id: str) -> bool:
         ticketed = self._requests.get(request_id)
@@ -310,15 +288,9 @@ class ConnectorScheduler:
         held = self._held(ticketed.ticket)
         return held if ticketed.ticket.is_exact else ticketed.placed & held
 
-    def _note_load(self, request_id: str, result: LoadResult) -> None:
-        if (ticketed := self._requests.get(request_id)) is not None:
-            ticketed.note_load(result)
-            self._save_late(request_id, ticketed)
-            self._publish_if_done(request_id, ticketed)
-
     def _note_prompt_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
-        if request_id in report.failed_saves or not self._is_held(ticketed):
-            self._note_dropped(self.segments.drop(segment.segment_id for segment in ticketed.stored))
+        if request_id in report.failed_saves or not self._are_held(ticketed, ticketed.saved_early):
+            self._note_dropped(self.segments.drop(segment.segment_id for segment in ticketed.saved_early))
             ticketed.note_prompt_lost()
         else:
             self.events.append(ticketed.note_prompt_saved())
@@ -367,12 +339,6 @@ class ConnectorScheduler:
             if self.segments.covers(copy.segment_id, ticket.namespace, end=copy.offset + copy.length)
         )
 
-    def _num_ready(self, load: LoadRequest, written: Collection[int]) -> int:
-        """How many of the tokens before `start` are there before vLLM's forward pass."""
-        local = load.block_ids[: load.start // self.block_size]
-        first = next((index for index, block_id in enumerate(local) if block_id in written), None)
-        return load.start if first is None else first * self.block_size
-
 
 def _first_approximate(ticketed: TicketedRequest, copies: Iterable[int]) -> int:
     """Of the copies that are retained: what was computed behind it had not only exact KV before it."""
@@ -415,14 +381,3 @@ def _num_computed(step: SchedulerOutput) -> dict[str, int]:
     cached = step.scheduled_cached_reqs
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     return computed | {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}
-
-
-def _written_blocks(step: SchedulerOutput, block_size: int) -> frozenset[int]:
-    """The blocks that vLLM's own forward pass of a step writes to."""
-    assert step.kv_connector_block_state is not None
-    computed = _num_computed(step)
-    written: set[int] = set()
-    for request_id, num_tokens in step.num_scheduled_tokens.items():
-        first, end = computed[request_id] // block_size, -(-(computed[request_id] + num_tokens) // block_size)
-        written.update(step.kv_connector_block_state.resolve_block_ids(request_id)[0][first:end])
-    return frozenset(written)

@@ -1,12 +1,13 @@
 """
 Repairs that are chosen while a load is computed: a probe pass, and what is computed behind it.
 
-    [ copy ][ run ][ copy ][ run ][ copy ][ tail ]     0 .. end: provided    end .. : vLLM's own forward
+    [ copy ][ run ][ copy ][ run ][ copy ][ tail ]
        p       x     p p      x              x         x computed, p probes: the first pass
-      r r            r        x                        r repairs, x again:   the second, up to `end`
+      r r            r        x              x         r repairs, x again:   the second
 
-The tail is computed twice, here to learn what it attends to, and by vLLM behind the repairs. Where attention
-cannot be followed, or much comes behind the last copy, there is no probe, and repairs are chosen by place.
+The tail is computed twice, first to learn what it attends to; its last token a third time, by vLLM. Where
+attention cannot be followed, or much comes behind the last copy, which is then the end, there is no probe,
+and repairs are chosen by place.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from delta_tree import SegmentId, Span, gaps, merge
 from kvshare.kv.listening import Listener
-from kvshare.sharing.plan import MAX_LISTENERS, MOST_BEHIND, RepairOrder, last_tokens
+from kvshare.sharing.plan import MAX_LISTENERS, RepairOrder, last_tokens
 from kvshare.sharing.selection import Choice, choose, choose_by_place
 from kvshare.vllm_connector.metadata import LoadRequest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
@@ -40,11 +41,9 @@ class Choosing:
         can_listen: bool,
     ) -> None:
         self._load, self._cache = load, cache
-        self._limit = max(load.end, min(len(load.token_ids), len(load.block_ids) * cache.block_size))
-        self.listens = can_listen and self._limit - load.end <= MOST_BEHIND
+        self.listens = can_listen and load.end == len(load.token_ids)
         placed = [span for _, span in load.targets(unreadable)]
-        behind = Span(load.end, self._limit if self.listens else load.end)
-        self._computed = merge([*gaps(merge([Span(0, load.ready), *placed]), load.end), behind])
+        self._computed = gaps(merge([Span(0, load.start), *placed]), load.end)
         probes = order.probes if self.listens else ()
         probes = tuple(p for p in probes if not any(s.start <= p < s.end for s in self._computed))
         self._order = RepairOrder(order.pieces, probes, order.num_tokens)
@@ -52,7 +51,7 @@ class Choosing:
         self.listener = Listener(
             last_tokens(self._computed, MAX_LISTENERS),
             num_layers=cache.kv_layout.num_layers,
-            num_slots=self._limit,
+            num_slots=load.end,
             device=cache.kv_layout.device,
         )
 
@@ -64,10 +63,8 @@ class Choosing:
         return [self._run(span, listener) for span in merge([*self._computed, *probes])]
 
     def second_pass(self, choice: Choice) -> list[Run]:
-        """What is computed behind it; the tail is vLLM's."""
-        provided = Span(0, self._load.end)
-        parts = (span.intersection(provided) for span in merge([*choice.repairs, *choice.again]))
-        return [self._run(part) for part in parts if part]
+        """What is computed behind it."""
+        return [self._run(span) for span in merge([*choice.repairs, *choice.again])]
 
     def choice(self, summed: Summed, num_ranks: int) -> Choice:
         """The same on every rank. The probes stand as they were laid again: they count as no repair."""
@@ -75,7 +72,7 @@ class Choosing:
             return choose_by_place(
                 self._order,
                 self._computed,
-                num_tokens=self._limit,
+                num_tokens=self._load.end,
                 first_approximate=self._load.first_approximate,
             )
         changed = np.empty((self._cache.kv_layout.num_layers, 0))

@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from delta_tree import Span
 from kvshare.kv.layout import KVLayout
@@ -85,13 +87,21 @@ class PagedCache:
         """Those that a span lies in: a long prompt has hundreds of spans and thousands of blocks."""
         return block_ids[span.start // self.block_size : -(-span.end // self.block_size)]
 
+    def kernel_blocks_of(self, block_ids: Sequence[int], span: Span) -> list[int]:
+        """Those that a span lies in."""
+        return self.kernel_blocks(self._blocks_of(block_ids, span))
+
     def slots(self, block_ids: Sequence[int], span: Span) -> torch.Tensor:
         """Slots of the positions in `span`, (len(span),) int64 on the device."""
+        return torch.from_numpy(self.slot_numbers(block_ids, span)).to(self.kv_layout.device)
+
+    def slot_numbers(self, block_ids: Sequence[int], span: Span) -> NDArray[np.int64]:
+        """The same on the host."""
         first = span.start // self.block_size
-        positions = torch.arange(span.start, span.end)
-        table = torch.tensor(self._blocks_of(block_ids, span), dtype=torch.int64)
-        slots = table[positions // self.block_size - first] * self.block_size + positions % self.block_size
-        return slots.to(self.kv_layout.device)
+        positions = np.arange(span.start, span.end)
+        table = np.array(self._blocks_of(block_ids, span), np.int64)
+        slots: NDArray[np.int64] = table[positions // self.block_size - first] * self.block_size
+        return slots + positions % self.block_size
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """
@@ -108,21 +118,37 @@ class PagedCache:
 
     def read(self, block_ids: Sequence[int], span: Span) -> SegmentKV:
         """A copy of a span's KV on the host, (L, len(span), H, D)."""
-        assert self._layout is not None
-        blocks = self._on_device(self.kernel_blocks(self._blocks_of(block_ids, span)))
-        ahead = span.start % self.block_size
-        k, v = (
-            torch.empty(plane.shape(len(span)), dtype=self.kv_layout.dtype) for plane in self.kv_layout.planes
-        )
-        for index, layer in enumerate(self.layers.values()):
-            copied = layer.kv_cache.index_select(0, blocks)
-            for target, rows in ((k, self._layout.k(copied)), (v, self._layout.v(copied))):
-                target[index] = rows.flatten(0, 1)[ahead : ahead + len(span)]
+        keys, _ = self.kv_layout.planes
+        shape = (keys.num_heads, self.kv_layout.num_layers, 2, len(span), keys.dim)
+        rows = torch.empty(shape, dtype=self.kv_layout.dtype, device=self.kv_layout.device)
+        self.gather(block_ids, [span], [rows])
+        k, v = (rows[:, :, plane].permute(1, 2, 0, 3).cpu() for plane in range(2))
         return SegmentKV((k, v))
+
+    def gather(self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[torch.Tensor]) -> None:
+        """
+        Copy the KV of spans, one gathering a layer for all of them.
+
+        Shapes:  into (H, L, 2, len(span), D) each, on the device
+        """
+        assert self._layout is not None
+        tables = [self.kernel_blocks_of(block_ids, span) for span in spans]
+        blocks = self._on_device([block for table in tables for block in table])
+        places, num_before = [], 0
+        for span, table in zip(spans, tables, strict=True):
+            ahead = num_before + span.start % self.block_size
+            places.append(slice(ahead, ahead + len(span)))
+            num_before += len(table) * self.kernel_block_size
+        for index, layer in enumerate(self._in_order):
+            copied = layer.kv_cache.index_select(0, blocks)
+            for plane, found in enumerate((self._layout.k(copied), self._layout.v(copied))):
+                rows = found.flatten(0, 1)
+                for target, place in zip(into, places, strict=True):
+                    target[:, index, plane] = rows[place].transpose(0, 1)
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
         """The kernel's blocks of positions [0, num_tokens), on the device."""
-        return self._on_device(self.kernel_blocks(self._blocks_of(block_ids, Span(0, num_tokens))))
+        return self._on_device(self.kernel_blocks_of(block_ids, Span(0, num_tokens)))
 
     def keys(self, layer: int, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """A layer's K of positions [0, num_tokens) on the device, (T, H, D); `table` has their blocks."""

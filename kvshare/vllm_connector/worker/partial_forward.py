@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
@@ -29,11 +30,12 @@ from delta_tree import Span
 from kvshare.kv.form import PLAIN, Form
 from kvshare.kv.layout import ALL_EARLIER, Reach
 from kvshare.kv.listening import Listener, placed
+from kvshare.vllm_connector.worker.device import to_device
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 # As in vLLM's own buffer of token ids; positions are int64. A compiled model reads its input as what it was
 # traced with, and vLLM drops the guards that would notice: of int64 ids every other one would be 0.
-_TOKEN_DTYPE = torch.int32
+_TOKEN_DTYPE = np.int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,6 @@ class PartialForward:
         self._config = vllm_config
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._max_runs = vllm_config.scheduler_config.max_num_seqs  # backends keep buffers of that many
-        self._width = -(-vllm_config.model_config.max_model_len // cache.kernel_block_size)
         backend = next(iter(cache.layers.values())).get_attn_backend()
         self.backend_name: str = backend.get_name()
         with set_current_vllm_config(vllm_config):
@@ -172,53 +173,55 @@ class PartialForward:
                 del impl.forward  # the class's own is found again
 
     def _forward(self, runs: Sequence[Run]) -> None:
-        device = self._cache.kv_layout.device
-        tokens = [token for run in runs for token in run.token_ids[run.span.start : run.span.end]]
-        token_ids = torch.tensor(tokens, dtype=_TOKEN_DTYPE)
-        positions = torch.cat([torch.arange(run.span.start, run.span.end) + run.shift for run in runs])
-        slots = torch.cat([self._cache.slots(run.block_ids, run.span) for run in runs])
-        metadata = self._builder.build(0, self._common(runs, slots, positions.to(device)))
+        token_ids, positions, slots, metadata = self._inputs(runs)
         names = list(self._cache.layers)
         with (
             torch.inference_mode(),
             set_forward_context(
-                dict.fromkeys(names, metadata),
+                dict.fromkeys(names, self._builder.build(0, metadata)),
                 self._config,
                 num_tokens=len(token_ids),
                 slot_mapping=dict.fromkeys(names, slots),
             ),
         ):
             self._model(
-                input_ids=token_ids.to(device),
-                positions=positions.to(device),
-                intermediate_tensors=None,
-                inputs_embeds=None,
+                input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
             )
 
-    def _common(
-        self, runs: Sequence[Run], slots: torch.Tensor, positions: torch.Tensor
-    ) -> CommonAttentionMetadata:
-        device = self._cache.kv_layout.device
-        lengths = torch.tensor([len(run.span) for run in runs], dtype=torch.int32)
-        ends = torch.tensor([run.span.end for run in runs], dtype=torch.int32)
-        starts = torch.zeros(len(runs) + 1, dtype=torch.int32)
-        torch.cumsum(lengths, 0, out=starts[1:])
-        table = torch.zeros(len(runs), self._width, dtype=torch.int32)
-        for row, run in enumerate(runs):
-            blocks = self._cache.kernel_blocks(run.block_ids)[: self._width]
-            table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        return CommonAttentionMetadata(
-            query_start_loc=starts.to(device),
-            query_start_loc_cpu=starts,
-            seq_lens=ends.to(device),
+    def _inputs(
+        self, runs: Sequence[Run]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, CommonAttentionMetadata]:
+        """Token ids, positions, slots and what attention needs of a pass, all in one copy to the device."""
+        spans = [run.span for run in runs]
+        lengths = np.array([len(span) for span in spans], np.int32)
+        starts = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+        ends = np.array([span.end for span in spans], np.int32)
+        blocks = [self._cache.kernel_blocks_of(run.block_ids, Span(0, run.span.end)) for run in runs]
+        table = np.zeros((len(runs), max(map(len, blocks))), np.int32)
+        for row, own in zip(table, blocks, strict=True):
+            row[: len(own)] = own
+        token_ids, positions, slots, on_device, seq_lens, block_table = to_device(
+            self._cache.kv_layout.device,
+            np.array([t for run in runs for t in run.token_ids[run.span.start : run.span.end]], _TOKEN_DTYPE),
+            np.concatenate([np.arange(run.span.start, run.span.end) + run.shift for run in runs]),
+            np.concatenate([self._cache.slot_numbers(run.block_ids, run.span) for run in runs]),
+            starts,
+            ends,
+            table,
+        )
+        metadata = CommonAttentionMetadata(
+            query_start_loc=on_device,
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens=seq_lens,
             num_reqs=len(runs),
             num_actual_tokens=int(starts[-1]),
             max_query_len=int(lengths.max()),
             max_seq_len=int(ends.max()),
-            block_table_tensor=table.to(device),
+            block_table_tensor=block_table,
             slot_mapping=slots,
             causal=True,
             positions=positions,
             is_prefilling=torch.ones(len(runs), dtype=torch.bool),
-            seq_lens_cpu_upper_bound=ends,
+            seq_lens_cpu_upper_bound=torch.from_numpy(ends),
         )
+        return token_ids, positions, slots, metadata

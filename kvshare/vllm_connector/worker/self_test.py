@@ -99,7 +99,7 @@ class SelfTest:
             return "rows of this model do not tell tokens, blocks or heads apart: nothing can be proved"
         if self._cache.kv_layout.num_layers > 1:  # in the first nothing was attended to yet
             start = runs[-1].start
-            self._write([rows.roll(1, dims=1) for rows in whole.planes], start)
+            self._write([rows.flip(dims=(1,)) for rows in whole.planes], start)
             blind = self._compute(runs[-1:])
             if max(self._deviation(_behind(whole, start), _behind(blind, start))) < clearly:
                 return "what stands before a run makes no difference to it: nothing can be proved"

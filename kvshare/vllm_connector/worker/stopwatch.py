@@ -8,6 +8,7 @@ How long a device took for its work, not how long it took to be given it: a GPU 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -64,6 +65,7 @@ class Times:
     def __init__(self, stopwatch: Stopwatch[Any]) -> None:
         self._stopwatch = stopwatch
         self._pending: list[Stage] = []
+        self._known: dict[str, dict[str, float]] = {}
 
     def mark(self) -> Any:
         return self._stopwatch.mark()
@@ -74,9 +76,14 @@ class Times:
         shares = {request_id: count / total if total else 0.0 for request_id, count in counts.items()}
         self._pending.append(Stage(name, begin, end, shares))
 
+    def note(self, request_id: str, seconds: Mapping[str, float]) -> None:
+        """Stages of one request whose times are known."""
+        own = self._known.setdefault(request_id, {}) if seconds else {}
+        for stage, value in seconds.items():
+            own[stage] = own.get(stage, 0.0) + value
+
     def take(self) -> dict[str, dict[str, float]]:
         """Seconds by request and stage, of all that is known by now and was not taken before."""
-        known: dict[str, dict[str, float]] = {}
         waiting = []
         for stage in self._pending:
             seconds = self._stopwatch.seconds(stage.begin, stage.end)
@@ -84,7 +91,7 @@ class Times:
                 waiting.append(stage)
                 continue
             for request_id, share in stage.shares.items():
-                own = known.setdefault(request_id, {})
-                own[stage.name] = own.get(stage.name, 0.0) + seconds * share
+                self.note(request_id, {stage.name: seconds * share})
         self._pending = waiting
+        known, self._known = self._known, {}
         return known

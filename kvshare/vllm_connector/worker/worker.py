@@ -1,16 +1,20 @@
 """
 The connector inside a worker: writes segments into vLLM's blocks, computes what lies between, saves prompts.
 
-`attach_model` comes once the model and its caches are there. A load that fails is computed in full instead.
-Where even that fails, vLLM computes the blocks that are reported as failed.
+    begin       before vLLM's forward pass of a step: copies into the blocks of waiting requests are started
+    advance     behind it: where they have arrived, what lies between them is computed, as much as a step may
+    save        what is to be saved is given to the thread that copies; it is reported when it is there
+
+vLLM waits for none of it: a request whose KV is loaded is scheduled when that is reported. A load that fails
+is computed by vLLM as if nothing had been found. `attach_model` comes once, before the first step.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,46 +24,82 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import SegmentId, Span
 from kvshare.kv.fingerprint import model_fingerprint
-from kvshare.kv.memory_tier import MemoryTier
 from kvshare.kv.movement import Proof
-from kvshare.kv.segment import SegmentKV
 from kvshare.safe_logging import classes_and_places
+from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import (
     LoadRequest,
     LoadResult,
+    SaveRequest,
     StepMetadata,
+    Transfers,
     WorkerHandshake,
     WorkerReport,
 )
 from kvshare.vllm_connector.worker.choosing import Choosing
+from kvshare.vllm_connector.worker.copying import CopyThread, Job, Lap
+from kvshare.vllm_connector.worker.device import batches, device_of
 from kvshare.vllm_connector.worker.laying import Laying
 from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 from kvshare.vllm_connector.worker.ranks import agreed, as_one, num_ranks, on_all_ranks, summed
+from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored
 from kvshare.vllm_connector.worker.self_test import SelfTest
+from kvshare.vllm_connector.worker.step_budget import StepBudget
 from kvshare.vllm_connector.worker.stopwatch import Times, stopwatch_of
 
 log = logging.getLogger("vllm.kvshare")
 
-_Found = Mapping[SegmentId, SegmentKV]  # readable on every rank
-_NONE: _Found = {}
+_PATIENCE_S = 0.005  # that a step without a forward pass waits for copies; requests may arrive meanwhile
+
+
+@dataclass(eq=False)
+class _Load:
+    """Copies on their way into a request's blocks. `readable`: the segments that turned out to be whole."""
+
+    request: LoadRequest
+    wanted: frozenset[SegmentId]
+    readable: set[SegmentId] = field(default_factory=set)
+    unreadable: frozenset[SegmentId] = frozenset()  # on any rank; known when the copies have arrived
+    is_cancelled: bool = False
+
+
+@dataclass(eq=False)
+class _Save:
+    """Rows on their way into extents."""
+
+    request: SaveRequest
+    targets: Mapping[SegmentId, Stored]
+    has_room: bool
 
 
 class ConnectorWorker:
-    """One per worker process; everything runs on the worker's thread."""
+    """One per worker process. What is not said to be of the thread that copies runs on vLLM's own."""
 
-    def __init__(self, vllm_config: VllmConfig, spec: KVCacheSpec, layer_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        settings: ConnectorSettings,
+        spec: KVCacheSpec,
+        layer_names: Sequence[str],
+    ) -> None:
         self._config = vllm_config
         self._spec = spec
         self._layer_names = list(layer_names)
-        self.forget_segments()
+        self._settings = settings
         self._can_listen = False
         self.handshake: WorkerHandshake | None = None  # None: no model was attached
-        self._invalid_blocks: set[int] = set()
-        self._saved: set[str] = set()
+        device = torch.device(current_platform.device_type)
+        self._device = device_of(device)
+        self._times = Times(stopwatch_of(device))
+        self._budget = StepBudget(settings.step_tokens or vllm_config.scheduler_config.max_num_batched_tokens)
+        self._store: SegmentStore | None = None  # once the model's layout is known
+        self._copies = CopyThread()
+        self._copying: deque[tuple[_Load | _Save, Job]] = deque()  # in the order of the jobs
+        self._arrived: deque[_Load] = deque()  # copied, and not computed yet
+        self._transfers = Transfers()
         self._report = WorkerReport()
-        self._times = Times(stopwatch_of(torch.device(current_platform.device_type)))
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Take the model and run the self-test with it. Raises nothing: failures are in the handshake."""
@@ -97,6 +137,8 @@ class ConnectorWorker:
             {name: layers[name] for name in self._layer_names}, block_size=self._spec.block_size
         )
         self._forward = PartialForward(model, self._cache, self._config, self._spec)
+        self._store = SegmentStore(self._settings.max_bytes // num_ranks(), self._cache.kv_layout)
+        self._device.register(self._store.arena.buffer)
 
     def _run_self_test(self, model: torch.nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Why nothing can be shared, and what works, but not as meant."""
@@ -122,89 +164,48 @@ class ConnectorWorker:
             return (), (*warnings, f"only text at the same position is shared: {problem}")
         return (), warnings
 
-    def start_load_kv(self, loads: Sequence[LoadRequest]) -> None:
-        """
-        Make the requested slots valid, before vLLM's forward pass of this step.
-
-        Raises: RuntimeError under async scheduling, where even computing them failed. vLLM 0.32 has another
-        step under way by the time it hears of failed blocks, and would deliver what that samples from them
-        """
-        began = self._times.mark()
-        found = self._fetch(loads)
-        wanted = _num_placed(loads, frozenset())
-        self._times.add("fetch", began, self._times.mark(), wanted)
-        results = self._try_to_load(loads, found)
-        if results is None:
-            results = self._try_to_load(loads, None)
-        if results is not None:
-            self._report.loads.update(results)
-        elif self._config.scheduler_config.async_scheduling:
-            raise RuntimeError(f"kvshare: the KV of {len(loads)} requests could not be computed")
-        else:
-            for load in loads:
-                # Those behind `end`, too: vLLM's forward pass fills them from the failed ones.
-                self._invalid_blocks.update(load.block_ids[load.start // self._cache.block_size :])
-                self._report.loads[load.request_id] = LoadResult(failed=True)
-
-    def _try_to_load(
-        self, loads: Sequence[LoadRequest], found: _Found | None
-    ) -> dict[str, LoadResult] | None:
-        """
-        Write what was found and compute the rest. Results by request; None if that failed.
-
-        `found` None: it did once, and now everything is computed.
-        """
-        began = self._times.mark()
-        unreadable = _segment_ids(loads).difference(found or ())
-        try:
-            if found is not None:
-                on_all_ranks(partial(self._place, loads, found), "another rank could not write its segments")
-            placed = self._times.mark()
-            choosing = self._choices_to_make(loads, unreadable) if found is not None else {}
-            with as_one("a pass over placeholders"):
-                passed = self._compute(loads, unreadable, choosing)
-        except Exception as exc:  # noqa: BLE001  logged, without its message
-            log.error("kvshare: loading %d requests failed: %s", len(loads), classes_and_places(exc))
-            return None
-        computed = self._times.mark()
-        self._times.add("lay", began, placed, _num_placed(loads, unreadable))
-        num_run = {load.request_id: passed[load.request_id].num_tokens for load in loads}
-        self._times.add("pass", placed, computed, num_run)
-        results = {}
-        for load in loads:
-            gone = frozenset() if found is None else unreadable & _segment_ids([load])
-            results[load.request_id] = LoadResult(found is None, gone, passed[load.request_id].repaired)
-        return results
-
     def forget_segments(self) -> None:
-        """Start with none: any there were are of another model now."""
-        self._store = MemoryTier(sys.maxsize)  # this rank's heads; the scheduler side says what is dropped
+        """Any that are here are of another model now; what is on its way is not to be used."""
+        for _, job in self._copying:
+            job.wait()
+            job.failed = True
+        for load in self._arrived:
+            self._fail(load)
+        self._arrived.clear()
+        if self._store is not None:
+            self._store.clear()
 
-    def wait_for_save(self, step: StepMetadata) -> None:
-        """After the forward pass: drop segments, then save new ones."""
-        self._store.drop(step.drops)
-        for save in step.saves:
-            began = self._times.mark()
-            try:
-                for segment_id, span in save.spans:
-                    segment = self._cache.read(save.block_ids, span)
-                    self._store.put(segment_id, segment, segment.checksum())
-            except Exception as exc:  # noqa: BLE001  logged, without its message
-                log.error("kvshare: a prompt was not saved: %s", classes_and_places(exc))
-                self._store.drop(segment_id for segment_id, _ in save.spans)
-                self._report.failed_saves.add(save.request_id)
-            (self._saved if save.has_ended else self._report.saved_prompts).add(save.request_id)
-            self._times.add("save", began, self._times.mark(), {save.request_id: 1})
+    def begin(self, step: StepMetadata) -> None:
+        """Before the forward pass of a step."""
+        cancelled = frozenset(step.cancelled)
+        for load in (*(t for t, _ in self._copying if isinstance(t, _Load)), *self._arrived):
+            load.is_cancelled = load.is_cancelled or load.request.request_id in cancelled
+        for request in step.loads:
+            self._begin_load(request)
+        if self._store is not None:
+            self._store.drop(step.drops)
+        for transfer, job in self._copying:
+            if isinstance(transfer, _Save) and transfer.request.request_id in step.preempted:
+                job.wait()  # its blocks are somebody else's from this step on
 
-    def get_finished(self) -> set[str]:
-        """Requests whose blocks are no longer needed, since the last call."""
-        saved, self._saved = self._saved, set()
-        return saved
+    def advance(self, step: StepMetadata) -> None:
+        """Behind the forward pass: report what was copied, and compute for what was loaded."""
+        if not step.has_forward:
+            self._wait_for_loads()
+        self._take_arrived()
+        due = self._due()
+        if due:
+            self._report_loaded(due, self._computed(due))
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that could not be filled, since the last call."""
-        blocks, self._invalid_blocks = self._invalid_blocks, set()
-        return blocks
+    def save(self, step: StepMetadata) -> None:
+        """Behind the forward pass, too: what it has written is copied from here on."""
+        for request in step.saves:
+            self._begin_save(request)
+
+    def take_transfers(self) -> Transfers:
+        """Requests that were saved, loaded, or whose load failed, since the last call."""
+        transfers, self._transfers = self._transfers, Transfers()
+        return transfers
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """What happened since the last call, or None."""
@@ -212,52 +213,160 @@ class ConnectorWorker:
         report.stage_seconds = self._times.take()
         return report if report != WorkerReport() else None
 
-    def _fetch(self, loads: Sequence[LoadRequest]) -> _Found:
-        """The segments that are neither missing nor corrupt on any rank: passes must be the same."""
-        ids, found = sorted(_segment_ids(loads)), _NONE
-        try:
-            found = self._fetched(ids)
-        except Exception as exc:  # noqa: BLE001  logged, without its message; the other ranks wait to agree
-            log.error("kvshare: segments could not be read: %s", classes_and_places(exc))
-        readable = agreed([segment_id in found for segment_id in ids])
-        return {segment_id: found[segment_id] for segment_id, ok in zip(ids, readable, strict=True) if ok}
+    def _begin_load(self, request: LoadRequest) -> None:
+        assert self._store is not None, "there is a handshake"
+        wanted = frozenset(copy.segment_id for copy in request.copies)
+        load = _Load(request, wanted)
+        act = partial(self._lay, load, self._store.find(wanted), self._device.mark())
+        self._copying.append((load, self._copies.submit(Job("loading a request's KV", act))))
 
-    def _fetched(self, ids: Sequence[SegmentId]) -> _Found:
-        return self._store.fetch(ids).segments
-
-    def _place(self, loads: Sequence[LoadRequest], found: _Found) -> None:
-        """Write all copies of all loads, with keys moved to where they are going."""
-        laying = Laying(self._cache)
-        for load in loads:
-            for copy, target in load.targets():
-                if (segment := found.get(copy.segment_id)) is None:
+    def _lay(self, load: _Load, found: Mapping[SegmentId, Stored], mark: object) -> Mapping[str, float]:
+        """Write all copies, with keys moved to where they are going. On the thread that copies."""
+        lap = Lap()
+        load.readable = self._readable(found)
+        fetch_s = lap()
+        with self._device.beside(mark):
+            laying = Laying(self._cache, self._device)
+            for copy, target in load.request.targets():
+                if copy.segment_id not in load.readable:
                     continue
                 start = copy.offset + target.start - copy.target_start
-                source = Span(start, start + len(target))
-                laying.add(segment, source, copy.shift, self._cache.slots(load.block_ids, target))
-        laying.write()
+                slots = self._cache.slots(load.request.block_ids, target)
+                rows = found[copy.segment_id].rows
+                laying.add(rows, Span(start, start + len(target)), copy.shift, slots)
+            laying.write()
+        return {"fetch": fetch_s, "lay": lap()}
 
-    def _choices_to_make(
-        self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId]
-    ) -> dict[str, Choosing]:
+    def _readable(self, found: Mapping[SegmentId, Stored]) -> set[SegmentId]:
+        return {segment_id for segment_id, stored in found.items() if stored.is_whole}
+
+    def _begin_save(self, request: SaveRequest) -> None:
+        assert self._store is not None, "there is a handshake"
+        targets: dict[SegmentId, Stored] = {}
+        has_room = True
+        try:
+            for segment_id, span in request.spans:
+                targets[segment_id] = self._store.add(segment_id, len(span))
+        except MemoryError as exc:
+            log.warning("kvshare: a prompt is not kept: %s; a larger --kv-bytes gives more", exc)
+            self._store.drop(targets)
+            targets, has_room = {}, False
+        save = _Save(request, targets, has_room)
+        act = partial(self._copy_out, save, self._device.mark())
+        self._copying.append((save, self._copies.submit(Job("saving a prompt's KV", act))))
+
+    def _copy_out(self, save: _Save, mark: object) -> Mapping[str, float]:
+        """On the thread that copies."""
+        lap = Lap()
+        spans, rows = dict(save.request.spans), [stored.rows for stored in save.targets.values()]
+        for batch in batches(rows):
+            with self._device.beside(mark):
+                staged = self._device.room_for(rows[batch])
+                own = [spans[segment_id] for segment_id in list(save.targets)[batch]]
+                self._cache.gather(save.request.block_ids, own, staged)
+                self._device.to_host(staged, rows[batch])
+        for stored in save.targets.values():
+            stored.checksum = stored.computed_checksum()
+        return {"save": lap()} if rows else {}
+
+    def _wait_for_loads(self) -> None:
+        """There is nothing else to do."""
+        lap, waited = Lap(), 0.0
+        for transfer, job in self._copying:
+            if isinstance(transfer, _Load) and waited < _PATIENCE_S:
+                job.wait(_PATIENCE_S - waited)
+                waited += lap()
+
+    def _take_arrived(self) -> None:
+        """What has been copied on every rank by now, in order: on each the same."""
+        done = agreed([job.is_done for _, job in self._copying])
+        count = done.index(False) if False in done else len(done)
+        finished = [self._copying.popleft() for _ in range(count)]
+        are_whole = agreed([not job.failed for _, job in finished])
+        loads = [transfer for transfer, _ in finished if isinstance(transfer, _Load)]
+        segments = [(load, segment_id) for load in loads for segment_id in sorted(load.wanted)]
+        readable = agreed([segment_id in load.readable for load, segment_id in segments])
+        gone = [entry for entry, is_readable in zip(segments, readable, strict=True) if not is_readable]
+        for (transfer, job), is_whole in zip(finished, are_whole, strict=True):
+            self._times.note(transfer.request.request_id, job.seconds)
+            if isinstance(transfer, _Save):
+                self._report_saved(transfer, is_whole=is_whole)
+                continue
+            transfer.unreadable = frozenset(segment_id for load, segment_id in gone if load is transfer)
+            if is_whole:
+                self._arrived.append(transfer)
+            else:
+                self._fail(transfer)
+
+    def _report_saved(self, save: _Save, *, is_whole: bool) -> None:
+        if not is_whole or not save.has_room:
+            assert self._store is not None
+            self._store.drop(save.targets)
+            self._report.failed_saves.add(save.request.request_id)
+        saved = self._transfers.saved if save.request.has_ended else self._report.saved_prompts
+        saved.add(save.request.request_id)
+
+    def _due(self) -> list[_Load]:
+        """Those that arrived first, as many as a step may compute."""
+        self._budget.next_step()
+        due: list[_Load] = []
+        while self._arrived and (
+            self._arrived[0].is_cancelled or self._budget.admits(self._num_to_compute(self._arrived[0]))
+        ):
+            due.append(self._arrived.popleft())
+        return due
+
+    def _num_to_compute(self, load: _Load) -> int:
+        order = load.request.order
+        computed = sum(map(len, load.request.runs(load.unreadable)))
+        return computed if order is None else computed + order.num_tokens + len(order.probes)
+
+    def _computed(self, loads: Sequence[_Load]) -> Mapping[str, _Passed] | None:
+        """What a pass over all that lies between copies came to, by request; None if it broke off."""
+        began = self._times.mark()
+        awaited = [load for load in loads if not load.is_cancelled]
+        try:
+            choosing = self._choices_to_make(awaited)
+            with as_one("a pass over placeholders"):
+                passed = self._compute(awaited, choosing)
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            log.error("kvshare: computing for %d requests failed: %s", len(awaited), classes_and_places(exc))
+            return None
+        num_run = {request_id: each.num_tokens for request_id, each in passed.items() if each.num_tokens}
+        if num_run:
+            self._times.add("pass", began, self._times.mark(), num_run)
+        return passed
+
+    def _report_loaded(self, loads: Sequence[_Load], passed: Mapping[str, _Passed] | None) -> None:
+        for load in loads:
+            request_id = load.request.request_id
+            if passed is None:
+                self._fail(load)
+                continue
+            repaired = passed[request_id].repaired if request_id in passed else ()
+            self._transfers.loaded.add(request_id)
+            self._report.loads[request_id] = LoadResult(False, load.unreadable, repaired)
+
+    def _fail(self, load: _Load) -> None:
+        """vLLM computes it, as if nothing had been found."""
+        self._transfers.loaded.add(load.request.request_id)
+        self._transfers.failed.add(load.request.request_id)
+        self._report.loads[load.request.request_id] = LoadResult(True, load.unreadable)
+
+    def _choices_to_make(self, loads: Sequence[_Load]) -> dict[str, Choosing]:
         """What chooses repairs, by request, where a load has them chosen."""
-        if all(load.order is None for load in loads):
+        if all(load.request.order is None for load in loads):
             return {}
         return on_all_ranks(
-            partial(self._choosing, loads, unreadable), "another rank could not prepare a choice of repairs"
+            partial(self._choosing, loads), "another rank could not prepare a choice of repairs"
         )
 
-    def _compute(
-        self,
-        loads: Sequence[LoadRequest],
-        unreadable: frozenset[SegmentId],
-        choosing: Mapping[str, Choosing],
-    ) -> dict[str, _Passed]:
+    def _compute(self, loads: Sequence[_Load], choosing: Mapping[str, Choosing]) -> dict[str, _Passed]:
         """Everything that is not laid, and repairs. By request."""
         runs = {
-            load.request_id: choosing[load.request_id].first_pass
-            if load.request_id in choosing
-            else [Run(load.block_ids, span, load.token_ids) for span in load.runs(unreadable)]
+            (request := load.request).request_id: choosing[request.request_id].first_pass
+            if request.request_id in choosing
+            else [Run(request.block_ids, span, request.token_ids) for span in request.runs(load.unreadable)]
             for load in loads
         }
         self._run(runs.values(), listens=any(each.listens for each in choosing.values()))
@@ -272,13 +381,13 @@ class ConnectorWorker:
             for name in runs
         }
 
-    def _choosing(
-        self, loads: Sequence[LoadRequest], unreadable: frozenset[SegmentId]
-    ) -> dict[str, Choosing]:
+    def _choosing(self, loads: Sequence[_Load]) -> dict[str, Choosing]:
         return {
-            load.request_id: Choosing(load, load.order, unreadable, self._cache, can_listen=self._can_listen)
+            load.request.request_id: Choosing(
+                load.request, order, load.unreadable, self._cache, can_listen=self._can_listen
+            )
             for load in loads
-            if load.order is not None
+            if (order := load.request.order) is not None
         }
 
     def _run(self, runs: Iterable[Sequence[Run]], *, listens: bool = False) -> None:
@@ -297,10 +406,6 @@ class _Passed:
     repaired: tuple[Span, ...]
 
 
-def _segment_ids(loads: Sequence[LoadRequest]) -> frozenset[SegmentId]:
-    return frozenset(copy.segment_id for load in loads for copy in load.copies)
-
-
 def _unproved(proofs: Sequence[tuple[Proof, Proof]]) -> str:
     """Of the first layer whose rows cannot be moved."""
     for layer, (k, v) in enumerate(proofs):
@@ -308,8 +413,3 @@ def _unproved(proofs: Sequence[tuple[Proof, Proof]]) -> str:
             if proof.movement is None:
                 return f"{name} of layer {layer}: {proof.reason}"
     return "the self-test failed on another rank"
-
-
-def _num_placed(loads: Iterable[LoadRequest], unreadable: frozenset[SegmentId]) -> dict[str, int]:
-    """How many tokens are laid for each request."""
-    return {load.request_id: sum(len(span) for _, span in load.targets(unreadable)) for load in loads}

@@ -244,7 +244,7 @@ class Vllm:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
         held = set(self.side.segments.ids())
-        stored = set(self.worker._store._entries) - set(scheduler._drops)
+        stored = set(self.worker._store.ids()) - set(scheduler._drops)
         assert held == stored
         assert self.side.segments.num_bytes <= self.side.segments.max_bytes
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group
 
-from kvshare.vllm_connector.worker.paged_cache import PagedCache
+from kvshare.vllm_connector.worker.laying import Laying
 from kvshare.vllm_connector.worker.partial_forward import PartialForward
 from kvshare.vllm_connector.worker.self_test import SelfTest
 from kvshare.vllm_connector.worker.worker import ConnectorWorker
@@ -18,10 +18,10 @@ from kvshare.vllm_connector.workers import KVShareWorker
 STAGES = {
     "prepare": (ConnectorWorker, "_take_model"),
     "self-test": (SelfTest, "check_listening"),
-    "fetch": (ConnectorWorker, "_fetched"),
-    "place": (ConnectorWorker, "_place"),
+    "fetch": (ConnectorWorker, "_readable"),
+    "place": (Laying, "write"),
     "pass": (PartialForward, "_forward"),
-    "save": (PagedCache, "read"),
+    "save": (ConnectorWorker, "_copy_out"),
 }
 
 
@@ -45,4 +45,4 @@ class FailingWorker(KVShareWorker):
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector: Any = get_kv_transfer_group()
-        return sorted(connector._worker._store._entries)
+        return sorted(connector._worker._store.ids())

@@ -225,10 +225,8 @@ def test_much_behind_the_last_copy_is_left_to_vllm(
 ) -> None:
     """The load ends at the last copy, and place decides: vLLM's own steps keep to their budget."""
     from kvshare.vllm_connector.scheduler import scheduler
-    from kvshare.vllm_connector.worker import choosing
 
-    for module in (scheduler, choosing):
-        monkeypatch.setattr(module, "MOST_BEHIND", 100)
+    monkeypatch.setattr(scheduler, "MOST_BEHIND", 100)
     vllm, tokens = architecture, text(600, 8)
     donor = vllm.keep(tokens)
     recipient = text(SHIFT, 9) + tokens + text(200, 10)

@@ -203,22 +203,27 @@ def test_preemption(start: Callable[..., Vllm], text: Texts, copies: Copies, asy
 
 
 def test_planned_requests_wait_their_turn(start: Callable[..., Vllm], text: Texts, copies: Copies) -> None:
-    """Of six that arrive together each has a step of its own, in their order, and all are right."""
+    """Of six that arrive together each is computed in a step of its own, in order, and all are right."""
     from kvshare.vllm_protocol.salts import private_salt
 
-    vllm = start("llama", kv_transfer_config=with_settings(step_bytes=1))
+    vllm = start("llama", kv_transfer_config=with_settings(step_tokens=1))
     texts = [text(200, 80 + seed) for seed in range(6)]
     donors = [vllm.keep(tokens) for tokens in texts]
     truths = [vllm.plain(tokens) for tokens in texts]
-    loads: list[int] = []
-    start_load_kv = vllm.worker.start_load_kv
-    vllm.worker.start_load_kv = lambda given: (loads.append(len(given)), start_load_kv(given))[1]
+    computed: list[list[str]] = []
+    compute = vllm.worker._compute
+    vllm.worker._compute = lambda loads, choosing: (
+        computed.append([load.request.request_id for load in loads]),
+        compute(loads, choosing),
+    )[1]
     requests = []
     for tokens, donor in zip(texts, donors, strict=True):
         ticket = vllm.ticket(tokens, copies(donor, (0, 90), (100, 180)))
         requests.append((tokens, ticket, private_salt(ticket.request_id)))
     answers = vllm.ask(*requests)
-    assert loads == [1] * 6
+    assert [len(together) for together in computed] == [1] * 6
+    numbers = [int(name.split("-")[0]) for (name,) in computed]
+    assert numbers == sorted(numbers)
     for answer, truth, (_, ticket, _) in zip(answers, truths, requests, strict=True):
         assert answer.distance(truth) <= LIMIT
         assert vllm.finished(ticket).decision == "approx"

@@ -133,7 +133,7 @@ def test_a_save_that_fails_is_tried_again_with_the_answer(
         def fail(*_: Any) -> None:
             raise RuntimeError("no memory")
 
-        patch.setattr(vllm.worker._cache, "read", fail)
+        patch.setattr(vllm.worker, "_copy_out", fail)
         for _ in range(4):
             vllm.llm.llm_engine.step()
     finish(vllm)

@@ -62,22 +62,19 @@ class TestTable:
     """The states that a request goes through."""
 
     def reach(self, state: State) -> TicketedRequest:
-        """A request in a state; two loads are awaited where loads are."""
+        """A request in a state."""
         request = new_request()
         if state is State.WAITING:
             return request
-        for _ in range(2):
-            admit(request, num_local=0)
-        if state is State.RUNNING:
-            for _ in range(2):
-                request.note_load(result())
+        admit(request, num_local=0)
+        if state in (State.RUNNING, State.SAVING):
+            request.note_load(result())
+        if state is State.SAVING:
+            end(request, retains=True)
         elif state in (State.ENDING, State.DONE):
             end(request, retains=False)
-        elif state is State.SAVING:
-            end(request, retains=True)
         if state is State.DONE:
-            for _ in range(2):
-                request.note_load(result())
+            request.note_load(result())
         assert request.state is state
         return request
 
@@ -85,11 +82,12 @@ class TestTable:
         """What makes an event happen."""
         if event in (Event.ADMITTED, Event.LOAD_REQUESTED):
             admit(request, num_local=0, loads=event is Event.LOAD_REQUESTED)
-        elif event in (Event.LOAD_REPORTED, Event.LOADS_REPORTED):
-            request.num_awaited = 2 if event is Event.LOAD_REPORTED else 1
+        elif event is Event.LOAD_REPORTED:
             request.note_load(result())
         elif event is Event.SAVED:
             request.note_saved(lost=None)
+        elif event is Event.SAVE_REQUESTED and request.state is State.LOADING:
+            request._advance(event)  # what is retained is not saved again then
         else:
             end(request, retains=event is Event.SAVE_REQUESTED)
 
@@ -109,9 +107,9 @@ class TestTable:
     def test_it_is_read_as_it_is_drawn(self) -> None:
         """Every event has a row, `done` is the end, and docs/architecture.md has the same drawing."""
         assert {event for _, event in TRANSITIONS} == set(Event)
-        assert len(TRANSITIONS) == 18
-        assert TRANSITIONS[State.LOADING, Event.SAVE_REQUESTED] is State.SAVING
-        assert TRANSITIONS[State.ENDING, Event.LOADS_REPORTED] is State.DONE
+        assert len(TRANSITIONS) == 11
+        assert TRANSITIONS[State.RUNNING, Event.SAVE_REQUESTED] is State.SAVING
+        assert TRANSITIONS[State.ENDING, Event.LOAD_REPORTED] is State.DONE
         assert not any(state is State.DONE for state, _ in TRANSITIONS)
         assert TABLE in (ROOT / "docs" / "architecture.md").read_text()
 
@@ -167,6 +165,7 @@ class TestSlots:
         copies = (WireCopy(SegmentId(1), 0, 100, 0, 0), WireCopy(SegmentId(2), 0, 180, 120, 120))
         request = TicketedRequest(Ticket("t", "ns", "d", 400, 300, copies), None, is_first=True)
         admit(request, num_local=64)
+        request.note_load(result())
         admit(request, num_local=128, held=(0,))
         assert (request.placed, request.is_mixed) == ({0}, False)
 
@@ -192,26 +191,17 @@ class TestSlots:
         assert (running.placed, running.is_mixed) == ({0}, False)
         assert running.may_load is not failed
 
-    def test_a_late_report_of_an_earlier_admission_says_nothing(self, running: TicketedRequest) -> None:
-        """With a step in flight a request may be admitted again before its first load is reported."""
-        for _ in range(2):
-            admit(running, num_local=0)
-        running.note_load(result(failed=True))
-        assert (running.placed, running.state) == ({0, 1}, State.LOADING)
-        running.note_load(result())
-        assert (running.placed, running.state) == ({0, 1}, State.RUNNING)
-
     def test_a_look_that_admits_nothing_changes_nothing(self) -> None:
-        """vLLM looks a preempted request up again before the load of its last admission is reported."""
+        """vLLM looks a request up in every step in which it finds no room for it."""
         request = new_request()
-        admit(request, num_local=0)
         request.num_found = 128
+        admit(request, num_local=0)
         request.note_load(result(failed=True))
-        assert request.placed == frozenset()
+        assert (request.num_first_local, request.placed) == (0, frozenset())
 
 
 class TestRepairs:
-    """What was computed again of the placed copies is known with the last load's report."""
+    """What was computed again of the placed copies is known with the load's report."""
 
     def reported(self, *spans: Span) -> Any:
         return replace(result(), repaired=spans)
@@ -233,13 +223,6 @@ class TestRepairs:
         end(request, retains=False)
         assert request.finished().decision == "full"
         assert request.finished().num_computed == 400
-
-    def test_a_late_report_says_nothing_of_copies_that_are_gone(self) -> None:
-        request = new_request()
-        admit(request, num_local=0)
-        admit(request, num_local=0, held=(), loads=False)
-        request.note_load(self.reported(Span(10, 30)))
-        assert request.repaired == ()
 
 
 class TestReport:
@@ -267,15 +250,29 @@ class TestReport:
         ("failed", "unreadable", "lost"),
         [(False, (), None), (False, (1,), "segments_gone"), (False, (2,), None), (True, (), "load_failed")],
     )
-    def test_a_load_that_is_reported_after_the_end(
-        self, failed: bool, unreadable: tuple[int, ...], lost: str | None
+    def test_a_prompt_that_was_saved_early_and_is_loaded_again(
+        self, running: TicketedRequest, failed: bool, unreadable: tuple[int, ...], lost: str | None
     ) -> None:
-        """The retained prompt was taken to consist of copy 0; nothing is retained where it does not."""
-        request = new_request()
-        admit(request, num_local=0)
-        end(request, retains=True)
-        request.note_load(result(failed, unreadable))
-        assert (request.state, request.lost) == (State.SAVING, lost)
+        """Preempted in between. It was taken to consist of copy 0; no answer is added where it does not."""
+        running.retain(frozenset([0]), STORED)
+        admit(running, num_local=0)
+        running.note_load(result(failed, unreadable))
+        assert (running.state, running.lost) == (State.RUNNING, lost)
+        assert running.is_as_saved is (lost is None)
+
+    def test_one_that_is_aborted_while_it_is_loaded_again_leaves_its_prompt(
+        self, running: TicketedRequest
+    ) -> None:
+        """As it was reported; its blocks are vLLM's, which waits for the load."""
+        running.retain(frozenset([0]), STORED)
+        running.saved_early = STORED
+        running.note_prompt_saved()
+        admit(running, num_local=0)
+        running.end(num_prompt=400)
+        assert running.state is State.ENDING
+        running.note_load(result())
+        event = running.finished()
+        assert (running.state, event.reason, event.stored) == (State.DONE, "aborted", STORED)
 
     def test_why_less_was_shared(self) -> None:
         """What is not supported comes first, then a failed load, then what is missing."""

@@ -243,7 +243,7 @@ def test_a_worker_that_cannot_even_look_refuses(start: Any, monkeypatch: Any) ->
 
     given = start("llama").worker
     monkeypatch.setattr(worker, "PartialForward", fail)
-    fresh = worker.ConnectorWorker(given._config, given._spec, given._layer_names)
+    fresh = worker.ConnectorWorker(given._config, given._settings, given._spec, given._layer_names)
     fresh.attach_model(None)  # type: ignore[arg-type]  # it does not come to that
     assert fresh.handshake is not None
     assert "no such backend" in fresh.handshake.unsupported[0]

@@ -1,0 +1,84 @@
+"""
+Host memory for segments: one buffer, taken from the system as it is written, in extents that are allocated
+and freed. It can be registered with a device as a whole, shared by processes, and lie above slower tiers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import torch
+
+_GRAIN = 512  # bytes: so that any dtype lies aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes [start, end) of an arena."""
+
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+class Arena:
+    """
+    The smallest free extent that is large enough is taken first, so that the large ones stay large.
+
+    The same calls in the same order give the same extents: processes that share a buffer need not talk about
+    them. Not thread-safe.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.buffer = torch.empty(max_bytes, dtype=torch.uint8)
+        self.clear()
+
+    def clear(self) -> None:
+        """Free everything."""
+        self._by_size: list[tuple[int, int]] = []  # (bytes, start), ascending
+        self._by_start: dict[int, int] = {}  # start: end
+        self._by_end: dict[int, int] = {}
+        self._put(0, len(self.buffer) // _GRAIN * _GRAIN)
+
+    def allocate(self, num_bytes: int) -> Extent | None:
+        """Room for so many bytes in one piece; None if there is none."""
+        wanted = -(-num_bytes // _GRAIN) * _GRAIN
+        index = bisect_left(self._by_size, (wanted, 0))
+        if index == len(self._by_size):
+            return None
+        _, start = self._by_size[index]
+        end = self._by_start[start]
+        self._take(start)
+        self._put(start + wanted, end)
+        return Extent(start, start + wanted)
+
+    def free(self, extent: Extent) -> None:
+        """One that was allocated and is not free. It becomes one with its free neighbours."""
+        start, end = extent.start, extent.end
+        if start in self._by_end:
+            start = self._by_end[start]
+            self._take(start)
+        if end in self._by_start:
+            following = self._by_start[end]
+            self._take(end)
+            end = following
+        self._put(start, end)
+
+    def view(self, extent: Extent, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The extent's first bytes as a tensor; no more than it has."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.buffer[extent.start : extent.start + num_bytes].view(dtype).view(shape)
+
+    def _put(self, start: int, end: int) -> None:
+        if end > start:
+            insort(self._by_size, (end - start, start))
+            self._by_start[start] = end
+            self._by_end[end] = start
+
+    def _take(self, start: int) -> None:
+        end = self._by_start.pop(start)
+        del self._by_end[end]
+        del self._by_size[bisect_left(self._by_size, (end - start, start))]

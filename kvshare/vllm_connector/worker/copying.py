@@ -1,0 +1,94 @@
+"""
+A thread beside the worker's, which copies: one job after the other, in the order in which they are given.
+
+The order is what keeps bytes right: an extent that is freed and taken again is read before it is written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+
+from kvshare.safe_logging import classes_and_places
+
+log = logging.getLogger("vllm.kvshare")
+
+
+@dataclass(eq=False)
+class Job:
+    """Something to copy. `failed`: it raised an error, which was logged."""
+
+    what: str  # for the log
+    act: Callable[[], Mapping[str, float]]  # returns seconds by stage
+    failed: bool = False
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it is done by then."""
+        return self._done.wait(timeout_s)
+
+    def run(self) -> None:
+        try:
+            with torch.inference_mode():
+                self.seconds = self.act()
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            self.failed = True
+            log.error("kvshare: %s failed: %s", self.what, classes_and_places(exc))
+        self._done.set()
+
+
+class CopyThread:
+    """Starts with its first job; dies with the process."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Job] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Job) -> Job:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvshare-copies", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+        return job
+
+    def _run(self) -> None:
+        _be_modest()
+        while True:
+            self._jobs.get().run()
+
+
+def _be_modest() -> None:
+    """
+    One processor for this thread, and any: vLLM binds its own threads to processors, which others inherit.
+
+    Not torch's number of threads: part of that is everybody's.
+    """
+    try:
+        os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))
+        ctypes.CDLL(None).omp_set_num_threads(1)
+    except (AttributeError, OSError):
+        log.debug("kvshare: copies run on the processors and threads that vLLM has")
+
+
+class Lap:
+    """Seconds since the last look at it."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def __call__(self) -> float:
+        before, self._at = self._at, time.perf_counter()
+        return self._at - before
