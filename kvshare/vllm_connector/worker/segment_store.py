@@ -20,6 +20,8 @@ from delta_tree import SegmentId
 from kvshare.kv.arena import Arena, Extent
 from kvshare.kv.layout import KVLayout
 
+_SLACK = 8  # one part in so many more than segments may take: what is free does not lie in one piece
+
 
 @dataclass(slots=True, eq=False)
 class Stored:
@@ -45,7 +47,7 @@ class SegmentStore:
     """
 
     def __init__(self, max_bytes: int, layout: KVLayout) -> None:
-        self.arena = Arena(max_bytes)
+        self.arena = Arena(max_bytes + max_bytes // _SLACK)
         self._layout = layout
         self._stored: dict[SegmentId, Stored] = {}
 

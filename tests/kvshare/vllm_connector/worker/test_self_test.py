@@ -89,15 +89,15 @@ class TestSelfTest:
 
         vllm = start("llama")
         self_test = self.self_test(vllm)
-        common = PartialForward._common
+        inputs = PartialForward._inputs
 
-        def shortcut(forward: Any, runs: Any, slots: Any, positions: Any) -> Any:
-            metadata = common(forward, runs, slots, positions)
+        def shortcut(forward: Any, runs: Any) -> Any:
+            *others, metadata = inputs(forward, runs)
             metadata.causal = False
-            return metadata
+            return *others, metadata
 
         with monkeypatch.context() as patch:
-            patch.setattr(PartialForward, "_common", shortcut)
+            patch.setattr(PartialForward, "_inputs", shortcut)
             assert "partial attention" in self_test.check_partial_attention()
 
 
@@ -149,15 +149,16 @@ class TestMutations:
     def test_two_blocks_in_the_wrong_order(self, vllm: Any, monkeypatch: Any) -> None:
         from kvshare.vllm_connector.worker.partial_forward import PartialForward
 
-        common = PartialForward._common
+        inputs = PartialForward._inputs
 
-        def exchanged(forward: Any, runs: Any, slots: Any, positions: Any) -> Any:
-            metadata = common(forward, runs, slots, positions)
+        def exchanged(forward: Any, runs: Any) -> Any:
+            *others, metadata = inputs(forward, runs)
             table = metadata.block_table_tensor
-            table[:, [0, 1]] = table[:, [1, 0]]
-            return metadata
+            if table.shape[1] > 1:
+                table[:, [0, 1]] = table[:, [1, 0]]
+            return *others, metadata
 
-        monkeypatch.setattr(PartialForward, "_common", exchanged)
+        monkeypatch.setattr(PartialForward, "_inputs", exchanged)
         assert "partial attention" in self.self_test(vllm).check_partial_attention()
 
     def test_a_slot_off_by_one(self, vllm: Any, monkeypatch: Any) -> None:
@@ -170,14 +171,15 @@ class TestMutations:
     def test_a_slot_off_by_one_where_a_pass_writes(self, vllm: Any, monkeypatch: Any) -> None:
         from kvshare.vllm_connector.worker.partial_forward import PartialForward
 
-        common = PartialForward._common
+        inputs = PartialForward._inputs
 
-        def beside(forward: Any, runs: Any, slots: Any, positions: Any) -> Any:
+        def beside(forward: Any, runs: Any) -> Any:
+            token_ids, positions, slots, metadata = inputs(forward, runs)
             if len(runs) > 1:
-                slots[:] = slots.roll(1)
-            return common(forward, runs, slots, positions)
+                slots[:] = slots.roll(1)  # the metadata's, too
+            return token_ids, positions, slots, metadata
 
-        monkeypatch.setattr(PartialForward, "_common", beside)
+        monkeypatch.setattr(PartialForward, "_inputs", beside)
         assert "partial attention" in self.self_test(vllm).check_partial_attention()
 
     def test_a_rotation_of_the_wrong_sign(self, vllm: Any, monkeypatch: Any) -> None:

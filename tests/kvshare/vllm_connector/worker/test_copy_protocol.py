@@ -1,0 +1,287 @@
+"""
+Copies beside vLLM's steps, whenever they happen: the worker's real protocol, store, laying and gathering over
+a small cache. The thread that copies does so only when the test says; order is all that it promises.
+
+No block is given away while a copy from or to it is pending, no segment's bytes are overwritten before they
+are read, what is laid is what was saved, and everything that was begun is reported exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from delta_tree import SegmentId, Span
+from kvshare.vllm_protocol.messages import WireCopy
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvshare.vllm_connector.worker.copying import Job
+    from kvshare.vllm_connector.worker.worker import ConnectorWorker
+
+BLOCKS, BLOCK_SIZE, HEADS, DIM, LAYERS = 24, 8, 2, 4, 3
+NUM_TOKENS = 20  # of each request: three blocks, the last not full
+BYTES_PER_TOKEN = HEADS * LAYERS * 2 * DIM * 4
+
+
+class LateCopies:
+    """Jobs in the order in which they came, when `run` is called, or somebody waits for one."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[Job] = deque()
+
+    def submit(self, job: Job) -> Job:
+        self.jobs.append(job)
+        wait = job.wait
+
+        def run_until_done(timeout_s: float | None = None) -> bool:
+            while timeout_s is None and not job.is_done:
+                self.run()
+            return wait(0)
+
+        job.wait = run_until_done  # type: ignore[method-assign]
+        return job
+
+    def run(self) -> None:
+        self.jobs.popleft().run()
+
+
+class FakeForward:
+    """Computes a row that says at which position it stands."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.listening = None
+
+    def compute(self, runs: Any, *, watching: Any = None) -> None:
+        import torch
+
+        for run in runs:
+            slots = self.cache.slots(run.block_ids, run.span)
+            rows = torch.arange(run.span.start, run.span.end).float() + 0.5
+            rows = rows[None, :, None, None].expand(LAYERS, -1, HEADS, DIM)
+            self.cache.write(rows, -rows, slots)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    group = SimpleNamespace(world_size=1, rank_in_group=0)
+    with patch("kvshare.vllm_connector.worker.ranks.get_tp_group", lambda: group):
+        yield
+
+
+def new_worker(max_segments: int) -> ConnectorWorker:
+    import torch
+
+    from kvshare.kv.movement import STAYS
+    from kvshare.vllm_connector.config import ConnectorSettings
+    from kvshare.vllm_connector.worker.paged_cache import PagedCache
+    from kvshare.vllm_connector.worker.segment_store import SegmentStore
+    from kvshare.vllm_connector.worker.worker import ConnectorWorker
+
+    def update(_: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
+        cache[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = torch.cat([k, v], dim=-1)
+
+    layers = {
+        str(number): SimpleNamespace(
+            kv_cache=torch.zeros(BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM),
+            impl=SimpleNamespace(do_kv_cache_update=update),
+        )
+        for number in range(LAYERS)
+    }
+    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=NUM_TOKENS))
+    spec: Any = SimpleNamespace(block_size=BLOCK_SIZE)
+    worker = ConnectorWorker(config, ConnectorSettings(), spec, list(layers))
+    worker._cache = PagedCache(layers, block_size=BLOCK_SIZE)
+    assert worker._cache.find_layout(0) is None
+    worker._cache.kv_layout = worker._cache.kv_layout.moving([(STAYS, STAYS)] * LAYERS)
+    worker._forward = FakeForward(worker._cache)  # type: ignore[assignment]
+    worker._store = SegmentStore(max_segments * NUM_TOKENS * BYTES_PER_TOKEN, worker._cache.kv_layout)
+    worker._copies = LateCopies()  # type: ignore[assignment]
+    return worker
+
+
+class Protocol(RuleBasedStateMachine):
+    """vLLM's scheduler is the test: it gives blocks, and takes them back when it may."""
+
+    @initialize()
+    def start(self) -> None:
+        self.ranks = one_rank()
+        self.ranks.__enter__()
+        self.worker = new_worker(max_segments=4)
+        self.copies: LateCopies = self.worker._copies  # type: ignore[assignment]
+        self.free = list(range(1, BLOCKS))
+        self.numbers = iter(range(1, 10**6))
+        self.blocks: dict[str, tuple[int, ...]] = {}  # of requests that hold some
+        self.content: dict[str, float] = {}  # by request that has been computed: the value of its rows
+        self.segments: dict[SegmentId, float] = {}  # saved and reported
+        self.saving: dict[str, tuple[SegmentId, float, bool]] = {}  # and whether it has ended
+        self.loading: dict[str, tuple[SegmentId, bool]] = {}  # and whether it was cancelled
+        self.step: dict[str, Any] = {
+            "loads": [],
+            "saves": [],
+            "drops": [],
+            "cancelled": [],
+            "preempted": set(),
+        }
+
+    def teardown(self) -> None:
+        for _ in range(2 + len(self.loading)):
+            self.run_step()
+            while self.copies.jobs:
+                self.copies.run()
+        self.run_step()
+        assert not self.loading
+        assert not self.saving
+        assert sorted(self.free) == list(range(1, BLOCKS))
+        self.ranks.__exit__(None, None, None)
+
+    def rows(self, block_ids: tuple[int, ...]) -> torch.Tensor:
+        found = self.worker._cache.read(block_ids, Span(0, NUM_TOKENS))
+        assert (found.k == -found.v).all()
+        return found.k
+
+    def give_blocks(self) -> tuple[int, ...]:
+        given, self.free = self.free[:3], self.free[3:]
+        return tuple(given)
+
+    def take_blocks(self, name: str) -> None:
+        """Whoever has them next writes at once."""
+        import torch
+
+        own = self.blocks.pop(name)
+        for block in own:
+            slots = torch.arange(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+            rubbish = torch.full((LAYERS, BLOCK_SIZE, HEADS, DIM), -9.0)
+            self.worker._cache.write(rubbish, -rubbish, slots)
+        self.free += own
+
+    @precondition(lambda self: len(self.free) >= 3)
+    @rule(ends=st.booleans())
+    def save(self, ends: bool) -> None:
+        """A request is prefilled, and saved while it runs or when it has ended."""
+        import torch
+
+        from kvshare.vllm_connector.metadata import SaveRequest
+
+        number = next(self.numbers)
+        name, value, segment_id = f"s{number}", float(number), SegmentId(number)
+        self.blocks[name] = self.give_blocks()
+        slots = self.worker._cache.slots(self.blocks[name], Span(0, NUM_TOKENS))
+        rows = torch.full((LAYERS, NUM_TOKENS, HEADS, DIM), value)
+        self.worker._cache.write(rows, -rows, slots)
+        spans = ((segment_id, Span(0, NUM_TOKENS)),)
+        self.step["saves"].append(SaveRequest(name, self.blocks[name], spans, ends))
+        self.saving[name] = (segment_id, value, ends)
+
+    @precondition(lambda self: any(not ends for _, _, ends in self.saving.values()))
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        """A running request loses its blocks with the next step, whatever is being copied from them."""
+        running = [name for name, (_, _, ends) in self.saving.items() if not ends and name in self.blocks]
+        pending = {request.request_id for request in self.step["saves"]}
+        running = [name for name in running if name not in pending]  # in the step it runs in, it stays
+        if running:
+            self.step["preempted"].add(data.draw(st.sampled_from(running)))
+
+    @precondition(lambda self: self.segments and len(self.free) >= 3)
+    @rule(data=st.data(), has_hole=st.booleans())
+    def load(self, data: st.DataObject, has_hole: bool) -> None:
+        from kvshare.vllm_connector.metadata import LoadRequest
+
+        segment_id = data.draw(st.sampled_from(sorted(self.segments)))
+        name = f"l{next(self.numbers)}"
+        self.blocks[name] = self.give_blocks()
+        length = 15 if has_hole else NUM_TOKENS
+        start = NUM_TOKENS - length
+        copy = WireCopy(segment_id, start, length, start, start)
+        tokens = tuple(range(NUM_TOKENS))
+        self.step["loads"].append(LoadRequest(name, self.blocks[name], 0, NUM_TOKENS, tokens, (copy,)))
+        self.loading[name] = (segment_id, False)
+        self.content[name] = self.segments[segment_id]
+
+    @precondition(lambda self: self.segments)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """Loads of it may be on their way."""
+        segment_id = data.draw(st.sampled_from(sorted(self.segments)))
+        del self.segments[segment_id]
+        self.step["drops"].append(segment_id)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        """Its client is gone."""
+        name = data.draw(st.sampled_from(sorted(self.loading)))
+        self.loading[name] = (self.loading[name][0], True)
+        self.step["cancelled"].append(name)
+
+    @precondition(lambda self: self.copies.jobs)
+    @rule(count=st.integers(1, 3))
+    def copy(self, count: int) -> None:
+        for _ in range(min(count, len(self.copies.jobs))):
+            self.copies.run()
+
+    @rule()
+    def run_step(self) -> None:
+        from kvshare.vllm_connector.metadata import StepMetadata
+
+        made, self.step = self.step, {key: type(value)() for key, value in self.step.items()}
+        preempted = frozenset(made.pop("preempted"))
+        step = StepMetadata(**{key: tuple(value) for key, value in made.items()}, preempted=preempted)
+        self.worker.begin(step)
+        for name in preempted:
+            if name in self.blocks:
+                self.take_blocks(name)
+        self.worker.advance(step)
+        self.worker.save(step)
+        transfers, report = self.worker.take_transfers(), self.worker.build_connector_worker_meta()
+        failed = set() if report is None else report.failed_saves
+        for name in transfers.saved | (set() if report is None else report.saved_prompts):
+            segment_id, value, ends = self.saving.pop(name)
+            assert ends == (name in transfers.saved)
+            if name not in failed:
+                self.segments[segment_id] = value
+            if name in self.blocks:
+                self.take_blocks(name)
+        for name in transfers.loaded:
+            self.check_loaded(name, failed=name in transfers.failed)
+
+    def check_loaded(self, name: str, *, failed: bool) -> None:
+        _, is_cancelled = self.loading.pop(name)
+        assert not failed
+        if not is_cancelled:
+            rows = self.rows(self.blocks[name])
+            positions = [float(p) + 0.5 for p in range(NUM_TOKENS)]
+            for position, own in enumerate(rows.transpose(0, 1)):
+                laid, computed = self.content[name], positions[position]
+                assert (own == laid).all() or (position < 5 and (own == computed).all())
+        self.take_blocks(name)
+
+    @invariant()
+    def every_segment_is_what_was_saved(self) -> None:
+        for segment_id, stored in self.worker._store.find(self.segments).items():  # type: ignore[union-attr]
+            assert stored.is_whole
+            assert (stored.rows[:, :, 0] == self.segments[segment_id]).all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_comes_whenever_it_is_copied() -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        Protocol,
+        settings=settings(
+            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
