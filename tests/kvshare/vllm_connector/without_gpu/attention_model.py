@@ -182,6 +182,8 @@ def vllm_config(case: Case, folder: Path) -> VllmConfig:
     graphs = config.compilation_config
     graphs.cudagraph_mode, graphs.cudagraph_capture_sizes = CUDAGraphMode.FULL_AND_PIECEWISE, [1, 2, 4, 8]
     graphs.max_cudagraph_capture_size = 8
+    config.cache_config.kv_cache_layout = case.memory
+    config.attention_config.use_trtllm_attention = False  # vLLM would look for these kernels on a server
     return config
 
 

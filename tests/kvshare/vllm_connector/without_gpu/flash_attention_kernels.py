@@ -1,6 +1,5 @@
 """
-Stand-ins in torch for the CUDA kernels below vLLM's FlashAttention backend. They compute little and demand
-what the kernels do: a GPU reads past a tensor's end where these raise.
+Stand-ins in torch for the CUDA kernels below vLLM's FlashAttention backend.
 
 The demands on attention are the checks of `mha_fwd` and `mha_fwd_get_scheduler_metadata` in
 vllm-project/flash-attention, hopper/flash_api.cpp; beside them stands what that code relies on unchecked.
@@ -21,19 +20,11 @@ import torch
 from vllm.v1.attention.backends import flash_attn
 
 from tests.kvshare.vllm_connector.without_gpu.attention_model import dense_attention
+from tests.kvshare.vllm_connector.without_gpu.demands import demand, write
 
-_INT32, _INT64 = torch.int32, torch.int64
+_INT32 = torch.int32
 _FLOATS = (torch.float16, torch.bfloat16)
 _ALIGNED = 16  # bytes: what TMA wants of every stride but the last
-
-
-class Refused(AssertionError):
-    """A kernel would not have taken this, or would have gone wrong with it."""
-
-
-def demand(fulfilled: object, what: str) -> None:
-    if not fulfilled:
-        raise Refused(what)
 
 
 @dataclass
@@ -130,26 +121,3 @@ def check_table(table: torch.Tensor, seq_lens: torch.Tensor, k: torch.Tensor) ->
     demand(len(table) == len(seq_lens), "a row of the table per sequence")
     demand(bool((seq_lens <= table.shape[1] * page_size).all()), "a table as wide as the longest sequence")
     demand(bool(((table >= 0) & (table < num_pages)).all()), "pages that there are")
-
-
-def write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-) -> None:
-    """`reshape_and_cache_flash`: rows (T, H, D) into pages (B, N, H, D)."""
-    demand(slots.dtype == _INT64 and slots.is_contiguous(), "contiguous int64 slots")
-    demand(len(slots) <= len(key) == len(value), "a row for every slot")
-    demand(kv_cache_dtype == "auto", "KV is not quantised")
-    demand(float(k_scale) == float(v_scale) == 1, "KV is not scaled")
-    num_pages, page_size = key_cache.shape[:2]
-    demand(bool(((slots >= 0) & (slots < num_pages * page_size)).all()), "slots that there are")
-    for rows, cache in ((key, key_cache), (value, value_cache)):
-        demand(rows.dtype == cache.dtype and rows.stride(-1) == cache.stride(-1) == 1, "rows as in the cache")
-        demand(rows.shape[1:] == cache.shape[2:], "heads as in the cache")
-        cache[slots // page_size, slots % page_size] = rows[: len(slots)]

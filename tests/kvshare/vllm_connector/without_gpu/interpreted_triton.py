@@ -1,6 +1,6 @@
 """
-What test_triton_kernels.py starts: vLLM's Triton kernels in Triton's interpreter, and what came of each case
-as a JSON line on stdout.
+What the fixture `interpreter` starts: vLLM's Triton kernels in Triton's interpreter. Each line of stdin is
+what to try, and for each there is one on stdout with what came of it.
 
 A process of its own, with TRITON_INTERPRET=1: Triton and vLLM look at the machine once, when imported.
 """
@@ -43,20 +43,25 @@ def _as_float32(number: TensorHandle) -> TensorHandle:
     return TensorHandle((number.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
-def main(folder: Path, asked: list[dict[str, Any]]) -> None:
+def main(folder: Path) -> None:
     prepare()
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
     from tests.kvshare.vllm_connector.without_gpu.attention_model import Case, Setting
+    from tests.kvshare.vllm_connector.without_gpu.flashinfer_kernels import FlashInferBackend, planned
     from tests.kvshare.vllm_connector.without_gpu.scattered_runs import FAULTS, LONG, SINGLE, try_out
 
     assert HAS_TRITON
-    for one in asked:
-        setting = Setting(Case(**one["case"]), TritonAttentionBackend, folder)
-        outcome = try_out(setting, SINGLE if one["single"] else LONG, FAULTS[one["fault"]])
-        sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
+    backends = {"triton": TritonAttentionBackend, "flashinfer": FlashInferBackend}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        planned.clear()
+        setting = Setting(Case(**asked["case"]), backends[asked["backend"]], folder)
+        outcome = try_out(setting, SINGLE if asked["single"] else LONG, FAULTS[asked["fault"]])
+        sys.stdout.write(json.dumps({**asdict(outcome), "planned": planned}) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -95,7 +95,7 @@ def test_metadata_that_is_not_as_the_kernels_want_it(
     make: Make, change: Callable[[Any], dict[str, Any]], refusal: str
 ) -> None:
     """What the stand-ins demand, they notice: the tests above would fail with any of these."""
-    from tests.kvshare.vllm_connector.without_gpu.flash_attention_kernels import Refused
+    from tests.kvshare.vllm_connector.without_gpu.demands import Refused
     from tests.kvshare.vllm_connector.without_gpu.scattered_runs import LONG, fault_in_metadata, try_out
 
     setting, _ = make()
@@ -114,7 +114,7 @@ def test_metadata_that_is_not_as_the_kernels_want_it(
 def test_slots_that_are_not_as_the_kernels_want_them(
     make: Make, change: Callable[[Any], Any], refusal: str
 ) -> None:
-    from tests.kvshare.vllm_connector.without_gpu.flash_attention_kernels import Refused
+    from tests.kvshare.vllm_connector.without_gpu.demands import Refused
     from tests.kvshare.vllm_connector.without_gpu.scattered_runs import LONG, fault_in_slots, try_out
 
     setting, _ = make()
@@ -124,7 +124,7 @@ def test_slots_that_are_not_as_the_kernels_want_them(
 
 def test_more_runs_than_vllms_buffers_have_rows(make: Make) -> None:
     """`PartialForward` splits by the number that vLLM was configured with."""
-    from tests.kvshare.vllm_connector.without_gpu.flash_attention_kernels import Refused
+    from tests.kvshare.vllm_connector.without_gpu.demands import Refused
     from tests.kvshare.vllm_connector.without_gpu.scattered_runs import LONG, try_out
 
     setting, kernels = make()
