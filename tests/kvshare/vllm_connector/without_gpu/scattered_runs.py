@@ -30,8 +30,8 @@ Fault = Callable[[Setting], AbstractContextManager[None]]
 
 PROBED_BLOCK = 1
 LONG: Spans = {
-    "first": (Span(3, 4), Span(20, 37), Span(45, 67)),
-    "second": (Span(0, 17), Span(40, 41), Span(43, 50)),
+    "first": (Span(3, 20), Span(24, 25), Span(45, 67)),
+    "second": (Span(0, 17), Span(20, 27), Span(40, 41)),
 }
 SINGLE: Spans = {"first": (Span(3, 4), Span(37, 38), Span(69, 70)), "second": (Span(48, 49),)}
 """Of 1, 17 and more than a block's tokens, more runs than one pass takes; single tokens, as probes are."""

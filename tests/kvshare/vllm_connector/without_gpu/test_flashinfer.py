@@ -19,7 +19,7 @@ WRONG = 1.0
 
 @pytest.mark.parametrize("memory", ["LBNHC", "LBHNC"])
 def test_short_runs_come_first_and_are_decodes(interpreter: Interpreter, memory: str) -> None:
-    """Of 1, 17, 22 and 17 tokens, then of 1 and 7: behind a longer one a single token would be a prefill."""
+    """Of 17, 1, 22 and 17 tokens, then of 7 and 1: behind a longer one a single token would be a prefill."""
     found = interpreter("flashinfer", memory=memory, dtype="bfloat16")
     assert found["planned"] == [["prefill", 3], ["decode", 1], ["prefill", 1], ["decode", 1]]
     assert (found["problem"], found["layout"]) == (None, "content")
