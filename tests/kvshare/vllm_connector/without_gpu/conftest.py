@@ -48,6 +48,7 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interprete
         answer = next((line for line in answers if line.startswith("{")), None)
         assert answer is not None, "the interpreter's process has ended; its stderr says why"
         found: dict[str, Any] = json.loads(answer)
+        assert "error" not in found, found["error"]
         return found
 
     yield ask

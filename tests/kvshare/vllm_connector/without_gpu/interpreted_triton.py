@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,9 +58,13 @@ def main(folder: Path) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         planned.clear()
-        setting = Setting(Case(**asked["case"]), backends[asked["backend"]], folder)
-        outcome = try_out(setting, SINGLE if asked["single"] else LONG, FAULTS[asked["fault"]])
-        sys.stdout.write(json.dumps({**asdict(outcome), "planned": planned}) + "\n")
+        try:
+            setting = Setting(Case(**asked["case"]), backends[asked["backend"]], folder)
+            outcome = try_out(setting, SINGLE if asked["single"] else LONG, FAULTS[asked["fault"]])
+            answer = {**asdict(outcome), "planned": planned}
+        except Exception:  # noqa: BLE001  the test that asked fails with it
+            answer = {"error": traceback.format_exc()}
+        sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 

@@ -44,7 +44,6 @@ _BLOCK_IDS = {"first": (21, 5, 30, 17, 2), "second": (9, 31, 3, 24)}
 class Outcome:
     """Errors in units of the typical value; 0 where bits are compared."""
 
-    problem: str | None  # of `find_layout`
     layout: str
     read_back: float  # rows that were written: by `read`, and the same by `rows` and `keys`
     attention: float  # what the runs' rows got from attention
@@ -79,13 +78,13 @@ def try_out(setting: Setting, spans: Spans, fault: Fault = nothing_wrong) -> Out
     """`fault`: made while the runs are computed."""
     cache = setting.cache
     problem = cache.find_layout(PROBED_BLOCK)
+    assert problem is None, problem
     requests = [Request(name, setting, runs) for name, runs in spans.items()]
     for request in requests:
         request.place_copies(cache)
     read_back = max(_not_read_back(cache, request) for request in requests)
     attention = _compute(setting, requests, fault)
     return Outcome(
-        problem,
         cache.layout,
         read_back,
         attention,

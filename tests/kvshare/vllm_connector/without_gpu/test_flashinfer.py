@@ -22,7 +22,7 @@ def test_short_runs_come_first_and_are_decodes(interpreter: Interpreter, memory:
     """Of 17, 1, 22 and 17 tokens, then of 7 and 1: behind a longer one a single token would be a prefill."""
     found = interpreter("flashinfer", memory=memory, dtype="bfloat16")
     assert found["planned"] == [["prefill", 3], ["decode", 1], ["prefill", 1], ["decode", 1]]
-    assert (found["problem"], found["layout"]) == (None, "content")
+    assert found["layout"] == "content"
     assert found["read_back"] == found["elsewhere"] == 0
     assert max(found["attention"], found["kv"]) <= LIMIT
 

@@ -172,19 +172,3 @@ def test_a_load_that_fails_is_computed_by_vllm(
     assert (event.decision, event.reason) == ("full", "load_failed")
     reported = [bool(output.invalid_block_ids) for output in driven.outputs]
     assert reported == [bool(metadata.loads) for metadata in driven.metadata]
-
-
-def test_dummy_runs_do_not_reach_the_connector(driven: Driven) -> None:
-    """V2 turns it off while it profiles and captures graphs, and on again."""
-    from vllm.distributed.kv_transfer import has_kv_transfer_group
-
-    driven.steps.append([])
-    driven._driver.set_disabled(True)
-    try:
-        assert not has_kv_transfer_group()
-        driven._driver.pre_forward(SimpleNamespace(kv_connector_metadata=None))
-        assert driven._driver.post_forward(set()) is None
-    finally:
-        driven._driver.set_disabled(False)
-    assert has_kv_transfer_group()
-    assert driven.steps == [[]]
