@@ -57,10 +57,6 @@ class Config(EditedConfig):
         return max(self.concurrency, self.requests // 2)
 
     @property
-    def prefill_requests(self) -> int:
-        return max(self.concurrency, self.requests // 4)
-
-    @property
     def rates(self) -> list[float]:
         """Requests a second; none in a closed loop. Raises ConfigError."""
         try:
@@ -134,8 +130,7 @@ class _Sequences:
         return new_sequence(self.rng, self.config, [], num_requests=self.config.unrelated_requests)
 
     def prefills(self) -> list[Request]:
-        own = new_sequence(self.rng, self.config, [], num_requests=self.config.prefill_requests)
-        return [replace(request, max_tokens=1) for request in own]
+        return [replace(request, max_tokens=1) for request in self.unrelated()]
 
 
 def new_sequence(
