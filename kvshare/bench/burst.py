@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 
 from delta_tree import TokenIds
-from kvshare.bench.harness import Answer, ask, edited, environment, median, random_prompt, running_engine
+from kvshare.bench.harness import (
+    Answer,
+    ask,
+    edited,
+    environment,
+    median,
+    random_prompt,
+    rounds,
+    running_engine,
+)
 from kvshare.bench.random_models import timing_model
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.requests import SharingMode
@@ -46,12 +55,12 @@ async def run(
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     reused: dict[str, list[float]] = {name: [] for name in ARMS}
     async with running_engine(model, {"index.dense": False}) as engine:
-        for repeat in range(repeats + 1):
-            for name in ARMS if repeat % 2 else reversed(ARMS):
+        for counts, order in rounds(ARMS, repeats):
+            for name in order:
                 base = draw(prompt_tokens)
                 prompts = [edited(base, changed=changed, edits=edits, draw=draw) for _ in range(concurrency)]
                 answers = await _served(engine, name, prompts)
-                if repeat:  # the first warms up
+                if counts:
                     seconds[name].append(time_of(name, [answer.first_token_s for answer in answers]))
                     reused[name].append(_reused(answers))
     return {"engine": "embedded", **ratios(seconds, reused), "environment": environment()}

@@ -1,17 +1,19 @@
-"""Percentiles, this process's memory and files' sizes."""
+"""Percentiles, intervals, this process's memory and files' sizes."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import linregress, t
 
 _KINDS = ("RssAnon", "RssFile")
+_CONFIDENCE = 0.95
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -19,6 +21,40 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     values: NDArray[np.float64] = 1e3 * np.asarray(seconds)
     found = {f"p{q}_ms": round(float(np.percentile(values, q)), 3) for q in (50, 90, 99)}
     return {**found, "max_ms": round(float(values.max()), 3)}
+
+
+def interval(values: Sequence[float]) -> dict[str, float] | None:
+    """Student's 95 % interval of the mean over repeats; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    middle = float(np.mean(values))
+    error = float(np.std(values, ddof=1)) / np.sqrt(len(values))
+    return _around(middle, error, len(values) - 1)
+
+
+def intervals(values: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float] | None]:
+    """The same of several figures."""
+    return {name: interval(found) for name, found in values.items()}
+
+
+def trend(values: Sequence[float]) -> tuple[float, dict[str, float] | None]:
+    """
+    Relative change from one value to the next, -0.01 for 1 % less each time, and its 95 % interval.
+
+    The slope of a line through the logarithms; no interval for fewer than three values.
+    """
+    if len(values) < 2:
+        raise ValueError("a trend needs two values")
+    line = linregress(np.arange(len(values)), np.log(values))
+    if len(values) < 3:
+        return float(np.expm1(line.slope)), None
+    found = _around(float(line.slope), float(line.stderr), len(values) - 2)
+    return float(np.expm1(line.slope)), {end: float(np.expm1(value)) for end, value in found.items()}
+
+
+def _around(middle: float, error: float, freedom: int) -> dict[str, float]:
+    reach = float(t.ppf((1 + _CONFIDENCE) / 2, freedom)) * error
+    return {"low": middle - reach, "high": middle + reach}
 
 
 def memory_bytes() -> dict[str, int]:

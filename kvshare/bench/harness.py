@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -114,6 +114,16 @@ def edited(prompt: TokenIds, *, changed: float, edits: int, draw: Callable[[int]
         start = place * len(tokens) // (edits + 1) - length // 2
         tokens[start : start + length] = draw(length)
     return token_ids(tokens)
+
+
+def rounds(arms: Sequence[str], repeats: int, *, warms_up: bool = True) -> Iterator[tuple[bool, list[str]]]:
+    """
+    The arms of each round, from either end in turns: who comes second finds warm caches.
+
+    With each, whether it counts: one round more goes first and warms up, unless told not to.
+    """
+    for number in range(0 if warms_up else 1, repeats + 1):
+        yield number > 0, list(arms if number % 2 else reversed(arms))
 
 
 def median(values: Sequence[float]) -> float:

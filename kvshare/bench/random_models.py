@@ -139,6 +139,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
 _LLAMAS = {  # hidden and intermediate size, layers, heads, heads of K and V
     "small": (256, 512, 4, 4, 2),  # about 3 M parameters
     "timing": (768, 2304, 14, 12, 4),  # about 100 M parameters
+    "long": (768, 2304, 4, 12, 4),  # the same with fewer layers, for prompts of tens of thousands of tokens
 }
 
 
@@ -159,7 +160,7 @@ def tiny_model(
 
 
 def llama_config(size: str, *, max_position_embeddings: int, vocab_size: int) -> LlamaConfig:
-    """Of the "small" or the "timing" model."""
+    """Of the "small", the "timing" or the "long" model."""
     hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = _LLAMAS[size]
     return LlamaConfig(
         vocab_size=vocab_size,
@@ -169,13 +170,13 @@ def llama_config(size: str, *, max_position_embeddings: int, vocab_size: int) ->
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=size == "timing",
+        tie_word_embeddings=size != "small",
         eos_token_id=None,
     )
 
 
 def llama(size: str, *, max_position_embeddings: int, vocab_size: int, seed: int = 0) -> PreTrainedModel:
-    """The "small" one's answers depend on the whole prompt; the "timing" one is large enough to time."""
+    """The "small" one's answers depend on the whole prompt; the others are large enough to time."""
     torch.manual_seed(seed)
     config = llama_config(size, max_position_embeddings=max_position_embeddings, vocab_size=vocab_size)
     model: PreTrainedModel = LlamaForCausalLM(config).train(False)  # type: ignore[no-untyped-call]  # no types
@@ -230,7 +231,7 @@ def _spread(model: PreTrainedModel, std: float) -> PreTrainedModel:
 
 
 def write_model(name: str, folder: Path, *, dtype: str, max_model_len: int, seed: int = 0) -> Path:
-    """The "timing" or the "small" model. Returns its folder."""
+    """The "timing", the "long" or the "small" model. Returns its folder."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no types
     model = llama(name, max_position_embeddings=max_model_len, vocab_size=DEMO_VOCAB_SIZE, seed=seed)
     model.to(getattr(torch, dtype)).save_pretrained(folder)

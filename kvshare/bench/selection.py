@@ -20,7 +20,7 @@ import torch
 
 from delta_tree import Span, TokenIds, merge, token_ids
 from kvshare.bench.fidelity.shelf import Shelf
-from kvshare.bench.harness import edited, environment, median, random_prompt
+from kvshare.bench.harness import edited, environment, median, random_prompt, rounds
 from kvshare.bench.random_models import llama
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.prefill import Prefill
@@ -32,6 +32,7 @@ from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.selection import choose_by_place
 
 _VOCAB_SIZE = 1000
+ARMS = ("chosen", "unselected")
 _PASSAGES = 8
 ALWAYS_CHOOSE = {"repair.rule": "attention", "sharing.max_deviation": 1e6}
 
@@ -73,21 +74,24 @@ def _measured(
     num_tokens: int,
     repeats: int,
 ) -> dict[str, Any]:
-    chosen, unselected, plan = [], [], None
-    for repeat in range(repeats + 1):
+    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
+    plan = None
+    for counts, order in rounds(ARMS, repeats):
         shelf, donor = Shelf(settings.sharing), random_prompt(rng, num_tokens, _VOCAB_SIZE)
         stored = model.new_sequence(num_tokens)
         _compute(model, stored, donor, (Span(0, num_tokens),), settings)
         shelf.store(donor, stored, NoPlan("off"))
         tokens = change(donor)
         plan = ordered(shelf.plan(tokens, settings, can_probe=True))
-        if repeat % 2:  # who comes second finds warm caches
-            chosen.append(_chosen(model, shelf, tokens, plan, settings))
-        unselected.append(_unselected(model, tokens, plan, settings))
-        if not repeat % 2:
-            chosen.append(_chosen(model, shelf, tokens, plan, settings))
+        for name in order:
+            if name == "chosen":
+                taken = _chosen(model, shelf, tokens, plan, settings)
+            else:
+                taken = _unselected(model, tokens, plan, settings)
+            if counts:
+                seconds[name].append(taken)
     assert plan is not None
-    return {**summary(chosen[1:], unselected[1:]), "tokens": token_counts(plan)}  # the first warms up
+    return {**summary(seconds["chosen"], seconds["unselected"]), "tokens": token_counts(plan)}
 
 
 def ordered(plan: Plan | NoPlan) -> Plan:

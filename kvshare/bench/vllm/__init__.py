@@ -6,4 +6,5 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
     client.py    one streamed request and its times
     reports.py   what the proxy tells its operator
     prompts.py   near-duplicates and strangers
+    sequences.py many requests, in a closed or an open loop
 """

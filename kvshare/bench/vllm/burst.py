@@ -20,6 +20,7 @@ import numpy as np
 
 from delta_tree import TokenIds
 from kvshare.bench.burst import ARMS, ratios, time_of
+from kvshare.bench.harness import rounds
 from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client
 from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
@@ -47,13 +48,13 @@ async def measure(servers: Stack, config: Config) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     reused: dict[str, list[float]] = {name: [] for name in ARMS}
     async with servers.clients() as (plain, proxy):
-        for repeat in range(config.repeats + 1):
-            for name in ARMS if repeat % 2 else reversed(ARMS):
+        for counts, order in rounds(ARMS, config.repeats):
+            for name in order:
                 base = config.stranger(rng)
                 prompts = [config.edited(rng, base) for _ in range(config.concurrency)]
                 answers = await _served(name, plain if name == "full" else proxy, prompts, config.max_tokens)
                 await reports.settle(proxy)
-                if repeat:  # the first warms up
+                if counts:
                     seconds[name].append(time_of(name, [answer.ttft_s for answer in answers]))
                     num_cached = sum(answer.num_cached for answer in answers)
                     reused[name].append(num_cached / sum(map(len, prompts)))

@@ -7,7 +7,7 @@ Prompts go as token ids, so that every server sees the same ones. Greedy, of a f
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,6 +25,7 @@ from kvshare.replay.live_client import events, session
 class Answer:
     """What came back of one request. Times are seconds since it was sent."""
 
+    sent_at_s: float = 0.0  # by `time.perf_counter`
     token_times_s: list[float] = field(default_factory=list)  # one per chunk that brings tokens
     token_ids: list[int] = field(default_factory=list)  # these three only if asked for
     logprobs: list[float] = field(default_factory=list)
@@ -67,22 +68,25 @@ class Client:
         num_top: int = 0,
         extra: Mapping[str, Any] | None = None,
         abort_after: int | None = None,
+        on_chunk: Callable[[int], None] | None = None,
     ) -> Answer:
         """
         `num_top`: ask for token ids and the log-probabilities of so many of the likeliest. `extra`: further
-        keys of the body. `abort_after`: hang up once so many chunks have come.
+        keys of the body. `abort_after`: hang up once so many chunks have come. `on_chunk`: is called with
+        how many have come.
 
         Raises:  EngineError if the server refuses, breaks off or sends another number of tokens
         """
         body = {**_body(prompt, max_tokens=max_tokens, num_top=num_top), **(extra or {})}
-        answer = Answer()
-        began = time.perf_counter()
+        answer = Answer(sent_at_s=(began := time.perf_counter()))
         try:
             async with self._session.post("/v1/completions", json=body) as response:
                 if response.status != 200:
                     await _text(response)
                 async for chunk in _chunks(response):
                     _take(answer, chunk, time.perf_counter() - began)
+                    if on_chunk is not None:
+                        on_chunk(len(answer.token_times_s))
                     if abort_after is not None and len(answer.token_times_s) >= abort_after:
                         answer.aborted = True
                         response.close()

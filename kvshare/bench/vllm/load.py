@@ -1,34 +1,42 @@
 """
-`kvshare bench load --engine vllm`: throughput and latency under a closed loop of concurrent clients.
+`kvshare bench load --engine vllm`: throughput and latency of concurrent clients.
 
-Two kinds of traffic, each as the same sequence of requests to both arms, stock vLLM with its prefix cache and
-vLLM with KVShare behind the proxy, turn and turn about:
-    mixed       half edits of a few popular prompts, the first edit near the top, half strangers; with a
-                workload the prompts of that file in its order instead, the next ones in each repeat
-    unrelated   strangers only: what sharing costs where there is nothing to share
+The same sequence of requests goes to both arms, stock vLLM with its prefix cache and vLLM with KVShare behind
+the proxy, turn and turn about:
+    mixed       half edits of a few popular prompts, the first edit near the top, half unrelated prompts; with
+                a workload the prompts of that file in its order instead, the next ones in each repeat
+    unrelated   unrelated prompts only: what sharing costs where there is nothing to share
+    prefill     unrelated prompts of which one token is generated, to stock vLLM only: what a prefill costs
+In a closed loop, where each client sends its next request when its last one is answered. With `--rate` in an
+open loop, mixed only: requests come by chance, so many a second, whatever is answered by then.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from delta_tree import TokenIds
-from kvshare.bench.figures import percentiles
-from kvshare.bench.harness import median
+from delta_tree import Span, TokenIds
+from kvshare.bench.bound import computed_spans, prefill_flops
+from kvshare.bench.harness import rounds
 from kvshare.bench.vllm import reports
-from kvshare.bench.vllm.client import Answer, Client
-from kvshare.bench.vllm.reports import watching
+from kvshare.bench.vllm.client import Client
+from kvshare.bench.vllm.load_figures import Played, closed_figures, open_figures
+from kvshare.bench.vllm.reports import Watch
+from kvshare.bench.vllm.sequences import Load, Request, play, play_open, poisson_arrivals
 from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
 from kvshare.bench.vllm.workload import FilePrompts, read_prompts
+from kvshare.errors import ConfigError
+from kvshare.fleet.client import ControlClient
 
-_ARMS = ("plain", "shared")
+ARMS = ("plain", "shared")
+_AFTERWARDS_S = 0.5  # what is left to do after the last answer counts as well: storing it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +49,23 @@ class Config(EditedConfig):
     min_output: int = 16
     max_output: int = 32
     repeats: int = 1
+    rate: str | None = None  # requests a second, with commas
     workload: Path | None = None  # a file whose prompts take the place of made-up ones
 
     @property
     def unrelated_requests(self) -> int:
         return max(self.concurrency, self.requests // 2)
+
+    @property
+    def rates(self) -> list[float]:
+        """Requests a second; none in a closed loop. Raises ConfigError."""
+        try:
+            rates = [float(each) for each in self.rate.split(",")] if self.rate is not None else []
+        except ValueError:
+            rates = [math.nan]
+        if not all(0 < rate < math.inf for rate in rates):
+            raise ConfigError("--rate", f"expected positive numbers with commas, got {self.rate!r}")
+        return rates
 
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "unrelated_requests": self.unrelated_requests}
@@ -55,92 +75,62 @@ class Config(EditedConfig):
         return int(rng.integers(self.min_output, self.max_output + 1))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """One request of a sequence. `is_near`: of a donor that was served before; None where nobody says."""
-
-    prompt: TokenIds
-    max_tokens: int
-    is_near: bool | None
-
-
 def run(config: Config) -> dict[str, Any]:
     """
     Ratios are medians over `repeats` sequences, each new to all servers.
 
-    Raises:  EngineError, and LogError where the workload cannot be sent
+    Raises:  ConfigError for rates that are none, EngineError, and LogError where the workload cannot be sent
     """
-    given = None
+    num_prompts, given = max(1, len(config.rates)) * config.repeats * config.requests, None
     if config.workload is not None:
-        num_prompts = config.repeats * config.requests
         given = read_prompts(config.workload, num_prompts=num_prompts, max_tokens=config.prompt_tokens)
-    vllm = replace(
-        config.vllm,
-        max_model_len=config.prompt_tokens + config.max_output + 32,
-        max_num_batched_tokens=640,  # short prefills must not wait for a whole long one, see docs/log.md
-        long_prefill_tokens=min(512, config.prompt_tokens),
-    )
+    vllm = replace(config.vllm, max_model_len=config.prompt_tokens + config.max_output + 32)
     with stack(StackOptions(vllm=vllm, kv_bytes=2 * 2**30, seed=config.seed)) as servers:
         return asyncio.run(measure(servers, config, given))
 
 
 async def measure(servers: Stack, config: Config, given: FilePrompts | None = None) -> dict[str, Any]:
-    """The same over servers that run already. `given`: `requests` prompts for each repeat."""
+    """The same over servers that run already. `given`: `requests` prompts for each repeat and rate."""
     rng = np.random.default_rng(config.seed)
-    donors = [config.stranger(rng) for _ in range(config.families)]
-    loads: dict[str, _Loads] = {kind: {name: [] for name in _ARMS} for kind in ("mixed", "unrelated")}
+    sequences = _Sequences(rng, config, [config.stranger(rng) for _ in range(config.families)], given)
     async with servers.clients() as (plain, proxy), servers.control() as control:
-        clients = {"plain": plain, "shared": proxy}
-        donated = [Request(donor, config.min_output, is_near=False) for donor in donors]
-        for client in clients.values():
-            await play(client, donated, concurrency=config.concurrency)
-        await reports.settle(proxy)
-        async with watching(control) as watch:
-            for repeat in range(config.repeats):
-                if given is None:
-                    sequence = new_sequence(rng, config, donors, num_requests=config.requests)
-                else:
-                    own = given.prompts[repeat * config.requests : (repeat + 1) * config.requests]
-                    sequence = given_sequence(rng, config, own)
-                await _both(clients, loads["mixed"], sequence, config)
-                strangers = new_sequence(rng, config, [], num_requests=config.unrelated_requests)
-                await _both(clients, loads["unrelated"], strangers, config)
+        bench = _Load(servers, config, {"plain": plain, "shared": proxy}, control)
+        await bench.start(sequences.donated())
+        measured = await (bench.open_loop(sequences) if config.rates else bench.closed_loop(sequences))
     summary = {
         **document("load", servers.options, config),
-        **_ratios(loads),
-        **{kind: {name: figures(own) for name, own in both.items()} for kind, both in loads.items()},
-        "decisions": watch.decisions,
+        **measured,
+        "decisions": bench.watch.decisions,
     }
     return summary if given is None else {**summary, "workload": given.description}
 
 
-async def _both(clients: dict[str, Client], loads: _Loads, sequence: list[Request], config: Config) -> None:
-    """The other arm first each time, and none pays for what the other left to do."""
-    order = _ARMS if len(loads["plain"]) % 2 else tuple(reversed(_ARMS))
-    for name in order:
-        loads[name].append(await play(clients[name], sequence, concurrency=config.concurrency))
-        await reports.settle(clients["shared"])
+@dataclass(slots=True)
+class _Sequences:
+    """Draws what is sent."""
 
+    rng: np.random.Generator
+    config: Config
+    donors: Sequence[TokenIds]
+    given: FilePrompts | None
+    num_sent: int = 0  # of the given prompts
 
-def _ratios(loads: Mapping[str, _Loads]) -> dict[str, Any]:
-    """Shared over plain, per repeat and in the middle: requests a second, and median time to first token."""
-    throughput, ttft = {}, {}
-    for kind, both in loads.items():
-        pairs = list(zip(both["shared"], both["plain"], strict=True))
-        throughput[kind] = [shared.completed_per_s / plain.completed_per_s for shared, plain in pairs]
-        ttft[kind] = [median(shared.ttft_s()) / median(plain.ttft_s()) for shared, plain in pairs]
-    return {
-        "throughput_ratio": median(throughput["mixed"]),
-        "ttft_p50_ratio": median(ttft["mixed"]),
-        "unrelated_loss": 1 - median(throughput["unrelated"]),
-        "unrelated_ttft_loss": median(ttft["unrelated"]) - 1,
-        "ratios": {
-            "throughput": throughput["mixed"],
-            "ttft_p50": ttft["mixed"],
-            "unrelated_throughput": throughput["unrelated"],
-            "unrelated_ttft_p50": ttft["unrelated"],
-        },
-    }
+    def donated(self) -> list[Request]:
+        """The popular prompts themselves."""
+        return [Request(donor, self.config.min_output, is_near=False) for donor in self.donors]
+
+    def mixed(self) -> list[Request]:
+        if self.given is None:
+            return new_sequence(self.rng, self.config, self.donors, num_requests=self.config.requests)
+        own = self.given.prompts[self.num_sent : self.num_sent + self.config.requests]
+        self.num_sent += self.config.requests
+        return given_sequence(self.rng, self.config, own)
+
+    def unrelated(self) -> list[Request]:
+        return new_sequence(self.rng, self.config, [], num_requests=self.config.unrelated_requests)
+
+    def prefills(self) -> list[Request]:
+        return [replace(request, max_tokens=1) for request in self.unrelated()]
 
 
 def new_sequence(
@@ -163,56 +153,70 @@ def given_sequence(rng: np.random.Generator, config: Config, prompts: Sequence[T
     return [Request(prompt, config.draw_output(rng), is_near=None) for prompt in prompts]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What came of a sequence: all answers in its order, and how long it took."""
+@dataclass(slots=True)
+class _Load:
+    """Both arms, and what the connector reports between sequences: while one runs nobody asks it."""
 
-    requests: Sequence[Request]
-    answers: Sequence[Answer]
-    seconds: float
+    servers: Stack
+    config: Config
+    clients: dict[str, Client]
+    control: ControlClient
+    watch: Watch = field(default_factory=Watch)
 
-    @property
-    def completed_per_s(self) -> float:
-        return len(self.answers) / self.seconds
+    async def start(self, donated: Sequence[Request]) -> None:
+        """Every arm has served the popular prompts."""
+        for client in self.clients.values():
+            await play(client, donated, concurrency=self.config.concurrency)
+        await reports.settle(self.clients["shared"])
+        await self.watch.look(self.control)
+        self.watch.finished.clear()
 
-    def ttft_s(self, *, is_near: bool | None = None) -> list[float]:
-        return [
-            answer.ttft_s
-            for request, answer in zip(self.requests, self.answers, strict=True)
-            if is_near is None or request.is_near is is_near
-        ]
+    async def closed_loop(self, sequences: _Sequences) -> dict[str, Any]:
+        found: dict[str, dict[str, list[Played]]] = {
+            kind: {name: [] for name in ARMS} for kind in ("mixed", "unrelated")
+        }
+        prefills = []
+        for _, order in rounds(ARMS, self.config.repeats, warms_up=False):
+            for kind, sequence in (("mixed", sequences.mixed()), ("unrelated", sequences.unrelated())):
+                for name in order:
+                    found[kind][name].append(await self._closed(name, sequence))
+            prefills.append(await self._closed("plain", sequences.prefills()))
+        return closed_figures(found, prefills)
 
-    @property
-    def gaps_s(self) -> list[float]:
-        return [gap for answer in self.answers for gap in answer.gaps_s]
+    async def open_loop(self, sequences: _Sequences) -> dict[str, Any]:
+        """All rates one after the other; both arms get the same requests at the same times."""
+        found = []
+        for rate in self.config.rates:
+            both: dict[str, list[Load]] = {name: [] for name in ARMS}
+            for _, order in rounds(ARMS, self.config.repeats, warms_up=False):
+                sequence = sequences.mixed()
+                arrivals = poisson_arrivals(sequences.rng, len(sequence), per_s=rate)
+                for name in order:
+                    both[name].append(await play_open(self.clients[name], sequence, arrivals))
+                    await reports.settle(self.clients["shared"])
+            found.append(open_figures(rate, both))
+        await self.watch.look(self.control)
+        return {"open_loop": found}
 
+    async def _closed(self, name: str, sequence: Sequence[Request]) -> Played:
+        """One arm, and none pays for what the other left to do."""
+        before, num_before = self._cpu_seconds(name), len(self.watch.finished)
+        load = await play(self.clients[name], sequence, concurrency=self.config.concurrency)
+        await asyncio.sleep(_AFTERWARDS_S)
+        cpu_s = self._cpu_seconds(name) - before
+        await reports.settle(self.clients["shared"])
+        await self.watch.look(self.control)
+        if name == "plain":
+            spans = [
+                Span(answer.num_cached, len(request.prompt))
+                for request, answer in zip(load.requests, load.answers, strict=True)
+            ]
+        else:
+            spans = [span for each in self.watch.finished[num_before:] for span in computed_spans(each)]
+        return Played(load, cpu_s, prefill_flops(self.servers.options.model_config, spans))
 
-_Loads = dict[str, list[Load]]  # by arm, of each repeat
-
-
-async def play(client: Client, requests: Sequence[Request], *, concurrency: int) -> Load:
-    """Every client asks for the next request as soon as its last one is answered."""
-    answers: dict[int, Answer] = {}
-    waiting = iter(enumerate(requests))
-
-    async def one_client() -> None:
-        for index, request in waiting:
-            answers[index] = await client.complete(request.prompt, max_tokens=request.max_tokens)
-
-    began = time.perf_counter()
-    await asyncio.gather(*(one_client() for _ in range(concurrency)))
-    seconds = time.perf_counter() - began
-    return Load(requests, [answers[index] for index in range(len(requests))], seconds)
-
-
-def figures(loads: Sequence[Load]) -> dict[str, Any]:
-    """Of one arm over all repeats."""
-    kinds = {"all": None, "near": True, "unrelated": False}
-    ttft = {name: [s for load in loads for s in load.ttft_s(is_near=kind)] for name, kind in kinds.items()}
-    gaps = [gap for load in loads for gap in load.gaps_s]
-    return {
-        "requests": sum(len(load.answers) for load in loads),
-        "completed_per_s": [load.completed_per_s for load in loads],
-        "ttft": {name: percentiles(values) for name, values in ttft.items() if values},
-        "inter_token": percentiles(gaps) if gaps else None,
-    }
+    def _cpu_seconds(self, name: str) -> float:
+        """Of all processes that serve an arm."""
+        servers = self.servers
+        serving = (servers.plain,) if name == "plain" else (servers.shared, servers.proxy)
+        return sum(server.cpu_seconds() for server in serving)

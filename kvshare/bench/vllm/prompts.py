@@ -1,6 +1,6 @@
 """
-Prompts of the vLLM benchmarks: strangers, near-duplicates whose first difference is near the top, and what a
-soak asks: kinds of prompts, modes of sharing, and clients that lose patience.
+Prompts of the vLLM benchmarks: strangers, near-duplicates, prompts of which stock vLLM's prefix cache has a
+part, and what a soak asks: kinds of prompts, modes of sharing, and clients that lose patience.
 """
 
 from __future__ import annotations
@@ -29,18 +29,35 @@ def stranger(rng: np.random.Generator, num_tokens: int) -> TokenIds:
     return random_prompt(rng, num_tokens, DEMO_VOCAB_SIZE)
 
 
-def near_duplicate(rng: np.random.Generator, donor: TokenIds, *, changed: float, edits: int) -> TokenIds:
-    """`changed` of the donor's tokens replaced in `edits` equal stretches: one near the top, then spread."""
+def near_duplicate(
+    rng: np.random.Generator, donor: TokenIds, *, changed: float, edits: int, is_even: bool = False
+) -> TokenIds:
+    """
+    `changed` of the donor's tokens replaced in `edits` equal stretches: one near the top, then spread.
+
+    `is_even`: each in the middle of its part of the prompt, the first one too.
+    """
     tokens = np.array(donor)
     length = max(1, round(changed * len(tokens) / edits))
     distance = len(tokens) / edits
+    first = (distance - length) / 2 if is_even else _TOP * len(tokens)
     for number in range(edits):
-        start = _TOP * len(tokens) + number * distance
-        if number:
+        start = first + number * distance
+        if number or is_even:
             start += rng.uniform(-_JITTER, _JITTER) * (distance - length)
         begin = min(int(start), len(tokens) - length)
         tokens[begin : begin + length] = random_prompt(rng, length, DEMO_VOCAB_SIZE)
     return token_ids(tokens)
+
+
+def prefix_hit(rng: np.random.Generator, donor: TokenIds, *, num_new: int, block_size: int) -> TokenIds:
+    """
+    A prompt about as long as the donor, of which a prefix cache with the donor has all but `num_new` tokens.
+
+    A prefix cache holds whole blocks: the donor is cut at one, and what is to be computed follows.
+    """
+    head = round((len(donor) - num_new) / block_size) * block_size
+    return token_ids(np.concatenate([donor[:head], stranger(rng, num_new)]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -73,6 +73,12 @@ async def read_counters(client: Client) -> Counters:
     )
 
 
+async def read_block_size(vllm: Client) -> int:
+    """Tokens per block of a vLLM's prefix cache."""
+    sizes = (await read_counters(vllm)).by("vllm:cache_config_info", "block_size")
+    return int(next(iter(sizes)))
+
+
 async def read_stats(proxy: Client) -> Mapping[str, Any]:
     """Totals over all that is kept: num_nodes, num_segments, num_bytes."""
     totals: Mapping[str, Any] = json.loads(await proxy.get("/admin/stats"))["totals"]

@@ -18,9 +18,17 @@ import numpy as np
 
 from delta_tree import Copy, Span, TokenIds, gaps
 from kvshare.bench.fidelity.shelf import Shelf
-from kvshare.bench.harness import median
+from kvshare.bench.harness import median, rounds
 from kvshare.bench.random_models import DEMO_VOCAB_SIZE
-from kvshare.bench.selection import ALWAYS_CHOOSE, as_many, ordered, reordered, summary, token_counts
+from kvshare.bench.selection import (
+    ALWAYS_CHOOSE,
+    ARMS,
+    as_many,
+    ordered,
+    reordered,
+    summary,
+    token_counts,
+)
 from kvshare.bench.vllm.client import connected
 from kvshare.bench.vllm.stack import EditedConfig, Pair, StackOptions, document, pair
 from kvshare.bench.vllm.tickets import TicketWriter, copies_of
@@ -84,8 +92,8 @@ class _Selection:
 
     async def measured(self, change: Callable[[TokenIds], TokenIds]) -> dict[str, Any]:
         """One kind of prompts, `repeats` pairs after one that warms up."""
-        times: dict[str, list[_Times]] = {"chosen": [], "unselected": []}
-        for repeat in range(self.config.repeats + 1):
+        times: dict[str, list[_Times]] = {name: [] for name in ARMS}
+        for counts, order in rounds(ARMS, self.config.repeats):
             donor = self.config.stranger(self.rng)
             kept, tokens = await self.tickets.keep(donor), change(donor)
             plan = _planned(donor, tokens)
@@ -93,17 +101,17 @@ class _Selection:
                 "chosen": (_copies(plan.copies, kept), wire_order(plan)),
                 "unselected": (_copies(_outside(plan), kept), None),
             }
-            for name in sorted(arms, reverse=repeat % 2 == 1):  # who comes second finds warm caches
-                copies, order = arms[name]
-                times[name].append(await self._times(tokens, plan, copies, order))
-        warm = {name: found[1:] for name, found in times.items()}
+            for name in order:
+                measured = await self._times(tokens, plan, *arms[name])
+                if counts:
+                    times[name].append(measured)
         return {
             **summary(
-                [each.ttft_s for each in warm["chosen"]],
-                [each.without_laying_s for each in warm["unselected"]],
+                [each.ttft_s for each in times["chosen"]],
+                [each.without_laying_s for each in times["unselected"]],
             ),
             "tokens": token_counts(plan),
-            "stage_ms": {name: _stages(found) for name, found in warm.items()},
+            "stage_ms": {name: _stages(found) for name, found in times.items()},
         }
 
     async def _times(

@@ -41,8 +41,7 @@ class VllmOptions:
 
     dtype: str = "bfloat16"
     max_model_len: int = 8192
-    max_num_batched_tokens: int = 2048
-    long_prefill_tokens: int | None = None  # of one prompt in a step; None: as many as fit
+    max_num_batched_tokens: int | None = None  # None: vLLM's choice
     kv_cache_gib: int = 1
     num_blocks: int | None = None  # of the KV cache; None: as many as fit
     block_size: int | None = None  # None: vLLM's choice
@@ -57,7 +56,6 @@ class VllmOptions:
             "--dtype": self.dtype,
             "--max-model-len": self.max_model_len,
             "--max-num-batched-tokens": self.max_num_batched_tokens,
-            "--long-prefill-token-threshold": self.long_prefill_tokens,
             "--num-gpu-blocks-override": self.num_blocks,
             "--block-size": self.block_size,
         }
@@ -125,6 +123,11 @@ class Server:
         self._process.wait()
         self._process = None
 
+    def cpu_seconds(self) -> float:
+        """User and system time of all its processes so far, ended children included."""
+        assert self._process is not None
+        return session_cpu_seconds(self._process.pid)
+
     def log_tail(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines()
         return "\n".join(lines[-_LOG_LINES:])
@@ -140,6 +143,18 @@ class Server:
         assert self._process is not None
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+def session_cpu_seconds(session_id: int) -> float:
+    """User and system time of the processes of a session, and of their children that have ended."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended meanwhile
+            # Fields from the third on; the second, in brackets, may hold anything.
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session_id:
+                ticks += sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

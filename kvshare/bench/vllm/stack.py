@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import LlamaConfig
 
 from delta_tree import TokenIds
 from kvshare import __version__
+from kvshare.bench.bound import model_size
 from kvshare.bench.harness import environment
-from kvshare.bench.random_models import write_model
+from kvshare.bench.random_models import DEMO_VOCAB_SIZE, llama_config, write_model
 from kvshare.bench.vllm import servers
 from kvshare.bench.vllm.client import Client, connected
 from kvshare.bench.vllm.prompts import near_duplicate, stranger
@@ -64,19 +66,25 @@ class EditedConfig(BenchConfig):
     def stranger(self, rng: np.random.Generator) -> TokenIds:
         return stranger(rng, self.prompt_tokens)
 
-    def edited(self, rng: np.random.Generator, donor: TokenIds) -> TokenIds:
-        return near_duplicate(rng, donor, changed=self.changed, edits=self.edits)
+    def edited(self, rng: np.random.Generator, donor: TokenIds, *, is_even: bool = False) -> TokenIds:
+        return near_duplicate(rng, donor, changed=self.changed, edits=self.edits, is_even=is_even)
 
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What is started. `model`: "timing" or "small"."""
+    """What is started. `model`: "timing", "long" or "small"."""
 
     model: str = "timing"
     vllm: VllmOptions = field(default_factory=VllmOptions)
     kv_bytes: int = 4 * 2**30
     proxy_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of its config.yaml
     seed: int = 0
+
+    @property
+    def model_config(self) -> LlamaConfig:
+        return llama_config(
+            self.model, max_position_embeddings=self.vllm.max_model_len, vocab_size=DEMO_VOCAB_SIZE
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "vllm": {**asdict(self.vllm), "cores": self.vllm.cores}}
@@ -157,6 +165,7 @@ def document(benchmark: str, options: StackOptions, config: BenchConfig) -> dict
         "document_version": DOCUMENT_VERSION,
         "config": config.to_json(),
         "servers": options.to_json(),
+        "model": model_size(options.model_config),
         "environment": {
             **environment(),
             "kvshare": __version__,

@@ -10,12 +10,15 @@ and chains are of two edits in every batch, or the work would change with the ba
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from delta_tree import TokenIds
+from kvshare.bench.figures import trend
 from kvshare.bench.random_models import timing_bytes_per_token
 from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Client
@@ -27,7 +30,7 @@ _ROOM = 64  # tokens of context beyond the prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EditedConfig):
-    batches: int = 6
+    batches: int = 12
     recipients: int = 8  # per batch: half edits of popular prompts, half edits of the last batch's such edits
     strangers: int = 2  # per batch, through the proxy
     families: int = 2  # popular prompts
@@ -60,7 +63,12 @@ class _Batch:
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Speedup of every batch; the last over the first is the result."""
+    """
+    Speedup of every batch, mean full prefill over mean time to first token of its recipients.
+
+    `last3_over_first3`: mean speedup of the last three batches over that of the first three.
+    `trend_per_batch`: relative change of the speedup from a batch to the next, with its 95 % interval.
+    """
     capacity = config.capacity_tokens * timing_bytes_per_token(config.dtype)
     vllm = replace(config.vllm, max_model_len=config.prompt_tokens + _ROOM)
     with stack(StackOptions(vllm=vllm, kv_bytes=config.kv_bytes or capacity, seed=config.seed)) as servers:
@@ -127,12 +135,24 @@ def _summary(servers: Stack, config: Config, batches: list[_Batch], watch: Watch
     speedups = [batch.speedup for batch in batches]
     return {
         **document("steady", servers.options, config),
-        "last_over_first": speedups[-1] / speedups[0],
+        **course(speedups),
         "speedups": speedups,
+        "evicts_in_every_batch": all(batch.num_dropped > 0 for batch in batches),
         "evicted_segments": watch.num_dropped,
         "max_bytes": watch.max_bytes,
         "peak_bytes": watch.peak_bytes,
         "within_bytes": watch.peak_bytes <= watch.max_bytes,
         "decisions": watch.decisions,
         "batches": [{**asdict(batch), "speedup": batch.speedup} for batch in batches],
+    }
+
+
+def course(speedups: Sequence[float]) -> dict[str, Any]:
+    """How the speedups of the batches change from the first to the last."""
+    slope, around = trend(speedups)
+    return {
+        "last_over_first": speedups[-1] / speedups[0],
+        "last3_over_first3": fmean(speedups[-3:]) / fmean(speedups[:3]),
+        "trend_per_batch": slope,
+        "intervals": {"trend_per_batch": around},
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvshare.bench.vllm import burst, load, parity, selection, soak, steady, ttft
+from kvshare.bench.vllm import burst, interference, load, parity, selection, soak, steady, ttft
 from kvshare.bench.vllm.stack import ALWAYS_SHARE, Pair, Stack, pair, with_proxy
 from kvshare.bench.vllm.workload import read_prompts
 from kvshare.replay.workloads import generate, write_rows
@@ -79,18 +79,21 @@ async def test_choosing_is_timed_beside_computing_as_many_tokens(both: Pair) -> 
         assert found["stage_ms"]["chosen"]["pass"] > 0 < found["stage_ms"]["unselected"]["pass"]
 
 
-async def test_time_to_first_token_is_measured_in_five_arms(servers: Stack) -> None:
-    """All ratios are there, and the shared arm really shared."""
+async def test_time_to_first_token_is_measured_in_seven_arms(servers: Stack) -> None:
+    """All ratios are there, and the shared arms really shared."""
     document = await ttft.measure(
         servers, ttft.Config(prompt_tokens=300, changed=0.05, edits=2, repeats=1, seed=2)
     )
     check_header(document, "ttft")
-    assert set(document["median_ttft_s"]) == {"full", "full_proxied", "prefix_cache", "shared", "ideal"}
-    assert document["decisions"]["approx"] == 2
+    shared = {"shared", "ideal", "shared_even", "ideal_even"}
+    assert set(document["median_ttft_s"]) == {"full", "full_proxied", "prefix_cache", *shared}
+    assert document["decisions"]["approx"] == 4
     assert 0 < document["tokens"]["computed"] < 200
     assert document["tokens"]["ideal_computed"] == document["tokens"]["computed"]
-    for key in ("speedup", "ideal_speedup", "prefix_cache_speedup", "of_ideal"):
+    for key in ("speedup", "ideal_speedup", "prefix_cache_speedup", "of_ideal", "of_bound"):
         assert document[key] > 0
+    assert document["even"]["of_bound"] > 0
+    assert 0 < document["bound"]["flop_share"] < 1
     assert "front_ms" in document
 
 
@@ -117,6 +120,46 @@ async def test_both_arms_answer_the_same_load(servers: Stack) -> None:
     assert document["decisions"]["approx"] == 3
     assert document["throughput_ratio"] > 0
     assert document["ttft_p50_ratio"] > 0
+    assert document["near_ttft_ratio"] > 0
+    assert 0 < document["flop_share"] < 1
+    assert document["bound"] > 1
+    assert document["unrelated"]["shared"]["cpu_s_per_request"][0] > 0
+
+
+async def test_an_open_loop_has_both_arms_at_each_rate(servers: Stack) -> None:
+    """The same requests at the same times."""
+    config = load.Config(
+        rate="2,4",
+        requests=4,
+        prompt_tokens=_TOKENS,
+        changed=0.05,
+        edits=2,
+        families=1,
+        min_output=2,
+        max_output=4,
+        seed=10,
+    )
+    document = await load.measure(servers, config)
+    check_header(document, "load")
+    assert [found["rate"] for found in document["open_loop"]] == [2.0, 4.0]
+    for found in document["open_loop"]:
+        for arm in ("plain", "shared"):
+            assert found[arm]["ttft"]["all"]["p95_ms"] >= found[arm]["ttft"]["near"]["p50_ms"] > 0
+
+
+async def test_running_answers_are_timed_while_planned_requests_come(servers: Stack) -> None:
+    """Every one that comes shares. What share of the steps that is, a model this small does not show."""
+    config = interference.Config(
+        concurrency=2, tokens=150, every=50, prompt_tokens=_TOKENS, changed=0.05, edits=2, repeats=1, seed=9
+    )
+    document = await interference.measure(servers, config)
+    check_header(document, "interference")
+    assert document["arrivals"] == 2
+    assert document["decisions"]["approx"] == 4
+    assert 0 <= document["affected_steps"] <= 1
+    for key in ("itl_p99_ratio", "itl_max_ratio", "planned_ttft_ratio"):
+        assert document[key] > 0
+    assert document["baseline"]["cached_tokens"] > 0
 
 
 async def test_a_workload_takes_the_place_of_made_up_prompts(servers: Stack, tmp_path: Path) -> None:
@@ -165,7 +208,10 @@ async def test_a_full_store_evicts_and_stays_within_its_bytes(servers: Stack) ->
     check_header(document, "steady")
     assert len(document["speedups"]) == 3
     assert all(len(batch["computed"]) == 4 for batch in document["batches"])
-    assert document["last_over_first"] > 0
+    assert document["last3_over_first3"] > 0
+    assert document["trend_per_batch"] > -1
+    dropped = [batch["num_dropped"] > 0 for batch in document["batches"]]
+    assert document["evicts_in_every_batch"] == all(dropped)
     assert document["evicted_segments"] > 0
     assert document["peak_bytes"] <= document["max_bytes"] == _KV_BYTES
     assert document["within_bytes"]

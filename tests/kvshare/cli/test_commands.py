@@ -29,7 +29,7 @@ BENCHES = [
     "papers",
     "proxy",
 ]
-VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak"]
+VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak", "interference"]
 CHOOSING = {"plan": {"workload"}}  # options that say which benchmark runs
 COMMANDS = [
     "serve",
