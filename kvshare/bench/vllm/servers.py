@@ -182,7 +182,14 @@ def shared_vllm(model: Path, folder: Path, options: VllmOptions, *, kv_bytes: in
     )
 
 
-def proxy(upstream: Server, folder: Path, *, token: str, settings: Mapping[str, Mapping[str, Any]]) -> Server:
+def proxy(
+    upstream: Server,
+    folder: Path,
+    *,
+    token: str,
+    settings: Mapping[str, Mapping[str, Any]],
+    data_parallel_size: int = 1,
+) -> Server:
     """`kvshare serve --engine vllm` in front of `shared_vllm`, with an empty store."""
     assert upstream.control_url is not None
     config = folder / "config.yaml"
@@ -190,6 +197,7 @@ def proxy(upstream: Server, folder: Path, *, token: str, settings: Mapping[str, 
     port = free_ports(1)[0]
     own = ["--engine", "vllm", "--port", str(port), "--config", str(config), "--store", str(folder / "store")]
     ends = ["--vllm-url", upstream.url, "--vllm-control-url", upstream.control_url]
+    ends += ["--vllm-data-parallel-size", str(data_parallel_size)]
     return Server(
         name="the proxy",
         command=[*_KVSHARE, "serve", *own, *ends],
