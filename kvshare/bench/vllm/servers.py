@@ -48,6 +48,9 @@ class VllmOptions:
     block_size: int | None = None  # None: vLLM's choice
     num_threads: int | None = None  # None: all cores but one, as vLLM itself decides
     enforce_eager: bool = False  # True: the model is not compiled, which takes a minute or two at every start
+    attention_backend: str | None = None  # None: vLLM's choice
+    device_memory: float | None = None  # share of a GPU's memory; None: vLLM's default
+    checks_syncs: bool = False  # warn of each wait of the host for the GPU
 
     @property
     def arguments(self) -> list[str]:
@@ -60,6 +63,8 @@ class VllmOptions:
             "--long-prefill-token-threshold": self.long_prefill_tokens,
             "--num-gpu-blocks-override": self.num_blocks,
             "--block-size": self.block_size,
+            "--attention-backend": self.attention_backend,
+            "--gpu-memory-utilization": self.device_memory,
         }
         named = [text for name, value in given.items() if value is not None for text in (name, str(value))]
         eager = ["--enforce-eager"] if self.enforce_eager else []
@@ -67,7 +72,9 @@ class VllmOptions:
 
     @property
     def environment(self) -> dict[str, str]:
+        checks = {"VLLM_GPU_SYNC_CHECK": "warn"} if self.checks_syncs else {}
         return {
+            **checks,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
@@ -156,7 +163,7 @@ def running(servers: Sequence[Server]) -> Iterator[None]:
             server.stop()
 
 
-def plain_vllm(model: Path, folder: Path, options: VllmOptions) -> Server:
+def plain_vllm(model: Path | str, folder: Path, options: VllmOptions) -> Server:
     """Stock vLLM with its prefix cache."""
     port = free_ports(1)[0]
     return Server(
@@ -168,7 +175,9 @@ def plain_vllm(model: Path, folder: Path, options: VllmOptions) -> Server:
     )
 
 
-def shared_vllm(model: Path, folder: Path, options: VllmOptions, *, kv_bytes: int, token: str) -> Server:
+def shared_vllm(
+    model: Path | str, folder: Path, options: VllmOptions, *, kv_bytes: int, token: str
+) -> Server:
     """vLLM with KVShare's connector, as `kvshare vllm` starts it."""
     port, control_port = free_ports(2)
     own = ["--port", str(port), "--control-port", str(control_port), "--kv-bytes", str(kv_bytes)]

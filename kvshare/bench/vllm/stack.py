@@ -6,7 +6,7 @@ import os
 import platform
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from kvshare.bench.vllm.servers import Server, VllmOptions
 from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.versions import installed_build
 
+RANDOM = ("timing", "small")  # models that are made up
 DOCUMENT_VERSION = 1  # of the JSON of these benchmarks
 _CONTROL_TIMEOUT_S = 60.0  # the process of a loaded vLLM may be slow to answer
 
@@ -32,7 +33,7 @@ ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings of a proxy that shares where it does not pay: on a small model it must be right, not fast."""
 
-_NOT_SHOWN = ("threads", "dtype", "eager", "kv_bytes", "workload")
+_NOT_SHOWN = ("threads", "dtype", "eager", "kv_bytes", "workload", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class EditedConfig(BenchConfig):
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What is started. `model`: "timing" or "small"."""
+    """What is started. `model`: "timing" or "small", of random weights, or what vLLM takes as a model."""
 
     model: str = "timing"
     vllm: VllmOptions = field(default_factory=VllmOptions)
@@ -79,7 +80,8 @@ class StackOptions:
     seed: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "vllm": {**asdict(self.vllm), "cores": self.vllm.cores}}
+        model = Path(self.model).name  # results are published: of a folder its name, not where it lies
+        return {**asdict(self), "model": model, "vllm": {**asdict(self.vllm), "cores": self.vllm.cores}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +123,22 @@ def pair(options: StackOptions) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
         folder = Path(name)
         token = servers.new_token()
-        model = write_model(
-            options.model,
-            folder / "model",
-            dtype=options.vllm.dtype,
-            max_model_len=options.vllm.max_model_len,
-            seed=options.seed,
-        )
+        model = _random_model(options, folder / "model") if options.model in RANDOM else options.model
         plain = servers.plain_vllm(model, folder, options.vllm)
         shared = servers.shared_vllm(model, folder, options.vllm, kv_bytes=options.kv_bytes, token=token)
-        with servers.running([plain, shared]):
+        # On one GPU one after the other: each measures how much memory it may take, and how much others have.
+        is_divided = options.vllm.device_memory is not None
+        with ExitStack() as started:
+            for group in [[plain], [shared]] if is_divided else [[plain, shared]]:
+                started.enter_context(servers.running(group))
             yield Pair(options, plain, shared, token, folder)
+
+
+def _random_model(options: StackOptions, folder: Path) -> Path:
+    vllm = options.vllm
+    return write_model(
+        options.model, folder, dtype=vllm.dtype, max_model_len=vllm.max_model_len, seed=options.seed
+    )
 
 
 @contextmanager
