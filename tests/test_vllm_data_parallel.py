@@ -1,7 +1,7 @@
 """
 One vLLM with two dense ranks in it, each a replica of the proxy: a request goes to the rank of its donor.
 
-Two engines take most of a minute to start.
+Two engines and two API servers, vLLM's default for two ranks, take most of a minute to start.
 """
 
 import json
@@ -19,6 +19,9 @@ from kvshare.bench.random_models import write_model
 from kvshare.bench.vllm.prompts import near_duplicate, stranger
 from kvshare.bench.vllm.servers import Server, VllmOptions, proxy, running, shared_vllm
 from kvshare.bench.vllm.stack import ALWAYS_SHARE
+from kvshare.cli.checks import State
+from kvshare.cli.doctor import run_vllm_checks
+from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
 
 pytestmark = [
     pytest.mark.long,
@@ -27,7 +30,7 @@ pytestmark = [
 _RANKS = 2
 
 
-def test_each_rank_is_a_replica(tmp_path: Path) -> None:
+def test_each_rank_is_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both keep prompts of their own, and near-duplicates find the rank of their donor, whichever it is."""
     vllm = two_ranks(tmp_path)
     front = proxy(vllm, tmp_path, token="secret", settings=ALWAYS_SHARE, data_parallel_size=_RANKS)
@@ -38,6 +41,9 @@ def test_each_rank_is_a_replica(tmp_path: Path) -> None:
         assert [info["data_parallel_rank"] for info in ranks] == [0, 1]
         assert [info["data_parallel_size"] for info in ranks] == [_RANKS, _RANKS]
         assert [info["refusals"] for info in ranks] == [[], []]
+        monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+        checks = run_vllm_checks(vllm.url, vllm.control_url, _RANKS)
+        assert {check.state for check in checks} == {State.OK}, checks
         for number, donor in enumerate(donors, start=1):
             complete(front, donor)
             wait_until(lambda number=number: stats(front)["num_nodes"] >= number)
@@ -59,7 +65,7 @@ def two_ranks(folder: Path) -> Server:
     model = write_model("small", folder / "model", dtype="float32", max_model_len=512)
     options = VllmOptions(dtype="float32", max_model_len=512, enforce_eager=True)
     vllm = shared_vllm(model, folder, options, kv_bytes=1 << 26, token="secret")
-    vllm.command = [*vllm.command, "-dp", str(_RANKS), "--api-server-count", "1"]
+    vllm.command = [*vllm.command, "-dp", str(_RANKS)]
     vllm.environment = {**vllm.environment, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     return vllm
 

@@ -115,7 +115,7 @@ def test_our_options_may_stand_anywhere(installed: Installation) -> None:
     "said", [["-dp", "2"], ["-dp=2"], ["--data-parallel-size", "2"], ["--data_parallel_size=2"]]
 )
 def test_each_data_parallel_rank_has_its_share(installed: Installation, said: list[str]) -> None:
-    """Memory is divided among the ranks, control ports count up, and the proxy's option is told."""
+    """Memory is divided among the ranks, control ports count up, and a note names the proxy's option."""
     words = installed.printed("some/model", *said, "--kv-bytes", "2GiB")
     assert extra(words) == {
         "control_host": "127.0.0.1",
@@ -124,9 +124,9 @@ def test_each_data_parallel_rank_has_its_share(installed: Installation, said: li
         "data_parallel_size": 2,
     }
     assert words[-len(said) :] == said
-    told = installed.run("some/model", *said).stderr
-    assert "up to 8002" in told
-    assert "--vllm-data-parallel-size 2" in told
+    note = installed.run("some/model", *said).stderr
+    assert "up to 8002" in note
+    assert "--vllm-data-parallel-size 2" in note
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Data-parallel ranks behind one API: vLLM is told which of them a request is for, by its own header."""
+"""Data-parallel ranks behind one API: a request names the one that it is for in vLLM's own header."""
 
 from __future__ import annotations
 
