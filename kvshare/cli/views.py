@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from kvshare.cli import replay_views
+from kvshare.cli import gpu_view, replay_views
 from kvshare.cli.templates import Document, Templates
 
 _WIDTH_OFF_TERMINAL = 140
@@ -178,6 +178,8 @@ def ready(document: Document) -> list[RenderableType]:
 
 
 def bench(document: Document) -> list[RenderableType]:
+    if document["benchmark"] == "gpu":
+        return gpu_view.gpu(document)
     return [_facts(dict(_flat(document)))]
 
 

@@ -6,4 +6,7 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
     client.py    one streamed request and its times
     reports.py   what the proxy tells its operator
     prompts.py   near-duplicates and strangers
+
+`gpu.py` is a report of several parts, of which `copies.py`, `break_even.py`, `decoding.py` and `syncs.py` are
+nobody else's.
 """
