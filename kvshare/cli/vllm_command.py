@@ -28,7 +28,7 @@ _VLLM_PORT = 8000  # where vLLM listens if it is not told
 # What this command gives itself, and an option with which vLLM would replace the connector.
 _TAKEN = ("kv-transfer-config", "worker-cls", "kv-offloading-size")
 _ONE_GROUP = "--disable-hybrid-kv-cache-manager"
-# vLLM's short options for data parallelism; and those that put ranks behind several API servers or on several
+# vLLM's short options for data parallelism; and those that put ranks behind APIs of their own or on several
 # machines.
 _SHORT = {
     "-dp": "data-parallel-size",
