@@ -44,7 +44,7 @@ endif
 # The connector's tests once more with compiled models, vLLM's default, and what else CI has no time for.
 long: $(VLLM_STAMP)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
-	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py
+	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py tests/kvshare/bench/test_gpu.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -77,22 +77,41 @@ def _base_url(url: str) -> str:
 _BaseUrl = Annotated[str, AfterValidator(_base_url)]
 
 
+def _further(url: str, ports: int) -> str:
+    """The address so many ports further on the same host."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{parts.scheme}://{host}:{port + ports}"
+
+
 class ReplicaSettings(_Section):
     """One `vllm serve`. `control_url` is the connector's; by default the next port of the same host."""
 
     url: _BaseUrl
     control_url: _BaseUrl | None = None
     name: str | None = Field(default=None, min_length=1)
+    data_parallel_size: int = Field(default=1, ge=1)
 
     @property
     def control(self) -> str:
-        """Where the connector's control server is."""
-        if self.control_url is not None:
-            return self.control_url
-        parts = urlsplit(self.url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-        return f"{parts.scheme}://{host}:{port + 1}"
+        """Where the connector's control server is; of several ranks the first one's."""
+        return self.control_url if self.control_url is not None else _further(self.url, 1)
+
+    @property
+    def ranks(self) -> tuple[ReplicaSettings, ...]:
+        """
+        Each data-parallel rank as a replica of its own, as KV does not travel between them: the ports of
+        their control servers count up.
+        """
+        if self.data_parallel_size == 1:
+            return (self,)
+        return tuple(
+            ReplicaSettings(
+                url=self.url, control_url=_further(self.control, rank), name=f"{self.label}-dp{rank}"
+            )
+            for rank in range(self.data_parallel_size)
+        )
 
     @property
     def label(self) -> str:

@@ -67,6 +67,7 @@ class Behaviour:
     protocol: int = PROTOCOL
     refusals: tuple[str, ...] = ()
     token: str | None = None  # of the control server
+    rank: int | None = None  # that the connector says it is
     keeps: bool = True
     prefills: bool = True  # tells of a prompt before it tells of its end
     silent: bool = False  # never tells the end of a ticket
@@ -329,6 +330,8 @@ class FakeVllm:
             num_bytes=sum(len(tokens) * BYTES_PER_TOKEN for _, tokens in self.segments.values()),
             num_segments=len(self.segments),
             max_model_len=4096,
+            data_parallel_rank=self.behaviour.rank,
+            data_parallel_size=1 if self.behaviour.rank is None else 2,
         )
         return web.json_response({**info.to_json(), "protocol": self.behaviour.protocol})
 

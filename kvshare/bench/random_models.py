@@ -136,7 +136,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     **{name: partial(kind, **{**TINY, **own}) for name, (kind, own) in OTHERS.items()},
 }
 
-_LLAMAS = {  # hidden and intermediate size, layers, heads, heads of K and V
+LLAMAS = {  # hidden and intermediate size, layers, heads, heads of K and V
     "small": (256, 512, 4, 4, 2),  # about 3 M parameters
     "timing": (768, 2304, 14, 12, 4),  # about 100 M parameters
     "long": (768, 2304, 4, 12, 4),  # the same with fewer layers, for prompts of tens of thousands of tokens
@@ -161,7 +161,7 @@ def tiny_model(
 
 def llama_config(size: str, *, max_position_embeddings: int, vocab_size: int) -> LlamaConfig:
     """Of the "small", the "timing" or the "long" model."""
-    hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = _LLAMAS[size]
+    hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = LLAMAS[size]
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -198,7 +198,7 @@ def timing_model(
     if family not in _TIMED:
         raise ConfigError("--family", f"expected llama or one of {', '.join(_TIMED)}, got {family!r}")
     kind, own = OTHERS[family]
-    hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = _LLAMAS["timing"]
+    hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = LLAMAS["timing"]
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sqlite3
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvshare import __version__
-from kvshare.cli.options import Config, Format, OutputFormat
+from kvshare.cli.options import Config, Format, Key, OutputFormat, Url
 from kvshare.cli.output import ExitCode, show
 from kvshare.errors import ConfigError
 
@@ -34,21 +35,28 @@ def doctor(
         str | None,
         typer.Option("--vllm-control-url", help="Its connector. [default: one port further]"),
     ] = None,
+    vllm_data_parallel_size: Annotated[
+        int, typer.Option("--vllm-data-parallel-size", min=1, help="Its data-parallel ranks.")
+    ] = 1,
+    url: Url = None,
+    key: Key = None,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """
     Check this machine and this config, or a running vLLM. Each finding comes with a remedy.
 
-    One that fails is exit code 1.
+    One that fails is exit code 1. From which length on sharing pays is asked of the running server at --url,
+    by default the config's address: it has measured it.
     """
     from kvshare.cli.checks import State
 
     if vllm_url is not None:
-        checks = run_vllm_checks(vllm_url, vllm_control_url)
+        checks = run_vllm_checks(vllm_url, vllm_control_url, vllm_data_parallel_size)
     elif vllm_control_url is not None:
         raise typer.BadParameter("give --vllm-url too", param_hint="--vllm-control-url")
     else:
         checks = run_checks(config)
+    checks.append(_check_break_even(config, url or os.environ.get("KVSHARE_URL"), key))
     healthy = all(check.state is not State.FAIL for check in checks)
     show("doctor", {"ok": healthy, "checks": [asdict(check) for check in checks]}, output_format)
     if not healthy:
@@ -83,18 +91,32 @@ def run_checks(config: Path | None) -> list[Check]:
     return found + [check(settings) for check in (*of_store, checks.check_port)]
 
 
-def run_vllm_checks(url: str, control_url: str | None) -> list[Check]:
-    """All checks of one running vLLM. Raises ConfigError for an address that is none."""
+def run_vllm_checks(url: str, control_url: str | None, data_parallel_size: int = 1) -> list[Check]:
+    """All checks of one running vLLM and its ranks. Raises ConfigError for an address that is none."""
     from kvshare.cli import vllm_checks
     from kvshare.settings import load_settings
 
-    replica = {"url": url, "control_url": control_url}
+    replica = {"url": url, "control_url": control_url, "data_parallel_size": data_parallel_size}
     try:
         settings = load_settings(overrides={"vllm.replicas": [replica]})
     except ConfigError as exc:
         option = "--vllm-control-url" if exc.key_path.endswith("control_url") else "--vllm-url"
         raise ConfigError(option, str(exc).removeprefix(f"{exc.key_path}: ")) from exc
     return vllm_checks.check_replicas(settings.vllm.replicas)
+
+
+def _check_break_even(config: Path | None, url: str | None, key: str | None) -> Check:
+    """What the server at `url` has measured; by default the one that the config names."""
+    from kvshare.cli import checks, server_checks
+    from kvshare.settings import load_settings
+
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"expected http://host:port, got {url!r}", param_hint="--url")
+    if url is None:
+        server = (checks.check_config(config)[0] or load_settings()).server
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        url = f"http://{host}:{server.port}"
+    return server_checks.check_break_even(url, key or os.environ.get("KVSHARE_ADMIN_KEY"))
 
 
 def _installed(name: str) -> str | None:

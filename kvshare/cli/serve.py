@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -63,6 +63,14 @@ def serve(
             help="Its connector's control server, in the order of --vllm-url. [default: the next port]",
         ),
     ] = None,
+    vllm_data_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--vllm-data-parallel-size",
+            min=1,
+            help="Data-parallel ranks of each vLLM; their control servers' ports count up. [default: 1]",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and stop.")] = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
@@ -78,7 +86,7 @@ def serve(
         "sharing.mode": mode,
         "model.dtype": dtype,
         "engine.kind": engine,
-        "vllm.replicas": _replicas(vllm_url or [], vllm_control_url or []),
+        "vllm.replicas": _replicas(vllm_url or [], vllm_control_url or [], vllm_data_parallel_size or 1),
     }
     overrides = {key_path: value for key_path, value in given.items() if value is not None}
     settings = load_settings(config, overrides)
@@ -104,14 +112,19 @@ def fetch_model() -> None:
     typer.echo(prepare())
 
 
-def _replicas(urls: Sequence[str], control_urls: Sequence[str]) -> list[dict[str, str | None]] | None:
+def _replicas(
+    urls: Sequence[str], control_urls: Sequence[str], data_parallel_size: int
+) -> list[dict[str, Any]] | None:
     """The `vllm.replicas` that the options stand for; None where there are none."""
     if control_urls and len(control_urls) != len(urls):
         raise ConfigError(
             "--vllm-control-url", f"expected one per --vllm-url ({len(urls)}), got {len(control_urls)}"
         )
     pairs = zip_longest(urls, control_urls)
-    return [{"url": url, "control_url": control_url} for url, control_url in pairs] or None
+    return [
+        {"url": url, "control_url": control_url, "data_parallel_size": data_parallel_size}
+        for url, control_url in pairs
+    ] or None
 
 
 def _run(settings: Settings, output_format: OutputFormat) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from kvshare.cli import replay_views
+from kvshare.cli import gpu_view, replay_views
 from kvshare.cli.templates import Document, Templates
 
 _WIDTH_OFF_TERMINAL = 140
@@ -44,11 +44,19 @@ def stats(document: Document) -> list[RenderableType]:
         pays = costs["break_even_tokens"]
         what = "a plan never pays" if pays is None else f"a plan pays from {pays:,} tokens on"
         parts.append(
-            f"measured: prefill {costs['prefill_tokens_per_s']:,.0f} tokens/s, "
+            f"{_origin(costs)}: prefill {costs['prefill_tokens_per_s']:,.0f} tokens/s, "
             f"load {costs['load_bytes_per_s'] / 1e9:.1f} GB/s, {costs['pass_s'] * 1000:.1f} ms a pass; "
             f"{what} if a tenth is computed"
         )
     return parts
+
+
+def _origin(costs: Document) -> str:
+    """Whether these rates were measured."""
+    measured = costs["measured"]
+    if not measured:
+        return "assumed until measured"
+    return "measured" if len(measured) == 2 else f"only {measured[0]} measured"
 
 
 def tree(document: Document) -> list[RenderableType]:
@@ -170,6 +178,8 @@ def ready(document: Document) -> list[RenderableType]:
 
 
 def bench(document: Document) -> list[RenderableType]:
+    if document["benchmark"] == "gpu":
+        return gpu_view.gpu(document)
     return [_facts(dict(_flat(document)))]
 
 

@@ -37,19 +37,31 @@ def check_replicas(replicas: Sequence[ReplicaSettings]) -> list[Check]:
     """The findings of each vLLM that the settings name."""
     if not replicas:
         return [found("vllm.none")]
-    return [check for replica in replicas for check in check_vllm(replica.url, replica.control)]
+    return [
+        check
+        for replica in replicas
+        for check in check_vllm(replica.url, [rank.control for rank in replica.ranks])
+    ]
 
 
-def check_vllm(url: str, control_url: str) -> list[Check]:
-    """All findings, vLLM's own first. Those that need an answer which did not come are left out."""
+def check_vllm(url: str, control_urls: Sequence[str]) -> list[Check]:
+    """
+    All findings, vLLM's own first, then those of each rank's connector. Those that need an answer which did
+    not come are left out.
+    """
     server = JsonClient(url, key=os.environ.get(API_KEY_VARIABLE))
     checks, models = _check_server(server, url)
-    info, answers = asyncio.run(_check_control(control_url))
-    checks.append(answers)
-    if info is not None:
-        checks += _check_info(info, models)
-        checks += _check_settings(info.settings)
-    if models and (info is None or "prompt_tokens_details" not in info.settings):
+    infos = []
+    for control_url in control_urls:
+        info, answers = asyncio.run(_check_control(control_url))
+        checks.append(answers)
+        if info is not None:
+            checks += _check_info(info, models)
+            infos.append(info)
+    if infos:
+        checks += _check_ranks(infos[0].data_parallel_size, len(control_urls))
+        checks += _check_settings(infos[0].settings)  # all ranks have the same
+    if models and (not infos or "prompt_tokens_details" not in infos[0].settings):
         checks.append(_probe_details(server, str(models[0]["id"])))
     return checks
 
@@ -116,6 +128,14 @@ def _check_info(info: ReplicaInfo, models: Sequence[Mapping[str, Any]]) -> Itera
         most=info.max_bytes / 2**30,
         num_segments=info.num_segments,
     )
+
+
+def _check_ranks(size: int, known: int) -> Iterator[Check]:
+    """Whether all data-parallel ranks are looked at. A rank too many has been found silent."""
+    if size > known:
+        yield found("ranks.missing", size=size, known=known)
+    elif size > 1:
+        yield found("ranks.all", size=size)
 
 
 def _check_settings(settings: Mapping[str, Any]) -> Iterator[Check]:

@@ -28,6 +28,26 @@ _VLLM_PORT = 8000  # where vLLM listens if it is not told
 # What this command gives itself, and an option with which vLLM would replace the connector.
 _TAKEN = ("kv-transfer-config", "worker-cls", "kv-offloading-size")
 _ONE_GROUP = "--disable-hybrid-kv-cache-manager"
+# vLLM's short options for data parallelism; and those that put ranks behind APIs of their own or on several
+# machines.
+_SHORT = {
+    "-dp": "data-parallel-size",
+    "-dpn": "data-parallel-rank",
+    "-dpr": "data-parallel-start-rank",
+    "-dpl": "data-parallel-size-local",
+    "-dph": "data-parallel-hybrid-lb",
+    "-dpe": "data-parallel-external-lb",
+    "-dpm": "data-parallel-multi-port-external-lb",
+    "-dpb": "data-parallel-backend",
+}
+_SPREAD = (
+    "data-parallel-rank",
+    "data-parallel-start-rank",
+    "data-parallel-size-local",
+    "data-parallel-hybrid-lb",
+    "data-parallel-external-lb",
+    "data-parallel-multi-port-external-lb",
+)
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for suffix, base in (("b", 1000), ("ib", 1024))
@@ -82,8 +102,10 @@ def vllm(
         return
     given = given_options(arguments)
     port = control_port if control_port is not None else _next_port(given.get("port", _VLLM_PORT))
-    settings = connector_options(host=control_host, port=port, max_bytes=kv_bytes)
+    ranks = _num_ranks(given, port)
+    settings = connector_options(host=control_host, port=port, max_bytes=kv_bytes // ranks, ranks=ranks)
     _refuse_taken(given, settings)
+    _refuse_spread(given)
     _refuse_open(control_host)
     _check_version()
     # A model goes right behind `serve`; ours go before the rest, so that what the user says comes last.
@@ -97,6 +119,12 @@ def vllm(
         return
     host = f"[{control_host}]" if ":" in control_host else control_host
     note(f"the connector will answer on http://{host}:{port}")
+    if ranks > 1:
+        note(
+            f"and on the ports up to {port + ranks - 1}, one for each rank, which keeps its own KV. Tell the "
+            f"proxy: kvshare serve --vllm-data-parallel-size {ranks}, or data_parallel_size: {ranks} in "
+            "vllm.replicas"
+        )
     _become(command)
 
 
@@ -119,17 +147,22 @@ def _has_some_windows(model: object, given: Mapping[str, Any]) -> bool:
     return set(getattr(config, "layer_types", None) or ()) == {"full_attention", "sliding_attention"}
 
 
-def connector_options(*, host: str, port: int, max_bytes: int) -> list[str]:
-    """The options of `vllm serve` that put KVShare's connector to work."""
+def connector_options(*, host: str, port: int, max_bytes: int, ranks: int = 1) -> list[str]:
+    """
+    The options of `vllm serve` that put KVShare's connector to work.
+
+    `ranks` are data-parallel ones: each has `max_bytes`, and the control port that many further.
+    """
     from kvshare.vllm_protocol.messages import WORKER_CLASS
 
+    own: dict[str, Any] = {"control_host": host, "control_port": port, "max_bytes": max_bytes}
+    if ranks > 1:
+        own["data_parallel_size"] = ranks
     transfer = {
         "kv_connector": "KVShareConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",  # if KV is gone by then, the request does not fail
-        "kv_connector_extra_config": {
-            "kvshare": {"control_host": host, "control_port": port, "max_bytes": max_bytes}
-        },
+        "kv_connector_extra_config": {"kvshare": own},
     }
     text = json.dumps(transfer, separators=(",", ":"))
     return ["--kv-transfer-config", text, "--worker-cls", WORKER_CLASS, "--enable-prompt-tokens-details"]
@@ -139,13 +172,14 @@ def given_options(arguments: Sequence[str]) -> dict[str, Any]:
     """
     vLLM's long options by name, the last one winning; those of its --config file come first, as in vLLM.
 
-    As vLLM reads them: dashes for underscores, and `--name.key` belongs to `name`.
+    As vLLM reads them: dashes for underscores, and `--name.key` belongs to `name`. Of its short options only
+    those for data parallelism count.
     """
     given: dict[str, Any] = {}
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        if argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            given[_name(name)] = value if equals else following
+        name, equals, value = argument.partition("=")
+        if argument.startswith("--") or name in _SHORT:
+            given[_SHORT.get(name) or _name(name)] = value if equals else following
     return {**_file_options(given.get("config")), **given}
 
 
@@ -172,6 +206,31 @@ def _refuse_taken(given: Mapping[str, Any], settings: Sequence[str]) -> None:
                 f"--{name} would undo what this command is for. Run vLLM yourself, with these settings and "
                 f"yours in one:\n  vllm serve MODEL {shlex.join(settings)}"
             )
+
+
+def _num_ranks(given: Mapping[str, Any], port: int) -> int:
+    """Data-parallel ranks, each with its own control port. What is no number is vLLM's to refuse."""
+    text = str(given.get("data-parallel-size", 1))
+    ranks = int(text) if text.isdecimal() and int(text) else 1
+    if port + ranks - 1 > 65535:
+        raise typer.BadParameter(
+            f"{ranks} ranks need as many control ports, {port} and those behind it",
+            param_hint="--control-port",
+        )
+    return ranks
+
+
+def _refuse_spread(given: Mapping[str, Any]) -> None:
+    """The proxy names a rank in a header, which counts where all ranks of a vLLM are behind one API."""
+    named = [f"--{name}" for name in given if name in _SPREAD]
+    if given.get("data-parallel-backend") == "ray":
+        named.append("--data-parallel-backend ray")
+    if named:
+        raise typer.BadParameter(
+            f"{' and '.join(named)}: KVShare follows the ranks of one vLLM on one machine, that is "
+            "--data-parallel-size alone; else start one `kvshare vllm` per rank or machine, and give "
+            "`kvshare serve` a --vllm-url for each"
+        )
 
 
 def _refuse_open(host: str) -> None:

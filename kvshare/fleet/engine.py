@@ -60,14 +60,15 @@ class VllmEngine(Engine):
     def __init__(self, settings: Settings) -> None:
         """Raises ConfigError if there are no replicas, or two of one name."""
         chosen = settings.vllm
-        names = [replica.label for replica in chosen.replicas]
+        ranks = [rank for replica in chosen.replicas for rank in replica.ranks]
+        names = [rank.label for rank in ranks]
         if not names:
             raise ConfigError("vllm.replicas", "expected at least one; `kvshare serve --vllm-url URL`")
         if len(set(names)) != len(names):
             raise ConfigError("vllm.replicas", f"two of them are named alike: {', '.join(sorted(names))}")
         self._settings = settings
         self._created = int(time.time())
-        self.fleet = Fleet([_replica(entry, chosen) for entry in chosen.replicas])
+        self.fleet = Fleet([_replica(rank, chosen) for rank in ranks])
         self._background = Background()
         self._running: FleetServer | None = None
         self._opened = AsyncExitStack()

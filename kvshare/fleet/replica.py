@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
 from kvshare.namespace import Namespace, Owner
-from kvshare.vllm_protocol.messages import ReplicaInfo
+from kvshare.vllm_protocol.messages import RANK_HEADER, ReplicaInfo
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +17,10 @@ NAMESPACE_FIELDS = ("model", "revision", "tokenizer", "dtype", "kv_layout", "rop
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One vLLM. Its state is changed by its `Watcher` and by the requests that run there."""
+    """
+    One vLLM, or one data-parallel rank of it. Its state is changed by its `Watcher` and by the requests that
+    run there.
+    """
 
     name: str
     vllm: VllmClient = field(repr=False)
@@ -36,6 +39,12 @@ class Replica:
     def shares(self) -> bool:
         """Whether plans may be made for it."""
         return self.serves and self.is_connected and self.info is not None and self.info.shares
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What has vLLM hand a request to this rank; nothing until the connector has said which it is."""
+        rank = self.info.data_parallel_rank if self.info is not None else None
+        return {} if rank is None else {RANK_HEADER: str(rank)}
 
     def namespace(self, owner: Owner) -> Namespace:
         """An owner's namespace in this replica's memory. Its connector has been connected."""
@@ -79,6 +88,18 @@ class Fleet:
         elif set(replica.models.names) != set(self.models.names):
             replica.refusal = f"serves {_listed(replica.models)}, the others serve {_listed(self.models)}"
             log.error("replica %s gets no requests: it %s", replica.name, replica.refusal)
+
+    def check_ranks(self, replica: Replica) -> None:
+        """Called when a connector is connected: ranks that are not among the replicas get no requests."""
+        assert replica.info is not None, "called when it is known"
+        size = replica.info.data_parallel_size
+        known = sum(other.vllm.url == replica.vllm.url for other in self.replicas)
+        if known < size:
+            log.warning(
+                "%s has %d data-parallel ranks, %d of them are replicas here: the others get no requests; "
+                "set data_parallel_size: %d in vllm.replicas, or give --vllm-data-parallel-size %d",
+                *(replica.vllm.url, size, known, size, size),
+            )
 
 
 def _listed(models: ServedModels) -> str:

@@ -105,6 +105,7 @@ class Watcher:
         self._silent_since, self._logged = None, None
         if is_new:
             _log_connected(replica, info)
+            self._fleet.check_ranks(replica)
 
     async def _read_journal(self) -> None:
         """Returns where the state must be asked for anew: a gap, or another process."""

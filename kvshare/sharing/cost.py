@@ -67,6 +67,7 @@ class CostModel:
         self._lookup = 0.0
         self._pass = 0.0
         self._seen_cold_lookup = False
+        self._measured: set[str] = set()
         self._smoothing = smoothing
         self._bytes_per_token = bytes_per_token
         self._context_share = context_share
@@ -104,6 +105,11 @@ class CostModel:
             self._num_extra_passes,
         )
 
+    @property
+    def measured(self) -> frozenset[str]:
+        """Which of the rates "prefill" and "load" were measured; others are what config.yaml says."""
+        return frozenset(self._measured)
+
     def set_bytes_per_token(self, num_bytes: int) -> None:
         """For an engine that learns its KV's size after the start."""
         self._bytes_per_token = num_bytes
@@ -120,11 +126,13 @@ class CostModel:
             else:
                 computing = max(seconds - self._pass, seconds / 2)
                 self._prefill = self._blend(self._prefill, num_tokens / computing)
+                self._measured.add("prefill")
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:
         if num_bytes > 0 and seconds > 0:
             with self._lock:
                 self._load = self._blend(self._load, num_bytes / seconds)
+                self._measured.add("load")
 
     def observe_lookup(self, seconds: float) -> None:
         """The very first lookup finds everything cold and says nothing about the others."""

@@ -156,10 +156,14 @@ class Sharing:
         )
 
     def costs(self) -> dict[str, Any]:
-        """What was measured, JSON-ready, and from how many tokens on a plan pays that computes a tenth."""
+        """
+        The rates, JSON-ready, which of them were measured, and from how many tokens on a plan pays that
+        computes a tenth.
+        """
         rates = self.cost.rates
         return {
             **asdict(rates),
+            "measured": sorted(self.cost.measured),
             "break_even_tokens": rates.break_even(computed=_CHANGED, min_saved_s=self.limits.min_saved_s),
         }
 

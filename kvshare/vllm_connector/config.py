@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from kvshare.vllm_protocol.json_fields import Number
 
-_DATA_PARALLEL_ID = re.compile(r"_dp\d+$")
+_DATA_PARALLEL_ID = re.compile(r"_dp(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,9 @@ class ConnectorSettings:
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     control_host: Annotated[str, Field(strict=True)] = "127.0.0.1"
-    control_port: Number = 8001  # 0: any free one
-    max_bytes: Number = 4 * 1024**3  # host memory for retained KV, over all ranks
+    control_port: Number = 8001  # 0: any free one; each data-parallel rank has one, they count up
+    max_bytes: Number = 4 * 1024**3  # host memory for retained KV, over all ranks of an engine
+    data_parallel_size: Number = 1  # engines of this vLLM, which they do not know themselves
     step_tokens: Number = 0  # that sharing may compute in a step; 0: vLLM's own max_num_batched_tokens
 
     @classmethod
@@ -58,23 +59,26 @@ def _platform_and_parallel(config: VllmConfig) -> dict[str, bool]:
     return {
         f"{current_platform.device_name} devices are not supported": not is_known,
         "pipeline parallelism is not supported (use tensor parallelism)": parallel.pipeline_parallel_size > 1,
-        "data parallelism in one vLLM is not supported (start several, and give the proxy each)": (
-            _is_one_of_many(config)
-        ),
+        # Its ranks compute in step, so that a pass of ours would wait for one that the others do not make.
+        "data parallelism of a model with experts is not supported (start several vLLMs, and give the proxy "
+        "each)": parallel.data_parallel_size > 1,
+        "data parallelism with several API servers of different ranks is not supported (start several vLLMs, "
+        "and give the proxy each)": parallel.data_parallel_hybrid_lb
+        and data_parallel_rank(config) is not None,
         "context parallelism is not supported": in_contexts > 1,
     }
 
 
-def _is_one_of_many(config: VllmConfig) -> bool:
+def data_parallel_rank(config: VllmConfig) -> int | None:
     """
-    Whether this engine has siblings in the same vLLM.
+    Which of the engines of a vLLM this is; None for the only one.
 
-    vLLM 0.32 sets the size back to 1 for a model without experts before it makes the connector. What is left
-    is the rank at the end of the engine's id.
+    For a model without experts vLLM 0.32 sets the size back to 1 before it makes the connector. What is left
+    is the index, and that index at the end of the engine's id: a user's own id may end so, too.
     """
-    transfer = config.kv_transfer_config
-    engine_id = str(transfer.engine_id) if transfer is not None else ""
-    return config.parallel_config.data_parallel_size > 1 or _DATA_PARALLEL_ID.search(engine_id) is not None
+    transfer, index = config.kv_transfer_config, int(config.parallel_config.data_parallel_index)
+    found = _DATA_PARALLEL_ID.search(str(transfer.engine_id)) if transfer is not None else None
+    return index if found is not None and int(found[1]) == index else None
 
 
 def _model(config: VllmConfig) -> dict[str, bool]:

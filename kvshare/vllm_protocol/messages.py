@@ -26,6 +26,7 @@ PROTOCOL = 3
 HEADROOM = 8  # one part in so many of a replica's memory
 TICKET_KEY = "kvshare"  # in kv_transfer_params
 WORKER_CLASS = "kvshare.vllm_connector.workers.KVShareWorker"  # for --worker-cls
+RANK_HEADER = "X-data-parallel-rank"  # vLLM's own: the engine that a request goes to
 TOKEN_VARIABLE = "KVSHARE_VLLM_TOKEN"  # environment: the secret that opens the control server
 
 _Segment = Annotated[SegmentId, Field(strict=True, gt=0)]
@@ -265,8 +266,12 @@ class ReplicaInfo(VersionedMessage):
     fingerprint: str = ""  # of the model: what a calibration is found by
     can_choose: Flag = True  # repairs, by what is attended to
     settings: Mapping[str, Any] = field(default_factory=dict)  # what `kvshare doctor` compares
+    data_parallel_rank: Number | None = None  # of this engine, where a vLLM has several
+    data_parallel_size: Number = 1  # how many engines that vLLM has, as far as it knows
 
-    _optional = frozenset({"fingerprint", "can_choose", "settings"})
+    _optional = frozenset(
+        {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size"}
+    )
 
     @property
     def shares(self) -> bool:

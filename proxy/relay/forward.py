@@ -76,6 +76,7 @@ class RelayedRequest:
         record.reports = {} if report is None else {0: report}
         headers = headers_to_upstream(request.headers)
         headers["X-Request-Id"] = record.request_id
+        headers.update(replica.headers)
         path = request.rel_url.raw_path_qs  # as the client wrote it, with its query
         try:
             return await replica.vllm.send(request.method, path, headers=headers, body=self._salted(path))

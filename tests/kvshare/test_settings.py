@@ -105,6 +105,18 @@ def test_a_replica_is_found_by_its_address(url: str, control: str, label: str) -
     assert (named.control, named.label) == ("http://other:1", "first")
 
 
+def test_each_rank_of_a_replica_is_one(tmp_path: Path) -> None:
+    """By the same API; its control port and its name say which it is."""
+    (replica,) = load_settings(
+        overrides={"vllm.replicas": [{"url": "http://host:8000", "data_parallel_size": 3}]}
+    ).vllm.replicas
+    assert [rank.control for rank in replica.ranks] == [f"http://host:{port}" for port in (8001, 8002, 8003)]
+    assert [rank.label for rank in replica.ranks] == ["host:8000-dp0", "host:8000-dp1", "host:8000-dp2"]
+    assert {rank.url for rank in replica.ranks} == {"http://host:8000"}
+    alone = replica.model_copy(update={"data_parallel_size": 1})
+    assert alone.ranks == (alone,)
+
+
 def test_every_setting_of_nomination_reaches_the_nominator() -> None:
     """They are handed over by name: one that is renamed on one side only would have no effect."""
     values = load_settings().index

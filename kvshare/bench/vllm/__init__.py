@@ -7,4 +7,7 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
     reports.py   what the proxy tells its operator
     prompts.py   near-duplicates and strangers
     sequences.py many requests, in a closed or an open loop
+
+`gpu.py` is a report of several parts, of which `copies.py`, `break_even.py`, `decoding.py` and `syncs.py` are
+nobody else's.
 """

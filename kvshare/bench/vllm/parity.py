@@ -12,6 +12,7 @@ likeliest tokens of every greedy step, against stock vLLM's full prefill:
     preempted          the same, of which some are preempted and resumed
 All of it once with a compiled model, as vLLM runs it by default, and once with `--enforce-eager`.
 That the laid KV is what answers is shown by `foreign_kv_error`: another prompt's KV, and the error it makes.
+`noise` is the error of as many requests that share nothing: another batch rounds otherwise.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ async def measure(servers: Pair, config: Config, *, copies: int = 2) -> dict[str
         errors = {name: await bench.error([name]) for name in _CASES}
         batch = [*_CASES, "plain"] * copies
         errors["mixed_batch"] = await bench.error(batch)
+        noise = await bench.error(["plain"] * len(batch))
         foreign = await bench.error(["identity"], foreign=True)
         before = await reports.read_counters(shared)
         errors["preempted"] = await bench.error(batch, _LONG)
@@ -95,6 +97,7 @@ async def measure(servers: Pair, config: Config, *, copies: int = 2) -> dict[str
     return {
         "max_abs_logprob_error": max(errors.values()),
         "errors": errors,
+        "noise": noise,
         "foreign_kv_error": foreign,
         "decisions": bench.decisions,
         "preemptions": counted.total("vllm:num_preemptions_total"),

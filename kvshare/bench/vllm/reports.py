@@ -85,6 +85,12 @@ async def read_stats(proxy: Client) -> Mapping[str, Any]:
     return totals
 
 
+async def read_costs(proxy: Client) -> Mapping[str, Any]:
+    """The rates that the proxy plans with, and which of them it has measured."""
+    costs: Mapping[str, Any] = json.loads(await proxy.get("/admin/stats"))["costs"]
+    return costs
+
+
 async def wait_stats(proxy: Client, holds: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
     """The first stats that hold. Raises EngineError after a minute."""
     deadline = time.monotonic() + _KEEP_S

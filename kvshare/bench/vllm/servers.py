@@ -47,6 +47,9 @@ class VllmOptions:
     block_size: int | None = None  # None: vLLM's choice
     num_threads: int | None = None  # None: all cores but one, as vLLM itself decides
     enforce_eager: bool = False  # True: the model is not compiled, which takes a minute or two at every start
+    attention_backend: str | None = None  # None: vLLM's choice
+    device_memory: float | None = None  # share of a GPU's memory; None: vLLM's default
+    checks_syncs: bool = False  # warn of each wait of the host for the GPU
 
     @property
     def arguments(self) -> list[str]:
@@ -58,6 +61,8 @@ class VllmOptions:
             "--max-num-batched-tokens": self.max_num_batched_tokens,
             "--num-gpu-blocks-override": self.num_blocks,
             "--block-size": self.block_size,
+            "--attention-backend": self.attention_backend,
+            "--gpu-memory-utilization": self.device_memory,
         }
         named = [text for name, value in given.items() if value is not None for text in (name, str(value))]
         eager = ["--enforce-eager"] if self.enforce_eager else []
@@ -65,7 +70,9 @@ class VllmOptions:
 
     @property
     def environment(self) -> dict[str, str]:
+        checks = {"VLLM_GPU_SYNC_CHECK": "warn"} if self.checks_syncs else {}
         return {
+            **checks,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
@@ -171,7 +178,7 @@ def running(servers: Sequence[Server]) -> Iterator[None]:
             server.stop()
 
 
-def plain_vllm(model: Path, folder: Path, options: VllmOptions) -> Server:
+def plain_vllm(model: Path | str, folder: Path, options: VllmOptions) -> Server:
     """Stock vLLM with its prefix cache."""
     port = free_ports(1)[0]
     return Server(
@@ -183,7 +190,9 @@ def plain_vllm(model: Path, folder: Path, options: VllmOptions) -> Server:
     )
 
 
-def shared_vllm(model: Path, folder: Path, options: VllmOptions, *, kv_bytes: int, token: str) -> Server:
+def shared_vllm(
+    model: Path | str, folder: Path, options: VllmOptions, *, kv_bytes: int, token: str
+) -> Server:
     """vLLM with KVShare's connector, as `kvshare vllm` starts it."""
     port, control_port = free_ports(2)
     own = ["--port", str(port), "--control-port", str(control_port), "--kv-bytes", str(kv_bytes)]
@@ -197,7 +206,14 @@ def shared_vllm(model: Path, folder: Path, options: VllmOptions, *, kv_bytes: in
     )
 
 
-def proxy(upstream: Server, folder: Path, *, token: str, settings: Mapping[str, Mapping[str, Any]]) -> Server:
+def proxy(
+    upstream: Server,
+    folder: Path,
+    *,
+    token: str,
+    settings: Mapping[str, Mapping[str, Any]],
+    data_parallel_size: int = 1,
+) -> Server:
     """`kvshare serve --engine vllm` in front of `shared_vllm`, with an empty store."""
     assert upstream.control_url is not None
     config = folder / "config.yaml"
@@ -205,6 +221,7 @@ def proxy(upstream: Server, folder: Path, *, token: str, settings: Mapping[str, 
     port = free_ports(1)[0]
     own = ["--engine", "vllm", "--port", str(port), "--config", str(config), "--store", str(folder / "store")]
     ends = ["--vllm-url", upstream.url, "--vllm-control-url", upstream.control_url]
+    ends += ["--vllm-data-parallel-size", str(data_parallel_size)]
     return Server(
         name="the proxy",
         command=[*_KVSHARE, "serve", *own, *ends],

@@ -25,7 +25,6 @@ from kvshare.bench.vllm.stack import ALWAYS_SHARE, BenchConfig, Stack, StackOpti
 from kvshare.errors import EngineError
 
 _MAX_EXAMPLES = 10
-_MAX_TIE_MARGIN = 1e-3  # log-probability between first and second choice; other batches round otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,7 @@ class Config(BenchConfig):
     output_tokens: int = 48
     max_prompts: int = 24  # remembered, to come back to
     evict_every: int = 25  # requests
+    tie_margin: float = 1e-3  # log-probability between first and second choice; other batches round otherwise
 
     @property
     def max_model_len(self) -> int:
@@ -121,7 +121,8 @@ class _Soak:
         try:
             answer = await self._asked(op)
             if answer is not None:
-                self._count(op, judge(answer, await self._reference(op), aborted=answer.aborted))
+                reference, margin = await self._reference(op), self._config.tie_margin
+                self._count(op, judge(answer, reference, aborted=answer.aborted, tie_margin=margin))
         except EngineError as exc:
             self._errors[str(exc)[:200]] += 1
         self._mixture.remember(op.prompt)
@@ -207,7 +208,9 @@ class Verdict:
     logprob_error: float = 0.0  # largest, over the tokens before
 
 
-def judge(answer: Answer, reference: Answer, *, aborted: bool = False) -> Verdict:
+def judge(
+    answer: Answer, reference: Answer, *, aborted: bool = False, tie_margin: float = Config.tie_margin
+) -> Verdict:
     """Compare with a full reference. An aborted answer must be its beginning."""
     found, expected = answer.token_ids, reference.token_ids
     common = min(len(found), len(expected))
@@ -217,7 +220,7 @@ def judge(answer: Answer, reference: Answer, *, aborted: bool = False) -> Verdic
     error = max((abs(one - other) for one, other in pairs), default=0.0)
     if parted is not None:
         margin = reference.margins[parted]
-        name = "tied" if margin < _MAX_TIE_MARGIN else "wrong"
+        name = "tied" if margin < tie_margin else "wrong"
         return Verdict(name, parted / len(found), parted, margin, error)
     if len(found) == len(expected) or (aborted and len(found) < len(expected)):
         return Verdict("right", 1.0, logprob_error=error)

@@ -6,7 +6,7 @@ import os
 import platform
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from delta_tree import TokenIds
 from kvshare import __version__
 from kvshare.bench.bound import model_size
 from kvshare.bench.harness import environment
-from kvshare.bench.random_models import DEMO_VOCAB_SIZE, llama_config, write_model
+from kvshare.bench.random_models import DEMO_VOCAB_SIZE, LLAMAS, llama_config, write_model
 from kvshare.bench.vllm import servers
 from kvshare.bench.vllm.client import Client, connected
 from kvshare.bench.vllm.prompts import near_duplicate, stranger
@@ -34,7 +34,7 @@ ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings of a proxy that shares where it does not pay: on a small model it must be right, not fast."""
 
-_NOT_SHOWN = ("threads", "dtype", "eager", "kv_bytes", "workload")
+_NOT_SHOWN = ("threads", "dtype", "eager", "kv_bytes", "workload", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class EditedConfig(BenchConfig):
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What is started. `model`: "timing", "long" or "small"."""
+    """What is started. `model`: "timing", "long" or "small", of random weights, or what vLLM takes as one."""
 
     model: str = "timing"
     vllm: VllmOptions = field(default_factory=VllmOptions)
@@ -81,13 +81,19 @@ class StackOptions:
     seed: int = 0
 
     @property
+    def has_random_weights(self) -> bool:
+        return self.model in LLAMAS
+
+    @property
     def model_config(self) -> LlamaConfig:
+        """Of a model of random weights."""
         return llama_config(
             self.model, max_position_embeddings=self.vllm.max_model_len, vocab_size=DEMO_VOCAB_SIZE
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "vllm": {**asdict(self.vllm), "cores": self.vllm.cores}}
+        model = Path(self.model).name  # results are published: of a folder its name, not where it lies
+        return {**asdict(self), "model": model, "vllm": {**asdict(self.vllm), "cores": self.vllm.cores}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +135,22 @@ def pair(options: StackOptions) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
         folder = Path(name)
         token = servers.new_token()
-        model = write_model(
-            options.model,
-            folder / "model",
-            dtype=options.vllm.dtype,
-            max_model_len=options.vllm.max_model_len,
-            seed=options.seed,
-        )
+        model = _random_model(options, folder / "model") if options.has_random_weights else options.model
         plain = servers.plain_vllm(model, folder, options.vllm)
         shared = servers.shared_vllm(model, folder, options.vllm, kv_bytes=options.kv_bytes, token=token)
-        with servers.running([plain, shared]):
+        # On one GPU one after the other: each measures how much memory it may take, and how much others have.
+        is_divided = options.vllm.device_memory is not None
+        with ExitStack() as started:
+            for group in [[plain], [shared]] if is_divided else [[plain, shared]]:
+                started.enter_context(servers.running(group))
             yield Pair(options, plain, shared, token, folder)
+
+
+def _random_model(options: StackOptions, folder: Path) -> Path:
+    vllm = options.vllm
+    return write_model(
+        options.model, folder, dtype=vllm.dtype, max_model_len=vllm.max_model_len, seed=options.seed
+    )
 
 
 @contextmanager
@@ -165,7 +176,7 @@ def document(benchmark: str, options: StackOptions, config: BenchConfig) -> dict
         "document_version": DOCUMENT_VERSION,
         "config": config.to_json(),
         "servers": options.to_json(),
-        "model": model_size(options.model_config),
+        **({"model": model_size(options.model_config)} if options.has_random_weights else {}),
         "environment": {
             **environment(),
             "kvshare": __version__,

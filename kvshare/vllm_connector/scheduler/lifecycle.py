@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 import kvshare
 from delta_tree import SegmentId
 from kvshare.loopback import is_loopback
-from kvshare.vllm_connector.config import ConnectorSettings
+from kvshare.vllm_connector.config import ConnectorSettings, data_parallel_rank
 from kvshare.vllm_connector.metadata import WorkerHandshake
 from kvshare.vllm_connector.scheduler.control_server import ControlServer, ControlState
 from kvshare.vllm_connector.scheduler.event_log import EventLog
@@ -34,7 +34,10 @@ _NO_ADDRESS = "the control server cannot answer on {}:{} ({}): give another --co
 
 
 class SchedulerSide:
-    """One per vLLM. `scheduler` is None where nothing is shared."""
+    """
+    One per engine, of which a vLLM has several with data parallelism. `scheduler` is None where nothing is
+    shared.
+    """
 
     def __init__(self, config: VllmConfig, settings: ConnectorSettings, unsupported: Sequence[str]) -> None:
         """
@@ -48,6 +51,10 @@ class SchedulerSide:
                 f"control_host: other machines can reach {settings.control_host}; set {TOKEN_VARIABLE}, too"
             )
         self._config = config
+        self._connector = settings
+        self._rank = data_parallel_rank(config)
+        # 0 is any free one, for every rank.
+        port = settings.control_port and settings.control_port + (self._rank or 0)
         self._unsupported = list(unsupported)
         self._vllm_version = installed_version() or "unknown"
         self._warnings = [message for message in [untested(self._vllm_version)] if message]
@@ -60,13 +67,13 @@ class SchedulerSide:
             self._control = ControlServer(
                 ControlState(self.info, self.events, self.segments, self.drop),
                 host=settings.control_host,
-                port=settings.control_port,
+                port=port,
                 token=token,
             )
         except OSError as exc:
             if not self._unsupported:
-                host, port = settings.control_host, settings.control_port
-                self._unsupported.append(_NO_ADDRESS.format(host, port, exc.strerror or exc))
+                host, problem = settings.control_host, exc.strerror or exc
+                self._unsupported.append(_NO_ADDRESS.format(host, port, problem))
 
     def start_sharing(self, handshakes: Iterable[WorkerHandshake]) -> None:
         """Share if every worker can. One that was not given its model sends no handshake."""
@@ -129,6 +136,8 @@ class SchedulerSide:
             num_segments=len(self.segments),
             max_model_len=config.model_config.max_model_len,
             settings=self._settings(),
+            data_parallel_rank=self._rank,
+            data_parallel_size=max(self._connector.data_parallel_size, 1 + (self._rank or 0)),
         )
 
     @property

@@ -60,7 +60,7 @@ class Fake:
         guarded = handler.path.startswith(("/v1", "/info"))
         if guarded and self.key is not None and handler.headers.get("Authorization") != f"Bearer {self.key}":
             return 401, {"error": "Unauthorized"}
-        return self.routes.get(handler.path, (404, {"detail": "Not Found"}))
+        return self.routes.get(handler.path.partition("?")[0], (404, {"detail": "Not Found"}))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from kvshare.cli import checks, doctor, store_checks, vllm_checks
+from kvshare.cli import checks, doctor, server_checks, store_checks, vllm_checks
 from kvshare.cli.checks import State
 from kvshare.settings import Settings, load_settings
 from tests.kvshare.cli.family import write_store
@@ -172,12 +172,12 @@ def test_every_finding_can_be_told() -> None:
     asked = {f"control.{kind}": {"problem"} for kind in ("silent", "locked", "unknown")}
     for name, _ in vllm_checks._JUDGED.values():
         asked |= {f"{name}.good": {"value"}, f"{name}.bad": {"value"}}
-    for module in (checks, doctor, store_checks, vllm_checks):
+    for module in (checks, doctor, server_checks, store_checks, vllm_checks):
         for call in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("found"):
                 words = {str(word.arg) for word in call.keywords}
                 literals = (each.value for each in ast.walk(call.args[0]) if isinstance(each, ast.Constant))
-                asked |= {name: words for name in literals if re.fullmatch(r"\w+\.[\w ]+", str(name))}
+                asked |= {name: words for name in literals if re.fullmatch(r"[\w-]+\.[\w ]+", str(name))}
     told = {
         f"{name}.{kind}": text for name, kinds in checks._FINDINGS.items() for kind, text in kinds.items()
     }

@@ -129,6 +129,8 @@ def test_serve_takes_vllm_servers_by_their_addresses(cli: Cli) -> None:
     controls = ("--vllm-control-url", "http://a:1", "--vllm-control-url", "http://b:2")
     settings = yaml.safe_load(cli(*given, *controls).stdout)
     assert [entry["control_url"] for entry in settings["vllm"]["replicas"]] == ["http://a:1", "http://b:2"]
+    settings = yaml.safe_load(cli(*given, "--vllm-data-parallel-size", 4).stdout)
+    assert [entry["data_parallel_size"] for entry in settings["vllm"]["replicas"]] == [4, 4]
 
 
 @pytest.mark.parametrize(

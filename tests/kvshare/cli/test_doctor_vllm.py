@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from kvshare.cli.doctor import run_checks, run_vllm_checks
+from kvshare.cli.server_checks import check_break_even
+from kvshare.cli.vllm_checks import check_vllm
 from kvshare.vllm_protocol.messages import PROTOCOL
 from tests.kvshare.cli.conftest import Cli
 from tests.kvshare.cli.fake_vllm import INFO, Fake, Route, connector, served, vllm
@@ -105,6 +107,71 @@ def test_the_replicas_of_the_settings_are_checked(start: Start, tmp_path: Path) 
     assert not {"model", "tokenizer", "geometry"} & names
     config.write_text(yaml.safe_dump({**settings, "vllm": {}}))
     assert [check.state for check in run_checks(config) if check.name == "vllm"] == ["fail"]
+
+
+def test_ranks_are_looked_at_each(start: Start) -> None:
+    """Each rank's connector is asked; ranks that nobody would send to are a warning."""
+    url, rank = start(vllm()).url, replace(INFO, data_parallel_rank=0, data_parallel_size=2)
+    control = start(connector(rank)).url
+    findings = found(url, control)
+    assert states(findings) == {"ranks": "warn"}
+    assert "--vllm-data-parallel-size 2" in findings["ranks"][1]
+    checks = check_vllm(url, [control, start(connector(replace(rank, data_parallel_rank=1))).url])
+    assert {check.state for check in checks} == {"ok"}
+    names = [check.name for check in checks]
+    assert (names.count("control"), names.count("memory"), names.count("ranks")) == (2, 2, 1)
+    silent = [check.state for check in check_vllm(url, [control, nowhere()]) if check.name == "control"]
+    assert silent == ["ok", "fail"]
+
+
+COSTS = {
+    "break_even_tokens": 1234,
+    "measured": ["load", "prefill"],
+    "prefill_tokens_per_s": 30000.0,
+    "load_bytes_per_s": 2e10,
+    "pass_s": 0.005,
+}
+
+
+@pytest.mark.parametrize(
+    ("costs", "state", "words"),
+    [
+        (COSTS, "ok", ("from 1,234 tokens on", "prefill 30,000 tokens/s", "load 20.0 GB/s", "5.0 ms a pass")),
+        ({**COSTS, "break_even_tokens": None}, "warn", ("never pays", "20.0 GB/s")),
+        ({**COSTS, "measured": ["prefill"]}, "ok", ("unknown", "has not measured load")),
+        ({**COSTS, "measured": []}, "ok", ("unknown", "load and prefill")),
+        ({}, "ok", ("unknown", "is that a KVShare server")),
+    ],
+)
+def test_the_break_even_length_comes_from_a_running_server(
+    start: Start, costs: Mapping[str, Any], state: str, words: Sequence[str]
+) -> None:
+    """What it has measured, with its rates; what it has not is unknown."""
+    server = start(Fake({"/admin/stats": (200, {"costs": costs})}))
+    check = check_break_even(server.url, None)
+    assert (check.name, check.state) == ("break-even", state)
+    assert all(word in check.detail for word in words), check.detail
+    if "unknown" not in words:
+        assert server.url in check.detail
+
+
+def test_without_a_server_the_break_even_length_is_unknown(cli: Cli, start: Start) -> None:
+    """Which is no failure: the command ends as the other checks say."""
+    options = (
+        "--vllm-url",
+        start(vllm()).url,
+        "--vllm-control-url",
+        start(connector()).url,
+        "--format",
+        "json",
+    )
+    for server in (nowhere(), start(Fake({"/admin/stats": (401, {"error": {"message": "who?"}})})).url):
+        outcome = cli("doctor", *options, "--url", server)
+        assert outcome.code == 0
+        (check,) = (check for check in outcome.document["checks"] if check["name"] == "break-even")
+        assert "unknown" in check["detail"]
+        assert "--url" in check["remedy"]
+    assert cli("doctor", *options, "--url", "localhost").code == 2
 
 
 def test_nobody_answers() -> None:

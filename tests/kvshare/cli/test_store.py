@@ -192,8 +192,13 @@ def test_what_a_running_server_has_measured_is_shown(
         "load_bytes_per_s": 2e9,
         "pass_s": 0.0041,
         "break_even_tokens": tokens,
+        "measured": ["load", "prefill"],
     }
     draw("stats", {"totals": totals, "namespaces": [], "costs": costs})
     shown = " ".join(capsys.readouterr().out.split())
     assert "prefill 8,000 tokens/s, load 2.0 GB/s, 4.1 ms a pass" in shown
     assert said in shown
+    assert "measured: prefill" in shown
+    for measured, origin in ((["prefill"], "only prefill measured:"), ([], "assumed until measured:")):
+        draw("stats", {"totals": totals, "namespaces": [], "costs": {**costs, "measured": measured}})
+        assert origin in capsys.readouterr().out

@@ -104,11 +104,54 @@ def test_the_settings_are_the_connectors(installed: Installation) -> None:
 
 def test_our_options_may_stand_anywhere(installed: Installation) -> None:
     """Options of this command are taken out wherever they are, and the others keep their order."""
-    theirs = ["-tp", "2", "-dph", "-O3", "--foo_bar=1", "--rope.x", "2", "--help=max", "-h", "--help"]
+    theirs = ["-tp", "2", "-xh", "-O3", "--foo_bar=1", "--rope.x", "2", "--help=max", "-h", "--help"]
     ours = ["--control-port", "7777", "--kv-bytes=2GiB"]
     words = installed.printed("some/model", *theirs[:3], *ours, *theirs[3:])
     assert words[-len(theirs) :] == theirs
     assert extra(words) == {"control_host": "127.0.0.1", "control_port": 7777, "max_bytes": 2 * 2**30}
+
+
+@pytest.mark.parametrize(
+    "said", [["-dp", "2"], ["-dp=2"], ["--data-parallel-size", "2"], ["--data_parallel_size=2"]]
+)
+def test_each_data_parallel_rank_has_its_share(installed: Installation, said: list[str]) -> None:
+    """Memory is divided among the ranks, control ports count up, and a note names the proxy's option."""
+    words = installed.printed("some/model", *said, "--kv-bytes", "2GiB")
+    assert extra(words) == {
+        "control_host": "127.0.0.1",
+        "control_port": 8001,
+        "max_bytes": 2**30,
+        "data_parallel_size": 2,
+    }
+    assert words[-len(said) :] == said
+    note = installed.run("some/model", *said).stderr
+    assert "up to 8002" in note
+    assert "--vllm-data-parallel-size 2" in note
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ["-dpn", "1"],
+        ["--data-parallel-rank=1"],
+        ["-dph"],
+        ["--data-parallel-size-local", "1"],
+        ["--data-parallel-external-lb"],
+        ["-dpb", "ray"],
+    ],
+)
+def test_ranks_elsewhere_are_refused(installed: Installation, said: list[str]) -> None:
+    """What the proxy could not follow is refused in a sentence that says what to do instead."""
+    outcome = installed.run("some/model", "-dp", "2", *said)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert "--vllm-url for each" in " ".join(outcome.stderr.replace("│", " ").split())
+
+
+def test_ranks_need_ports(installed: Installation) -> None:
+    """There must be a control port for the last one."""
+    outcome = installed.run("some/model", "-dp", "3", "--control-port", "65534")
+    assert outcome.code == 2
+    assert "--control-port" in outcome.stderr
 
 
 def test_help_before_the_model_is_ours(installed: Installation) -> None:

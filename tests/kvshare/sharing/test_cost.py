@@ -23,6 +23,18 @@ def test_averages_move_towards_what_is_measured() -> None:
     assert cost.rates.lookup_s == pytest.approx(0.005)
 
 
+def test_what_was_measured_is_known() -> None:
+    """Until then a rate is what the settings say; a short pass measures no rate."""
+    cost = model()
+    assert cost.measured == frozenset()
+    cost.observe_prefill(100, 0.2)
+    assert cost.measured == frozenset()
+    cost.observe_prefill(1000, 0.5)
+    assert cost.measured == {"prefill"}
+    cost.observe_load(10**9, 0.25)
+    assert cost.measured == {"prefill", "load"}
+
+
 def test_single_tokens_and_empty_loads_teach_nothing() -> None:
     """Decoding steps are no prefill, and nothing loaded has no rate."""
     cost = model()

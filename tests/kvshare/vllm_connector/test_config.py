@@ -11,6 +11,8 @@ def config(**changes: Any) -> Any:
     parallel = SimpleNamespace(
         pipeline_parallel_size=1,
         data_parallel_size=1,
+        data_parallel_index=0,
+        data_parallel_hybrid_lb=False,
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
     )
@@ -44,7 +46,8 @@ def config(**changes: Any) -> Any:
     ("changes", "word"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline"),
-        ({"data_parallel_size": 2}, "data parallel"),
+        ({"data_parallel_size": 2}, "data parallelism of a model with experts"),
+        ({"engine_id": "0b7c_dp0", "data_parallel_hybrid_lb": True}, "several API servers"),
         ({"decode_context_parallel_size": 2}, "context parallel"),
         ({"use_mla": True}, "MLA"),
         ({"is_hybrid": True}, "hybrid"),
@@ -54,7 +57,6 @@ def config(**changes: Any) -> Any:
         ({"cache_dtype": "fp8"}, "fp8"),
         ({"policy": "fail"}, "recompute"),
         ({"runner_type": "pooling"}, "pooling"),
-        ({"engine_id": "0b7c_dp0"}, "data parallel"),
         ({"is_multimodal_model": True}, "multimodal"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
         ({"lora": object()}, "LoRA"),
@@ -71,6 +73,26 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> No
     assert unsupported_reasons(config(), cache) == []
     (message,) = unsupported_reasons(config(**changes), cache)
     assert word in message
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "index", "rank"),
+    [("0b7c", 0, None), ("0b7c_dp0", 0, 0), ("0b7c_dp12", 12, 12), ("a_users_own_dp3", 0, None)],
+)
+def test_a_rank_is_known_by_its_engines_id(engine_id: str, index: int, rank: int | None) -> None:
+    """vLLM takes the size away from a dense rank; an id that only looks like a rank's is none."""
+    from kvshare.vllm_connector.config import data_parallel_rank
+
+    assert data_parallel_rank(config(engine_id=engine_id, data_parallel_index=index)) == rank
+
+
+def test_ranks_without_experts_are_supported() -> None:
+    """Each is an engine of its own."""
+    from kvshare.vllm_connector.config import unsupported_reasons
+
+    cache = SimpleNamespace(kv_cache_groups=[])
+    (message,) = unsupported_reasons(config(engine_id="0b7c_dp1", data_parallel_index=1), cache)
+    assert message == "the model has no KV cache"
 
 
 def test_vllms_own_settings_are_read_right(start: Any, monkeypatch: Any) -> None:

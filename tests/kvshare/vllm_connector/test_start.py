@@ -83,6 +83,28 @@ def test_a_taken_control_port_stops_nothing(
         assert_served_unshared(served, text(300))
 
 
+def test_each_rank_has_its_own_control_port(start: Callable[..., Vllm]) -> None:
+    """Counted from the one of the settings; the only engine of a vLLM is no rank."""
+    from kvshare.vllm_connector.config import ConnectorSettings
+    from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
+    from tests.kvshare.vllm_connector.test_config import config
+
+    info = start("llama").side.info()
+    assert (info.data_parallel_rank, info.data_parallel_size) == (None, 1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        base = other.getsockname()[1]
+    settings = ConnectorSettings(control_port=base, data_parallel_size=3)
+    sides = []
+    try:
+        for rank in range(2):
+            of_rank = config(engine_id=f"e_dp{rank}", data_parallel_index=rank)
+            sides.append(SchedulerSide(of_rank, settings, ()))
+        assert [side._control.port for side in sides if side._control is not None] == [base, base + 1]
+    finally:
+        for side in sides:
+            side.close()
+
+
 def test_without_the_worker_class_nothing_is_shared(
     checkpoint: Callable[..., Path], start: Callable[..., Vllm], text: Texts
 ) -> None:
