@@ -14,6 +14,7 @@ passes before. One forward pass over all runs of all requests of a step is exact
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -87,11 +88,12 @@ class PartialForward:
         self._max_runs = vllm_config.scheduler_config.max_num_seqs  # backends keep buffers of that many
         backend = next(iter(cache.layers.values())).get_attn_backend()
         self.backend_name: str = backend.get_name()
-        with set_current_vllm_config(vllm_config):
+        without_graphs = _without_graphs(vllm_config)
+        with set_current_vllm_config(without_graphs):
             self._builder = backend.get_builder_cls()(
                 spec.copy_with_new_block_size(cache.kernel_block_size),
                 list(cache.layers),
-                vllm_config,
+                without_graphs,
                 cache.kv_layout.device,
             )
 
@@ -225,3 +227,11 @@ class PartialForward:
             seq_lens_cpu_upper_bound=torch.from_numpy(ends),
         )
         return token_ids, positions, slots, metadata
+
+
+def _without_graphs(config: VllmConfig) -> VllmConfig:
+    """No pass of ours runs in a CUDA graph: a builder is to keep no buffers for any."""
+    changed, compilation = copy.copy(config), copy.copy(config.compilation_config)
+    compilation.cudagraph_mode = CUDAGraphMode.NONE
+    changed.compilation_config = compilation
+    return changed

@@ -157,8 +157,13 @@ def fault_in_metadata(change: Callable[[Any], Any]) -> Fault:
 
     @contextmanager
     def faulty(_: Setting) -> Iterator[None]:
-        common = PartialForward._common
-        with patch.object(PartialForward, "_common", lambda *arguments: change(common(*arguments))):
+        inputs = PartialForward._inputs
+
+        def changed(*arguments: Any) -> Any:
+            *others, metadata = inputs(*arguments)
+            return *others, change(metadata)
+
+        with patch.object(PartialForward, "_inputs", changed):
             yield
 
     return faulty
@@ -166,18 +171,29 @@ def fault_in_metadata(change: Callable[[Any], Any]) -> Fault:
 
 def fault_in_slots(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
     @contextmanager
-    def faulty(setting: Setting) -> Iterator[None]:
-        slots = setting.cache.slots
-        with patch.object(setting.cache, "slots", lambda *arguments: change(slots(*arguments))):
+    def faulty(_: Setting) -> Iterator[None]:
+        inputs = PartialForward._inputs
+
+        def changed(*arguments: Any) -> Any:
+            token_ids, positions, slots, metadata = inputs(*arguments)
+            slots = change(slots)
+            return token_ids, positions, slots, replace(metadata, slot_mapping=slots)
+
+        with patch.object(PartialForward, "_inputs", changed):
             yield
 
     return faulty
 
 
+def _exchanged(table: torch.Tensor) -> torch.Tensor:
+    """Its second and third block are taken for each other."""
+    return table[:, [0, 2, 1, *range(3, table.shape[1])]]
+
+
 FAULTS = {
     "nothing": nothing_wrong,
     "blocks exchanged": fault_in_metadata(
-        lambda made: replace(made, block_table_tensor=made.block_table_tensor[:, [0, 2, 1, 3, 4]])
+        lambda made: replace(made, block_table_tensor=_exchanged(made.block_table_tensor))
     ),
     "one slot too many": fault_in_metadata(
         lambda made: replace(made, seq_lens=made.seq_lens + 1, max_seq_len=made.max_seq_len + 1)

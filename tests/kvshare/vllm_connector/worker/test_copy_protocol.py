@@ -136,15 +136,18 @@ class Protocol(RuleBasedStateMachine):
         }
 
     def teardown(self) -> None:
+        self.copy_everything()
+        assert not self.loading
+        assert not self.saving
+        assert sorted(self.free) == list(range(1, BLOCKS))
+        self.ranks.__exit__(None, None, None)
+
+    def copy_everything(self) -> None:
         for _ in range(2 + len(self.loading)):
             self.run_step()
             while self.copies.jobs:
                 self.copies.run()
         self.run_step()
-        assert not self.loading
-        assert not self.saving
-        assert sorted(self.free) == list(range(1, BLOCKS))
-        self.ranks.__exit__(None, None, None)
 
     def rows(self, block_ids: tuple[int, ...]) -> torch.Tensor:
         found = self.worker._cache.read(block_ids, Span(0, NUM_TOKENS))
@@ -197,9 +200,11 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.segments and len(self.free) >= 3)
     @rule(data=st.data(), has_hole=st.booleans())
     def load(self, data: st.DataObject, has_hole: bool) -> None:
+        self.begin_load(data.draw(st.sampled_from(sorted(self.segments))), has_hole=has_hole)
+
+    def begin_load(self, segment_id: SegmentId, *, has_hole: bool) -> None:
         from kvshare.vllm_connector.metadata import LoadRequest
 
-        segment_id = data.draw(st.sampled_from(sorted(self.segments)))
         name = f"l{next(self.numbers)}"
         self.blocks[name] = self.give_blocks()
         length = 15 if has_hole else NUM_TOKENS
@@ -285,3 +290,32 @@ def test_whatever_comes_whenever_it_is_copied() -> None:
             max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+def test_what_is_preempted_was_copied_before_its_blocks_are_given_away() -> None:
+    machine = Protocol()
+    machine.start()
+    machine.save(ends=False)
+    machine.run_step()
+    machine.step["preempted"].add("s1")
+    machine.run_step()
+    assert not machine.copies.jobs
+    machine.run_step()
+    assert machine.segments == {SegmentId(1): 1.0}
+    machine.every_segment_is_what_was_saved()
+    machine.teardown()
+
+
+def test_a_segment_that_leaves_is_read_before_its_bytes_are_taken() -> None:
+    """The next prompt takes its place in the arena while a load of it waits to be copied."""
+    machine = Protocol()
+    machine.start()
+    for _ in range(4):
+        machine.save(ends=True)
+    machine.copy_everything()
+    segment_id = min(machine.segments)
+    machine.begin_load(segment_id, has_hole=False)
+    machine.step["drops"].append(segment_id)
+    del machine.segments[segment_id]
+    machine.save(ends=True)
+    machine.teardown()
