@@ -186,6 +186,8 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._scheduler_side is not None:
             self._scheduler_side.close()
+        if self._worker is not None:
+            self._worker.close()
 
     def _scheduler_or_none(self) -> ConnectorScheduler | None:
         """None in a worker, before the handshakes, and where nothing is shared."""

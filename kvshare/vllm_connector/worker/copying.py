@@ -21,6 +21,8 @@ from kvshare.safe_logging import classes_and_places
 
 log = logging.getLogger("vllm.kvshare")
 
+_CLOSE_S = 10.0
+
 
 @dataclass(eq=False)
 class Job:
@@ -54,7 +56,7 @@ class CopyThread:
     """Starts with its first job; dies with the process."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Job] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # None: no more will come
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Job) -> Job:
@@ -64,10 +66,17 @@ class CopyThread:
         self._jobs.put(job)
         return job
 
+    def close(self) -> None:
+        """Ends it, once its jobs are done."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(_CLOSE_S)
+
     def _run(self) -> None:
         _be_modest()
-        while True:
-            self._jobs.get().run()
+        while (job := self._jobs.get()) is not None:
+            job.run()
+            del job  # what it holds on to is large
 
 
 def _be_modest() -> None:

@@ -5,25 +5,27 @@ Nothing as large as all layers together is ever allocated.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from delta_tree import Span
 from kvshare.kv.movement import Movement
-from kvshare.vllm_connector.worker.device import Device, batches
+from kvshare.vllm_connector.worker.device import Device, batches, to_device
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Tokens of a segment's rows (H, L, 2, T, D), where they go, and by how many positions they move."""
+    """Tokens of a segment, where they go, and by how many positions they move."""
 
-    rows: torch.Tensor
     tokens: slice
     shift: int
-    slots: torch.Tensor
+    slots: NDArray[np.int64]
 
 
 class Laying:
@@ -32,47 +34,54 @@ class Laying:
     def __init__(self, cache: PagedCache, device: Device) -> None:
         self._cache = cache
         self._device = device
-        self._parts: list[_Part] = []
+        self._segments: dict[int, torch.Tensor] = {}  # by where they are; each is copied once
+        self._parts: defaultdict[int, list[_Part]] = defaultdict(list)
 
-    def add(self, rows: torch.Tensor, source: Span, shift: int, slots: torch.Tensor) -> None:
+    def add(self, rows: torch.Tensor, source: Span, shift: int, slots: NDArray[np.int64]) -> None:
         """
         Tokens of a segment.
 
         Shapes:  rows (H, L, 2, T, D) on the host; slots (len(source),)
         Units:   shift in tokens, may be negative
         """
-        self._parts.append(_Part(rows, slice(source.start, source.end), shift, slots))
+        self._segments[rows.data_ptr()] = rows
+        self._parts[rows.data_ptr()].append(_Part(slice(source.start, source.end), shift, slots))
 
     def write(self) -> None:
         """Raises ValueError if something moves and how is not known."""
-        for batch in batches([part.rows for part in self._parts]):
-            parts = self._parts[batch]
-            rows = self._device.to_device([part.rows for part in parts])
-            slots = torch.cat([part.slots for part in parts])
-            planes = (self._moved(parts, rows, plane) for plane in range(2))
-            for layer, (k, v) in enumerate(zip(*planes, strict=True)):
-                self._cache.write_layer(layer, k, v, slots)
+        segments, parts = list(self._segments.values()), list(self._parts.values())
+        for batch in batches(segments):
+            self._write(self._device.to_device(segments[batch]), parts[batch])
+
+    def _write(self, segments: Sequence[torch.Tensor], parts: Sequence[Sequence[_Part]]) -> None:
+        """One batch; `parts` of each segment."""
+        device = self._cache.kv_layout.device
+        pieces = [(rows, part) for rows, own in zip(segments, parts, strict=True) for part in own]
+        lengths = [part.tokens.stop - part.tokens.start for _, part in pieces]
+        slots, shifts = to_device(
+            device,
+            np.concatenate([part.slots for _, part in pieces]),
+            np.repeat(np.array([part.shift for _, part in pieces], np.int64), lengths),
+        )
+        moves = any(part.shift for _, part in pieces)
+        planes = (self._moved(pieces, shifts if moves else None, plane) for plane in range(2))
+        for layer, (k, v) in enumerate(zip(*planes, strict=True)):
+            self._cache.write_layer(layer, k, v, slots)
 
     def _moved(
-        self, parts: Sequence[_Part], rows: Sequence[torch.Tensor], plane: int
+        self, pieces: Sequence[tuple[torch.Tensor, _Part]], shifts: torch.Tensor | None, plane: int
     ) -> Iterator[torch.Tensor]:
         """Layer by layer (T, H, D), turned."""
-        layout = self._cache.kv_layout
-        lengths = torch.tensor([part.tokens.stop - part.tokens.start for part in parts])
-        shifts = torch.tensor([part.shift for part in parts]).repeat_interleave(lengths)
-        moves = bool(shifts.any())
+        layout = self._cache.kv_layout.planes[plane]
         turns: dict[Movement, tuple[torch.Tensor, torch.Tensor]] = {}
-        for layer, movement in enumerate(layout.planes[plane].movements):
+        for layer, movement in enumerate(layout.movements):
             together = torch.cat(
-                [
-                    each[:, layer, plane, part.tokens].transpose(0, 1)
-                    for part, each in zip(parts, rows, strict=True)
-                ]
+                [rows[:, layer, plane, part.tokens].transpose(0, 1) for rows, part in pieces]
             )
-            if moves and movement is None:
-                raise ValueError(f"how {layout.planes[plane].name} of layer {layer} moves is not known")
-            if moves and movement is not None and movement.frequencies:
+            if shifts is not None and movement is None:
+                raise ValueError(f"how {layout.name} of layer {layer} moves is not known")
+            if shifts is not None and movement is not None and movement.frequencies:
                 if movement not in turns:
-                    turns[movement] = movement.angles(shifts.to(layout.device)[:, None])
+                    turns[movement] = movement.angles(shifts[:, None])
                 together = movement.turned(together, *turns[movement])
             yield together

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from delta_tree import Span
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.segment import SegmentKV
+from kvshare.vllm_connector.worker.device import to_device
 
 WriteRows = Callable[[torch.Tensor, torch.Tensor], None]  # k, v (N, H, D) into the probed block
 
@@ -133,7 +134,8 @@ class PagedCache:
         """
         assert self._layout is not None
         tables = [self.kernel_blocks_of(block_ids, span) for span in spans]
-        blocks = self._on_device([block for table in tables for block in table])
+        numbers = np.array([block for table in tables for block in table], np.int64)
+        (blocks,) = to_device(self.kv_layout.device, numbers)
         places, num_before = [], 0
         for span, table in zip(spans, tables, strict=True):
             ahead = num_before + span.start % self.block_size

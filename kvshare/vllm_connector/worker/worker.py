@@ -175,6 +175,10 @@ class ConnectorWorker:
         if self._store is not None:
             self._store.clear()
 
+    def close(self) -> None:
+        """What is being copied is not cut off: its memory is about to be given back."""
+        self._copies.close()
+
     def begin(self, step: StepMetadata) -> None:
         """Before the forward pass of a step."""
         cancelled = frozenset(step.cancelled)
@@ -231,7 +235,7 @@ class ConnectorWorker:
                 if copy.segment_id not in load.readable:
                     continue
                 start = copy.offset + target.start - copy.target_start
-                slots = self._cache.slots(load.request.block_ids, target)
+                slots = self._cache.slot_numbers(load.request.block_ids, target)
                 rows = found[copy.segment_id].rows
                 laying.add(rows, Span(start, start + len(target)), copy.shift, slots)
             laying.write()
@@ -292,11 +296,11 @@ class ConnectorWorker:
             if isinstance(transfer, _Save):
                 self._report_saved(transfer, is_whole=is_whole)
                 continue
-            transfer.unreadable = frozenset(segment_id for load, segment_id in gone if load is transfer)
-            if is_whole:
-                self._arrived.append(transfer)
-            else:
+            if not is_whole:  # of its segments nothing is known
                 self._fail(transfer)
+                continue
+            transfer.unreadable = frozenset(segment_id for load, segment_id in gone if load is transfer)
+            self._arrived.append(transfer)
 
     def _report_saved(self, save: _Save, *, is_whole: bool) -> None:
         if not is_whole or not save.has_room:

@@ -1,0 +1,173 @@
+"""
+What copies ask of CUDA, with streams and events that stand in for a GPU's: after which mark, through how much
+staging, in how many copies, and that nobody goes on before they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from delta_tree import Span
+
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.worker.device import CudaDevice
+
+HEADS, LAYERS, DIM = 2, 3, 4
+SEGMENT_BYTES = HEADS * LAYERS * 2 * 16 * DIM * 4  # of 16 tokens
+
+
+class Stream:
+    """`done`: what happened in it, in order."""
+
+    def __init__(self, _: Any = None) -> None:
+        self.done: list[str] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.done.append(f"after {event.name}")
+
+    def synchronize(self) -> None:
+        self.done.append("synchronised")
+
+
+class Event:
+    name = "a mark that was never set"
+
+    def record(self, stream: Any) -> None:
+        self.name = f"a mark in {stream}"
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    """Its memory is the host's, and its staging holds two segments of 16 tokens and a bit."""
+    import torch
+
+    from kvshare.vllm_connector.worker import device
+
+    @contextmanager
+    def using(stream: Stream) -> Iterator[None]:
+        stream.done.append("used")
+        yield
+
+    stood_in = {"Stream": Stream, "Event": Event, "stream": using, "device": lambda _: nullcontext()}
+    for name, value in {**stood_in, "current_stream": lambda _: "vLLM's stream"}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(device, "STAGING_BYTES", 2 * SEGMENT_BYTES + 100)
+    return device.CudaDevice(torch.device("cpu"))
+
+
+def segments(count: int, num_tokens: int = 16) -> list[Any]:
+    import torch
+
+    return [torch.randn(HEADS, LAYERS, 2, num_tokens, DIM) for _ in range(count)]
+
+
+def test_work_beside_comes_after_its_mark_and_is_over_at_the_end(device: Any) -> None:
+    mark = device.mark()
+    with pytest.raises(ValueError, match="stop"), device.beside(mark):
+        raise ValueError("stop")
+    assert device._stream.done == ["used", "after a mark in vLLM's stream", "synchronised"]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, []), (1, [1]), (2, [2]), (5, [2, 2, 1])])
+def test_batches_fit_the_staging(device: Any, count: int, expected: list[int]) -> None:
+    from kvshare.vllm_connector.worker.device import batches
+
+    rows = segments(count)
+    found = [rows[batch] for batch in batches(rows)]
+    assert [len(batch) for batch in found] == expected
+    assert [id(each) for batch in found for each in batch] == [id(each) for each in rows]
+
+
+def test_a_segment_larger_than_the_staging_has_a_batch_and_memory_of_its_own(device: Any) -> None:
+    import torch
+
+    from kvshare.vllm_connector.worker.device import batches
+
+    small, large = segments(1)[0], segments(1, num_tokens=64)[0]
+    assert [batch.stop - batch.start for batch in batches([small, large, small])] == [1, 1, 1]
+    (staged,) = device.to_device([large])
+    assert torch.equal(staged, large)
+    assert staged.untyped_storage().data_ptr() != device._staging.untyped_storage().data_ptr()
+
+
+def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the device and back. Many pieces of a segment are laid next to each other in a batch."""
+    import torch
+
+    from kvshare.kv.movement import STAYS
+    from kvshare.vllm_connector.worker.device import batches
+    from kvshare.vllm_connector.worker.laying import Laying
+    from kvshare.vllm_connector.worker.paged_cache import PagedCache
+
+    def update(_: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
+        cache[slots // 8, :, slots % 8] = torch.cat([k, v], dim=-1)
+
+    impl = SimpleNamespace(do_kv_cache_update=update)
+    shape = (9, HEADS, 8, 2 * DIM)
+    layers = {str(n): SimpleNamespace(kv_cache=torch.zeros(shape), impl=impl) for n in range(LAYERS)}
+    cache = PagedCache(layers, block_size=8)
+    assert cache.find_layout(0) is None
+    cache.kv_layout = cache.kv_layout.moving([(STAYS, STAYS)] * LAYERS)
+    stored, block_ids = segments(3), (5, 2, 7, 1, 8, 3)
+    copied: list[bool] = []
+    copy = torch.Tensor.copy_
+
+    def counted(target: Any, source: Any, non_blocking: bool = False) -> Any:
+        copied.append(non_blocking)
+        return copy(target, source, non_blocking)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", counted)
+        laying = Laying(cache, device)
+        for number, rows in enumerate(stored):
+            for start in range(0, 16, 4):  # four pieces
+                slots = cache.slot_numbers(block_ids, Span(16 * number + start, 16 * number + start + 4))
+                laying.add(rows, Span(start, start + 4), 0, slots)
+        laying.write()
+    assert copied == [True] * 3
+    copied.clear()
+
+    spans, back = [Span(16 * n, 16 * (n + 1)) for n in range(3)], [torch.empty_like(rows) for rows in stored]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", counted)
+        for batch in batches(back):
+            staged = device.room_for(back[batch])
+            assert sum(each.nbytes for each in staged) <= device._staging.nbytes
+            cache.gather(block_ids, spans[batch], staged)
+            device.to_host(staged, back[batch])
+    assert copied == [True] * 3
+    assert all(map(torch.equal, back, stored))
+
+
+def test_inputs_of_a_pass_are_one_copy() -> None:
+    import numpy as np
+    import torch
+
+    from kvshare.vllm_connector.worker.device import to_device
+
+    arrays = (np.arange(5, dtype=np.int32), np.arange(7), np.arange(12, dtype=np.int32).reshape(3, 4))
+    there = to_device(torch.device("cpu"), *arrays)
+    assert [each.dtype for each in there] == [torch.int32, torch.int64, torch.int32]
+    assert all(np.array_equal(each.numpy(), array) for each, array in zip(there, arrays, strict=True))
+    assert len({each.untyped_storage().data_ptr() for each in there}) == 1
+    assert all(each.data_ptr() % 16 == 0 for each in there)
+
+
+def test_only_what_cuda_refuses_is_an_error(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for code in (0, 2):
+        runtime = SimpleNamespace(cudaHostRegister=lambda *_, code=code: code)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda runtime=runtime: runtime)
+        if not code:
+            device.register(torch.empty(8))
+            continue
+        with pytest.raises(RuntimeError, match="cannot register 32 bytes of host memory: error 2"):
+            device.register(torch.empty(8))
