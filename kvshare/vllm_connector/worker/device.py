@@ -11,6 +11,7 @@ What copies need of a device, which is another for CUDA and for a CPU. The proto
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+log = logging.getLogger("vllm.kvshare")
 
 STAGING_BYTES = 128 * 1024**2  # what a CUDA worker leaves free for it, see `workers.py`
 
@@ -74,9 +77,14 @@ class CudaDevice:
         self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)
 
     def register(self, buffer: torch.Tensor) -> None:
-        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # type: ignore[no-untyped-call]  # torch's own
-        if int(error):
-            raise RuntimeError(f"CUDA cannot register {buffer.nbytes} bytes of host memory: error {error}")
+        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))  # type: ignore[no-untyped-call]
+        if code:
+            log.warning(
+                "kvshare: CUDA cannot register %d bytes of host memory (error %d): copies will be several "
+                "times slower. A smaller --kv-bytes or a higher limit of locked memory (ulimit -l) may help",
+                buffer.nbytes,
+                code,
+            )
 
     def mark(self) -> Any:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own

@@ -160,14 +160,15 @@ def test_inputs_of_a_pass_are_one_copy() -> None:
     assert all(each.data_ptr() % 16 == 0 for each in there)
 
 
-def test_only_what_cuda_refuses_is_an_error(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [0, 2])
+def test_memory_that_cuda_cannot_register_makes_copies_slow(
+    device: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """They are made all the same, and the operator reads what to do."""
     import torch
 
-    for code in (0, 2):
-        runtime = SimpleNamespace(cudaHostRegister=lambda *_, code=code: code)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda runtime=runtime: runtime)
-        if not code:
-            device.register(torch.empty(8))
-            continue
-        with pytest.raises(RuntimeError, match="cannot register 32 bytes of host memory: error 2"):
-            device.register(torch.empty(8))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: code))
+    with caplog.at_level("WARNING", logger="vllm.kvshare"):
+        device.register(torch.empty(8))
+    assert ("cannot register 32 bytes" in caplog.text) is bool(code)
+    assert ("ulimit -l" in caplog.text) is bool(code)
