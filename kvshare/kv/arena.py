@@ -1,6 +1,6 @@
 """
-Host memory for segments: one buffer, taken from the system as it is written, in extents that are allocated
-and freed. It can be registered with a device as a whole, shared by processes, and lie above slower tiers.
+Host memory for segments: one buffer, in extents that are allocated and freed. It can be registered with a
+device as a whole, shared by processes, and lie above slower tiers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Arena:
     them. Not thread-safe.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.buffer = torch.empty(max_bytes, dtype=torch.uint8)
+    def __init__(self, buffer: torch.Tensor) -> None:
+        """In this memory, bytes. From `torch.empty` it is taken from the system as it is written."""
+        self.buffer = buffer
         self.clear()
 
     def clear(self) -> None:

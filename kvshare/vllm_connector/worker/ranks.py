@@ -31,6 +31,10 @@ def num_ranks() -> int:
     return int(get_tp_group().world_size)
 
 
+def rank() -> int:
+    return int(get_tp_group().rank_in_group)
+
+
 def agreed(values: Sequence[bool]) -> list[bool]:
     """What holds on every rank."""
     group = get_tp_group()
@@ -77,11 +81,10 @@ def as_one(what: str) -> Iterator[None]:
 
 
 def _end_process(what: str, exc: Exception) -> NoReturn:
-    rank = get_tp_group().rank_in_group
     log.critical(
         "kvshare: rank %d failed in %s, which all ranks run together; it ends, and vLLM with it. "
         "Start vLLM again, and report this: %s",
-        rank,
+        rank(),
         what,
         classes_and_places(exc),
     )

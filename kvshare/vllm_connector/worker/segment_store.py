@@ -1,5 +1,5 @@
 """
-This rank's part of all segments: its heads, in an arena on the host.
+Segments in host memory, in an arena that all ranks share, or in one of this rank's heads alone.
 
     extent     [head][layer][k, v][token][dim]     in the dtype of vLLM's cache
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import xxhash
@@ -21,6 +22,25 @@ from kvshare.kv.arena import Arena, Extent
 from kvshare.kv.layout import KVLayout
 
 _SLACK = 8  # one part in so many more than segments may take: what is free does not lie in one piece
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """A buffer for segments of so many heads, of which this rank's are those from `first_head` on."""
+
+    buffer: torch.Tensor
+    num_heads: int
+    first_head: int = 0
+
+    @classmethod
+    def of_this_rank(cls, max_bytes: int, num_heads: int) -> Self:
+        """For its heads alone. Of what is never written nothing is taken from the system."""
+        return cls(torch.empty(arena_bytes(max_bytes), dtype=torch.uint8), num_heads)
+
+
+def arena_bytes(max_bytes: int) -> int:
+    """How large an arena is for segments of so many bytes."""
+    return max_bytes + max_bytes // _SLACK
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +66,9 @@ class SegmentStore:
     here: one that is dropped may be given to the next segment at once.
     """
 
-    def __init__(self, max_bytes: int, layout: KVLayout) -> None:
-        self.arena = Arena(max_bytes + max_bytes // _SLACK)
+    def __init__(self, memory: Memory, layout: KVLayout) -> None:
+        self.arena = Arena(memory.buffer)
+        self._memory = memory
         self._layout = layout
         self._stored: dict[SegmentId, Stored] = {}
 
@@ -60,11 +81,12 @@ class SegmentStore:
     def add(self, segment_id: SegmentId, num_tokens: int) -> Stored:
         """Room for a segment. Raises MemoryError if there is none in one piece."""
         keys, _ = self._layout.planes
-        shape = (keys.num_heads, self._layout.num_layers, 2, num_tokens, keys.dim)
+        shape = (self._memory.num_heads, self._layout.num_layers, 2, num_tokens, keys.dim)
         extent = self.arena.allocate(torch.Size(shape).numel() * self._layout.dtype.itemsize)
         if extent is None:
             raise MemoryError(f"no room in one piece for a segment of {num_tokens} tokens")
-        stored = Stored(extent, self.arena.view(extent, shape, self._layout.dtype))
+        whole, first = self.arena.view(extent, shape, self._layout.dtype), self._memory.first_head
+        stored = Stored(extent, whole[first : first + keys.num_heads])
         self._stored[segment_id] = stored
         return stored
 

@@ -43,9 +43,10 @@ from kvshare.vllm_connector.worker.laying import Laying
 from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
-from kvshare.vllm_connector.worker.ranks import agreed, as_one, num_ranks, on_all_ranks, summed
-from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored
+from kvshare.vllm_connector.worker.ranks import agreed, as_one, num_ranks, on_all_ranks, rank, summed
+from kvshare.vllm_connector.worker.segment_store import Memory, SegmentStore, Stored, arena_bytes
 from kvshare.vllm_connector.worker.self_test import SelfTest
+from kvshare.vllm_connector.worker.shared_memory import shared_by_ranks
 from kvshare.vllm_connector.worker.step_budget import StepBudget
 from kvshare.vllm_connector.worker.stopwatch import Times, stopwatch_of
 
@@ -105,6 +106,7 @@ class ConnectorWorker:
         """Take the model and run the self-test with it. Raises nothing: failures are in the handshake."""
         try:
             on_all_ranks(partial(self._take_model, model), "another rank could not be prepared")
+            self._take_memory()
             with as_one("the self-test"):
                 unsupported, warnings = self._run_self_test(model)
             layout = self._cache.kv_layout
@@ -137,8 +139,21 @@ class ConnectorWorker:
             {name: layers[name] for name in self._layer_names}, block_size=self._spec.block_size
         )
         self._forward = PartialForward(model, self._cache, self._config, self._spec)
-        self._store = SegmentStore(self._settings.max_bytes // num_ranks(), self._cache.kv_layout)
-        self._device.register(self._store.arena.buffer)
+
+    def _take_memory(self) -> None:
+        """All ranks together."""
+        keys, _ = self._cache.kv_layout.planes
+        transfer, max_bytes = self._config.kv_transfer_config, self._settings.max_bytes
+        assert transfer is not None, "or there would be no connector"
+        shared = shared_by_ranks(arena_bytes(max_bytes), str(transfer.engine_id))
+        if shared is None:
+            memory = Memory.of_this_rank(max_bytes // num_ranks(), keys.num_heads)
+        else:
+            total = self._config.model_config.get_total_num_kv_heads()
+            copies = max(1, keys.num_heads * num_ranks() // total)  # with more ranks than heads
+            memory = Memory(shared, total, rank() // copies * keys.num_heads)
+        self._store = SegmentStore(memory, self._cache.kv_layout)
+        self._device.register(memory.buffer)
 
     def _run_self_test(self, model: torch.nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Why nothing can be shared, and what works, but not as meant."""

@@ -11,10 +11,16 @@ from kvshare.kv.arena import Arena, Extent
 SIZE = 64 * 1024
 
 
+def new_arena() -> Arena:
+    import torch
+
+    return Arena(torch.zeros(SIZE, dtype=torch.uint8))
+
+
 @given(st.lists(st.one_of(st.integers(1, 20_000), st.none()), max_size=60), st.randoms(use_true_random=False))
 def test_whatever_is_allocated_and_freed(actions: list[int | None], random: object) -> None:
     """A number allocates so many bytes, None frees one of the extents."""
-    arena, taken = Arena(SIZE), list[Extent]()
+    arena, taken = new_arena(), list[Extent]()
     for num_bytes in actions:
         if num_bytes is None:
             if taken:
@@ -31,7 +37,7 @@ def test_whatever_is_allocated_and_freed(actions: list[int | None], random: obje
 
 def test_the_smallest_that_is_large_enough_is_taken() -> None:
     """So that a large extent stays for what is large."""
-    arena = Arena(SIZE)
+    arena = new_arena()
     holes = [arena.allocate(size) for size in (4096, 512, 8192, 512)]
     for hole in holes[::2]:
         assert hole is not None
@@ -40,7 +46,7 @@ def test_the_smallest_that_is_large_enough_is_taken() -> None:
 
 
 def test_there_is_no_room_in_one_piece() -> None:
-    arena = Arena(SIZE)
+    arena = new_arena()
     parts = [arena.allocate(SIZE // 4) for _ in range(4)]
     assert arena.allocate(1) is None
     for part in parts[::2]:
@@ -54,7 +60,7 @@ def test_there_is_no_room_in_one_piece() -> None:
 def test_a_view_has_the_extents_bytes(dtype: str) -> None:
     import torch
 
-    arena = Arena(SIZE)
+    arena = new_arena()
     first, second = arena.allocate(24), arena.allocate(24)
     assert first is not None
     assert second is not None
@@ -65,7 +71,7 @@ def test_a_view_has_the_extents_bytes(dtype: str) -> None:
 
 
 def test_clear_frees_everything() -> None:
-    arena = Arena(SIZE)
+    arena = new_arena()
     arena.allocate(SIZE)
     arena.clear()
     assert arena.allocate(SIZE) == Extent(0, SIZE)

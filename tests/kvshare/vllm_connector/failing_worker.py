@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import get_tp_group
 
+from delta_tree import SegmentId
 from kvshare.vllm_connector.worker.laying import Laying
 from kvshare.vllm_connector.worker.partial_forward import PartialForward
 from kvshare.vllm_connector.worker.self_test import SelfTest
@@ -42,7 +44,15 @@ for _stage, (_kind, _name) in STAGES.items():
 class FailingWorker(KVShareWorker):
     def segments(self) -> list[int]:
         """What this rank holds."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
         connector: Any = get_kv_transfer_group()
         return sorted(connector._worker._store.ids())
+
+    def whole_segment(self, segment_id: int) -> list[float]:
+        """All heads of a segment as they lie in the memory that this rank sees: the first key of each."""
+        from kvshare.vllm_connector.worker.segment_store import SegmentStore
+
+        connector: Any = get_kv_transfer_group()
+        store: SegmentStore = connector._worker._store
+        stored = store._stored[SegmentId(segment_id)]
+        shape = (store._memory.num_heads, *stored.rows.shape[1:])
+        return list(store.arena.view(stored.extent, shape, stored.rows.dtype)[:, 0, 0, 0].flatten().tolist())

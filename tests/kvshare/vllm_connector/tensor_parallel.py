@@ -83,6 +83,7 @@ class Scenario:
             answer, truth, event = self._planned()
             say("parity", [answer.distance(truth), event.decision])
         tokens = random_text(600, 1)
+        say("whole", self.vllm.llm.collective_rpc("whole_segment", args=(first_segment(self.vllm, tokens),)))
         say("chosen", ask_chosen(self.vllm, self.vllm.keep(tokens), tokens))
 
     def _abort(self) -> None:
@@ -127,6 +128,10 @@ class Scenario:
         except Exception as exc:  # noqa: BLE001  whatever vLLM makes of it
             say("pass", type(exc).__name__)
         os._exit(0)  # vLLM has nothing left to shut down in order
+
+
+def first_segment(vllm: Vllm, tokens: Sequence[int]) -> int:
+    return vllm.keep(tokens).stored[0].segment_id
 
 
 def fault(rank: int, stage: str) -> str:

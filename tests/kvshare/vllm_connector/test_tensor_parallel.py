@@ -90,6 +90,23 @@ def test_the_same_repairs_are_chosen_as_on_one_rank(outcome: Outcome, start: Cal
     )
 
 
+def test_what_is_stored_does_not_depend_on_the_number_of_ranks(
+    outcome: Outcome, start: Callable[..., Vllm]
+) -> None:
+    """Both see whole heads in one memory, which are those of a single rank."""
+    from tests.kvshare.vllm_connector.conftest import random_text
+    from tests.kvshare.vllm_connector.tensor_parallel import MAX_BYTES, first_segment
+
+    vllm = start("llama", max_bytes=MAX_BYTES)
+    store, segment_id = vllm.worker._store, first_segment(vllm, random_text(600, 1))
+    assert store is not None
+    (alone,) = (stored.rows[:, 0, 0, 0].flatten().tolist() for stored in store.find([segment_id]).values())
+    ((first, second),) = outcome.said["whole"]
+    assert first == second == pytest.approx(alone, abs=LIMIT)
+    assert len(alone) > 0
+    assert all(any(part) for part in (first[: len(first) // 2], first[len(first) // 2 :]))
+
+
 def test_aborts_leave_nothing_behind(outcome: Outcome) -> None:
     assert [steps for steps, _ in outcome.said["aborted"]] == [0, 1, 3]
 

@@ -86,7 +86,7 @@ def new_worker(max_segments: int) -> ConnectorWorker:
     from kvshare.kv.movement import STAYS
     from kvshare.vllm_connector.config import ConnectorSettings
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
-    from kvshare.vllm_connector.worker.segment_store import SegmentStore
+    from kvshare.vllm_connector.worker.segment_store import Memory, SegmentStore
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
     def update(_: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
@@ -106,7 +106,8 @@ def new_worker(max_segments: int) -> ConnectorWorker:
     assert worker._cache.find_layout(0) is None
     worker._cache.kv_layout = worker._cache.kv_layout.moving([(STAYS, STAYS)] * LAYERS)
     worker._forward = FakeForward(worker._cache)  # type: ignore[assignment]
-    worker._store = SegmentStore(max_segments * NUM_TOKENS * BYTES_PER_TOKEN, worker._cache.kv_layout)
+    memory = Memory.of_this_rank(max_segments * NUM_TOKENS * BYTES_PER_TOKEN, HEADS)
+    worker._store = SegmentStore(memory, worker._cache.kv_layout)
     worker._copies = LateCopies()  # type: ignore[assignment]
     return worker
 
