@@ -60,7 +60,7 @@ async def test_what_was_kept_of_a_plan_is_a_node_over_the_donors_segments(relay:
     donor, node = tree.nodes()
     assert tree.ancestors(node.node_id) == (donor.node_id,)
     assert node.exact_length < node.num_tokens
-    prompt_segment, answer_segment = donor.pieces.segment_ids
+    prompt_segment, answer_segment = (segment_id for _, segment_id, _, _ in donor.pieces.rows())
     assert prompt_segment in node.pieces.segment_ids
     assert answer_segment not in node.pieces.segment_ids
     assert {tree.segment(entry).generation for entry in node.pieces.segment_ids} == {0, 1}
@@ -230,7 +230,7 @@ class TestAtOnce:
         vllm.release.set()
         await asyncio.gather(*asked)
         await eventually(lambda: relay.num_nodes == 3)
-        assert len(relay.engine.server.in_flight.arrivals) == 0
+        await eventually(lambda: not len(relay.engine.server.in_flight.arrivals))
 
     async def test_a_first_one_that_fails_holds_nobody(self, relay: Relay, vllm: FakeVllm) -> None:
         """The next is computed in full then, and is waited for."""
