@@ -72,7 +72,10 @@ class _Save:
 
     request: SaveRequest
     targets: Mapping[SegmentId, Stored]
-    has_room: bool
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.targets) == len(self.request.spans)
 
 
 class ConnectorWorker:
@@ -262,15 +265,14 @@ class ConnectorWorker:
     def _begin_save(self, request: SaveRequest) -> None:
         assert self._store is not None, "there is a handshake"
         targets: dict[SegmentId, Stored] = {}
-        has_room = True
         try:
             for segment_id, span in request.spans:
                 targets[segment_id] = self._store.add(segment_id, len(span))
         except MemoryError as exc:
             log.warning("kvshare: a prompt is not kept: %s; a larger --kv-bytes gives more", exc)
             self._store.drop(targets)
-            targets, has_room = {}, False
-        save = _Save(request, targets, has_room)
+            targets = {}
+        save = _Save(request, targets)
         act = partial(self._copy_out, save, self._device.mark())
         self._copying.append((save, self._copies.submit(Job("saving a prompt's KV", act))))
 
