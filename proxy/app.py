@@ -19,10 +19,10 @@ from kvshare.settings import Settings
 from proxy import admin
 from proxy.auth import Keyring
 from proxy.context import SERVER, ServerContext
+from proxy.generate import routes as generate
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
 from proxy.middleware import add_headers, observe
-from proxy.openai import routes as openai
 from proxy.relay import routes as relay
 from proxy.request_history import RequestHistory
 
@@ -151,7 +151,7 @@ def _application(server: ServerContext, *, serves_clients: bool, serves_admins: 
     admin.add_probes(app)
     engine = server.engine
     if isinstance(engine, GeneratingEngine):
-        openai.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)
+        generate.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)
     elif isinstance(engine, VllmEngine):
         relay.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)
     else:

@@ -22,6 +22,7 @@ import numpy as np
 from delta_tree import Copy, Op, Span, TokenIds, align, common_suffix_length, gaps
 from kvshare.bench.harness import ask, running_engine
 from kvshare.bench.parity import SEGMENT, compute, copied
+from kvshare.conversation.chat import Chat
 from kvshare.demo.pairs import Pair, near_duplicate_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.text import Detokenizer
@@ -42,8 +43,8 @@ async def run(*, pairs: int = 150, seed: int = _HELD_OUT_SEED) -> dict[str, Any]
         bare = configured.repair.model_copy(update={"edit_window": 0, "relocated_head": 0, "tail": 1})
         for number, pair in enumerate(near_duplicate_pairs(seed, pairs)):
             tenant = f"pair-{number}"  # a namespace of its own: the donor is this one and no other
-            donor = await engine.encode_chat(pair.donor_messages)
-            recipient = await engine.encode_chat(pair.recipient_messages)
+            donor = await engine.encode_chat(Chat(tuple(pair.donor_messages)))
+            recipient = await engine.encode_chat(Chat(tuple(pair.recipient_messages)))
             asked = partial(ask, engine, tenant=tenant, max_tokens=_MAX_TOKENS)
             await asked(donor.token_ids, mode=SharingMode.OFF, store=True)
             full = await asked(recipient.token_ids, mode=SharingMode.OFF)

@@ -21,6 +21,7 @@ import torch
 from delta_tree import Span, TokenIds, token_ids
 from kvshare.bench.fidelity.measures import divergence, num_agreed, rounded
 from kvshare.bench.harness import environment, running_engine
+from kvshare.conversation.chat import Chat
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.prefill import Prefill
 from kvshare.kv.attention import PartialPass
@@ -79,7 +80,7 @@ class Served:
 
 async def _encoded(engine: EmbeddedEngine, request: LoggedRequest) -> Prompt:
     if request.messages is not None:
-        return await engine.encode_chat(request.messages)
+        return await engine.encode_chat(Chat(tuple(request.messages)))
     if request.prompt is not None:
         return await engine.encode_text(request.prompt)
     return await engine.encode_tokens(list(request.token_ids or ()))

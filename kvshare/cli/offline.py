@@ -12,6 +12,7 @@ from typing import Any
 
 from delta_tree import DeltaTree, Node
 from kvshare.cli.output import note
+from kvshare.conversation.chat import Chat
 from kvshare.errors import StoreError
 from kvshare.index_factory import nominator_settings
 from kvshare.kv.tier import EverySegment
@@ -48,7 +49,7 @@ def explain_offline(
     from kvshare.engines.embedded.tokenizer import PromptEncoder  # imports transformers
 
     model_path = find_model(settings.model.path).path
-    prompt = PromptEncoder.load(model_path).encode_chat(messages)
+    prompt = PromptEncoder.load(model_path).encode_chat(Chat(tuple(messages)))
     limits = PlannerLimits.from_settings(
         settings,
         fingerprint=stored_fingerprint(model_path),

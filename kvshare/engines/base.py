@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from kvshare.conversation.chat import Chat
 from kvshare.namespace import Namespace
 from kvshare.requests import Prompt, SharingMode, SharingReport
 
@@ -26,12 +27,31 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must follow, in the grammar library's own Lark dialect (llguidance)."""
+
+    lark: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. Ranges are OpenAI's; the proxy has checked them."""
+    """
+    How the next token is chosen. Ranges are OpenAI's and vLLM's; the proxy has checked them.
+
+    None is what the model's own generation config says, or else what OpenAI says.
+    """
 
     max_tokens: int | None = None  # None: up to the context length
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
+    temperature: float | None = None  # 0 is greedy
+    top_p: float | None = None
+    top_k: int | None = None  # 0: all
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None  # what the answer must follow
+    skip_special_tokens: bool = True  # False: they are part of the text, as some formats of tool calls need
     seed: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
@@ -173,7 +193,7 @@ class GeneratingEngine(Engine):
         """The namespace of an API key's requests under this engine's model and KV layout."""
 
     @abstractmethod
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    async def encode_chat(self, chat: Chat) -> Prompt:
         """Apply the chat template and tokenize. Raises RequestError if the template refuses."""
 
     @abstractmethod

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from delta_tree import TokenIds, token_ids
+from kvshare.conversation.chat import Chat
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import LogError, ModelError, RequestError
 from kvshare.replay.requests import LoggedRequest, Message, TokenizedRequest, batches
@@ -116,7 +117,7 @@ class RequestTokenizer:
     def _render(self, messages: Sequence[Message]) -> str:
         if self._encoder is not None:
             with suppress(RequestError):  # a template that does not take these messages
-                return self._encoder.render_chat(messages)
+                return self._encoder.render_chat(Chat(tuple(messages)))
         return plain_layout(messages)
 
     def _encode(self, texts: Sequence[str], *, special: bool) -> list[TokenIds]:

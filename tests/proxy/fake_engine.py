@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvshare.conversation.chat import Chat
 from kvshare.engines.base import (
     Delta,
     EngineStatus,
@@ -96,9 +97,9 @@ class FakeEngine(GeneratingEngine):
             rope="none",
         )
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        return self._prompt(list(text.encode()), last=messages[-1]["content"])
+    async def encode_chat(self, chat: Chat) -> Prompt:
+        text = "".join(f"<{message['role']}>{message['content']}" for message in chat.messages)
+        return self._prompt(list(text.encode()), last=chat.messages[-1]["content"])
 
     async def encode_text(self, text: str) -> Prompt:
         return self._prompt(list(text.encode()), last=text)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from delta_tree import Span, TokenIds, token_ids
+from kvshare.conversation.chat import Chat
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.replay.requests import Message
 
@@ -101,7 +102,7 @@ def continuation(text: str, encoder: PromptEncoder) -> TokenIds:
 
 
 def _prompt(messages: Sequence[Message], encoder: PromptEncoder) -> Prompt:
-    text = encoder.render_chat(messages)
+    text = encoder.render_chat(Chat(tuple(messages)))
     encoding = encoder.backend.encode(text, add_special_tokens=False)
     starts = [start for start, _ in encoding.offsets]
     breaks = sorted(

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from kvshare.conversation.chat import Chat
 from kvshare.engines.base import (
     EngineStatus,
     Event,
@@ -80,8 +81,8 @@ class EmbeddedEngine(GeneratingEngine):
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         return Namespace(tenant=tenant, scope=scope, **self.server.namespace_fields)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        return await self.server.off_loop(self.server.encoder.encode_chat, messages)
+    async def encode_chat(self, chat: Chat) -> Prompt:
+        return await self.server.off_loop(self.server.encoder.encode_chat, chat)
 
     async def encode_text(self, text: str) -> Prompt:
         return await self.server.off_loop(self.server.encoder.encode_text, text)

@@ -28,10 +28,8 @@ class Sampler:
         Shapes:  logits (V,) float32; not changed
         """
         logits = self._adjusted(logits.cpu())
-        if self._params.temperature < 1e-5:
-            token_id = int(logits.argmax())
-        else:
-            token_id = self._draw(logits / self._params.temperature)
+        temperature = 1.0 if self._params.temperature is None else self._params.temperature
+        token_id = int(logits.argmax()) if temperature < 1e-5 else self._draw(logits / temperature)
         self._counts[token_id] += 1
         return token_id
 
@@ -51,10 +49,11 @@ class Sampler:
     def _draw(self, logits: torch.Tensor) -> int:
         """Nucleus sampling: from the smallest set of tokens whose probability reaches top_p."""
         probabilities = logits.softmax(dim=-1)
-        if self._params.top_p < 1.0:
+        top_p = 1.0 if self._params.top_p is None else self._params.top_p
+        if top_p < 1.0:
             ordered, indices = probabilities.sort(descending=True)
             before = ordered.cumsum(dim=-1) - ordered
-            ordered[before >= self._params.top_p] = 0.0
+            ordered[before >= top_p] = 0.0
             ordered[0] = max(float(ordered[0]), 1e-9)  # top_p = 0 still leaves the likeliest
             return int(indices[torch.multinomial(ordered, 1, generator=self._generator)])
         return int(torch.multinomial(probabilities, 1, generator=self._generator))

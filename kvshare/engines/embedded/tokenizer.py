@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import numpy as np
@@ -13,6 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from delta_tree import token_ids
+from kvshare.conversation.chat import Chat
 from kvshare.errors import ContextLengthError, ModelError, RequestError
 from kvshare.requests import Prompt
 from vector_index import PromptText
@@ -63,23 +63,23 @@ class PromptEncoder:
         digest.update(str(self._tokenizer.chat_template).encode())
         return digest.hexdigest()
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_chat(self, chat: Chat) -> str:
         """The text that asks for the next message. Raises RequestError if the template refuses."""
         if self._tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in chat.messages], tokenize=False, add_generation_prompt=True
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as exc:
             raise RequestError(f"the chat template refuses these messages: {exc}", param="messages") from exc
         return str(text)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def encode_chat(self, chat: Chat) -> Prompt:
         """The prompt that asks for the next message. Raises RequestError if the template refuses."""
-        text = self.render_chat(messages)
+        text = self.render_chat(chat)
         last_user = next(
-            (str(m.get("content") or "") for m in reversed(messages) if m.get("role") == "user"), ""
+            (str(m.get("content") or "") for m in reversed(chat.messages) if m.get("role") == "user"), ""
         )
         return self._encode(text, PromptText(last_user_turn=last_user, body=text), special=False)
 

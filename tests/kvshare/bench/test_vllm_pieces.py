@@ -15,6 +15,7 @@ from kvshare.bench.vllm.reports import Counters
 from kvshare.bench.vllm.servers import Server, VllmOptions, running
 from kvshare.bench.vllm.soak import judge
 from kvshare.bench.vllm.workload import read_prompts
+from kvshare.conversation.chat import Chat
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import EngineError, LogError
@@ -85,7 +86,7 @@ def test_a_workload_is_sent_from_its_top_in_its_order(tmp_path: Path) -> None:
     write_rows(rows, tmp_path / "template.jsonl.gz")
     given = read_prompts(tmp_path / "template.jsonl.gz", num_prompts=4, max_tokens=150)
     encoder = PromptEncoder.load(MODEL_PATH)
-    whole = [encoder.encode_chat(row.messages).token_ids.tolist() for row in rows[:4]]
+    whole = [encoder.encode_chat(Chat(tuple(row.messages))).token_ids.tolist() for row in rows[:4]]
     assert [prompt.tolist() for prompt in given.prompts] == [tokens[:150] for tokens in whole]
     assert given.description["num_cut"] == sum(len(tokens) > 150 for tokens in whole) > 0
     config = Config(prompt_tokens=150, changed=0.1, edits=2, min_output=4, max_output=8)

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvshare.cli.offline import explain_offline
+from kvshare.conversation.chat import Chat
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.base import GenerationRequest, SamplingParams
 from kvshare.engines.embedded.engine import EmbeddedEngine
@@ -49,7 +50,9 @@ async def explained_by_a_server(settings: Settings) -> list[dict[str, Any]]:
 
     async def request(messages: Sequence[Mapping[str, Any]]) -> GenerationRequest:
         namespace = engine.namespace(tenant="t", scope="tenant")
-        return GenerationRequest("r", namespace, await engine.encode_chat(messages), sampling, mode)
+        return GenerationRequest(
+            "r", namespace, await engine.encode_chat(Chat(tuple(messages))), sampling, mode
+        )
 
     for messages in STORED:
         await engine.generate(await request(messages), lambda _: None)

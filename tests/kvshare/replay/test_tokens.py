@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvshare.conversation.chat import Chat
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import LogError, ModelError
@@ -49,8 +50,8 @@ def test_chats_and_prompts_are_tokenized_as_the_server_does(
         replace(BARE, messages=MESSAGES[:2]),
     ]
     chat, text, given, shorter = tokenizer.tokenize(requests)
-    np.testing.assert_array_equal(chat.token_ids, encoder.encode_chat(MESSAGES).token_ids)
-    np.testing.assert_array_equal(shorter.token_ids, encoder.encode_chat(MESSAGES[:2]).token_ids)
+    np.testing.assert_array_equal(chat.token_ids, encoder.encode_chat(Chat(tuple(MESSAGES))).token_ids)
+    np.testing.assert_array_equal(shorter.token_ids, encoder.encode_chat(Chat(tuple(MESSAGES[:2]))).token_ids)
     np.testing.assert_array_equal(text.token_ids, encoder.encode_text("Once upon").token_ids)
     assert given.token_ids.tolist() == [5, 6, 7]
     assert encoder.backend.decode(chat.answer_ids.tolist()) == "152 years."

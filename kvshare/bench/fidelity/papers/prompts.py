@@ -9,6 +9,7 @@ from itertools import chain
 
 from kvshare.bench.fidelity.papers.data import TEXTS, Asked, Pair
 from kvshare.bench.fidelity.scenario import Draft, Messages, Scenario, tokenized
+from kvshare.conversation.chat import Chat
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.replay.requests import Message
 
@@ -74,7 +75,7 @@ class Writer:
         return tokenized(draft, self.encoder, suite=suite, number=number)
 
     def _length(self, messages: Messages) -> int:
-        return len(self.encoder.encode_chat(messages).token_ids)
+        return len(self.encoder.encode_chat(Chat(tuple(messages))).token_ids)
 
 
 def paragraphs(*texts: str) -> Messages:

@@ -25,6 +25,7 @@ from kvshare.bench.fidelity.papers.prompts import Wording, Writer
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.shelf import prefill
 from kvshare.cli.bench import BENCHMARKS
+from kvshare.conversation.chat import Chat
 from kvshare.errors import ConfigError
 from kvshare.served_model import FORMS_MODEL
 from kvshare.settings import load_settings
@@ -177,14 +178,16 @@ def test_samsum_is_read_as_published(tmp_path: Path) -> None:
 def test_prompts_are_cut_to_their_length(server: Server) -> None:
     """Supporting passages stay; the oldest examples go first."""
     asked = Asked("Where?", tuple(passage(number) for number in range(9)), 2, ("Tarrow",))
-    length = len(server.encoder.encode_chat(prompts.with_passages(asked.passages[:4], "x")).token_ids)
+    length = len(
+        server.encoder.encode_chat(Chat(tuple(prompts.with_passages(asked.passages[:4], "x")))).token_ids
+    )
     writer = Writer(server.encoder, length + 60)
     kept = writer.passages(asked, 9, random.Random(1))
     assert {passage(0), passage(1)} <= set(kept)
     assert len(kept) < 9
     pairs = [data.Pair(f"Satz {number}", passage(number)) for number in range(8)]
     examples, chat = Writer(server.encoder, 260).few_shot(pairs, 7, Wording.of_translation("de-en"))
-    assert len(server.encoder.encode_chat(chat).token_ids) <= 260
+    assert len(server.encoder.encode_chat(Chat(tuple(chat))).token_ids) <= 260
     assert 1 <= len(examples) < 5
     assert examples[-1][1]["content"] == passage(6)
     assert chat[-1]["content"] == "Translate from German to English: Satz 7"

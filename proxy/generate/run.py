@@ -19,9 +19,9 @@ from kvshare.engines.base import Delta, Event, GeneratingEngine, GenerationReque
 from kvshare.errors import EngineError, KVShareError
 from proxy.context import SERVER
 from proxy.errors import to_reply
-from proxy.openai.responses import Response, usage_object
+from proxy.generate.answer import Answer, Usage
 from proxy.request_log import RECORD, RequestRecord, combine, log_failure
-from proxy.sse import DONE, HEADERS, KEEP_ALIVE, dump, frames
+from proxy.sse import HEADERS, KEEP_ALIVE, dump
 
 
 class Run:
@@ -107,23 +107,23 @@ class Run:
         self._queue.put_nowait(error)
 
 
-async def answer(request: web.Request, engine: GeneratingEngine, response: Response) -> web.StreamResponse:
+async def answer(request: web.Request, engine: GeneratingEngine, written: Answer) -> web.StreamResponse:
     """
-    Run the requests of `response` to their end. Leaving early, by an error or a disconnect, frees the slots.
+    Run the requests of an answer to their end. Leaving early, by an error or a disconnect, frees the slots.
 
-    From the first byte of a stream on, an error is an event, and `[DONE]` comes in any case.
+    From the first byte of a stream on, an error is an event.
     """
     record, stream = request[RECORD], web.StreamResponse(headers=HEADERS)
-    record.mode = response.requests[0].mode
-    run = Run(engine, response.requests, record)
+    record.mode = written.requests[0].mode
+    run = Run(engine, written.requests, record)
     try:
         try:
             async with request.app[SERVER].lifecycle.running(), run.open():
                 await run.wait_started()
-                if not response.body.stream:
-                    return await _collect(run, response, record)
-                await _send_chunks(request, stream, run, response)
-                await _end(stream)  # a drain waits for the last byte, too
+                if not written.is_stream:
+                    return await _collect(run, written, record)
+                await _send(request, stream, run, written)
+                await stream.write_eof()  # a drain waits for the last byte, too
                 return stream
         except ConnectionError:
             raise
@@ -134,45 +134,33 @@ async def answer(request: web.Request, engine: GeneratingEngine, response: Respo
             reply = to_reply(exc)
             if reply.status >= 500:
                 log_failure(record.request_id, exc)
-            await stream.write(frames(reply.body))
-        await _end(stream)
+            await stream.write(written.broken_off(reply))
+        await stream.write_eof()
     except ConnectionError:
         record.disconnected = True
     return stream
 
 
-async def _end(stream: web.StreamResponse) -> None:
-    await stream.write(DONE)
-    await stream.write_eof()
-
-
-async def _collect(run: Run, response: Response, record: RequestRecord) -> web.Response:
+async def _collect(run: Run, written: Answer, record: RequestRecord) -> web.Response:
     async for delta in run.deltas():
         if delta is not None:
             record.note(delta)
-            response.collect(delta)
-    response.check_ended()
-    return web.Response(body=dump(response.whole(_usage(record))), content_type="application/json")
+            written.collect(delta)
+    return web.Response(body=dump(written.whole(_usage(record))), content_type="application/json")
 
 
-async def _send_chunks(
-    request: web.Request, stream: web.StreamResponse, run: Run, response: Response
-) -> None:
+async def _send(request: web.Request, stream: web.StreamResponse, run: Run, written: Answer) -> None:
     record = request[RECORD]
     await stream.prepare(request)
-    await stream.write(frames(*response.opening()))
+    await stream.write(written.opening())
     async for delta in run.deltas(heartbeat_s=request.app[SERVER].settings.server.keep_alive_s):
         if delta is None:
             await stream.write(KEEP_ALIVE)
         else:
             record.note(delta)
-            await stream.write(frames(*response.chunks(delta)))
-    response.check_ended()
-    if response.body.include_usage:
-        await stream.write(frames(response.usage_chunk(_usage(record))))
+            await stream.write(written.more(delta))
+    await stream.write(written.closing(_usage(record)))
 
 
-def _usage(record: RequestRecord) -> dict[str, object]:
-    return usage_object(
-        combine(record.reports.values()), num_completion_tokens=record.num_completion_tokens or 0
-    )
+def _usage(record: RequestRecord) -> Usage:
+    return Usage(combine(record.reports.values()), record.num_completion_tokens or 0)

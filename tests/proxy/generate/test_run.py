@@ -10,7 +10,7 @@ import pytest
 from kvshare.engines.base import Delta, GenerationRequest, SamplingParams
 from kvshare.errors import EngineError
 from kvshare.requests import Prompt
-from proxy.openai.run import Run
+from proxy.generate.run import Run
 from proxy.request_log import RequestRecord
 from tests.proxy.fake_engine import Behaviour, FakeEngine
 from vector_index import PromptText

@@ -14,13 +14,14 @@ from collections.abc import Awaitable, Iterable
 
 from aiohttp import web
 
+from kvshare.conversation.chat import Chat
 from kvshare.engines.base import GeneratingEngine, GenerationRequest
 from kvshare.errors import ContextLengthError, ModelNotFoundError
 from kvshare.requests import Prompt
 from proxy.errors import HttpError
-from proxy.openai.bodies import ChatBody, CompletionBody
-from proxy.openai.responses import ChatResponse, CompletionResponse
-from proxy.openai.run import answer
+from proxy.generate.chat.answers import ChatAnswer, CompletionAnswer
+from proxy.generate.chat.bodies import ChatBody, CompletionBody
+from proxy.generate.run import answer
 from proxy.request_body import read_object, validated
 from proxy.request_log import RECORD
 from proxy.request_options import request_options
@@ -59,7 +60,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     )
     requests = await _engine_requests(request, body, encoding)
     try:
-        return await answer(request, engine, CompletionResponse(requests, body, model=engine.card.model_id))
+        return await answer(request, engine, CompletionAnswer(requests, body, model=engine.card.model_id))
     except ContextLengthError as exc:
         exc.param = "prompt"  # the class speaks of messages
         raise
@@ -91,14 +92,14 @@ async def explain(request: web.Request) -> web.Response:
     return web.json_response(await request.app[ENGINE].explain(chat))
 
 
-async def _read_chat(request: web.Request) -> ChatResponse:
+async def _read_chat(request: web.Request) -> ChatAnswer:
     """A chat body and the engine's view of it, as the answer that is to be written."""
     engine = request.app[ENGINE]
     body = validated(ChatBody, await read_object(request))
     _check_model(engine, body.model)
-    encoding = [engine.encode_chat([message.for_template() for message in body.messages])]
+    encoding = [engine.encode_chat(Chat(tuple(message.for_template() for message in body.messages)))]
     requests = await _engine_requests(request, body, encoding)
-    return ChatResponse(requests, body, model=engine.card.model_id)
+    return ChatAnswer(requests, body, model=engine.card.model_id)
 
 
 async def _engine_requests(

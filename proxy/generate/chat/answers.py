@@ -7,15 +7,17 @@ It turns deltas into documents; it neither reads nor writes sockets.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
 from kvshare.errors import EngineError
-from kvshare.requests import SharingReport
-from proxy.openai.bodies import GenerationBody
+from proxy.errors import ErrorReply
+from proxy.generate.answer import Answer, Usage
+from proxy.generate.chat.bodies import GenerationBody
+from proxy.sse import DONE, frames
 
 
 @dataclass(slots=True)
@@ -32,7 +34,7 @@ class Choice:
         return "".join(self.texts)
 
 
-class Response(ABC):
+class OpenAIAnswer(Answer):
     """The documents of one answer. Every one carries the same id, creation time and model."""
 
     id_prefix: str
@@ -42,29 +44,32 @@ class Response(ABC):
     def __init__(self, requests: Sequence[GenerationRequest], body: GenerationBody, *, model: str) -> None:
         """`requests` are the prompts of `body`; each has as many choices as it asks for."""
         self.requests = requests
-        self.body = body
+        self.is_stream = bool(body.stream)
+        self._include_usage = body.include_usage
         answer_id = f"{self.id_prefix}-{requests[0].request_id}"
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
         self._with_logprobs = requests[0].sampling.logprobs is not None
         self._no_usage_yet: dict[str, Any] = {"usage": None} if body.include_usage else {}
         self.choices = [Choice() for _ in range(len(requests) * body.num_choices)]
 
-    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer."""
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        self._check_ended()
         choices = [
             self._choice(index, self._whole(choice.text), choice.logprobs, choice.finish_reason)
             for index, choice in enumerate(self.choices)
         ]
-        return {**self._head, "object": self.object_name, "choices": choices, "usage": usage}
+        return {**self._head, "object": self.object_name, "choices": choices, "usage": _document(usage)}
 
     def collect(self, delta: Delta) -> None:
-        """Add a delta to its choice."""
         choice = self.choices[delta.choice]
         choice.texts.append(delta.text)
         choice.logprobs.extend(delta.logprobs)
         choice.finish_reason = delta.finish_reason or choice.finish_reason
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+    def opening(self) -> bytes:
+        return frames(*self._opening())
+
+    def more(self, delta: Delta) -> bytes:
         """A delta's content, if there is any to send, then the end of its choice, if it is the end."""
         documents = []
         index, reason = delta.choice, delta.finish_reason
@@ -73,13 +78,19 @@ class Response(ABC):
         if reason is not None:
             self.choices[index].finish_reason = reason
             documents.append(self._chunk(self._choice(index, self._part(None), finish_reason=reason)))
-        return documents
+        return frames(*documents)
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_object_name, "choices": [], "usage": usage}
+    def closing(self, usage: Usage) -> bytes:
+        self._check_ended()
+        if not self._include_usage:
+            return DONE
+        head = {**self._head, "object": self.chunk_object_name}
+        return frames({**head, "choices": [], "usage": _document(usage)}) + DONE
 
-    def check_ended(self) -> None:
-        """Raises EngineError if a choice has no end: clients take a missing finish_reason for success."""
+    def broken_off(self, reply: ErrorReply) -> bytes:
+        return frames(reply.body) + DONE
+
+    def _check_ended(self) -> None:
         if any(choice.finish_reason is None for choice in self.choices):
             raise EngineError("The engine ended a choice without saying why.")
 
@@ -97,7 +108,7 @@ class Response(ABC):
         logprobs = None if tokens is None or not self._with_logprobs else self._logprobs(index, tokens)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def _opening(self) -> list[dict[str, Any]]:
         """The chunks before any text."""
         return []
 
@@ -113,14 +124,14 @@ class Response(ABC):
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]: ...
 
 
-class ChatResponse(Response):
+class ChatAnswer(OpenAIAnswer):
     """chat.completion and chat.completion.chunk"""
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def opening(self) -> list[dict[str, Any]]:
+    def _opening(self) -> list[dict[str, Any]]:
         first = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(self._choice(index, first)) for index in range(len(self.choices))]
 
@@ -135,7 +146,7 @@ class ChatResponse(Response):
         return {"content": content, "refusal": None}
 
 
-class CompletionResponse(Response):
+class CompletionAnswer(OpenAIAnswer):
     """text_completion, whole and in chunks"""
 
     id_prefix = "cmpl"
@@ -173,12 +184,13 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def usage_object(report: SharingReport, *, num_completion_tokens: int) -> dict[str, Any]:
+def _document(usage: Usage) -> dict[str, Any]:
     """`cached_tokens` is always a number: 0 where nothing was shared. Donors are never named."""
+    report = usage.report
     return {
         "prompt_tokens": report.num_prompt_tokens,
-        "completion_tokens": num_completion_tokens,
-        "total_tokens": report.num_prompt_tokens + num_completion_tokens,
+        "completion_tokens": usage.num_completion_tokens,
+        "total_tokens": report.num_prompt_tokens + usage.num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": report.num_cached},
         "kvshare": {
             "exact": report.num_exact,
