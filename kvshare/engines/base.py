@@ -100,6 +100,7 @@ class Delta:
     num_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    stop: str | None = None  # the stop string that ended it; it is not part of any text
 
 
 @dataclass(frozen=True, slots=True)

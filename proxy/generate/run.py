@@ -21,7 +21,7 @@ from proxy.context import SERVER
 from proxy.errors import to_reply
 from proxy.generate.answer import Answer, Usage
 from proxy.request_log import RECORD, RequestRecord, combine, log_failure
-from proxy.sse import HEADERS, KEEP_ALIVE, dump
+from proxy.sse import HEADERS, dump
 
 
 class Run:
@@ -152,10 +152,10 @@ async def _collect(run: Run, written: Answer, record: RequestRecord) -> web.Resp
 async def _send(request: web.Request, stream: web.StreamResponse, run: Run, written: Answer) -> None:
     record = request[RECORD]
     await stream.prepare(request)
-    await stream.write(written.opening())
+    await stream.write(written.opening(_usage(record)))
     async for delta in run.deltas(heartbeat_s=request.app[SERVER].settings.server.keep_alive_s):
         if delta is None:
-            await stream.write(KEEP_ALIVE)
+            await stream.write(written.keep_alive)
         else:
             record.note(delta)
             await stream.write(written.more(delta))

@@ -180,7 +180,8 @@ class Task:
             choice.finish_reason = FinishReason.LENGTH
         if choice.finish_reason is not None:
             text += choice.stops.flush()
-        self.emit(Delta(choice.index, text, 1, self._logprobs(logits, token_id), choice.finish_reason))
+        logprobs = self._logprobs(logits, token_id)
+        self.emit(Delta(choice.index, text, 1, logprobs, choice.finish_reason, choice.stops.met))
 
     def _logprobs(self, logits: torch.Tensor, token_id: int) -> tuple[TokenLogprob, ...]:
         k = self.request.sampling.logprobs

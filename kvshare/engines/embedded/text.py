@@ -47,6 +47,7 @@ class StopMatcher:
     """Holds text back while it could still become a stop string."""
 
     stops: tuple[str, ...]
+    met: str | None = None  # the stop string that ended the text
     _held: str = ""
 
     def add(self, text: str) -> tuple[str, bool]:
@@ -54,9 +55,10 @@ class StopMatcher:
         if not self.stops:
             return text, False
         self._held += text
-        found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if found:
-            shown, self._held = self._held[: min(found)], ""
+            at, self.met = min(found)
+            shown, self._held = self._held[:at], ""
             return shown, True
         keep = max(self._overlap(stop) for stop in self.stops)
         cut = len(self._held) - keep
