@@ -17,7 +17,6 @@ from pydantic_core import PydanticCustomError
 
 from kvshare.errors import RequestError
 from proxy.errors import HttpError
-from proxy.wrong_values import describe
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -106,11 +105,10 @@ def validated(model: type[_Body], document: Mapping[str, Any]) -> _Body:
     try:
         return model.model_validate(document)
     except ValidationError as exc:
-        first = exc.errors(include_url=False)[0]
+        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
         param = _param(first["loc"])
-        if first["type"] == "missing":
-            raise RequestError(f"Missing '{param}', which is required.", param=param) from None
-        raise RequestError(f"Invalid '{param}': {describe(first)}.", param=param) from None
+        code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
+        raise RequestError(f"Invalid '{param}': {first['msg']}.", param=param, code=code) from None
 
 
 def _param(location: tuple[int | str, ...]) -> str:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 
-from kvshare.errors import RequestError
 from kvshare.requests import SharingMode
 from proxy.context import SERVER
 from proxy.request_body import at_most, validated
@@ -24,22 +23,10 @@ MAX_KEYS = 16  # of the `kvshare` object, unknown ones included
 class KVShareObject(BaseModel):
     """The `kvshare` object of a body: how much of other prompts it accepts, and whether it is stored."""
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     mode: Literal["off", "exact", "approx"] | None = None  # None: the request leaves it to the settings
     no_store: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown(cls, given: object) -> object:
-        """The object is ours: a key that is not understood is not ignored. Raises RequestError."""
-        names = [str(name)[:64] for name in given] if isinstance(given, dict) else []
-        for name in names:
-            if name not in cls.model_fields:
-                param, known = f"kvshare.{name}", ", ".join(cls.model_fields)
-                message = f"Unknown '{param}'; the keys of 'kvshare' are {known}."
-                raise RequestError(message, param=param, code="unknown_parameter")
-        return given
 
 
 KVShareField = Annotated[KVShareObject, at_most(MAX_KEYS)] | None

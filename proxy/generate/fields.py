@@ -6,7 +6,7 @@ Some clients write every number with a point (`4.0`), an absent list as `""`, an
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -53,7 +53,9 @@ def _biases(biases: object) -> object:
     return biases
 
 
-def _token_ids(numbers: list[Any]) -> tuple[int, ...]:
+def _token_ids(numbers: object) -> tuple[int, ...]:
+    if not isinstance(numbers, list):
+        raise wrong("a list of token ids", numbers)
     for number in numbers:
         if type(number) is not int or not 0 <= number <= INT32:
             raise wrong("token ids, integers from 0 up", number)
@@ -82,6 +84,7 @@ Seed = Annotated[
 ]
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stops), at_most(MAX_STOPS)]
 StopTokens = Annotated[list[Annotated[Whole, Field(ge=0, le=INT32)]], at_most(MAX_STOP_TOKENS)]
+TokenIds = Annotated[tuple[int, ...], BeforeValidator(_token_ids)]
 LogitBias = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_biases), at_most(MAX_BIASES)
 ]
