@@ -44,4 +44,4 @@ async def engine_requests(
 def check_model(engine: GeneratingEngine, name: str | None) -> None:
     """None is whatever is served. Raises ModelNotFoundError."""
     if name not in (None, engine.card.model_id):
-        raise ModelNotFoundError(str(name))
+        raise ModelNotFoundError(str(name), served=engine.card.model_id)
