@@ -7,6 +7,7 @@ from aiohttp import web
 import kvshare
 from kvshare.engines.base import GeneratingEngine
 from proxy.generate.chat.routes import chat_completions, completions, explain
+from proxy.generate.embeddings import embeddings
 from proxy.generate.engine_key import ENGINE
 from proxy.generate.requests import check_model
 from proxy.generate.tokenization import detokenize, tokenize
@@ -22,6 +23,7 @@ def add_routes(
         app.router.add_get("/v1/models/{model:.+}", model)
         app.router.add_post("/v1/chat/completions", chat_completions)
         app.router.add_post("/v1/completions", completions)
+        app.router.add_post("/v1/embeddings", embeddings)
         app.router.add_post("/tokenize", tokenize)
         app.router.add_post("/detokenize", detokenize)
         app.router.add_get("/version", version)

@@ -116,6 +116,8 @@ class FakeEngine(GeneratingEngine):
     tool_format = ToolFormat.HERMES
 
     async def decode_tokens(self, token_ids: Sequence[int]) -> str:
+        if any(token >= VOCABULARY for token in token_ids):
+            raise RequestError(f"A token id is outside the vocabulary of {VOCABULARY}.", param="tokens")
         return bytes(token_ids).decode("utf-8", "replace")
 
     def _prompt(self, token_ids: list[int], *, last: str) -> Prompt:
