@@ -41,7 +41,9 @@ class Turns:
     def result(self, call_id: str, text: str, *, param: str) -> None:
         """What the tool answered. Raises RequestError for `param` if no such call came before."""
         if call_id not in self._names:
-            message = f"Invalid '{param}': no call before it has this id; send the call along with its result."
+            message = (
+                f"Invalid '{param}': no call before it has this id; send the call along with its result."
+            )
             raise RequestError(message, param=param)
         name = self._names[call_id]
         self._messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
