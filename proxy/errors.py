@@ -99,6 +99,8 @@ def to_reply(exc: Exception) -> ErrorReply:
         return exc.reply
     if isinstance(exc, web.HTTPException):
         return _http_reply(exc)
+    if isinstance(exc, RecursionError):  # a body that could just be parsed, and not be written again
+        return ErrorReply(400, message="The JSON body is nested too deeply.")
     for error_class, reply in _TABLE:
         if isinstance(exc, error_class):
             message = str(exc) or (type(exc).__doc__ or "").strip() or "The request cannot be answered."

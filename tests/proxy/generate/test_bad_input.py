@@ -378,6 +378,16 @@ async def test_broken_connections_leave_the_server_alive(
     assert "failed" not in caplog.text
 
 
+async def test_a_schema_that_is_nested_too_deeply_is_refused(server: Server) -> None:
+    """Just before the parser gives up, what writes the schema again does: no depth is a failure."""
+    for depth in range(850, 1000):
+        schema = '{"a":' * depth + "1" + "}" * depth
+        function = f'{{"name": "f", "parameters": {schema}}}'
+        tools = f'[{{"type": "function", "function": {function}}}]'
+        body = f'{json.dumps(chat(tool_choice="required"))[:-1]}, "tools": {tools}}}'
+        assert (await server.post(CHAT, body.encode())).status in (200, 400)
+
+
 TEXTS = st.text(max_size=8) | st.sampled_from(["echo", "user", "text", "off", "\0", "\ud800", "1e999"])
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
@@ -387,27 +397,21 @@ VALUES = st.recursive(
 NAMES = st.sampled_from(
     [
         *("model", "messages", "prompt", "max_tokens", "n", "stop", "stream", "stream_options", "logprobs"),
-        *(
-            "logit_bias",
-            "temperature",
-            "seed",
-            "kvshare",
-            "tools",
-            "response_format",
-            "best_of",
-            "top_logprobs",
-        ),
+        *("logit_bias", "temperature", "seed", "kvshare", "tools", "response_format", "best_of", "echo"),
+        *("top_logprobs", "tool_choice", "functions", "function_call", "guided_json", "structured_outputs"),
+        *("top_k", "stop_token_ids", "chat_template_kwargs", "reasoning_effort", "continue_final_message"),
+        *("input", "dimensions", "encoding_format", "tokens", "return_token_strs"),
     ]
 )
 BODIES = st.builds(
     lambda base, extra: base | extra,
-    st.sampled_from([{}, chat(), {"model": "echo", "prompt": "a"}]),
+    st.sampled_from([{}, chat(), {"model": "echo", "prompt": "a", "input": "a", "tokens": [97]}]),
     st.dictionaries(NAMES | TEXTS, VALUES, max_size=4),
 )
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(body=BODIES, path=st.sampled_from([CHAT, TEXT]))
+@given(body=BODIES, path=st.sampled_from([CHAT, TEXT, "/v1/embeddings", "/tokenize", "/detokenize"]))
 async def test_fuzzed_bodies_never_break_the_server(server: Server, body: object, path: str) -> None:
     """Any JSON object is answered or refused with an error object; never a 5xx."""
     response = await server.post(path, json.dumps(body).encode())
