@@ -92,6 +92,10 @@ class FakeEngine(GeneratingEngine):
     def tool_format(self) -> ToolFormat:
         return ToolFormat.HERMES
 
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        return {}
+
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         return Namespace(
             tenant=tenant,

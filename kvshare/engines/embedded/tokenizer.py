@@ -77,6 +77,12 @@ class PromptEncoder:
         """How the model writes calls of tools, by its chat template."""
         return tool_format(self._tokenizer.chat_template)
 
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Those beside the vocabulary of the tokenizer's model, special ones and others, by their text."""
+        added: dict[str, int] = self._tokenizer.get_added_vocab()
+        return added
+
     def render_chat(self, chat: Chat) -> str:
         """
         The text that asks for the next message, or for the rest of the last one.
