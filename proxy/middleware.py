@@ -98,9 +98,9 @@ def _admit(request: web.Request, server: ServerContext) -> Caller:
 
 
 def _endpoint(request: web.Request) -> str:
-    """The matched route's pattern: one of a few, for any path that a client asks for."""
+    """The matched route's pattern, without a slash at its end: one of a few, whatever a client asks for."""
     resource = request.match_info.route.resource
-    return "unknown" if resource is None else resource.canonical
+    return "unknown" if resource is None else resource.canonical.rstrip("/")
 
 
 def _request_id(request: web.Request) -> str:

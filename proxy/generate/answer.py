@@ -46,6 +46,11 @@ class Answer(ABC):
     is_stream: bool
     keep_alive: bytes = KEEP_ALIVE  # what a stream sends while there is nothing to say
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether tools have been called so far."""
+        return False
+
     @abstractmethod
     def collect(self, delta: Delta) -> None:
         """Add a delta to its choice."""

@@ -1,0 +1,86 @@
+"""What of a body decides how messages become a prompt: read, and made a `Chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from kvshare.conversation.chat import Chat
+from kvshare.conversation.history import template_messages
+from kvshare.errors import RequestError
+from proxy.generate.chat.messages import Message
+from proxy.generate.chat.tools import Functions, ToolRequest, Tools, read_tools
+from proxy.generate.fields import Body
+
+_RENDERERS_OWN = {  # parameters of the renderer, which the body cannot set in the template's name
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
+
+
+class TemplateBody(Body):
+    """The messages, the tools, and what the template is given beside them."""
+
+    messages: list[Message]
+    tools: Tools | None = None
+    tool_choice: Any = None
+    functions: Functions | None = None
+    function_call: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        """Raises RequestError."""
+        if not self.messages:
+            raise RequestError("Invalid 'messages': expected one message or more, got none.", param="messages")
+        for name in self.chat_template_kwargs or {}:
+            if name in _RENDERERS_OWN:
+                param = f"chat_template_kwargs.{name}"
+                raise RequestError(f"Invalid '{param}': the template's own variables only.", param=param)
+        if self.continue_final_message:
+            self._check_continued()
+        return self
+
+    def _check_continued(self) -> None:
+        param = "continue_final_message"
+        if self.add_generation_prompt:
+            message = f"'{param}' goes on with the last message: send 'add_generation_prompt': false with it."
+            raise RequestError(message, param=param)
+        if self.messages[-1].role != "assistant":
+            message = f"'{param}' needs an assistant's message as the last, not one of {self.messages[-1].role}."
+            raise RequestError(message, param=param)
+
+    @property
+    def tool_request(self) -> ToolRequest:
+        """Raises RequestError."""
+        return read_tools(self.tools, self.tool_choice, self.functions, self.function_call)
+
+    def chat(self, answer_schema: Mapping[str, Any] | None = None) -> Chat:
+        """Raises RequestError naming the field."""
+        asked = self.tool_request
+        return Chat(
+            messages=template_messages([message.as_sent() for message in self.messages]),
+            tools=asked.tools,
+            tool_choice=asked.choice,
+            parallel_tool_calls=self.parallel_tool_calls is not False and not asked.is_legacy,
+            answer_schema=answer_schema,
+            continue_final_message=bool(self.continue_final_message),
+            template_kwargs=self._template_kwargs(),
+        )
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        """As vLLM's chat route gives them: an effort also turns thinking on or off, where that is a switch."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
+            kwargs["reasoning_effort"] = self.reasoning_effort
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            kwargs["add_generation_prompt"] = False
+        return kwargs
