@@ -19,7 +19,9 @@ from kvshare.engines.base import (
     ModelCard,
     Started,
 )
+from kvshare.engines.embedded.choice import Decoding
 from kvshare.engines.embedded.retention import Retention
+from kvshare.engines.embedded.sampling import resolve
 from kvshare.engines.embedded.server import EmbeddedServer, Load, load_model, open_server
 from kvshare.engines.embedded.task import Task
 from kvshare.errors import ContextLengthError, EngineError, OverloadedError, RequestError, ShuttingDownError
@@ -91,9 +93,11 @@ class EmbeddedEngine(GeneratingEngine):
         return await self.server.off_loop(self.server.encoder.encode_tokens, token_ids)
 
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
-        max_tokens = _max_tokens(request, self.server.model.max_model_len)
+        decoding = self._decoding(request)
         async with self._admission.slot():
             server = self.server
+            if (grammar := request.sampling.grammar) is not None:
+                decoding = replace(decoding, constraint=await server.grammars.compiled(grammar))
             # Ended requests hold their KV until it is stored: new ones wait if storing cannot keep up.
             await server.runtime.background.below(_MAX_PENDING * self._settings.engine.max_running)
             lookup = await self._look_up(request)
@@ -104,9 +108,7 @@ class EmbeddedEngine(GeneratingEngine):
                 request=request,
                 lookup=lookup,
                 model=server.model,
-                tokenizer=server.encoder.backend,
-                eos_token_ids=server.eos_token_ids,
-                max_tokens=max_tokens,
+                decoding=decoding,
                 cost=server.runtime.sharing.cost,
                 emit=lambda delta: loop.call_soon_threadsafe(emit, delta),
                 on_prefilled=lambda: loop.call_soon_threadsafe(retention.keep_prompt, task),
@@ -115,6 +117,21 @@ class EmbeddedEngine(GeneratingEngine):
             del lookup  # the task lets go of the donors' KV once it is laid out
             await self._compute(task, emit, Started(report), retention)
             emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
+
+    def _decoding(self, request: GenerationRequest) -> Decoding:
+        """How its answers are sampled. Raises ContextLengthError, RequestError."""
+        server, sampling = self.server, request.sampling
+        size = server.model.vocab_size
+        if foreign := [token_id for token_id in sampling.stop_token_ids if not 0 <= token_id < size]:
+            raise RequestError(
+                f"token id {foreign[0]} is not in the vocabulary of {size} tokens", param="stop_token_ids"
+            )
+        return Decoding(
+            tokenizer=server.encoder.backend,
+            draw=resolve(sampling, server.model.sampling_defaults),
+            eos_token_ids=server.eos_token_ids,
+            max_tokens=_max_tokens(request, server.model.max_model_len),
+        )
 
     async def _look_up(self, request: GenerationRequest) -> Lookup:
         """

@@ -28,9 +28,10 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
 class Detokenizer:
     """Text of a growing token sequence; a character that is not complete yet is held back."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
 
     def add(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
@@ -38,7 +39,7 @@ class Detokenizer:
             return self._stream.step(self._tokenizer, token_id) or ""
         except Exception:  # noqa: BLE001 - the Rust side raises bare Exception
             # An invalid byte sequence, which a model may sample: start over behind it.
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             return "\N{REPLACEMENT CHARACTER}"
 
 
