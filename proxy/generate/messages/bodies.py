@@ -13,16 +13,25 @@ from pydantic_core import PydanticCustomError
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engines.base import SamplingParams
-from kvshare.errors import RequestError, UnsupportedParameterError
+from kvshare.errors import UnsupportedParameterError
+from proxy.generate.fields import INT32, Stops, Whole
 from proxy.generate.messages.content import Message, Text, joined
-from proxy.generate.part import Part, ToolName, of_types
+from proxy.generate.part import (
+    MAX_TOOLS,
+    Effort,
+    MaxTokens,
+    Model,
+    Part,
+    Temperature,
+    ToolName,
+    TopP,
+    check_tools,
+    of_types,
+)
 from proxy.generate.turns import Turns
 from proxy.request_body import at_most
 from proxy.request_options import KVShareField
 
-MAX_TOOLS = 1024  # coding agents with many MCP servers send hundreds
-MAX_STOPS = 16
-_INT32 = 2**31 - 1
 _REFUSED = ("container", "mcp_servers")  # what Anthropic's own servers run
 _USES = {"auto": ToolUse.AUTO, "any": ToolUse.REQUIRED, "tool": ToolUse.REQUIRED, "none": ToolUse.NONE}
 
@@ -45,7 +54,6 @@ class Tool(Part):
 
 
 Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Custom)]], at_most(MAX_TOOLS)]
-Stops = Annotated[list[Annotated[str, Field(min_length=1)]], at_most(MAX_STOPS)]
 
 
 class ToolChoiceObject(Part):
@@ -79,13 +87,13 @@ class OutputConfig(Part):
     """`effort` is for templates that know `reasoning_effort`."""
 
     format: JsonFormat | None = None
-    effort: Annotated[str, Field(max_length=32)] | None = None
+    effort: Effort | None = None
 
 
 class CountTokensBody(Part):
     """POST /v1/messages/count_tokens: a message body without what concerns the answer."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: Model
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     system: Text = Field(default_factory=list)
     tools: Tools = Field(default_factory=list)
@@ -100,13 +108,10 @@ class CountTokensBody(Part):
         for name in _REFUSED:
             if (self.model_extra or {}).get(name):
                 raise UnsupportedParameterError(name, "not implemented by this server")
-        names = [tool.name for tool in self.tools]
-        if len(set(names)) != len(names):
-            raise RequestError("Invalid 'tools': expected names that differ, found one twice.", param="tools")
-        if self.tool_choice.name is not None and self.tool_choice.name not in names:
-            raise _no_such_tool("tool_choice.name", "the name of one of 'tools'")
-        if self.tool_choice.type == "any" and not names:
-            raise _no_such_tool("tool_choice", "'tools' to choose from")
+        choice = self.tool_choice
+        check_tools(
+            [tool.name for tool in self.tools], chosen=choice.name, required=choice.type in ("any", "tool")
+        )
         return self
 
     @property
@@ -143,11 +148,11 @@ class CountTokensBody(Part):
 class MessagesBody(CountTokensBody):
     """POST /v1/messages"""
 
-    max_tokens: Annotated[int, Field(ge=1, le=_INT32)]
+    max_tokens: MaxTokens
     stop_sequences: Stops = Field(default_factory=list)
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[Whole, Field(ge=0, le=INT32)] | None = None
     stream: bool = False
     kvshare: KVShareField = None
 
@@ -160,7 +165,3 @@ class MessagesBody(CountTokensBody):
             top_k=self.top_k,
             stop=tuple(self.stop_sequences),
         )
-
-
-def _no_such_tool(param: str, expected: str) -> RequestError:
-    return RequestError(f"Invalid '{param}': expected {expected}.", param=param)

@@ -13,14 +13,23 @@ from pydantic import BeforeValidator, Discriminator, Field, model_validator
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engines.base import SamplingParams
 from kvshare.errors import RequestError, UnsupportedParameterError
-from proxy.generate.part import Part, ToolName, of_types
+from proxy.generate.part import (
+    MAX_TOOLS,
+    Effort,
+    MaxTokens,
+    Model,
+    Part,
+    Temperature,
+    ToolName,
+    TopP,
+    check_tools,
+    of_types,
+)
 from proxy.generate.responses.items import Input
 from proxy.generate.turns import Turns
 from proxy.request_body import at_most
 from proxy.request_options import KVShareField
 
-MAX_TOOLS = 1024  # coding agents with many MCP servers send hundreds
-_INT32 = 2**31 - 1
 _SEND_ALL = "this server stores no responses; send the whole conversation as 'input'"
 _REFUSED = {
     "previous_response_id": _SEND_ALL,
@@ -61,7 +70,19 @@ class NamedTool(Part):
     name: str
 
 
-Choice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(Part):
+    """Some of the tools; the others are as if they were not there."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Annotated[NamedTool, BeforeValidator(_Function)]], Field(min_length=1)]
+
+    @property
+    def names(self) -> set[str]:
+        return {tool.name for tool in self.tools}
+
+
+Choice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class PlainFormat(Part):
@@ -93,13 +114,13 @@ class TextConfig(Part):
 class Reasoning(Part):
     """`effort` is for templates that know `reasoning_effort`; summaries are not written."""
 
-    effort: Annotated[str, Field(max_length=32)] | None = None
+    effort: Effort | None = None
 
 
 class ResponsesBody(Part):
     """POST /v1/responses"""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: Model
     input: Input
     instructions: str | None = None
     tools: Tools = Field(default_factory=list)
@@ -107,9 +128,9 @@ class ResponsesBody(Part):
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
-    max_output_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_output_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     include: list[str] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"  # either way what does not fit is refused
     stream: bool = False
@@ -124,12 +145,11 @@ class ResponsesBody(Part):
         if _LOGPROBS in self.include:
             raise UnsupportedParameterError("include", f"'{_LOGPROBS}': {_REFUSED['top_logprobs']}")
         names = [tool.name for tool in self.tools]
-        if len(set(names)) != len(names):
-            raise RequestError("Invalid 'tools': expected names that differ, found one twice.", param="tools")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.name not in names:
-            raise _no_such_tool("tool_choice.name", "the name of one of 'tools'")
-        if self.tool_choice == "required" and not names:
-            raise _no_such_tool("tool_choice", "'tools' to choose from")
+        choice = self._tool_choice
+        check_tools(names, chosen=choice.name, required=choice.use is ToolUse.REQUIRED)
+        if isinstance(self.tool_choice, AllowedTools) and not self.tool_choice.names <= set(names):
+            message = "Invalid 'tool_choice.tools': expected names of 'tools' only, got another."
+            raise RequestError(message, param="tool_choice.tools")
         return self
 
     @property
@@ -143,7 +163,7 @@ class ResponsesBody(Part):
         turns.check_complete(param="input")
         return Chat(
             messages=turns.messages,
-            tools=tuple(tool.for_template() for tool in self.tools),
+            tools=tuple(tool.for_template() for tool in self._callable_tools),
             tool_choice=self._tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
             answer_schema=self.text.answer_schema,
@@ -174,18 +194,24 @@ class ResponsesBody(Part):
         }
 
     @property
+    def _callable_tools(self) -> list[Tool]:
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool for tool in self.tools if tool.name in self.tool_choice.names]
+        return self.tools
+
+    @property
     def _tool_choice(self) -> ToolChoice:
         if isinstance(self.tool_choice, NamedTool):
             return ToolChoice(ToolUse.REQUIRED, self.tool_choice.name)
+        if isinstance(self.tool_choice, AllowedTools):
+            return ToolChoice(ToolUse(self.tool_choice.mode))
         return ToolChoice(ToolUse(self.tool_choice))
 
     @property
     def _template_kwargs(self) -> dict[str, Any]:
-        """Templates ignore what they do not know."""
+        """Templates ignore what they do not know; some know an effort, some only whether to think."""
         effort = self.reasoning.effort
-        if effort is None:
-            return {}
-        return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+        return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 _ECHOED = {
@@ -199,7 +225,3 @@ _ECHOED = {
     "temperature",
     "top_p",
 }
-
-
-def _no_such_tool(param: str, expected: str) -> RequestError:
-    return RequestError(f"Invalid '{param}': expected {expected}.", param=param)

@@ -6,10 +6,10 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field
-from pydantic_core import PydanticCustomError
 
 from proxy.generate.part import Identifier, Part, of_types
 from proxy.generate.turns import Turns
+from proxy.wrong_values import wrong
 
 _BETWEEN = "\n"  # parts are paragraphs of one message
 _TEXT_ONLY = "this server reads no images, files or audio"
@@ -27,7 +27,7 @@ def _is_object(arguments: str) -> str:
             return arguments
     except (ValueError, RecursionError):
         pass
-    raise PydanticCustomError("arguments", "expected the JSON text of an object")
+    raise wrong("the JSON text of an object", arguments)
 
 
 class TextPart(Part):
