@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvshare.conversation.chat import Chat
+from kvshare.conversation.tools import ToolFormat
 from kvshare.engines.base import (
     Delta,
     EngineStatus,
@@ -50,6 +51,7 @@ class Behaviour:
     fail_after_tokens: int | None = None
     failure: Exception = field(default_factory=lambda: RuntimeError("the prompt was: SECRET"))
     end_early: bool = False  # ends without its last event
+    says: str | None = None  # instead of an echo
     max_model_len: int = 1000
     max_running: int = 4
     max_waiting: int = 4
@@ -62,6 +64,7 @@ class FakeEngine(GeneratingEngine):
         self.behaviour = behaviour or Behaviour()
         self.stored: dict[str, list[tuple[int, ...]]] = {}  # namespace digest -> prompts
         self.requests: list[GenerationRequest] = []
+        self.chats: list[Chat] = []
         self.num_running = 0
         self.num_waiting = 0
         self.num_freed = 0
@@ -98,6 +101,7 @@ class FakeEngine(GeneratingEngine):
         )
 
     async def encode_chat(self, chat: Chat) -> Prompt:
+        self.chats.append(chat)
         text = "".join(f"<{message['role']}>{message['content']}" for message in chat.messages)
         return self._prompt(list(text.encode()), last=chat.messages[-1]["content"])
 
@@ -108,6 +112,11 @@ class FakeEngine(GeneratingEngine):
         if any(token >= VOCABULARY for token in token_ids):
             raise RequestError(f"A token id is outside the vocabulary of {VOCABULARY}.", param="prompt")
         return self._prompt(list(token_ids), last=bytes(token_ids).decode("utf-8", "replace"))
+
+    tool_format = ToolFormat.HERMES
+
+    async def decode_tokens(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("utf-8", "replace")
 
     def _prompt(self, token_ids: list[int], *, last: str) -> Prompt:
         return Prompt(np.array(token_ids, dtype=np.int32), PromptText(last_user_turn=last, body=last))
@@ -150,7 +159,8 @@ class FakeEngine(GeneratingEngine):
         report = self._plan(request)
         yield Started(report)
         await asyncio.sleep(self.behaviour.prefill_s)
-        text, finish_reason = answer_to(request.prompt.text.last_user_turn, request.sampling)
+        said = self.behaviour.says or request.prompt.text.last_user_turn
+        text, finish_reason = answer_to(said, request.sampling)
         num_tokens = 0
         for number, character in enumerate(text):
             for choice in range(request.sampling.n):

@@ -40,6 +40,10 @@ class TemplateBody(Body):
         """Raises RequestError."""
         if not self.messages:
             raise RequestError("Invalid 'messages': expected one message or more, got none.", param="messages")
+        for number, message in enumerate(self.messages):
+            if message.content is None and message.role in ("system", "developer", "user"):
+                param = f"messages[{number}].content"
+                raise RequestError(f"Invalid '{param}': expected text, got null.", param=param)
         for name in self.chat_template_kwargs or {}:
             if name in _RENDERERS_OWN:
                 param = f"chat_template_kwargs.{name}"
