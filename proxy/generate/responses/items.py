@@ -118,4 +118,4 @@ def _as_items(given: object) -> object:
     return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
 
 
-Input = Annotated[list[Item], BeforeValidator(_as_items), Field(min_length=1, fail_fast=True)]
+Input = Annotated[list[Item], Field(min_length=1, fail_fast=True), BeforeValidator(_as_items)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from kvshare.errors import ContextLengthError
 from proxy.errors import HttpError
 from proxy.generate.chat_requests import chat_request
 from proxy.generate.engine_key import ENGINE
@@ -27,7 +28,11 @@ async def responses(request: web.Request) -> web.StreamResponse:
         is_stream=body.stream,
         echo=body.echo,
     )
-    return await answer(request, engine, written)
+    try:
+        return await answer(request, engine, written)
+    except ContextLengthError as exc:
+        exc.param = "input"  # the class speaks of messages
+        raise
 
 
 async def stored_response(request: web.Request) -> web.Response:
