@@ -79,9 +79,7 @@ def _prompts(prompt: object) -> list[str | tuple[int, ...]]:
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 TokenLimit = Annotated[int, AfterValidator(_limit), BeforeValidator(_whole)]
-Seed = Annotated[
-    int, Field(ge=-(2**63), lt=2**63), AfterValidator(_seed), BeforeValidator(_whole)
-]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(_seed), BeforeValidator(_whole)]
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stops), at_most(MAX_STOPS)]
 StopTokens = Annotated[list[Annotated[Whole, Field(ge=0, le=INT32)]], at_most(MAX_STOP_TOKENS)]
 TokenIds = Annotated[tuple[int, ...], BeforeValidator(_token_ids)]

@@ -7,6 +7,7 @@ from aiohttp import web
 import kvshare
 from kvshare.engines.base import GeneratingEngine
 from proxy.generate.chat.routes import chat_completions, completions, explain
+from proxy.generate.embeddings import embeddings
 from proxy.generate.engine_key import ENGINE
 from proxy.generate.messages.routes import count_tokens, messages
 from proxy.generate.requests import check_model
@@ -28,6 +29,7 @@ def add_routes(
         app.router.add_route("*", "/v1/responses/{path:.+}", stored_response)
         app.router.add_post("/v1/messages", messages)
         app.router.add_post("/v1/messages/count_tokens", count_tokens)
+        app.router.add_post("/v1/embeddings", embeddings)
         app.router.add_post("/tokenize", tokenize)
         app.router.add_post("/detokenize", detokenize)
         app.router.add_get("/version", version)

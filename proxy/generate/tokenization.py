@@ -54,8 +54,8 @@ class DetokenizeBody(Body):
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize: of a chat where the body has messages, else of a text."""
     engine, document = request.app[ENGINE], await read_object(request)
-    kind = TokenizeTextBody if document.get("messages") is None else TokenizeChatBody
-    body: TokenizeTextBody | TokenizeChatBody = validated(kind, document)
+    is_text = document.get("messages") is None
+    body = validated(TokenizeTextBody, document) if is_text else validated(TokenizeChatBody, document)
     check_model(engine, body.model)
     ids = (await body.encode(engine)).token_ids.tolist()
     texts = [await engine.decode_tokens([token]) for token in ids] if body.return_token_strs else None

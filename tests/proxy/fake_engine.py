@@ -18,6 +18,7 @@ from kvshare.conversation.chat import Chat
 from kvshare.conversation.tools import ToolFormat
 from kvshare.engines.base import (
     Delta,
+    Embeddings,
     EngineStatus,
     Event,
     Finished,
@@ -50,6 +51,7 @@ class Behaviour:
     refuse: Exception | None = None  # instead of Started
     fail_after_tokens: int | None = None
     failure: Exception = field(default_factory=lambda: RuntimeError("the prompt was: SECRET"))
+    has_no_embedder: bool = False
     end_early: bool = False  # ends without its last event
     says: str | None = None  # instead of an echo
     max_model_len: int = 1000
@@ -88,6 +90,10 @@ class FakeEngine(GeneratingEngine):
     async def stop(self) -> None:
         self.is_stopped = True
 
+    @property
+    def tool_format(self) -> ToolFormat:
+        return ToolFormat.HERMES
+
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         return Namespace(
             tenant=tenant,
@@ -113,10 +119,16 @@ class FakeEngine(GeneratingEngine):
             raise RequestError(f"A token id is outside the vocabulary of {VOCABULARY}.", param="prompt")
         return self._prompt(list(token_ids), last=bytes(token_ids).decode("utf-8", "replace"))
 
-    tool_format = ToolFormat.HERMES
-
     async def decode_tokens(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode("utf-8", "replace")
+        return (await self.encode_tokens(token_ids)).text.body
+
+    async def embed(self, texts: Sequence[str]) -> Embeddings:
+        """A text's vector points to its length."""
+        if self.behaviour.has_no_embedder:
+            raise RequestError("this server has no embedder", code="no_embedder")
+        vectors = np.zeros((len(texts), 8), dtype=np.float32)
+        vectors[range(len(texts)), [len(text) % 8 for text in texts]] = 1.0
+        return Embeddings("lengths", vectors, tuple(len(text) for text in texts))
 
     def _prompt(self, token_ids: list[int], *, last: str) -> Prompt:
         return Prompt(np.array(token_ids, dtype=np.int32), PromptText(last_user_turn=last, body=last))

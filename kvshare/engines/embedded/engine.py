@@ -7,10 +7,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvshare.conversation.chat import Chat
+from kvshare.conversation.tools import ToolFormat
 from kvshare.engines.base import (
+    Embeddings,
     EngineStatus,
     Event,
     Finished,
@@ -31,6 +33,10 @@ from kvshare.settings import Settings
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.pipeline import Lookup, Sharing
+from vector_index import EmbedderError
+
+if TYPE_CHECKING:
+    from vector_index import Embedder
 
 _MAX_PENDING = 4  # commits waiting, per slot
 _SETTLE_S = 0.25  # a prompt is stored after its answer; who asks again at once waits for that, so long
@@ -80,6 +86,10 @@ class EmbeddedEngine(GeneratingEngine):
         """For benchmarks and tests: wait until all that was computed is stored and indexed."""
         await self.server.runtime.settle()
 
+    @property
+    def tool_format(self) -> ToolFormat:
+        return self.server.encoder.tool_format
+
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         return Namespace(tenant=tenant, scope=scope, **self.server.namespace_fields)
 
@@ -91,6 +101,19 @@ class EmbeddedEngine(GeneratingEngine):
 
     async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
         return await self.server.off_loop(self.server.encoder.encode_tokens, token_ids)
+
+    async def decode_tokens(self, token_ids: Sequence[int]) -> str:
+        return await self.server.off_loop(self.server.encoder.decode_tokens, token_ids)
+
+    async def embed(self, texts: Sequence[str]) -> Embeddings:
+        embedder = self.server.runtime.index.embedder
+        if embedder is None:
+            raise RequestError(
+                "this server has no embedder: index.dense is false in its settings, or loading it failed",
+                code="no_embedder",
+            )
+        # Not in the executor that tokenizes: the embedder takes turns, and others wait for their prompts.
+        return await asyncio.to_thread(_embeddings, embedder, texts)
 
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
         decoding = self._decoding(request)
@@ -218,6 +241,13 @@ class Admission:
         finally:
             self.num_running -= 1
             self._slots.release()
+
+
+def _embeddings(embedder: Embedder, texts: Sequence[str]) -> Embeddings:
+    try:
+        return Embeddings(embedder.name, embedder.embed(texts), tuple(embedder.count_tokens(texts)))
+    except EmbedderError as exc:
+        raise EngineError(str(exc)) from exc
 
 
 def _max_tokens(request: GenerationRequest, max_model_len: int) -> int:

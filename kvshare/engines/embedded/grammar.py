@@ -22,6 +22,7 @@ from kvshare.errors import RequestError
 
 MAX_CHARS = 131_072  # of a grammar; 2,000 optional properties of one object take 25,000 and half a second
 _COMPILE_S = 10.0  # that a client waits for it
+_REASON_CHARS = 200
 _LIMITS = LLParserLimits(verbose_errors=False)  # its own, without text of the grammar in errors of a mask
 
 
@@ -143,7 +144,7 @@ def _reason(error: str) -> str:
     line = error.splitlines()[0].rpartition("failed to compile JSON schema: ")[2]
     if line.startswith("panic"):  # it counts symbols with 16 bits
         return "it is too large"
-    return line
+    return line[:_REASON_CHARS]
 
 
 def _refusal(reason: str) -> RequestError:

@@ -96,7 +96,8 @@ class GenerationBody(Body):
     ) -> SamplingParams:
         """What the body leaves out is as `SamplingParams` says. Raises RequestError."""
         if max_tokens is not None and (self.min_tokens or 0) > max_tokens:
-            message = f"'min_tokens' is {self.min_tokens}, and no more than {max_tokens} tokens are asked for."
+            limit = f"at most 'max_tokens', which is {max_tokens}"
+            message = f"Invalid 'min_tokens': expected {limit}, got {self.min_tokens}."
             raise RequestError(message, param="min_tokens")
         return SamplingParams(
             max_tokens=max_tokens,

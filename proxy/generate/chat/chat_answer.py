@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvshare.conversation.parser import AnswerParser
@@ -11,13 +12,28 @@ from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLo
 from proxy.generate.chat.answers import Content, OpenAIAnswer, finite
 from proxy.generate.chat.bodies import ChatBody
 
+_THOUGHTS = "<think>"  # how they begin where a model writes them by itself
+
+
+@dataclass(slots=True)
+class _Voice:
+    """How a choice is read. `unsent`: tokens whose text a parser holds back."""
+
+    parser: AnswerParser | None
+    has_begun: bool = False
+    unsent: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def has_calls(self) -> bool:
+        return self.parser is not None and self.parser.num_calls > 0
+
 
 class ChatAnswer(OpenAIAnswer):
     """
     The answer of POST /v1/chat/completions.
 
-    Where an answer may hold more than text, each choice has a parser of its own; else its text goes out as
-    it comes.
+    Where an answer may hold more than text, each choice has a parser. Else its text goes out as it comes,
+    unless it begins as thoughts do.
     """
 
     id_prefix = "chatcmpl"
@@ -30,17 +46,18 @@ class ChatAnswer(OpenAIAnswer):
         body: ChatBody,
         *,
         model: str,
-        new_parser: Callable[[], AnswerParser] | None = None,
+        new_parser: Callable[[], AnswerParser],
+        is_plain: bool,
     ) -> None:
-        """`new_parser`: None where the answer can only be text."""
+        """`is_plain`: nothing may be called, and the prompt does not end inside of thoughts."""
         super().__init__(requests, body, model=model)
-        self._parsers = [new_parser() for _ in self.choices] if new_parser is not None else []
-        self._unsent: list[list[TokenLogprob]] = [[] for _ in self._parsers]  # of text that parsers hold back
+        self._new_parser = new_parser
+        self._voices = [_Voice(None if is_plain else new_parser()) for _ in self.choices]
         self._calls: type[Calls] = LegacyCalls if body.tool_request.is_legacy else Calls
 
     @property
     def has_calls(self) -> bool:
-        return any(parser.num_calls for parser in self._parsers)
+        return any(voice.has_calls for voice in self._voices)
 
     def _opening(self) -> list[tuple[int, dict[str, Any]]]:
         first = {"delta": {"role": "assistant", "content": ""}}
@@ -48,10 +65,19 @@ class ChatAnswer(OpenAIAnswer):
 
     def _whole(self, index: int) -> dict[str, Any]:
         text = self.choices[index].text
-        if not self._parsers:
+        parser = self._parser(index, text)
+        if parser is None:
             return {"message": {"role": "assistant", "content": text, "refusal": None}}
-        parser = self._parsers[index]
         return {"message": self._message([*parser.add(text), *parser.end()])}
+
+    def _parser(self, index: int, text: str) -> AnswerParser | None:
+        """Of a choice that goes on with `text`; None where it is only that."""
+        voice = self._voices[index]
+        if not voice.has_begun and text and not text.isspace():
+            voice.has_begun = True
+            if voice.parser is None and _THOUGHTS.startswith(text.lstrip()[: len(_THOUGHTS)]):
+                voice.parser = self._new_parser()
+        return voice.parser
 
     def _message(self, parts: Sequence[Part]) -> dict[str, Any]:
         text = "".join(part.text for part in parts if isinstance(part, Text))
@@ -67,9 +93,10 @@ class ChatAnswer(OpenAIAnswer):
         }
 
     def _contents(self, delta: Delta) -> list[Content]:
-        if not self._parsers:
+        parser = self._parser(delta.choice, delta.text)
+        if parser is None:
             return super()._contents(delta)
-        parser, unsent = self._parsers[delta.choice], self._unsent[delta.choice]
+        unsent = self._voices[delta.choice].unsent
         unsent.extend(delta.logprobs)
         parts = parser.add(delta.text)
         if delta.finish_reason is not None:
@@ -79,7 +106,7 @@ class ChatAnswer(OpenAIAnswer):
             pieces = [{"content": ""}]
         if not pieces:
             return []
-        self._unsent[delta.choice] = []
+        self._voices[delta.choice].unsent = []
         return [({"delta": piece}, None if number else unsent) for number, piece in enumerate(pieces)]
 
     def _piece(self, part: Part) -> dict[str, Any]:
@@ -95,7 +122,7 @@ class ChatAnswer(OpenAIAnswer):
 
     def _finish_reason(self, index: int) -> str | None:
         reason = self.choices[index].finish_reason
-        if reason is FinishReason.STOP and self._parsers and self._parsers[index].num_calls:
+        if reason is FinishReason.STOP and self._voices[index].has_calls:
             return self._calls.finish_reason
         return reason
 

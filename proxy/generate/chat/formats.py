@@ -28,7 +28,8 @@ def answer_schema(
     given = {param: schema for param, schema in schemas.items() if schema is not None}
     if len(given) > 1:
         *_, last = given
-        raise RequestError(f"Send only one of {', '.join(given)}: each is the answer's format.", param=last)
+        names = " and ".join(f"'{param}'" for param in given)
+        raise RequestError(f"Send only one of {names}: each is the answer's format.", param=last)
     return next(iter(given.values()), None)
 
 
@@ -37,9 +38,9 @@ def _response_format(given: object) -> Mapping[str, Any] | None:
         return None
     kind = given.get("type") if isinstance(given, dict) else None
     if not isinstance(given, dict) or kind not in ("text", "json_object", "json_schema"):
-        param = "response_format" if kind is None else "response_format.type"
-        expected = "an object of type 'text', 'json_object' or 'json_schema'"
-        raise RequestError(f"Invalid '{param}': expected {expected}.", param=param)
+        param = "response_format.type"
+        message = f"Invalid '{param}': expected 'text', 'json_object' or 'json_schema'."
+        raise RequestError(message, param=param)
     if kind == "text":
         return None
     if kind == "json_object":
@@ -47,7 +48,9 @@ def _response_format(given: object) -> Mapping[str, Any] | None:
     outer = given.get("json_schema")
     if not isinstance(outer, dict) or outer.get("schema") is None:
         param = "response_format.json_schema"
-        raise RequestError(f"Invalid '{param}': expected an object with 'schema', a JSON schema.", param=param)
+        raise RequestError(
+            f"Invalid '{param}': expected an object with 'schema', a JSON schema.", param=param
+        )
     return _schema("response_format.json_schema.schema", outer["schema"])
 
 
@@ -74,7 +77,8 @@ def _schema(param: str, schema: object) -> Mapping[str, Any] | None:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
-            raise RequestError(f"Invalid '{param}': this string is no JSON.", param=param) from None
+            message = f"Invalid '{param}': expected a JSON schema, got a string that is no JSON."
+            raise RequestError(message, param=param) from None
     if schema is None or isinstance(schema, dict):
         return schema
     raise RequestError(f"Invalid '{param}': expected a JSON schema, got {found(schema)}.", param=param)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from proxy.generate.fields import Body
 from proxy.request_body import at_most
-from proxy.wrong_values import wrong
+from proxy.wrong_values import found, wrong
 
 MAX_CALLS = 512  # of tools, in one message
 _TEXT_OF = {"text": "text", "refusal": "refusal"}  # the key that holds the text of a part, by its type
+_MEDIA = ("image_url", "input_audio", "audio_url", "video_url", "file")
 
 
 def _one_text(content: object) -> object:
@@ -27,12 +29,17 @@ def _part_text(part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     key = _TEXT_OF.get(kind) if isinstance(kind, str) else None
     if key is None:
-        media = kind if kind in ("image_url", "input_audio", "file", "video_url") else None
-        raise wrong('parts of type "text", since this server reads text only', f"'{media}'" if media else part)
+        raise _no_text(part, kind)
     text = part.get(key) if isinstance(part, dict) else None
     if not isinstance(text, str):
         raise wrong(f"a string as '{key}' of each part of this type", text)
     return text
+
+
+def _no_text(part: object, kind: object) -> PydanticCustomError:
+    given = f"one of type '{kind}'" if kind in _MEDIA else found(part)
+    message = "expected parts of type 'text', as this server reads text only, got {given}"
+    return PydanticCustomError("wrong_value", message, {"given": given})
 
 
 Text = Annotated[str | None, BeforeValidator(_one_text)]

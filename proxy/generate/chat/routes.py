@@ -8,7 +8,6 @@ POST /v1/chat/completions, POST /v1/completions and POST /admin/explain.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -16,10 +15,9 @@ from aiohttp import web
 
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.grammar import grammar_of
-from kvshare.conversation.parser import AnswerParser, parser_for
+from kvshare.conversation.parser import parser_for
 from kvshare.engines.base import GeneratingEngine
 from kvshare.errors import ContextLengthError
-from kvshare.requests import Prompt
 from proxy.generate.chat.bodies import ChatBody, CompletionBody
 from proxy.generate.chat.chat_answer import ChatAnswer
 from proxy.generate.chat.completion_answer import CompletionAnswer
@@ -70,19 +68,15 @@ async def _read_chat(request: web.Request) -> ChatAnswer:
     if chat.may_call:
         sampling = replace(sampling, skip_special_tokens=False)  # some models' calls begin with one
     requests = await engine_requests(request, engine, [engine.encode_chat(chat)], sampling, body.kvshare)
-    new_parser = _parser(chat, engine, requests[0].prompt)
-    return ChatAnswer(requests, body, model=engine.card.model_id, new_parser=new_parser)
-
-
-def _parser(chat: Chat, engine: GeneratingEngine, prompt: Prompt) -> Callable[[], AnswerParser] | None:
-    """None where the answer can only be text."""
-    reasons = prompt.text.body.rstrip().endswith("<think>")
-    if not chat.may_call and not reasons:
-        return None
-    return partial(parser_for, chat, engine.tool_format, reasons=reasons)
+    reasons = requests[0].prompt.text.body.rstrip().endswith("<think>")
+    return ChatAnswer(
+        requests,
+        body,
+        model=engine.card.model_id,
+        new_parser=partial(parser_for, chat, engine.tool_format, reasons=reasons),
+        is_plain=not chat.may_call and not reasons,
+    )
 
 
 async def _prompt_texts(engine: GeneratingEngine, body: CompletionBody) -> list[str]:
-    return [
-        entry if isinstance(entry, str) else await engine.decode_tokens(entry) for entry in body.prompt
-    ]
+    return [entry if isinstance(entry, str) else await engine.decode_tokens(entry) for entry in body.prompt]

@@ -14,13 +14,6 @@ from proxy.generate.chat.messages import Message
 from proxy.generate.chat.tools import Functions, ToolRequest, Tools, read_tools
 from proxy.generate.fields import Body
 
-_RENDERERS_OWN = {  # parameters of the renderer, which the body cannot set in the template's name
-    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-}
-
-
 class TemplateBody(Body):
     """The messages, the tools, and what the template is given beside them."""
 
@@ -36,30 +29,24 @@ class TemplateBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _check_template(self) -> Self:
+    def _check_messages(self) -> Self:
         """Raises RequestError."""
         if not self.messages:
-            raise RequestError("Invalid 'messages': expected one message or more, got none.", param="messages")
+            raise _invalid("messages", "expected one message or more, got none")
         for number, message in enumerate(self.messages):
             if message.content is None and message.role in ("system", "developer", "user"):
-                param = f"messages[{number}].content"
-                raise RequestError(f"Invalid '{param}': expected text, got null.", param=param)
-        for name in self.chat_template_kwargs or {}:
-            if name in _RENDERERS_OWN:
-                param = f"chat_template_kwargs.{name}"
-                raise RequestError(f"Invalid '{param}': the template's own variables only.", param=param)
+                raise _invalid(f"messages[{number}].content", "expected text, got null")
         if self.continue_final_message:
-            self._check_continued()
+            if self.add_generation_prompt:
+                raise _invalid(
+                    "add_generation_prompt", "expected false with 'continue_final_message', got true"
+                )
+            if (role := self.messages[-1].role) != "assistant":
+                raise _invalid(
+                    "continue_final_message",
+                    f"expected an assistant's message as the last, got one of role '{role}'",
+                )
         return self
-
-    def _check_continued(self) -> None:
-        param = "continue_final_message"
-        if self.add_generation_prompt:
-            message = f"'{param}' goes on with the last message: send 'add_generation_prompt': false with it."
-            raise RequestError(message, param=param)
-        if self.messages[-1].role != "assistant":
-            message = f"'{param}' needs an assistant's message as the last, not one of {self.messages[-1].role}."
-            raise RequestError(message, param=param)
 
     @property
     def tool_request(self) -> ToolRequest:
@@ -76,15 +63,18 @@ class TemplateBody(Body):
             parallel_tool_calls=self.parallel_tool_calls is not False and not asked.is_legacy,
             answer_schema=answer_schema,
             continue_final_message=bool(self.continue_final_message),
+            add_generation_prompt=self.add_generation_prompt is not False,
             template_kwargs=self._template_kwargs(),
         )
 
     def _template_kwargs(self) -> dict[str, Any]:
-        """As vLLM's chat route gives them: an effort also turns thinking on or off, where that is a switch."""
+        """As vLLM's chat route gives them: an effort also switches thinking on or off."""
         kwargs = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
             kwargs["reasoning_effort"] = self.reasoning_effort
-        if self.add_generation_prompt is False and not self.continue_final_message:
-            kwargs["add_generation_prompt"] = False
         return kwargs
+
+
+def _invalid(param: str, problem: str) -> RequestError:
+    return RequestError(f"Invalid '{param}': {problem}.", param=param)

@@ -1,4 +1,4 @@
-"""What a chat body says of tools, in the API of today and in the older one of functions, as a `Chat` takes it."""
+"""What a chat body says of tools, as `tools` or as the older `functions`, and how a `Chat` takes it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from proxy.request_body import at_most
 from proxy.wrong_values import found
 
 MAX_TOOLS = 512
+_ANY = ToolChoice()
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -51,7 +52,7 @@ class ToolRequest:
     """The tools of a body and whether the answer may or must call them."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    choice: ToolChoice = ToolChoice()
+    choice: ToolChoice = _ANY
     is_legacy: bool = False  # asked for, and answered, as `functions`
 
 
@@ -88,7 +89,7 @@ def _read_choice(
     """The choice, and the names of the tools among which it is."""
     names = frozenset(_name(tool) for tool in tools)
     if choice is None:
-        return ToolChoice(), names
+        return _ANY, names
     if isinstance(choice, str) and choice in set(ToolUse):
         return ToolChoice(ToolUse(choice)), names
     if isinstance(choice, dict):
@@ -98,7 +99,7 @@ def _read_choice(
             at = f"{param}.function" if "function" in choice else param
             name = _chosen(f"{at}.name", choice.get("function", choice), names)
             return ToolChoice(ToolUse.REQUIRED, name), names
-    expected = "'none', 'auto', 'required' or an object of type 'function' that names a function"
+    expected = "'none', 'auto', 'required' or an object that names a function"
     raise RequestError(f"Invalid '{param}': expected {expected}, got {found(choice)}.", param=param)
 
 
@@ -111,7 +112,9 @@ def _allowed(param: str, allowed: object, names: frozenset[str]) -> tuple[ToolCh
         expected = "an object with 'mode' ('auto' or 'required') and 'tools', a list of functions"
         raise RequestError(f"Invalid '{param}': expected {expected}.", param=param)
     chosen = frozenset(
-        _chosen(f"{param}.tools[{number}]", entry.get("function") if isinstance(entry, dict) else entry, names)
+        _chosen(
+            f"{param}.tools[{number}]", entry.get("function") if isinstance(entry, dict) else entry, names
+        )
         for number, entry in enumerate(entries)
     )
     return ToolChoice(ToolUse(mode)), chosen

@@ -57,7 +57,17 @@ async def test_a_value_arrives_as_it_is_meant(
 async def test_nulls_are_absent(server: Server) -> None:
     """Every parameter may be null, which leaves it to the engine."""
     names = (
-        *("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n"),
+        *(
+            "max_tokens",
+            "max_completion_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "stop",
+            "n",
+        ),
         *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"),
         *("ignore_eos", "stop_token_ids", "skip_special_tokens", "stream", "stream_options", "logprobs"),
         *("top_logprobs", "tools", "tool_choice", "functions", "function_call", "parallel_tool_calls"),
@@ -159,7 +169,10 @@ async def test_a_slash_at_the_end_needs_the_same_key(guarded: Server) -> None:
 
 
 MESSAGES = [
-    ({"max_tokens": 0}, "Invalid 'max_tokens': expected a number of tokens from 1 up, or -1 for no limit, got 0."),
+    (
+        {"max_tokens": 0},
+        "Invalid 'max_tokens': expected a number of tokens from 1 up, or -1 for no limit, got 0.",
+    ),
     ({"max_tokens": "5"}, "Invalid 'max_tokens': expected an integer, got a string."),
     ({"messages": []}, "Invalid 'messages': expected one message or more, got none."),
     (
@@ -181,14 +194,17 @@ MESSAGES = [
         "Invalid 'temperature': expected at most 2, got 3.",
     ),
     ({"stop": 5}, "Invalid 'stop': expected a string or a list of strings, got 5."),
-    ({"logit_bias": {"a": 1}}, "Invalid 'logit_bias': expected token ids as keys, such as '50256', got an object."),
+    (
+        {"logit_bias": {"a": 1}},
+        "Invalid 'logit_bias': expected token ids as keys, such as '50256', got an object.",
+    ),
     (
         {"min_tokens": 5, "max_tokens": 4},
         "Invalid 'min_tokens': expected at most 'max_tokens', which is 4, got 5.",
     ),
     (
         {"continue_final_message": True},
-        "Invalid 'continue_final_message': expected an assistant's message as the last, got a user's.",
+        "Invalid 'continue_final_message': expected an assistant's message as the last, got one of role 'user'.",
     ),
     (
         {"continue_final_message": True, "add_generation_prompt": True},
@@ -208,7 +224,10 @@ MESSAGES = [
         "Invalid 'tool_choice': expected 'none', 'auto', 'required' or an object that names a function, got "
         "a string.",
     ),
-    ({"response_format": {"type": "xml"}}, "Invalid 'response_format.type': expected 'text', 'json_object' or 'json_schema'."),
+    (
+        {"response_format": {"type": "xml"}},
+        "Invalid 'response_format.type': expected 'text', 'json_object' or 'json_schema'.",
+    ),
     ({"guided_json": "{"}, "Invalid 'guided_json': expected a JSON schema, got a string that is no JSON."),
     (
         {"guided_json": {}, "response_format": {"type": "json_object"}},

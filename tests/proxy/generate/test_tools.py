@@ -102,7 +102,11 @@ async def test_the_second_round_reaches_the_template() -> None:
             "role": "assistant",
             "content": None,
             "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "P"}'}}
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "P"}'},
+                }
             ],
         },
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "rain"}]},
@@ -231,7 +235,9 @@ async def test_metrics_count_calls() -> None:
         await server.post(CHAT, chat(tools=TOOLS))
         await server.post(CHAT, chat(tools=TOOLS, stream=True))
         metrics = await (await server.get("/metrics")).text()
-    (line,) = [line for line in metrics.splitlines() if 'finish_reason="tool_calls"' in line and "_total" in line]
+    (line,) = [
+        line for line in metrics.splitlines() if 'finish_reason="tool_calls"' in line and "_total" in line
+    ]
     assert line.endswith(" 2.0")
 
 
@@ -240,7 +246,9 @@ async def test_thoughts_are_no_text() -> None:
     messages = [{"role": "user", "content": "Why?<think>"}]
     async with running_server(Behaviour(says="Hm.</think>Because.")) as server:
         document = await (await server.post(CHAT, {"model": "echo", "messages": messages})).json()
-        stream = await (await server.post(CHAT, {"model": "echo", "messages": messages, "stream": True})).text()
+        stream = await (
+            await server.post(CHAT, {"model": "echo", "messages": messages, "stream": True})
+        ).text()
     message = document["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("Because.", "Hm.")
     chunks = [json.loads(line[6:]) for line in stream.split("\n\n") if line.startswith("data: {")]
