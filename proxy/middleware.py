@@ -1,4 +1,4 @@
-"""Around every handler: the request's id and caller, errors in OpenAI's shape, metrics, a line in the log."""
+"""Around every handler: the request's id and caller, errors in its API's shape, metrics, a log line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiohttp import web
 from proxy.auth import ANONYMOUS, Caller, Role
 from proxy.context import SERVER, ServerContext
 from proxy.cors import add_cors_headers, is_preflight, preflight
-from proxy.errors import to_reply
+from proxy.errors import is_anthropic, to_reply
 from proxy.request_log import RECORD, RequestRecord, combine, log_failure, log_request
 from proxy.runner import SERVER_NAME
 from proxy.unknown_route import unknown_route
@@ -50,6 +50,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         return
     record = request[RECORD]
     response.headers["X-Request-Id"] = record.request_id
+    if is_anthropic(request.path):
+        response.headers["Request-Id"] = record.request_id
     if record.mode is not None:
         request.app[SERVER].history.begin(record, _endpoint(request))
         response.headers.update(_plan_headers(record))
@@ -82,7 +84,7 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
         reply = to_reply(exc)
         if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # that is a state
             log_failure(request[RECORD].request_id, exc)
-        return reply.to_response()
+        return reply.to_response(request.path, request[RECORD].request_id)
 
 
 def _admit(request: web.Request, server: ServerContext) -> Caller:

@@ -26,7 +26,7 @@ def frames(*documents: dict[str, Any]) -> bytes:
 
 
 def named_events(*documents: Mapping[str, Any]) -> bytes:
-    """The same with the document's `type` as the event's name, as the Messages and Responses APIs send them."""
+    """The same, each event named by its document's `type`, as in the Messages and the Responses API."""
     return b"".join(
         b"event: %s\ndata: %s\n\n" % (document["type"].encode("ascii"), dump(document))
         for document in documents

@@ -33,6 +33,7 @@ class Block:
     text: str = ""
     call_id: str = ""
     name: str = ""  # of the tool
+    is_cut_off: bool = False  # the answer ended in it for want of tokens, or by an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Grew:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A block is complete, or the answer was cut off in it."""
+    """No more comes to a block."""
 
     block: Block
 
@@ -90,10 +91,17 @@ class Blocks:
             changes += self._take(self._parser.end())
             if not self.all:
                 changes += self._begin(BlockKind.TEXT)
+            if delta.finish_reason is FinishReason.LENGTH:
+                self.cut_off()
             changes += self._end()
         if self.all and self.all[-1].kind is BlockKind.REASONING:
             self.num_reasoning_tokens += delta.num_tokens
         return changes
+
+    def cut_off(self) -> None:
+        """The answer ends here, whatever else it would have said."""
+        if self._is_open:
+            self.all[-1].is_cut_off = True
 
     def _take(self, parts: Iterable[Part]) -> Iterator[Change]:
         for part in parts:

@@ -9,7 +9,9 @@ from kvshare.engines.base import GeneratingEngine
 from proxy.generate.chat.routes import chat_completions, completions, explain
 from proxy.generate.embeddings import embeddings
 from proxy.generate.engine_key import ENGINE
+from proxy.generate.messages.routes import count_tokens, messages
 from proxy.generate.requests import check_model
+from proxy.generate.responses.routes import responses, stored_response
 from proxy.generate.tokenization import detokenize, tokenize
 
 
@@ -23,6 +25,10 @@ def add_routes(
         app.router.add_get("/v1/models/{model:.+}", model)
         app.router.add_post("/v1/chat/completions", chat_completions)
         app.router.add_post("/v1/completions", completions)
+        app.router.add_post("/v1/responses", responses)
+        app.router.add_route("*", "/v1/responses/{path:.+}", stored_response)
+        app.router.add_post("/v1/messages", messages)
+        app.router.add_post("/v1/messages/count_tokens", count_tokens)
         app.router.add_post("/v1/embeddings", embeddings)
         app.router.add_post("/tokenize", tokenize)
         app.router.add_post("/detokenize", detokenize)

@@ -178,20 +178,22 @@ class FakeEngine(GeneratingEngine):
         yield Started(report)
         await asyncio.sleep(self.behaviour.prefill_s)
         said = self.behaviour.says or request.prompt.text.last_user_turn
-        text, finish_reason = answer_to(said, request.sampling)
+        text, finish_reason, stop = answer_to(said, request.sampling)
         num_tokens = 0
         for number, character in enumerate(text):
             for choice in range(request.sampling.n):
                 if num_tokens == self.behaviour.fail_after_tokens:
                     raise self.behaviour.failure
                 await asyncio.sleep(self.behaviour.token_s)
-                last = finish_reason if number == len(text) - 1 else None
                 logprobs = _logprobs(character, request.sampling.logprobs)
-                yield Delta(choice, character, 1, logprobs, last)
+                if number < len(text) - 1:
+                    yield Delta(choice, character, 1, logprobs)
+                else:
+                    yield Delta(choice, character, 1, logprobs, finish_reason, stop)
                 num_tokens += 1
         if not text:
             for choice in range(request.sampling.n):
-                yield Delta(choice, "", 0, (), finish_reason)
+                yield Delta(choice, "", 0, (), finish_reason, stop)
         if self.behaviour.end_early:
             return
         yield Finished(report, num_tokens, {"plan": 0.001, "recompute": 0.01, "tokenize": 9.0})
@@ -242,13 +244,13 @@ class FakeEngine(GeneratingEngine):
         return {"what": what, "arguments": dict(arguments)}
 
 
-def answer_to(text: str, sampling: SamplingParams) -> tuple[str, FinishReason]:
-    """What the engine says: the text up to a stop string or the token limit."""
-    ends = [text.find(stop) for stop in sampling.stop if stop in text]
-    stopped = text[: min(ends)] if ends else text
-    if sampling.max_tokens is not None and len(stopped) > sampling.max_tokens:
-        return stopped[: sampling.max_tokens], FinishReason.LENGTH
-    return stopped, FinishReason.STOP
+def answer_to(text: str, sampling: SamplingParams) -> tuple[str, FinishReason, str | None]:
+    """What the engine says: the text up to a stop string or the token limit; and which stop string it was."""
+    ends = [(text.find(stop), stop) for stop in sampling.stop if stop in text]
+    end, stop = min(ends) if ends else (len(text), None)
+    if sampling.max_tokens is not None and end > sampling.max_tokens:
+        return text[: sampling.max_tokens], FinishReason.LENGTH, None
+    return text[:end], FinishReason.STOP, stop
 
 
 def _logprobs(character: str, num_top: int | None) -> tuple[TokenLogprob, ...]:
