@@ -26,6 +26,7 @@ from kvshare.bench.vllm.reports import Watch, watching
 from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
 
 _ROOM = 64  # tokens of context beyond the prompt
+_FILLING = 2  # batches before the first measured one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +88,11 @@ async def measure(servers: Stack, config: Config) -> dict[str, Any]:
         batches: list[_Batch] = []
         last: list[TokenIds] = popular
         async with watching(control) as watch:
-            for _ in range(config.batches + 1):
+            for _ in range(config.batches + _FILLING):
                 prompts = _recipients(rng, config, popular, last)
                 batches.append(await _batch(plain, proxy, prompts, rng, config, watch))
                 last = prompts[::2]
-    return _summary(servers, config, batches[1:], watch)
+    return _summary(servers, config, batches[_FILLING:], watch)
 
 
 def _recipients(
