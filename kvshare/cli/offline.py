@@ -61,7 +61,7 @@ def explain_offline(
         can_probe=True,
     )
     with opened(store_path / METADATA_FILE, read_only=True) as tree:
-        return {**asyncio.run(_explain(tree, prompt, settings, limits)), "rules": rewritten.rules}
+        return {**asyncio.run(_explain(tree, prompt, settings, limits)), "rules": list(rewritten.rules)}
 
 
 async def _explain(
