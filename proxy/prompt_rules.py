@@ -11,15 +11,9 @@ from aiohttp import web
 from kvshare.rules.rewrite import apply_rules
 from kvshare.rules.texts import shape_of
 from proxy.context import SERVER
-from proxy.request_body import read_object
 from proxy.request_log import RECORD
 
 _LARGE_BODY = 256 * 1024  # bytes; larger ones are rewritten off the event loop
-
-
-async def read_prompt(request: web.Request) -> dict[str, Any]:
-    """The body as a JSON object, behind the rules. Raises what `read_object` raises."""
-    return await behind_rules(request, await read_object(request))
 
 
 async def behind_rules(request: web.Request, body: dict[str, Any]) -> dict[str, Any]:

@@ -20,20 +20,20 @@ class Usage:
     report: SharingReport
     num_completion_tokens: int
 
-
-def kvshare_usage(usage: Usage) -> dict[str, Any]:
-    """The `kvshare` object in the usage of every API's answers. Donors are never named."""
-    report = usage.report
-    return {
-        "exact": report.num_exact,
-        "copied": report.num_copied,
-        "recomputed": report.num_recomputed,
-        "repaired": report.num_repaired,
-        "decision": report.decision,
-        "reason": report.reason,
-        "cache_miss_reason": cache_miss_reason(report.reason),
-        "cache_missed_input_tokens": report.num_missed,
-    }
+    @property
+    def kvshare(self) -> dict[str, Any]:
+        """Where the prompt's KV came from, and why not more was shared. Donors are never named."""
+        report = self.report
+        return {
+            "exact": report.num_exact,
+            "copied": report.num_copied,
+            "recomputed": report.num_recomputed,
+            "repaired": report.num_repaired,
+            "decision": report.decision,
+            "reason": report.reason,
+            "cache_miss_reason": cache_miss_reason(report.reason),
+            "cache_missed_input_tokens": report.num_missed,
+        }
 
 
 class Answer(ABC):

@@ -22,8 +22,7 @@ from proxy.errors import HttpError
 from proxy.generate.chat.answers import ChatAnswer, CompletionAnswer
 from proxy.generate.chat.bodies import ChatBody, CompletionBody
 from proxy.generate.run import answer
-from proxy.prompt_rules import read_prompt
-from proxy.request_body import validated
+from proxy.request_body import read_object, validated
 from proxy.request_log import RECORD
 from proxy.request_options import request_options
 
@@ -53,7 +52,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions"""
     engine = request.app[ENGINE]
-    body = validated(CompletionBody, await read_prompt(request))
+    body = validated(CompletionBody, await read_object(request))
     _check_model(engine, body.model)
     encoding = (
         engine.encode_text(entry) if isinstance(entry, str) else engine.encode_tokens(entry)
@@ -97,7 +96,7 @@ async def explain(request: web.Request) -> web.Response:
 async def _read_chat(request: web.Request) -> ChatAnswer:
     """A chat body and the engine's view of it, as the answer that is to be written."""
     engine = request.app[ENGINE]
-    body = validated(ChatBody, await read_prompt(request))
+    body = validated(ChatBody, await read_object(request))
     _check_model(engine, body.model)
     encoding = [engine.encode_chat(Chat(tuple(message.for_template() for message in body.messages)))]
     requests = await _engine_requests(request, body, encoding)

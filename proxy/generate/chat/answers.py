@@ -15,7 +15,7 @@ from typing import Any
 from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
 from kvshare.errors import EngineError
 from proxy.errors import ErrorReply
-from proxy.generate.answer import Answer, Usage, kvshare_usage
+from proxy.generate.answer import Answer, Usage
 from proxy.generate.chat.bodies import GenerationBody
 from proxy.sse import DONE, frames
 
@@ -192,5 +192,5 @@ def _document(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.num_completion_tokens,
         "total_tokens": report.num_prompt_tokens + usage.num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": report.num_cached},
-        "kvshare": kvshare_usage(usage),
+        "kvshare": usage.kvshare,
     }
