@@ -120,6 +120,19 @@ def without_times(document: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name not in ("estimate", "stage_ms")}
 
 
+@pytest.mark.skipif(not MODEL_PATH.exists(), reason="the demo model has not been built")
+def test_a_stopped_store_explains_prompts_behind_the_rules(store: Path, family: Family) -> None:
+    """As the server would have tokenized them."""
+    rule = {"name": "nonce", "match": "cch=[0-9a-f]+", "action": "pin", "value": "cch=0"}
+    plain = {"store.path": str(store), "model.path": "demo", "index.dense": False}
+    text = "cch={}; " + "What is due, and when? " * 10
+    expected = explain_offline(store, load_settings(overrides=plain), chat(text.format("0")))
+    ruled = load_settings(overrides={**plain, "rules": [rule]})
+    found = explain_offline(store, ruled, chat(text.format("9a8b7c6d")))
+    assert (expected["rules"], found["rules"]) == ([], ["nonce"])
+    assert without_times(found) == {**without_times(expected), "rules": ["nonce"]}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not MODEL_PATH.exists(), reason="the demo model has not been built")
 def test_a_prompt_that_nobody_shares_is_computed_in_full(cli: Cli, store: Path, family: Family) -> None:
