@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvshare.engines.base import Delta, GenerationRequest
+from kvshare.reasons import cache_miss_reason
 from kvshare.requests import SharingReport
 from proxy.errors import ErrorReply
 
@@ -18,6 +19,21 @@ class Usage:
 
     report: SharingReport
     num_completion_tokens: int
+
+    @property
+    def kvshare(self) -> dict[str, Any]:
+        """Where the prompt's KV came from, and why not more was shared. Donors are never named."""
+        report = self.report
+        return {
+            "exact": report.num_exact,
+            "copied": report.num_copied,
+            "recomputed": report.num_recomputed,
+            "repaired": report.num_repaired,
+            "decision": report.decision,
+            "reason": report.reason,
+            "cache_miss_reason": cache_miss_reason(report.reason),
+            "cache_missed_input_tokens": report.num_missed,
+        }
 
 
 class Answer(ABC):

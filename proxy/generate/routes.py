@@ -89,7 +89,8 @@ async def responses(request: web.Request) -> web.StreamResponse:
 async def explain(request: web.Request) -> web.Response:
     """POST /admin/explain: the plan that this chat completion would get for the caller's own namespace."""
     (chat,) = (await _read_chat(request)).requests
-    return web.json_response(await request.app[ENGINE].explain(chat))
+    document = await request.app[ENGINE].explain(chat)
+    return web.json_response({**document, "rules": request[RECORD].rules})
 
 
 async def _read_chat(request: web.Request) -> ChatAnswer:

@@ -185,19 +185,12 @@ def _finite(logprob: float) -> float:
 
 
 def _document(usage: Usage) -> dict[str, Any]:
-    """`cached_tokens` is always a number: 0 where nothing was shared. Donors are never named."""
+    """`cached_tokens` is always a number: 0 where nothing was shared."""
     report = usage.report
     return {
         "prompt_tokens": report.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,
         "total_tokens": report.num_prompt_tokens + usage.num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": report.num_cached},
-        "kvshare": {
-            "exact": report.num_exact,
-            "copied": report.num_copied,
-            "recomputed": report.num_recomputed,
-            "repaired": report.num_repaired,
-            "decision": report.decision,
-            "reason": report.reason,
-        },
+        "kvshare": usage.kvshare,
     }
