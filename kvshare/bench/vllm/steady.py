@@ -3,8 +3,9 @@
 
 Batches of prompts nobody has asked before: edits of popular prompts, and edits of such edits of the batch
 before. Between them come strangers through the proxy, which fill the store, and strangers straight to stock
-vLLM: the full prefill of the same minute, which the batch is compared with. One batch goes first unmeasured,
-and chains are of two edits in every batch, or the work would change with the batch and not with the store.
+vLLM: the full prefill of the same minute, which the batch is compared with. Two batches go first
+unmeasured, which fill the store, and chains are of two edits in every batch: the work must not change with
+the batch.
 """
 
 from __future__ import annotations
