@@ -9,8 +9,9 @@ from typing import Any
 
 from kvshare.conversation.formats.calls import CallReader, Calls, Steps
 from kvshare.conversation.formats.cursor import Cursor, Waiting
+from kvshare.conversation.parameters import Parameters
 
-_WORD = re.compile(r"[^\s<>]*")
+_NAME = re.compile(r"[^<>\n]*")
 _WORDS = {  # as JSON and as Python write them
     "boolean": {"true": "true", "false": "false"},
     "null": {"null": "null", "none": "null"},
@@ -29,7 +30,7 @@ class QwenXmlReader(CallReader):
     markers = ("<tool_call>", "<function=")
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._properties = {tool["function"]["name"]: _properties(tool["function"]) for tool in tools}
+        self._parameters = {tool["function"]["name"]: Parameters(tool) for tool in tools}
 
     def read(self, cursor: Cursor, calls: Calls, marker: str) -> Steps[bool]:
         if marker == "<tool_call>" and not (yield from cursor.accept_after_space("<function=")):
@@ -39,14 +40,14 @@ class QwenXmlReader(CallReader):
             return False
         yield calls.begin(name)
         cursor.drop()
-        yield from self._read_parameters(cursor, calls, self._properties.get(name, {}))
+        yield from self._read_parameters(cursor, calls, self._parameters.get(name, Parameters({})))
         yield from cursor.accept_after_space("</tool_call>")
         return True
 
-    def _read_parameters(self, cursor: Cursor, calls: Calls, properties: Mapping[str, Any]) -> Steps[None]:
+    def _read_parameters(self, cursor: Cursor, calls: Calls, parameters: Parameters) -> Steps[None]:
         opening = "{"
         while (key := (yield from _take_key(cursor))) is not None:
-            types = _types(properties.get(key))
+            types = parameters.types(key)
             value = yield from cursor.take_until("</parameter>")
             if value is None:  # the answer ends inside it
                 yield calls.arguments(
@@ -72,7 +73,7 @@ def _take_key(cursor: Cursor) -> Waiting[str | None]:
 
 
 def _take_name(cursor: Cursor) -> Waiting[str | None]:
-    name = yield from cursor.take_run(_WORD)
+    name = yield from cursor.take_run(_NAME)
     return name if name and (yield from cursor.accept(">")) else None
 
 
@@ -109,23 +110,3 @@ def _cut_off(value: str, types: frozenset[str]) -> str:
     if types and "string" not in types:
         return value.strip()
     return json.dumps(value.removeprefix("\n"), ensure_ascii=False)[:-1]
-
-
-def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    schema = function.get("parameters")
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return properties if isinstance(properties, Mapping) else {}
-
-
-def _types(schema: object) -> frozenset[str]:
-    """The JSON types that a schema names; none: any."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    named = schema.get("type")
-    types = frozenset(name for name in _listed(named) if isinstance(name, str))
-    branches = _listed(schema.get("anyOf")) + _listed(schema.get("oneOf"))
-    return types.union(*map(_types, branches))
-
-
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
