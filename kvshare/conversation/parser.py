@@ -131,7 +131,6 @@ def _read_calls(cursor: Cursor, reader: CallReader, calls: Calls) -> Steps[None]
         marker = yield from _pass_on(cursor, reader.markers, Text)
     while marker is not None:
         size = cursor.at  # of the marker and the white space in front of it
-        cursor.starved = False
         begun = yield from reader.read(cursor, calls, marker)
         if (
             not begun
