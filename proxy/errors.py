@@ -69,8 +69,8 @@ class ErrorReply:
         error = {"type": error_type, "message": f"{prefix}{self.message}"}
         return {"type": "error", "error": error, "request_id": request_id}
 
-    def to_response(self, path: str, request_id: str) -> web.Response:
-        """In the words of the API that `path` belongs to."""
+    def to_response(self, path: str = "/", request_id: str = "") -> web.Response:
+        """In the words of the API that `path` belongs to: OpenAI's, if to none."""
         body = self.anthropic_body(request_id) if is_anthropic(path) else self.body
         return web.Response(
             status=self.status,
