@@ -20,8 +20,8 @@ _METHODS = "GET, POST, PUT, PATCH, DELETE"
 _REQUESTED = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,2048}")  # field names with commas
 _EXPOSED = ", ".join(
     [
-        *("X-Request-Id", "X-KVShare-Request", "X-KVShare-Decision", "X-KVShare-Plan", "X-KVShare-Reason"),
-        *("Retry-After", "retry-after-ms"),
+        *("X-Request-Id", "Request-Id", "Retry-After", "retry-after-ms"),
+        *("X-KVShare-Request", "X-KVShare-Decision", "X-KVShare-Plan", "X-KVShare-Reason"),
     ]
 )
 _MAX_AGE_S = "600"  # browsers cap it; without it each request costs two

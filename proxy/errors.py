@@ -64,13 +64,11 @@ class ErrorReply:
         """`request_id`: what the answer's headers say."""
         default = "api_error" if self.status >= 500 else "invalid_request_error"
         error_type = _ANTHROPIC_TYPES.get(self.status, default)
-        # Coding agents make room when they read these words, which are Anthropic's.
-        prefix = "prompt is too long: " if self.code == "context_length_exceeded" else ""
-        error = {"type": error_type, "message": f"{prefix}{self.message}"}
+        error = {"type": error_type, "message": self.message}
         return {"type": "error", "error": error, "request_id": request_id}
 
     def to_response(self, path: str = "/", request_id: str = "") -> web.Response:
-        """In the words of the API that `path` belongs to."""
+        """In the words of the API that `path` belongs to: OpenAI's, if to none."""
         body = self.anthropic_body(request_id) if is_anthropic(path) else self.body
         return web.Response(
             status=self.status,
