@@ -127,7 +127,7 @@ async def _engine_requests(
 
 def _check_model(engine: GeneratingEngine, name: str) -> None:
     if name != engine.card.model_id:
-        raise ModelNotFoundError(name)
+        raise ModelNotFoundError(name, served=engine.card.model_id)
 
 
 def _card(engine: GeneratingEngine) -> dict[str, object]:
