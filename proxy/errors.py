@@ -29,6 +29,7 @@ from kvshare.errors import (
     UpstreamError,
 )
 
+_MAX_QUOTED = 40  # characters of what a client sent, in a message
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -88,7 +89,6 @@ _TABLE: tuple[tuple[type[KVShareError], ErrorReply], ...] = (
 
 _HTTP = {
     404: ("not_found", "This server has no such route."),
-    405: ("method_not_allowed", "This route does not take this method."),
     413: ("request_too_large", "The request body is larger than this server accepts."),
 }
 
@@ -109,6 +109,9 @@ def to_reply(exc: Exception) -> ErrorReply:
 
 def _http_reply(exc: web.HTTPException) -> ErrorReply:
     """aiohttp's own refusals, which come as text/plain, in OpenAI's shape."""
-    headers = {"Allow": exc.headers["Allow"]} if "Allow" in exc.headers else {}
+    if isinstance(exc, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(exc.allowed_methods))
+        message = f"This route does not take {exc.method[:_MAX_QUOTED]}: expected {allowed}."
+        return ErrorReply(405, "method_not_allowed", message, {"Allow": allowed})
     code, message = _HTTP.get(exc.status, (None, f"{HTTPStatus(exc.status).phrase}."))
-    return ErrorReply(exc.status, code, message, headers)
+    return ErrorReply(exc.status, code, message)

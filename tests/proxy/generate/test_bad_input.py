@@ -204,9 +204,10 @@ async def test_completion_extras_are_refused(server: Server, name: str, value: o
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_unknown_model(server: Server, path: str) -> None:
-    """Another model's name is a 404 with OpenAI's code."""
+    """Another model's name is a 404 with OpenAI's code, and with the name that is served."""
     response = await server.post(path, chat() | {"prompt": "a", "model": "gpt-9"})
-    await check_refused(server, response, status=404, param="model", code="model_not_found")
+    message = await check_refused(server, response, status=404, param="model", code="model_not_found")
+    assert "The model 'gpt-9' is not served here: expected 'echo'." in message
 
 
 @pytest.mark.parametrize(("path", "param"), [(CHAT, "messages"), (TEXT, "prompt")])
@@ -258,7 +259,8 @@ async def test_bodies_must_say_that_they_are_json(server: Server) -> None:
     """What a web page can send without asking, a form or plain text, is refused."""
     for content_type in ("text/plain", "application/x-www-form-urlencoded"):
         response = await server.post(CHAT, json.dumps(chat()).encode(), **{"Content-Type": content_type})
-        await check_refused(server, response, status=415, code="unsupported_media_type")
+        message = await check_refused(server, response, status=415, code="unsupported_media_type")
+        assert message == f"Send the body with 'Content-Type: application/json', not '{content_type[:40]}'."
 
 
 async def test_unknown_routes_and_methods_answer_in_json(server: Server) -> None:
@@ -268,12 +270,26 @@ async def test_unknown_routes_and_methods_answer_in_json(server: Server) -> None
     await check_refused(server, await server.get("/nothing"), **missing)
     message = await check_refused(server, await server.post("/v1/responses", {"input": "a"}), **missing)
     assert "/v1/chat/completions" in message
+    not_allowed = {"status": 405, "code": "method_not_allowed"}
     response = await server.post("/health", {})
-    await check_refused(server, response, status=405, code="method_not_allowed")
-    assert "GET" in response.headers["Allow"]
+    message = await check_refused(server, response, **not_allowed)
+    assert message == "This route does not take POST: expected GET, HEAD."
+    assert response.headers["Allow"] == "GET, HEAD"
     response = await server.get(CHAT)
-    await check_refused(server, response, status=405, code="method_not_allowed")
+    assert "does not take GET: expected POST." in await check_refused(server, response, **not_allowed)
     assert response.headers["Allow"] == "POST"
+
+
+async def test_an_unknown_route_is_answered_with_those_that_exist(server: Server) -> None:
+    """A client whose base URL lacks /v1, the usual mistake, reads the route that it meant; none of /admin."""
+    response = await server.post("/chat/completions", chat())
+    message = await check_refused(server, response, status=404, code="not_found")
+    assert "Did you mean POST /v1/chat/completions?" in message
+    assert "It has: " in message
+    assert "GET /v1/models" in message
+    assert "/admin" not in message
+    response = await server.get("/" + "z" * 5000)
+    assert "Did you mean" not in await check_refused(server, response, status=404, code="not_found")
 
 
 @pytest.mark.parametrize(
