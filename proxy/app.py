@@ -24,6 +24,7 @@ from proxy.generate import routes as generate
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
 from proxy.middleware import add_headers, observe
+from proxy.openapi import routes as openapi
 from proxy.relay import routes as relay
 from proxy.request_history import RequestHistory
 from proxy.runner import FrontRunner
@@ -162,6 +163,7 @@ def _application(server: ServerContext, *, serves_clients: bool, serves_admins: 
         raise TypeError(f"no routes for an engine of type {type(engine).__name__}")
     if serves_admins:
         admin.add_routes(app)
+    openapi.add_routes(app, is_relay=isinstance(engine, VllmEngine))
     return app
 
 
