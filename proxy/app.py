@@ -31,6 +31,7 @@ from proxy.runner import FrontRunner
 
 log = logging.getLogger(__name__)
 
+_BACKLOG = 2048  # connections that wait to be accepted; one beyond that is retried after a second
 _CLOSE_S = 2.0  # connections that still write after a drain get this long
 
 
@@ -90,7 +91,7 @@ async def serve(
         try:
             for runner, port in zip(runners, ports, strict=True):
                 await runner.setup()
-                await web.TCPSite(runner, settings.server.host, port).start()
+                await web.TCPSite(runner, settings.server.host, port, backlog=_BACKLOG).start()
             url = _base_url(runners[0])
             on_listening(url)
             await _first_of(app[SERVER].lifecycle.wait_started(), first.wait())

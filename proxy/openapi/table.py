@@ -38,7 +38,7 @@ class Operation:
     route: str
     group: str
     summary: str
-    answers: Mapping[int, Answer]
+    answers: Mapping[int | str, Answer]
     description: str = ""
     access: Access = Access.KEY
     body: str | None = None
