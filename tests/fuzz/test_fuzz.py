@@ -37,7 +37,7 @@ PROGRAM = shutil.which(
 )
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(PROGRAM is None, reason="schemathesis is not installed: pip install -e '.[fuzz]'"),
+    pytest.mark.skipif(PROGRAM is None, reason="schemathesis is not installed: make fuzz"),
 ]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvshare.bench import burst, demo, parity, plan, plan_agent, proxy, selection, storage, ttft
+from kvshare.bench import burst, connections, demo, parity, plan, plan_agent, proxy, selection, storage, ttft
 from kvshare.errors import ConfigError
 
 
@@ -109,3 +109,13 @@ async def test_the_front_is_measured_against_the_bare_model() -> None:
     assert document["through_http_p50_ms"] > 0
     assert document["model_only_p50_ms"] > 0
     assert document["prompt_tokens"] > 100
+
+
+@pytest.mark.slow
+async def test_the_relay_is_measured_with_and_without_idle_streams() -> None:
+    """Each arm has its figures for both ways; how they compare is not a test's business."""
+    document = await connections.run(idle=20, concurrency=2, requests=1, repeats=1)
+    for arm in ("alone", "among_idle"):
+        assert document[arm]["relay_p50_ms"] > 0
+        assert document[arm]["direct_p99_ms"] > 0
+    assert "idle_streams_add_p99_ms" in document
