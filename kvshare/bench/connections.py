@@ -67,7 +67,7 @@ def _servers(folder: Path) -> tuple[servers.Server, servers.Server]:
         log_path=folder / "upstream.log",
         control_url=f"http://127.0.0.1:{control_port}",
     )
-    settings = {"index": {"dense": False}, "logging": {"level": "error"}}
+    settings: dict[str, dict[str, Any]] = {"index": {"dense": False}, "logging": {"level": "error"}}
     return upstream, servers.proxy(upstream, folder, token=servers.new_token(), settings=settings)
 
 

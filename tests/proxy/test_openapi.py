@@ -20,8 +20,8 @@ from proxy.openapi.page import render
 from proxy.openapi.routes import operations_of
 from proxy.openapi.table import GENERATED, RELAYED
 from tests.fake_vllm import running_vllm
-from tests.proxy.conftest import Server, chat, settings_with
-from tests.proxy.fake_engine import FakeEngine
+from tests.proxy.conftest import Server, chat, running_server, settings_with
+from tests.proxy.fake_engine import Behaviour, FakeEngine
 from tests.proxy.relay.relay_server import running_relay
 
 METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
@@ -80,6 +80,14 @@ async def test_each_route_before_vllm_is_documented(tmp_path: Path) -> None:
     assert {path for _, path in documented(document)} >= passed_on
     assert "/openapi.json cannot be reached through this server" in document["info"]["description"]
     assert "cannot be reached through this server" in page
+
+
+async def test_it_is_there_before_the_engine_is() -> None:
+    """While the model loads its name is not known; afterwards it stands in the examples."""
+    async with running_server(Behaviour(start_s=0.2), wait=False) as server:
+        assert (await server.get("/docs")).status == 200
+        await server.lifecycle.wait_started()
+        assert '"model": "echo"' in json.dumps(await fetch(server))
 
 
 def test_each_row_is_a_route_of_some_server() -> None:
