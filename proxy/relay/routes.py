@@ -49,12 +49,11 @@ def add_routes(
 ) -> None:
     """All of /v1 for clients, `/admin/explain` for admins, and for both the list of models."""
     app[ENGINE] = engine
+    app.router.add_get("/v1/models", pass_through)
     if serves_clients:
         app.router.add_post("/v1/chat/completions", partial(generate, to_prompt=chat_prompt))
         app.router.add_post("/v1/completions", partial(generate, to_prompt=completion_prompt))
         app.router.add_route("*", "/v1/{path:.*}", pass_through)
-    else:
-        app.router.add_get("/v1/models", pass_through)
     if serves_admins:
         app.router.add_post("/admin/explain", explain)
 
