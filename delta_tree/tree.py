@@ -148,13 +148,13 @@ class DeltaTree(TreeReader):
         with self._lock:
             self._forest.eviction_order.age(node_id, namespaces)
 
-    def pin(self, node_id: NodeId) -> None:
-        """Keep a node from eviction."""
-        self._set_pinned(node_id, True)
+    def pin(self, *node_ids: NodeId) -> None:
+        """Keep nodes from eviction: all of them, or none where one is unknown (UnknownNodeError)."""
+        self._set_pinned(node_ids, True)
 
-    def unpin(self, node_id: NodeId) -> None:
-        """Let a node be evicted again."""
-        self._set_pinned(node_id, False)
+    def unpin(self, *node_ids: NodeId) -> None:
+        """Let nodes be evicted again: all of them, or none where one is unknown (UnknownNodeError)."""
+        self._set_pinned(node_ids, False)
 
     def evict(self, node_id: NodeId, *, lazily: bool = False) -> Eviction:
         """
@@ -263,11 +263,12 @@ class DeltaTree(TreeReader):
             lost = [node.node_id for node in nodes if not gone.isdisjoint(node.pieces.segment_ids)]
             return self._drop(lost, lazily=lazily).num_nodes
 
-    def _set_pinned(self, node_id: NodeId, pinned: bool) -> None:
+    def _set_pinned(self, node_ids: Iterable[NodeId], pinned: bool) -> None:
         with self._lock:
-            node = self.node(node_id)
-            if node.pinned != pinned:
-                self._make(Change(put_nodes=(replace(node, pinned=pinned),)))
+            nodes = [self.node(node_id) for node_id in dict.fromkeys(node_ids)]
+            changed = tuple(replace(node, pinned=pinned) for node in nodes if node.pinned != pinned)
+            if changed:
+                self._make(Change(put_nodes=changed))
 
     def _make(self, change: Change, *, lazily: bool = False) -> None:
         """Store, with what was not written yet, then make in memory; `lazily`: store with the next change."""

@@ -2,8 +2,8 @@
 An operator's questions to the store, answered as JSON-ready documents.
 
 Functions over a `DeltaTree`, asked by the server's admin routes and by `kvshare tree` and its kin on a
-stopped store. All but `evict` only look. Documents carry spans and counts, no token ids. Segment ids go out
-as 16 hex digits: they do not fit a JSON number.
+stopped store. All but `evict`, `pin` and `unpin` only look. Documents carry spans and counts, no token ids.
+Segment ids go out as 16 hex digits: they do not fit a JSON number.
 """
 
 from __future__ import annotations
@@ -40,11 +40,16 @@ _MAX_DEPTH = 64  # of the document; the tree may be deeper, and `root` starts fu
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A document, and what left the tree: whoever holds KV or an index drops it there as well."""
+    """
+    A document, and what left the tree: whoever holds KV or an index drops it there as well.
+
+    `to_pin`: whoever knows how much memory there is pins these, or refuses; the document is true then.
+    """
 
     document: dict[str, Any]
     freed_segments: tuple[SegmentId, ...] = ()
     removed_nodes: tuple[tuple[str, int], ...] = ()  # namespace and node id
+    to_pin: tuple[NodeId, ...] = ()
 
 
 Question = Callable[[DeltaTree, Mapping[str, Any]], Answer]
@@ -193,8 +198,48 @@ def evict(
     return _evicted(nodes, Eviction(len(nodes), segments, tree.stats(chosen).num_bytes), dry_run=True)
 
 
-QUESTIONS: Mapping[str, Question] = {"stats": stats, "tree": tree, "node": node, "diff": diff, "evict": evict}
+@_question
+def pin(tree: DeltaTree, /, *, node: Number | None = None, namespace: Digest | None = None) -> Answer:
+    """Keep one prompt from eviction, or all that a namespace has now; exactly one of the two."""
+    if (node is None) == (namespace is None):
+        raise RequestError("node: expected exactly one of node and namespace", param="node")
+    nodes = _one_or_all(tree, node, namespace)
+    return Answer(_pinned(tree, nodes), to_pin=tuple(entry.node_id for entry in nodes))
+
+
+@_question
+def unpin(
+    tree: DeltaTree, /, *, node: Number | None = None, namespace: Digest | None = None, all: Flag = False
+) -> Answer:
+    """Let prompts be evicted again: one, those of a namespace, or all; exactly one of the three."""
+    if (node is not None) + (namespace is not None) + all != 1:
+        raise RequestError("node: expected exactly one of node, namespace and all=true", param="node")
+    nodes = [entry for entry in _one_or_all(tree, node, namespace) if entry.pinned]
+    tree.unpin(*(entry.node_id for entry in nodes))
+    return Answer(_pinned(tree, nodes))
+
+
+QUESTIONS: Mapping[str, Question] = {
+    "stats": stats,
+    "tree": tree,
+    "node": node,
+    "diff": diff,
+    "evict": evict,
+    "pin": pin,
+    "unpin": unpin,
+}
 """What may be asked."""
+
+
+def _one_or_all(tree: DeltaTree, node_id: int | None, namespace: str | None) -> Collection[Node]:
+    return tree.nodes(_namespace(tree, namespace)) if node_id is None else (_node(tree, "node", node_id),)
+
+
+def _pinned(tree: DeltaTree, nodes: Collection[Node]) -> dict[str, Any]:
+    """How many prompts, and the KV that they point to; some of it may be other prompts' as well."""
+    segments = {segment_id for entry in nodes for segment_id in entry.pieces.segment_ids}
+    num_bytes = sum(tree.segment(segment_id).num_bytes for segment_id in segments)
+    return {"num_nodes": len(nodes), "num_bytes": num_bytes}
 
 
 def _evict_node(tree: DeltaTree, node: Node, *, dry_run: bool) -> Answer:

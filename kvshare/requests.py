@@ -32,6 +32,18 @@ class Prompt:
         return len(self.token_ids)
 
 
+@dataclass(slots=True, eq=False)
+class StoredPrompt:
+    """
+    What a prompt was stored as, which comes after its answer. Outlives the request and holds no token of it.
+
+    `node` may also be an earlier prompt that begins with all of this one, and may have been evicted since.
+    """
+
+    node: int | None = None
+    is_settled: bool = False  # nothing more will be stored of it
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """How far an answer is expected to be from the full prefill's, before anything is computed. KL, nats."""

@@ -67,7 +67,8 @@ class Runtime(Generic[KeeperT]):
         """An administrator's question: a key of `QUESTIONS`. Raises RequestError for wrong arguments."""
         answer = await self.evict(self.keeper.ask, QUESTIONS[what], arguments)
         if what == "stats":
-            return {**answer.document, "costs": self.sharing.costs()}
+            pins = await self.write(self.keeper.pins)
+            return {**answer.document, "costs": self.sharing.costs(), "pins": pins}
         return answer.document
 
     def status(self) -> EngineStatus:

@@ -1,5 +1,6 @@
 """
-The operator's routes: is the process alive, does it take requests; what is counted and stored, what to drop.
+The operator's routes: is the process alive, does it take requests; what is counted and stored, what to drop
+and what to pin.
 
 The first two are for orchestrators and load balancers, without a key. Answers of `/admin` may name donors.
 """
@@ -30,7 +31,8 @@ def add_routes(app: web.Application) -> None:
     app.router.add_get("/metrics", metrics)
     for path in ("stats", "tree", "node/{id}", "diff"):
         app.router.add_get(f"/admin/{path}", _question(path.partition("/")[0]))
-    app.router.add_post("/admin/evict", evict)
+    for what in ("evict", "pin", "unpin"):
+        app.router.add_post(f"/admin/{what}", _order(what))
     app.router.add_get("/admin/requests", requests)
     app.router.add_get("/admin/requests/{id}", request_by_id)
 
@@ -60,16 +62,20 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-async def evict(request: web.Request) -> web.Response:
-    """POST /admin/evict; the body says what, the engine checks it."""
-    return await _inspect(request, "evict", await read_object(request))
-
-
 def _question(what: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     """A handler that puts the path's and the query's arguments to `Engine.inspect(what)`."""
 
     async def handler(request: web.Request) -> web.Response:
         return await _inspect(request, what, {**request.query, **request.match_info})
+
+    return handler
+
+
+def _order(what: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """The same for what changes the store: the body says what to do, the engine checks it."""
+
+    async def handler(request: web.Request) -> web.Response:
+        return await _inspect(request, what, await read_object(request))
 
     return handler
 

@@ -7,11 +7,11 @@ No prompt text and no tokens are in it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvshare.reasons import cache_miss_reason
-from kvshare.requests import Prediction, SharingReport
+from kvshare.requests import Prediction, SharingReport, StoredPrompt
 from proxy.request_log import RequestRecord
 
 _MOST = 1024
@@ -48,6 +48,11 @@ class RequestHistory:
         """Newest first."""
         newest = list(self._entries.values())[-count:] if count else []
         return [entry() for entry in reversed(newest)]
+
+
+def stored_documents(stored: Iterable[StoredPrompt]) -> dict[str, Any]:
+    """What each prompt of a request was stored as, so far."""
+    return {"stored": [{"node": entry.node, "settled": entry.is_settled} for entry in stored]}
 
 
 def _document(record: RequestRecord, endpoint: str, *, status: int | None) -> dict[str, Any]:

@@ -94,8 +94,8 @@ class AdminClient(JsonClient):
         if what == "explain":
             model = arguments.get("model") or self.get("/v1/models")["data"][0]["id"]
             return self.post("/admin/explain", {**arguments, "model": model})
-        if what == "evict":
-            return self.post("/admin/evict", arguments)
+        if what in ("evict", "pin", "unpin"):
+            return self.post(f"/admin/{what}", arguments)
         if what == "node":
             return self.get(f"/admin/node/{arguments['id']}")
         return self.get(f"/admin/{what}", arguments)

@@ -18,6 +18,7 @@ from kvshare.cli import (
     store,
     verify,
     vllm_command,
+    warm,
     workload,
 )
 from kvshare.errors import KVShareError
@@ -52,6 +53,9 @@ app.command("tree")(store.tree)
 app.command("node")(store.node)
 app.command("diff")(store.diff)
 app.command("evict")(store.evict)
+app.command("pin")(store.pin)
+app.command("unpin")(store.unpin)
+app.command("warm")(warm.warm)
 app.command("hash-key")(keys.hash_key)
 app.command("calibrate")(calibrate.calibrate)
 app.command("workload")(workload.workload)

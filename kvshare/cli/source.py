@@ -77,7 +77,7 @@ def open_source(
 
 @dataclass(frozen=True, slots=True)
 class StoreSource:
-    """Reads the metadata of a stopped server; evicting is the one thing that writes."""
+    """Reads the metadata of a stopped server; evicting and unpinning write."""
 
     folder: Path
     config: Path | None  # of the server; only explaining needs what it says
@@ -88,12 +88,14 @@ class StoreSource:
             from kvshare.settings import load_settings
 
             return explain_offline(self.folder, load_settings(self.config), arguments["messages"])
+        if what == "pin":
+            raise StoreError("how much may be pinned is known to a running server only: ask it with --url")
         from kvshare.inspection import QUESTIONS
         from kvshare.metadata import METADATA_FILE, UnreadableStoreError, opened
 
         path = self.folder / METADATA_FILE
-        read_only = what != "evict" or bool(arguments["dry_run"])
-        whole = bool(arguments.get("all"))
+        read_only = what not in ("evict", "unpin") or bool(arguments.get("dry_run"))
+        whole = what == "evict" and bool(arguments["all"])
         drop_file = whole and not read_only  # also forgets for which model it was written
         try:
             with opened(path, read_only=read_only) as tree:

@@ -1,4 +1,4 @@
-"""`kvshare stats`, `tree`, `node`, `diff`, `evict`, `explain`: the store of a running or a stopped server."""
+"""`kvshare stats`, `tree`, `node`, `diff`, `explain`, `evict`, `pin`: of a running or a stopped server."""
 
 from __future__ import annotations
 
@@ -73,6 +73,31 @@ def evict(
     ask("evict", {"node": node_id, "namespace": namespace, "all": everything, "dry_run": only_show})
     if only_show:
         note("dry run: nothing was dropped" + ("" if dry_run else "; add --yes to do it"))
+
+
+@asking
+def pin(
+    ask: Ask,
+    node_id: Annotated[int | None, typer.Argument(metavar="[ID]", help="The node to pin.")] = None,
+    namespace: NamespaceDigest = None,
+) -> None:
+    """Keep a stored prompt from eviction, or all that a namespace has now. At most half of the memory."""
+    if (node_id is None) == (namespace is None):
+        raise typer.BadParameter("expected exactly one of ID and --namespace")
+    ask("pin", {"node": node_id, "namespace": namespace})
+
+
+@asking
+def unpin(
+    ask: Ask,
+    node_id: Annotated[int | None, typer.Argument(metavar="[ID]", help="The node to unpin.")] = None,
+    namespace: NamespaceDigest = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every pinned prompt.")] = False,
+) -> None:
+    """Let pinned prompts be evicted again when there is no room. Nothing is dropped now."""
+    if (node_id is not None) + (namespace is not None) + everything != 1:
+        raise typer.BadParameter("expected exactly one of ID, --namespace and --all")
+    ask("unpin", {"node": node_id, "namespace": namespace, "all": everything})
 
 
 @asking

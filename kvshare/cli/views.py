@@ -40,7 +40,9 @@ def draw(view: str, document: Document) -> None:
 def stats(document: Document) -> list[RenderableType]:
     total = {"namespace": "all", **document["totals"]}
     parts: list[RenderableType] = [_TEMPLATES.table("stats", document["namespaces"], total=total)]
-    if (costs := document.get("costs")) is not None:  # of a server that runs
+    if "pins" in document:  # of a server that runs, as is what follows
+        parts.append(_TEMPLATES.say("pins", document["pins"]))
+    if (costs := document.get("costs")) is not None:
         pays = costs["break_even_tokens"]
         what = "a plan never pays" if pays is None else f"a plan pays from {pays:,} tokens on"
         parts.append(
@@ -88,6 +90,14 @@ def evict(document: Document) -> list[RenderableType]:
     return [_TEMPLATES.say(line, {**document, "verb": verb})]
 
 
+def pin(document: Document) -> list[RenderableType]:
+    return [_TEMPLATES.say("pin", document)]
+
+
+def unpin(document: Document) -> list[RenderableType]:
+    return [_TEMPLATES.say("unpin", document)]
+
+
 def explain(document: Document) -> list[RenderableType]:
     num_tokens, reason = document["num_tokens"], document["reason"]
     kinds = [
@@ -111,6 +121,21 @@ def explain(document: Document) -> list[RenderableType]:
     ]
     stages = ", ".join(f"{name} {value:.2f} ms" for name, value in document["stage_ms"].items())
     return [*parts, f"\nplanned in: {stages}"] if stages else parts
+
+
+def warm(document: Document) -> list[RenderableType]:
+    """The sums; then what failed, and which prompt is which node where it was pinned."""
+    parts: list[RenderableType] = [_TEMPLATES.table("warm", [document])]
+    if failures := [_with_label(entry) for entry in document["failures"]]:
+        parts += ["\n[bold]failed[/]", _TEMPLATES.table("warm failures", failures)]
+    if nodes := [_with_label(entry) for entry in document["prompts"] if entry["pinned"]]:
+        parts += ["\n[bold]pinned[/]", _TEMPLATES.table("warm nodes", nodes)]
+    return parts
+
+
+def _with_label(entry: Document) -> Document:
+    """What a user wrote is no markup."""
+    return {**entry, "file": escape(entry["file"]), "label": escape(entry["label"] or "")}
 
 
 def verify(document: Document) -> list[RenderableType]:
@@ -225,7 +250,10 @@ def _flat(document: Document, at: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-_OWN = (stats, tree, node, diff, evict, explain, verify, doctor, version, key, settings, ready, bench)
+_OWN = (
+    *(stats, tree, node, diff, evict, pin, unpin, explain),
+    *(warm, verify, doctor, version, key, settings, ready, bench),
+)
 VIEWS: Mapping[str, Callable[[Document], list[RenderableType]]] = {
     **{view.__name__: view for view in _OWN},
     "replay": replay_views.replay,

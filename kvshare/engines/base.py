@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.tools import ToolFormat
 from kvshare.namespace import Namespace
-from kvshare.requests import Prompt, SharingMode, SharingReport
+from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
 
 
 class FinishReason(StrEnum):
@@ -75,6 +75,7 @@ class GenerationRequest:
     sampling: SamplingParams
     mode: SharingMode = SharingMode.APPROX
     store: bool = True  # False: nothing of this request is kept
+    stored: StoredPrompt = field(default_factory=StoredPrompt)  # filled in by the engine, after the answer
 
 
 @dataclass(frozen=True, slots=True)

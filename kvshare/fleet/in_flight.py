@@ -16,7 +16,7 @@ from typing import Any
 
 from delta_tree import Node, NodeId
 from kvshare.namespace import Owner
-from kvshare.requests import Prompt, SharingMode, SharingReport
+from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
 from kvshare.sharing.arrivals import Arrival, Arrivals
 from kvshare.sharing.pipeline import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
@@ -32,6 +32,7 @@ class Execution:
 
     replica: str = ""  # name of the one that it was sent to last
     finished: Finished | None = None  # in the journal, without tokens and segments
+    stored: StoredPrompt = field(default_factory=StoredPrompt)
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +133,7 @@ class InFlight:
         """
         if request.arrival is not None and request.arrival.remaining():
             self.end_arrival(request)
-        if request.was_refused and not request.is_reported:
+        if request.ticket is None or (request.was_refused and not request.is_reported):
             self.forget(request)
         elif request.ended_at is None:
             request.ended_at = self._clock()
@@ -166,6 +167,7 @@ class InFlight:
 
     def forget(self, request: RoutedRequest) -> None:
         """It will not be reported, or what was reported of it can be found by others now."""
+        request.execution.stored.is_settled = True
         if request.ticket is not None:
             self._by_id.pop(request.ticket.request_id, None)
         self.end_arrival(request)

@@ -152,6 +152,8 @@ class Reconciler:
         try:
             held = self._in_flight.donors()
             node = await self._runtime.write(self._keeper.keep, request, finished, held)
+            found = node or await self._runtime.write(self._find_stored, request)
+            request.execution.stored.node = None if found is None else int(found.node_id)
         finally:
             if node is None:
                 self._in_flight.forget(request)
@@ -159,6 +161,12 @@ class Reconciler:
             await self._sharing.forget_evicted()
         else:  # the journal does not wait for the index
             self._runtime.background.spawn(self._remember(node, request))
+
+    def _find_stored(self, request: RoutedRequest) -> Node | None:
+        """The prompt where others find what was not stored again."""
+        assert request.prompt is not None, "it had a ticket"
+        assert request.ticket is not None, "found by its ticket"
+        return self._keeper.find_stored(request.ticket.namespace, request.prompt.token_ids, request.plan)
 
     async def _remember(self, node: Node, request: RoutedRequest) -> None:
         assert request.prompt is not None, "it had a ticket"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from delta_tree import SegmentId
@@ -45,6 +45,11 @@ class RemoteTier:
     def at(self, replica: str) -> ReplicaMemory:
         """What one replica holds; the segments are changed here only."""
         return self._memories[replica]
+
+    @property
+    def memories(self) -> Collection[ReplicaMemory]:
+        """What each replica holds."""
+        return self._memories.values()
 
     @property
     def num_bytes(self) -> int:

@@ -25,6 +25,7 @@ from delta_tree import (
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.safe_logging import classes_and_places
+from kvshare.sharing.budget import Budget
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
@@ -171,6 +172,9 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         """Let replicas drop those of the segments that no prompt refers to."""
         with self._writing:
             self.tier.drop(entry for entry in segment_ids if not self.tree.reference_count(entry))
+
+    def _budgets(self) -> Collection[Budget]:
+        return self.tier.memories
 
     def _discard_unheld(self) -> None:
         """

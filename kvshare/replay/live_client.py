@@ -1,8 +1,8 @@
 """
 A streaming client of an OpenAI-shaped server, for the live replay: times and usage come back, never text.
 
-The only file of the replay that talks HTTP. Neither proxies nor redirects are followed. `session` and
-`events` know nothing of replays: they serve any client that measures a server.
+The only file of the replay that talks HTTP. Neither proxies nor redirects are followed. `session`, `events`
+and `error_code` know nothing of replays: they serve any client that measures a server.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ async def _read(response: aiohttp.ClientResponse, answered: Answered, began: flo
         if document is None:
             continue
         if "error" in document:
-            answered.error = _code(document)
+            answered.error = error_code(document)
             return
         answered.usage = document.get("usage") or answered.usage
         if answered.ttft_s is None and any(_says_something(choice) for choice in document["choices"]):
@@ -132,12 +132,12 @@ def _says_something(choice: Mapping[str, Any]) -> bool:
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:
     try:
-        return _code(await response.json(content_type=None))
+        return error_code(await response.json(content_type=None))
     except ValueError:
         return f"http_{response.status}"
 
 
-def _code(document: Any) -> str:
+def error_code(document: Any) -> str:
     """The error's code: a fixed word of the server's. Its message may quote the prompt."""
     error = document.get("error") if isinstance(document, dict) else None
     code = error.get("code") if isinstance(error, dict) else None

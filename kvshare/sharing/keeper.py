@@ -13,30 +13,19 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from delta_tree import DeltaTree, Insertion, Node, NodeDraft, NodeId, SegmentId, StoreError, TokenIds
+from delta_tree import DeltaTree, Insertion, Node, NodeDraft, NodeId, StoreError, TokenIds
 from kvshare.inspection import Answer, Question
 from kvshare.kv.tier import Tier
-from kvshare.sharing.plan import Plan
+from kvshare.sharing.budget import Budget, bytes_of, check_pins, most_pinned
+from kvshare.sharing.plan import NoPlan, Plan
 
 log = logging.getLogger(__name__)
 
 TierT = TypeVar("TierT", bound=Tier)
-
-
-class Budget(Protocol):
-    """Memory for segments: what they take, what they may take, and whether one is there."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def max_bytes(self) -> int: ...
-
-    def __contains__(self, segment_id: SegmentId) -> bool: ...
 
 
 class Keeper(Generic[TierT]):
@@ -73,12 +62,35 @@ class Keeper(Generic[TierT]):
                 self._evict(node)
 
     def ask(self, question: Question, arguments: Mapping[str, Any]) -> Answer:
-        """An administrator's question to the tree; what it evicts leaves the tier with it. Blocks."""
+        """
+        An administrator's question to the tree; what it evicts leaves the tier with it. Blocks.
+
+        Raises:  RequestError for wrong arguments, and where more would be pinned than may be
+        """
         with self._writing:
             answer = question(self.tree, arguments)
+            if answer.to_pin:
+                check_pins(self.tree, answer.to_pin, self._budgets())
+                self.tree.pin(*answer.to_pin)
             self.tier.drop(answer.freed_segments)
         self._evicted.extend(answer.removed_nodes)
         return answer
+
+    def pins(self) -> dict[str, int]:
+        """The KV that pinned prompts point to, and how much it may be, in bytes over all memories. Blocks."""
+        with self._writing:
+            pinned, budgets = self.tree.pinned(), self._budgets()
+            return {
+                "num_bytes": sum(bytes_of(self.tree, pinned, budget) for budget in budgets),
+                "max_bytes": sum(most_pinned(budget) for budget in budgets),
+            }
+
+    def find_stored(self, namespace: str, token_ids: TokenIds, plan: Plan | NoPlan) -> Node | None:
+        """The prompt that these tokens are, or the plan's donor that begins with all of them; else None."""
+        known = self.tree.find(namespace, token_ids)
+        if known is not None or isinstance(plan, NoPlan):
+            return known
+        return next((self.tree.get(donor) for donor in plan.donors if self._begins(donor, token_ids)), None)
 
     def note_evicted(self, namespace: str, node_id: int) -> None:
         """A node that the index knows and the tree does not."""
@@ -92,6 +104,10 @@ class Keeper(Generic[TierT]):
         """The nodes that lost their end since the last call; the index still has them whole."""
         taken = (self._shortened.pop(node_id, None) for node_id in list(self._shortened))
         return [node for node in taken if node is not None]
+
+    def _budgets(self) -> Collection[Budget]:
+        """Every memory that segments are in; none where nothing is computed."""
+        return ()
 
     def _insert(self, draft: NodeDraft) -> Insertion:
         """Make a prompt a node; raises what the tree raises, and the draft's segments are then let go."""
@@ -152,7 +168,7 @@ class Keeper(Generic[TierT]):
         """
         if budget.num_bytes + num_bytes <= budget.max_bytes:
             return True
-        if self._bytes_of(self.tree.pinned().union(held), budget) + num_bytes > budget.max_bytes:
+        if bytes_of(self.tree, self.tree.pinned().union(held), budget) + num_bytes > budget.max_bytes:
             self.counters["fallback:commit:no_room"] += 1
             return False  # evicting all the others would not be enough: evict nobody
         while (candidate := self.tree.next_to_evict(namespaces, without=held)) is not None:
@@ -191,12 +207,6 @@ class Keeper(Generic[TierT]):
         if num_bytes > 0 or not own or num_kept < self._min_tokens:
             return 0
         return 0 if self.tree.find(node.namespace, node.token_ids[:num_kept]) is not None else num_kept
-
-    def _bytes_of(self, node_ids: Iterable[NodeId], budget: Budget) -> int:
-        """Of the segments in a budget that these nodes point to."""
-        nodes = (self.tree.get(node_id) for node_id in node_ids)
-        segments = {entry for node in nodes if node is not None for entry in node.pieces.segment_ids}
-        return sum(self.tree.segment(entry).num_bytes for entry in segments if entry in budget)
 
     def _has_all(self, node: Node) -> bool:
         return not self.tier.fetch(node.pieces.segment_ids).missing

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -31,7 +31,8 @@ from delta_tree import (
 )
 from kvshare.kv.tier import Tier
 from kvshare.safe_logging import classes_and_places
-from kvshare.sharing.keeper import Budget, Keeper
+from kvshare.sharing.budget import Budget
+from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, describe, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
 
@@ -155,6 +156,9 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         if len(tokens) < self._min_tokens or is_known or self._is_there(replace(computed, token_ids=tokens)):
             return self.commit(computed)
         return None  # it was refused, and would be again
+
+    def _budgets(self) -> Collection[Budget]:
+        return (self.tier,)
 
     def _contained(self, act: Callable[[], Node | None]) -> Node | None:
         try:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Iterable
+from functools import partial
 
 from aiohttp import web
 
 from kvshare.engines.base import GeneratingEngine, GenerationRequest, SamplingParams
 from kvshare.errors import ModelNotFoundError
 from kvshare.requests import Prompt
+from proxy.request_history import stored_documents
 from proxy.request_log import RECORD
 from proxy.request_options import KVShareObject, request_options
 
@@ -28,7 +30,7 @@ async def engine_requests(
     record.tokenize_s = time.perf_counter() - started
     options, owner = request_options(request, kvshare), record.caller.owner
     namespace = engine.namespace(tenant=owner.tenant, scope=owner.scope)
-    return [
+    requests = [
         GenerationRequest(
             request_id=uuid.uuid4().hex if number else record.unique_id,
             namespace=namespace,
@@ -39,6 +41,8 @@ async def engine_requests(
         )
         for number, prompt in enumerate(prompts)
     ]
+    record.executed = partial(stored_documents, [entry.stored for entry in requests])
+    return requests
 
 
 def check_model(engine: GeneratingEngine, name: str | None) -> None:

@@ -33,6 +33,7 @@ from proxy.relay.forward import RelayedRequest
 from proxy.relay.sanitize import check_form, check_path, client_salt, sanitized
 from proxy.relay.tokenize import Unplannable, chat_prompt, completion_prompt
 from proxy.request_body import check_is_json, parse_object, read_raw
+from proxy.request_history import stored_documents
 from proxy.request_log import RECORD
 from proxy.request_options import parse_kvshare, request_options
 
@@ -117,6 +118,7 @@ def _executed(execution: Execution) -> dict[str, Any]:
             "prefix_cache": finished.num_local,
             "seconds": dict(finished.stage_seconds),
         },
+        **stored_documents([execution.stored]),
     }
 
 

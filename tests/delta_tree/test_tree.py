@@ -193,6 +193,18 @@ def test_a_pinned_node_is_not_evicted(tree: DeltaTree) -> None:
     assert tree.evict(node.node_id).num_nodes == 1
 
 
+def test_several_nodes_are_pinned_or_none(tree: DeltaTree) -> None:
+    """One that is unknown leaves the others as they were."""
+    first, second = (tree.insert(fresh_draft([i])).node.node_id for i in (1, 2))
+    with pytest.raises(UnknownNodeError):
+        tree.pin(first, GONE)
+    assert tree.pinned() == frozenset()
+    tree.pin(first, second)
+    assert tree.pinned() == {first, second}
+    tree.unpin(first, second)
+    assert tree.stats().num_pinned == 0
+
+
 def test_the_least_recently_used_go_first(tree: DeltaTree) -> None:
     """The order is that of last use, per namespace if asked."""
     first, second = (tree.insert(fresh_draft([i])).node.node_id for i in (1, 2))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from delta_tree import DeltaTree
+from delta_tree import DeltaTree, NodeId
 from kvshare.errors import RequestError
 from kvshare.inspection import QUESTIONS
 from tests.kvshare.cli.family import BYTES_PER_TOKEN, IDENTITY, OURS, THEIRS, Family, grow
@@ -214,6 +214,43 @@ def test_a_pinned_node_is_not_evicted(store: DeltaTree, family: Family, dry_run:
     assert store.get(family.grand) is not None
 
 
+def test_what_is_to_be_pinned_is_named_for_whoever_knows_the_memory(store: DeltaTree, family: Family) -> None:
+    """The question itself pins nothing; bytes are those of all segments that the prompts point to, once."""
+    answer = QUESTIONS["pin"](store, {"node": family.grand})
+    assert answer.to_pin == (family.grand,)
+    assert answer.document == {"num_nodes": 1, "num_bytes": 125 * BYTES_PER_TOKEN}
+    answer = QUESTIONS["pin"](store, {"namespace": OURS[:8]})
+    assert set(answer.to_pin) == {family.root, family.child, family.grand}
+    assert answer.document == {"num_nodes": 3, "num_bytes": 125 * BYTES_PER_TOKEN}
+    assert not store.pinned()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [
+        ({"all": "true"}, set()),
+        ({"namespace": OURS}, {"stranger"}),
+        ({"namespace": THEIRS}, {"root", "grand"}),
+    ],
+)
+def test_unpinning_leaves_what_it_does_not_name(
+    store: DeltaTree, family: Family, arguments: dict[str, object], left: set[str]
+) -> None:
+    """Only what was pinned is counted, and nothing is dropped."""
+    pinned = {"root": family.root, "grand": family.grand, "stranger": family.stranger}
+    store.pin(*map(NodeId, pinned.values()))
+    assert ask(store, "unpin", **arguments)["num_nodes"] == 3 - len(left)
+    assert store.pinned() == {pinned[name] for name in left}
+    assert len(store.nodes()) == 4
+
+
+def test_an_unpinned_node_can_be_evicted(store: DeltaTree, family: Family) -> None:
+    store.pin(NodeId(family.grand))
+    assert ask(store, "unpin", node=family.grand) == {"num_nodes": 1, "num_bytes": 125 * BYTES_PER_TOKEN}
+    assert ask(store, "unpin", node=family.grand) == {"num_nodes": 0, "num_bytes": 0}
+    assert ask(store, "evict", node=family.grand)["num_nodes"] == 1
+
+
 @pytest.mark.parametrize(
     ("what", "arguments", "param"),
     [
@@ -238,6 +275,13 @@ def test_a_pinned_node_is_not_evicted(store: DeltaTree, family: Family, dry_run:
         ("evict", {"all": "yes"}, "all"),
         ("evict", {"namespace": OURS, "dryrun": "true"}, "dryrun"),
         ("evict", {"namespace": ""}, "namespace"),
+        ("pin", {}, "node"),
+        ("pin", {"node": "12", "namespace": OURS}, "node"),
+        ("pin", {"node": "12"}, "node"),
+        ("pin", {"all": True}, "all"),
+        ("unpin", {}, "node"),
+        ("unpin", {"node": "12", "all": True}, "node"),
+        ("unpin", {"namespace": "cccc"}, "namespace"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(

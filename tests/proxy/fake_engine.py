@@ -154,7 +154,9 @@ class FakeEngine(GeneratingEngine):
         try:
             async for event in self._events(request):
                 emit(event)
+            request.stored.node = 1 + sum(map(len, self.stored.values())) if request.store else None
         finally:
+            request.stored.is_settled = True
             self.num_running -= 1
             self.num_freed += 1
             self._slots.release()

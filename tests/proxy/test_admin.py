@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.proxy.conftest import Server, chat
+from tests.proxy.conftest import Server, chat, key_of
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,22 @@ async def test_evict_passes_its_body(server: Server) -> None:
     response = await server.post("/admin/evict", {"node": 3, "dry_run": True})
     assert await response.json() == {"what": "evict", "arguments": {"node": 3, "dry_run": True}}
     assert (await server.post("/admin/evict", b"[]")).status == 400
+
+
+@pytest.mark.parametrize(
+    ("what", "body"), [("pin", {"node": 3}), ("unpin", {"all": True}), ("unpin", {"namespace": "abcd"})]
+)
+async def test_pins_pass_their_body(server: Server, what: str, body: dict[str, object]) -> None:
+    """As with evict; they are no questions that a GET could ask."""
+    response = await server.post(f"/admin/{what}", body)
+    assert await response.json() == {"what": what, "arguments": body}
+    assert (await server.get(f"/admin/{what}")).status == 405
+
+
+async def test_only_an_administrator_pins(guarded: Server) -> None:
+    for name, status in (("alice", 403), ("root", 200)):
+        response = await guarded.post("/admin/pin", {"node": 3}, Authorization=f"Bearer {key_of(name)}")
+        assert response.status == status
 
 
 async def test_explain_reads_a_chat_body_and_runs_nothing(server: Server) -> None:

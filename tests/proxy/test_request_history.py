@@ -54,6 +54,19 @@ async def test_an_operator_looks_a_request_up_by_its_id(server: Server) -> None:
     assert [document["id"] for document in everything["requests"]] == ids[::-1]
 
 
+async def test_an_operator_sees_what_a_prompt_was_stored_as(server: Server) -> None:
+    """One entry a prompt, in the order of the body; a request that says so is stored as nothing."""
+    completion = {"model": "echo", "prompt": ["one text", "another"], "max_tokens": 4}
+    bodies = (completion, {**completion, "kvshare": {"no_store": True}})
+    answers = [await server.post("/v1/completions", body) for body in bodies]
+    ids = [answer.headers["X-KVShare-Request"] for answer in answers]
+    found = [await (await server.get(f"/admin/requests/{each}")).json() for each in ids]
+    stored, not_stored = (document["stored"] for document in found)
+    assert [entry["settled"] for entry in (*stored, *not_stored)] == [True] * 4
+    assert all(entry["node"] for entry in stored)
+    assert [entry["node"] for entry in not_stored] == [None, None]
+
+
 async def test_an_answer_under_way_has_no_status_yet(server: Server) -> None:
     server.engine.behaviour = Behaviour(token_s=0.2)
     async with server.http.post(server.url + CHAT, json=chat("hello", stream=True)) as response:

@@ -38,7 +38,8 @@ class Retention:
             self._arrival.remaining = lambda: task.num_remaining
 
     def give_up(self) -> None:
-        """Nothing was computed: nobody need wait for it."""
+        """Nothing was computed, or nothing more will be stored: nobody need wait for it."""
+        self._request.stored.is_settled = True
         if self._arrival is not None:
             self._arrivals.end(self._arrival)
 
@@ -59,7 +60,8 @@ class Retention:
                 await self._prompt_kept.wait()
             if not self._is_wanted or task.error is not None or not task.prefilled:
                 return
-            node = await runtime.write(self._stored, task)
+            node, found = await runtime.write(self._stored, task)
+            self._request.stored.node = None if found is None else int(found.node_id)
             if node is None:  # it was known, or found no room: others may have left all the same
                 await runtime.sharing.forget_evicted()
             else:
@@ -85,7 +87,8 @@ class Retention:
                 self._arrivals.end(self._arrival, stored=self._node is not None)
             self._prompt_kept.set()
 
-    def _stored(self, task: Task) -> Node | None:
-        """In the writer's thread."""
-        keeper = self._server.runtime.keeper
-        return keeper.complete(self._node, task.computed, num_prompt=self._request.prompt.num_tokens)
+    def _stored(self, task: Task) -> tuple[Node | None, Node | None]:
+        """The node if it is new or longer, and where others find the prompt. In the writer's thread."""
+        keeper, prompt = self._server.runtime.keeper, self._request.prompt
+        node = keeper.complete(self._node, task.computed, num_prompt=prompt.num_tokens)
+        return node, node or keeper.find_stored(task.computed.namespace, prompt.token_ids, task.plan)

@@ -66,10 +66,12 @@ class Served:
         """The answer to a prompt of token ids, greedy; it must be 200."""
         model = json.loads(self.get("/v1/models")[1])["data"][0]["id"]
         asked = {"model": model, "prompt": list(tokens), "temperature": 0, "max_tokens": 4, **body}
+        return self.post("/v1/completions", asked)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a body; it must be 200."""
         request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            data=json.dumps(asked).encode(),
-            headers={"Content-Type": "application/json"},
+            self.url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
         )
         status, answer = self._send(request)
         assert status == 200, answer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_tree import DeltaTree
+from delta_tree import DeltaTree, NodeId
 from kvshare.cli.views import draw
 from tests.kvshare.cli.conftest import Cli
 from tests.kvshare.cli.family import IDENTITY, OURS, THEIRS, Family
@@ -202,3 +202,16 @@ def test_what_a_running_server_has_measured_is_shown(
     for measured, origin in ((["prefill"], "only prefill measured:"), ([], "assumed until measured:")):
         draw("stats", {"totals": totals, "namespaces": [], "costs": {**costs, "measured": measured}})
         assert origin in capsys.readouterr().out
+
+
+def test_pins_of_a_stopped_store_are_undone_and_not_made(cli: Cli, store: Path, family: Family) -> None:
+    """How much may be pinned is known to a running server only."""
+    with DeltaTree.open(store / "tree.sqlite3", identity=IDENTITY) as tree:
+        tree.pin(NodeId(family.root))
+    refused = cli("pin", family.child, "--store", store)
+    assert (refused.code, "--url" in refused.stderr) == (1, True)
+    undone = cli("unpin", "--all", "--store", store, "--format", "json")
+    assert (undone.code, undone.document["num_nodes"]) == (0, 1)
+    with DeltaTree.open(store / "tree.sqlite3", identity=IDENTITY, read_only=True) as tree:
+        assert len(tree.nodes()) == 4
+        assert not tree.pinned()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from delta_tree import DeltaTree, Node, NodeId, SegmentId, StoreError, TokenIds, new_segment_id, token_ids
+from kvshare.errors import RequestError
 from kvshare.fleet.in_flight import Execution, RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.replica_keeper import ReplicaKeeper
@@ -60,6 +61,52 @@ def keep(keeper: ReplicaKeeper, seed: int, *, replica: str = "a") -> Node:
     node = offer(keeper, whole(), prompt(seed), replica=replica)
     assert node is not None
     return node
+
+
+def test_pins_are_bounded_by_the_replica_that_has_the_kv(keeper: ReplicaKeeper) -> None:
+    """Half of each replica's memory: what is pinned at one does not count at another."""
+    for replica in "ab":
+        for seed in range(2):
+            node = offer(keeper, whole(), prompt(seed), replica=replica, max_bytes=1500)
+            assert node is not None
+            if seed == 0:
+                keeper.ask(QUESTIONS["pin"], {"node": node.node_id})
+            else:
+                with pytest.raises(
+                    RequestError, match="1,000 bytes of KV would be pinned, 500 are; at most 750"
+                ):
+                    keeper.ask(QUESTIONS["pin"], {"node": node.node_id})
+    assert keeper.pins() == {"num_bytes": 1000, "max_bytes": 1500}
+
+
+def test_a_pinned_prompt_is_not_evicted_at_its_replica(keeper: ReplicaKeeper) -> None:
+    """Others leave; where the replica has dropped it by itself, no pin brings its KV back."""
+    first = offer(keeper, whole(), prompt(1), max_bytes=1500)
+    assert first is not None
+    keeper.ask(QUESTIONS["pin"], {"node": first.node_id})
+    for seed in range(2, 9):
+        assert offer(keeper, whole(), prompt(seed), max_bytes=1500) is not None
+    assert keeper.tree.node(first.node_id).pinned
+    keeper.forget(first.pieces.segment_ids)
+    assert keeper.tree.get(first.node_id) is None
+    assert keeper.pins()["num_bytes"] == 0
+
+
+def test_pins_of_the_last_run_hold_once_their_replica_is_back(tmp_path: Path) -> None:
+    """Until then nothing more of it can be pinned, as nobody knows whether its KV is there."""
+    path = tmp_path / "again.sqlite3"
+    with DeltaTree.open(path, identity="test") as tree:
+        keeper = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
+        pinned, other = keep(keeper, 1), keep(keeper, 2)
+        keeper.ask(QUESTIONS["pin"], {"node": pinned.node_id})
+    with DeltaTree.open(path, identity="test") as tree:
+        keeper = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
+        with pytest.raises(RequestError, match="not connected"):
+            keeper.ask(QUESTIONS["pin"], {"node": other.node_id})
+        keeper.claim("a", [*pinned.pieces.segment_ids, *other.pieces.segment_ids], max_bytes=2000)
+        assert keeper.pins()["num_bytes"] == 500
+        keeper.ask(QUESTIONS["pin"], {"node": other.node_id})
+        assert tree.pinned() == {pinned.node_id, other.node_id}
 
 
 def test_what_is_kept_counts_for_its_replica(keeper: ReplicaKeeper) -> None:

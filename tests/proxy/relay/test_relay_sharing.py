@@ -381,6 +381,18 @@ async def test_an_answer_names_its_plan_and_the_operator_sees_what_was_done(
         assert document["status"] == 200
 
 
+async def test_the_operator_sees_what_a_prompt_was_stored_as(relay: Relay) -> None:
+    """Once it is reported; what was stored before, is named again; without a ticket there is nothing."""
+    stored = []
+    for extra in ({}, {}, {"kvshare": {"mode": "off"}}):
+        response = await relay.chat("Rome", **extra)
+        path = f"/admin/requests/{response.headers['X-KVShare-Request']}"
+        stored.append((await (await relay.send(path, method="GET")).json())["stored"])
+    (node,) = relay.engine.sharing.tree.nodes()
+    assert stored[0] == stored[1] == [{"node": node.node_id, "settled": True}]
+    assert stored[2] == [{"node": None, "settled": True}]
+
+
 async def test_what_was_done_instead_of_the_plan_is_said(relay: Relay, vllm: FakeVllm) -> None:
     await relay.chat("Rome")
     vllm.segments.clear()  # and the proxy has not heard of it yet

@@ -1,0 +1,85 @@
+"""`kvshare warm`: documents and prompts are computed ahead, so that the first user already finds them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvshare.cli.options import OutputFormat
+from kvshare.cli.output import ExitCode, is_quiet, note, show
+
+_INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
+
+
+def warm(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            exists=True,
+            dir_okay=False,
+            help='.txt and .md: a document each; else a request body a line: {"messages"} or {"prompt"}.',
+        ),
+    ],
+    url: Annotated[str | None, typer.Option("--url", help="The running server. [env: KVSHARE_URL]")] = None,
+    key: Annotated[
+        str | None,
+        typer.Option("--key", envvar="KVSHARE_API_KEY", help="An API key: its users find what is stored."),
+    ] = None,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Pin what is stored, and print the nodes. Needs an admin key.")
+    ] = False,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            "--admin-key", envvar="KVSHARE_ADMIN_KEY", help="To ask what was stored. [default: the same key]"
+        ),
+    ] = None,
+    admin_url: Annotated[
+        str | None, typer.Option("--admin-url", help="Where server.admin_port is set. [default: --url]")
+    ] = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests at a time.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, for programs.")] = False,
+) -> None:
+    """
+    Compute documents and prompts ahead and store them, for all users of a key.
+
+    A document is sent as a chat whose only message it is: prompts that contain it later copy it. Where it
+    will stand behind a fixed system prompt and heading, they copy more, and deviate less, if a line of JSON
+    has it behind the same. Each line is sent as it is, but for one token of answer, and shares only equal
+    prefixes, so that what is stored is not off itself, unless it has "kvshare" of its own.
+    """
+    from rich.console import Console
+
+    from kvshare.warming.entries import read_entries
+    from kvshare.warming.run import WarmOptions, warm
+
+    options = WarmOptions(
+        url=_checked(url or os.environ.get("KVSHARE_URL"), "--url"),
+        key=key,
+        admin_url=None if admin_url is None else _checked(admin_url, "--admin-url"),
+        admin_key=admin_key,
+        pin=pin,
+        concurrency=concurrency,
+    )
+    with Console(stderr=True, quiet=is_quiet()).status("reading") as status:
+        document = warm(read_entries(files), options, lambda done: status.update(f"{done:,} finished"))
+    show("warm", document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
+    if document["stored"] is None:
+        note("the server says what was stored to an admin key only: --admin-key or KVSHARE_ADMIN_KEY")
+    if document["evicted"]:
+        note(f"{document['evicted']:,} of them were evicted since: the memory for KV is too small for all")
+    if not document["complete"]:
+        note("interrupted: only what was finished is counted")
+        raise typer.Exit(_INTERRUPTED)
+    if document["failed"]:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _checked(url: str | None, option: str) -> str:
+    if url is None or not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"expected http://host:port, got {url!r}", param_hint=option)
+    return url

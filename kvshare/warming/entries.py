@@ -1,0 +1,108 @@
+"""
+What is to be computed ahead: files -> entries, each the body of one request.
+
+    *.txt, *.md       one document: a chat whose only message, the user's, it is
+    anything else     rows as replay reads them (JSON lines, a JSON array, Parquet; gzip, zstd), each a body:
+                      {"messages": [...]} or {"prompt": ...}, with tools and whatever else belongs to it
+
+A row's "label" names it in reports. What is said of the answer is replaced: one token, greedy, not streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvshare.errors import LogError
+from kvshare.replay.readers.files import raw_rows
+from kvshare.replay.readers.rows import Reason
+
+_DOCUMENTS = (".txt", ".md")
+_OF_THE_ANSWER = ("label", "stream", "stream_options", "max_completion_tokens", "min_tokens", "n", "best_of")
+_SHORTEST_ANSWER = {"max_tokens": 1, "temperature": 0}
+_EXACT = {"mode": "exact"}  # KV that is copied for others should not be off itself
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an entry stands, for reports: its text never is in one."""
+
+    file: str  # as it was given
+    line: int  # from 1; 1 for a document
+    label: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One request to be sent. `body` has no model yet, unless the row names one."""
+
+    place: Place
+    path: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A row that is no request."""
+
+    place: Place
+    reason: Reason
+
+
+def read_entries(paths: Iterable[Path]) -> Iterator[Entry | Unreadable]:
+    """
+    The entries of the files, in order, read as they are asked for.
+
+    Raises:  LogError for a file that cannot be opened
+    """
+    for path in paths:
+        if path.suffix.lower() in _DOCUMENTS:
+            yield _document(path)
+        else:
+            for line, row in raw_rows(path):
+                yield _row(str(path), line, row)
+
+
+def _document(path: Path) -> Entry | Unreadable:
+    place = Place(str(path), 1)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        return Unreadable(place, Reason.BAD_UTF8)
+    except OSError as exc:
+        raise LogError(f"{path.name}: cannot be opened: {exc.strerror}") from exc
+    if not text.strip():
+        return Unreadable(place, Reason.EMPTY)
+    return _entry(place, {"messages": [{"role": "user", "content": text}]})
+
+
+def _row(file: str, line: int, row: Mapping[str, Any] | Reason) -> Entry | Unreadable:
+    if isinstance(row, Reason):
+        return Unreadable(Place(file, line), row)
+    label = row.get("label")
+    if not isinstance(label, str | None):
+        return Unreadable(Place(file, line), Reason.WRONG_TYPE)
+    place = Place(file, line, label)
+    reason = _why_not(row)
+    return _entry(place, row) if reason is None else Unreadable(place, reason)
+
+
+def _why_not(row: Mapping[str, Any]) -> Reason | None:
+    """Only what makes it no single prompt: the rest is the server's to judge."""
+    content = row.get("messages", row.get("prompt"))
+    if content is None:
+        return Reason.MISSING_FIELD
+    if not content:
+        return Reason.EMPTY
+    if "messages" in row:
+        return None if isinstance(content, list) else Reason.WRONG_TYPE
+    is_one = isinstance(content, str) or (isinstance(content, list) and isinstance(content[0], int))
+    return None if is_one else Reason.WRONG_TYPE
+
+
+def _entry(place: Place, row: Mapping[str, Any]) -> Entry:
+    body = {name: value for name, value in row.items() if name not in _OF_THE_ANSWER}
+    path = "v1/chat/completions" if "messages" in row else "v1/completions"
+    return Entry(place, path, {"kvshare": _EXACT, **body, **_SHORTEST_ANSWER})
