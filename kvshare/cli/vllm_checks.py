@@ -160,8 +160,8 @@ def _probe_render(server: JsonClient, model: str) -> Check:
     try:
         server.ping("/v1/completions/render", {"model": model, "prompt": "a", "max_tokens": 1})
     except KVShareError as exc:
-        is_off = isinstance(exc, AnswerError) and exc.status in NO_ROUTE
-        return found("render.off" if is_off else "render.unknown", problem=first_line(exc))
+        is_missing = isinstance(exc, AnswerError) and exc.status in NO_ROUTE
+        return found("render.missing" if is_missing else "render.unknown", problem=first_line(exc))
     return found("render.answers")
 
 

@@ -180,7 +180,9 @@ class VllmClient(_Client):
         path = f"{path}/render"
         document = await self._json("POST", path, body=body)
         entries = document if isinstance(document, list) else [document]
-        if not all(isinstance(entry, Mapping) and _are_token_ids(entry.get("token_ids")) for entry in entries):
+        if not all(
+            isinstance(entry, Mapping) and _are_token_ids(entry.get("token_ids")) for entry in entries
+        ):
             raise self._failed(path, "expected token_ids, a list")
         return [RenderedPrompt(entry["token_ids"], not entry.get("features")) for entry in entries]
 
