@@ -24,6 +24,8 @@ A sharing plan that is refused is no error: it is `NoPlan(reason)`. The packages
 
 from __future__ import annotations
 
+_MAX_QUOTED = 100  # characters of a client's value in a message
+
 
 class KVShareError(Exception):
     """Root of all errors raised on purpose."""
@@ -87,9 +89,10 @@ class UnsupportedParameterError(RequestError):
 class ModelNotFoundError(RequestError):
     """The request names a model that is not served here."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, served: str) -> None:
+        shown = model if len(model) <= _MAX_QUOTED else f"{model[:_MAX_QUOTED]}…"
         super().__init__(
-            f"The model `{model}` does not exist or you do not have access to it.",
+            f"The model '{shown}' is not served here: expected '{served}'. GET /v1/models lists what is.",
             param="model",
             code="model_not_found",
         )

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvshare.engines.base import IndexStatus
 from kvshare.errors import ConfigError
@@ -25,10 +26,12 @@ from vector_index import (
     IndexSchema,
     Nominator,
     NominatorSettings,
-    TextEmbedder,
     VectorIndex,
     VectorIndexError,
 )
+
+if TYPE_CHECKING:
+    from vector_index import Embedder
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ class ServedIndex:
 
     An index that cannot be opened costs hits, not requests: it is tried again every half minute. One that is
     paused, as the disk is nearly full, goes on within seconds of there being room, and catches up.
+    `embedder`, from `open` on: None where there is no search by meaning.
     """
 
     def __init__(self, settings: IndexSettings, store: StoreSettings) -> None:
@@ -56,10 +60,10 @@ class ServedIndex:
 
         Raises:  ConfigError for settings that cannot work
         """
-        embedder = await asyncio.to_thread(_load_embedder, self._settings)
+        self.embedder = await asyncio.to_thread(_load_embedder, self._settings)
         settings = nominator_settings(self._settings)
-        self._index = self._backend(settings.schema(embedder))
-        self.nominator = Nominator(self._index, embedder=embedder, settings=settings)
+        self._index = self._backend(settings.schema(self.embedder))
+        self.nominator = Nominator(self._index, embedder=self.embedder, settings=settings)
         self._forgotten = list(forgotten)
         await self._try_open()
         self._maintenance = asyncio.create_task(self._maintain())
@@ -158,7 +162,7 @@ def _writable(folder: Path) -> Path | None:
         return None
 
 
-def _load_embedder(settings: IndexSettings) -> TextEmbedder | None:
+def _load_embedder(settings: IndexSettings) -> Embedder | None:
     """The embedder, loaded; None where search by meaning is off or its model is not there."""
     if not settings.dense:
         return None

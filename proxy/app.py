@@ -149,16 +149,25 @@ def _application(server: ServerContext, *, serves_clients: bool, serves_admins: 
     app[SERVER] = server
     app.on_response_prepare.append(add_headers)
     admin.add_probes(app)
+    if serves_admins:
+        admin.add_routes(app)
     engine = server.engine
     if isinstance(engine, GeneratingEngine):
         generate.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)
+        _accept_trailing_slashes(app)
     elif isinstance(engine, VllmEngine):
+        _accept_trailing_slashes(app)  # of /v1 it is vLLM that says which paths there are
         relay.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)
     else:
         raise TypeError(f"no routes for an engine of type {type(engine).__name__}")
-    if serves_admins:
-        admin.add_routes(app)
     return app
+
+
+def _accept_trailing_slashes(app: web.Application) -> None:
+    """`/v1/models/` is `/v1/models`: some clients join their URLs so."""
+    for route in list(app.router.routes()):
+        if route.resource is not None:
+            app.router.add_route(route.method, f"{route.resource.canonical}/", route.handler)
 
 
 def _runner(app: web.Application) -> web.AppRunner:

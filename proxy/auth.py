@@ -66,7 +66,10 @@ class Keyring:
         key = _presented_key(request)
         caller = self._find(key) if key else None
         if caller is None:
-            message = "Incorrect or missing API key. Send it as 'Authorization: Bearer <key>'."
+            message = (
+                "Incorrect or missing API key. Send it as 'Authorization: Bearer <key>' "
+                "or as 'x-api-key: <key>'."
+            )
             raise HttpError(401, "invalid_api_key", message, {"WWW-Authenticate": "Bearer"})
         if role is Role.ADMIN and caller.role is not Role.ADMIN:
             raise forbidden("This API key may not use admin routes.")
@@ -87,9 +90,9 @@ def owner_of(key: KeySettings) -> Owner:
 
 
 def _presented_key(request: web.Request) -> bytes:
-    """Empty if there is none."""
+    """OpenAI's clients send it as a bearer, Anthropic's as `x-api-key`. Empty if there is none."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    key = key.strip() if scheme.lower() == "bearer" else ""
+    key = key.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "").strip()
     return key.encode("utf-8", "surrogateescape")  # aiohttp decoded it so
 
 

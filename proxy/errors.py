@@ -5,7 +5,8 @@ Every error as HTTP: one table from error class to status, type and code, and on
   - HttpError        what HTTP itself refuses: 401, 403, 404, 405, 408, 413, 415, 503 while loading
   x the rest         see `kvshare.errors`; the table below gives each its status
 
-The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`, always with all four keys.
+The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`, always with all four keys. On the
+routes of Anthropic's API it is theirs: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ from kvshare.errors import (
 )
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    **_TYPES,
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+_ANTHROPIC_ROUTES = "/v1/messages"  # and what is below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +59,29 @@ class ErrorReply:
             "error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}
         }
 
-    def to_response(self) -> web.Response:
-        body = json.dumps(self.body).encode()
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        """`request_id`: what the answer's headers say."""
+        default = "api_error" if self.status >= 500 else "invalid_request_error"
+        error_type = _ANTHROPIC_TYPES.get(self.status, default)
+        # Coding agents make room when they read these words, which are Anthropic's.
+        prefix = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+        error = {"type": error_type, "message": f"{prefix}{self.message}"}
+        return {"type": "error", "error": error, "request_id": request_id}
+
+    def to_response(self, path: str, request_id: str) -> web.Response:
+        """In the words of the API that `path` belongs to."""
+        body = self.anthropic_body(request_id) if is_anthropic(path) else self.body
         return web.Response(
-            status=self.status, body=body, content_type="application/json", headers=self.headers
+            status=self.status,
+            body=json.dumps(body).encode(),
+            content_type="application/json",
+            headers=self.headers,
         )
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether the clients of this path are Anthropic's, whether or not there is such a route."""
+    return path == _ANTHROPIC_ROUTES or path.startswith(f"{_ANTHROPIC_ROUTES}/")
 
 
 class HttpError(KVShareError):

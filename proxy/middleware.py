@@ -1,4 +1,4 @@
-"""Around every handler: the request's id and caller, errors in OpenAI's shape, metrics, a line in the log."""
+"""Around every handler: the request's id and caller, errors in its API's shape, metrics, a log line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiohttp import web
 
 from proxy.auth import ANONYMOUS, Caller, Role
 from proxy.context import SERVER, ServerContext
-from proxy.errors import to_reply
+from proxy.errors import is_anthropic, to_reply
 from proxy.request_log import RECORD, RequestRecord, combine, log_failure, log_request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -45,6 +45,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         return
     record = request[RECORD]
     response.headers["X-Request-Id"] = record.request_id
+    if is_anthropic(request.path):
+        response.headers["Request-Id"] = record.request_id
     if record.mode is not None:
         request.app[SERVER].history.begin(record, _endpoint(request))
         response.headers.update(_plan_headers(record))
@@ -73,7 +75,7 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
         reply = to_reply(exc)
         if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # that is a state
             log_failure(request[RECORD].request_id, exc)
-        return reply.to_response()
+        return reply.to_response(request.path, request[RECORD].request_id)
 
 
 def _admit(request: web.Request, server: ServerContext) -> Caller:
@@ -96,9 +98,9 @@ def _admit(request: web.Request, server: ServerContext) -> Caller:
 
 
 def _endpoint(request: web.Request) -> str:
-    """The matched route's pattern: one of a few, for any path that a client asks for."""
+    """The matched route's pattern, without a slash at its end: one of a few, whatever a client asks for."""
     resource = request.match_info.route.resource
-    return "unknown" if resource is None else resource.canonical
+    return "unknown" if resource is None else resource.canonical.rstrip("/")
 
 
 def _request_id(request: web.Request) -> str:

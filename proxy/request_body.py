@@ -13,10 +13,10 @@ from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ValidationError
-from pydantic_core import PydanticCustomError
 
 from kvshare.errors import RequestError
 from proxy.errors import HttpError
+from proxy.wrong_values import to_request_error, wrong
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -34,10 +34,13 @@ def check_is_json(request: web.Request) -> None:
     Raises HttpError 415 for another content type.
 
     That keeps web pages out: a browser sends JSON across origins only after a preflight, which this server
-    does not answer.
+    grants to the origins of `server.cors_origins` alone.
     """
     if request.content_type != "application/json":
-        message = "Send the body with 'Content-Type: application/json'."
+        found = (
+            f"not '{request.content_type[:40]}'" if "Content-Type" in request.headers else "not without it"
+        )
+        message = f"Send the body with 'Content-Type: application/json', {found}."
         raise HttpError(415, "unsupported_media_type", message)
 
 
@@ -94,7 +97,7 @@ def at_most(limit: int) -> BeforeValidator:
 
     def check(entries: object) -> object:
         if isinstance(entries, list | dict) and len(entries) > limit:
-            raise PydanticCustomError("too_many", f"expected at most {limit} entries, got {len(entries)}")
+            raise wrong(f"at most {limit} entries", entries)
         return entries
 
     return BeforeValidator(check)
@@ -105,15 +108,4 @@ def validated(model: type[_Body], document: Mapping[str, Any]) -> _Body:
     try:
         return model.model_validate(document)
     except ValidationError as exc:
-        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = _param(first["loc"])
-        code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
-        raise RequestError(f"Invalid '{param}': {first['msg']}.", param=param, code=code) from None
-
-
-def _param(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content") -> "messages[0].content", short enough to be sent back."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path[:200]
+        raise to_request_error(exc, model, document) from None

@@ -26,7 +26,7 @@ class KVShareObject(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     mode: Literal["off", "exact", "approx"] | None = None  # None: the request leaves it to the settings
-    no_store: bool = False
+    no_store: bool | None = None
 
 
 KVShareField = Annotated[KVShareObject, at_most(MAX_KEYS)] | None

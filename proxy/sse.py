@@ -1,8 +1,8 @@
 """
 Server-sent events: headers, frames, comments. What the frames say is decided elsewhere.
 
-A stream that merely ends looks like success to clients, so every one that began ends with `[DONE]`, after
-an error frame if it failed.
+A stream that merely ends looks like success to clients, so every one that began ends with `[DONE]`, or with
+the last event of its API, after an error event if it failed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ DONE = b"data: [DONE]\n\n"
 def frames(*documents: dict[str, Any]) -> bytes:
     """One event per document. JSON escapes line ends, so that a document is always one `data` line."""
     return b"".join(b"data: " + dump(document) + b"\n\n" for document in documents)
+
+
+def named_events(*documents: Mapping[str, Any]) -> bytes:
+    """The same, each event named by its document's `type`, as in the Messages and the Responses API."""
+    return b"".join(
+        b"event: %s\ndata: %s\n\n" % (document["type"].encode("ascii"), dump(document))
+        for document in documents
+    )
 
 
 def dump(document: Mapping[str, Any]) -> bytes:

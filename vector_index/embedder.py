@@ -106,6 +106,18 @@ class Embedder:
                 vectors[batch] = self._encode(model, texts[batch])
         return vectors
 
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """
+        How many tokens `embed` reads of each text; of a long one as many as the model takes.
+
+        Raises:  EmbedderError if the model cannot be loaded
+        """
+        model = self.load()
+        limit = model.max_seq_length
+        with self._lock:
+            encoded = model.tokenizer(list(texts), truncation=limit is not None, max_length=limit)
+        return [len(ids) for ids in encoded["input_ids"]]
+
     def _encode(self, model: "SentenceTransformer", texts: Sequence[str]) -> NDArray[np.float32]:
         try:
             vectors: NDArray[np.float32] = model.encode(

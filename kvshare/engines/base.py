@@ -14,7 +14,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvshare.conversation.chat import Chat
+from kvshare.conversation.tools import ToolFormat
 from kvshare.namespace import Namespace
 from kvshare.requests import Prompt, SharingMode, SharingReport
 
@@ -100,6 +104,7 @@ class Delta:
     num_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    stop: str | None = None  # the stop string that ended it; it is not part of any text
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,19 @@ class Finished:
 
 
 Event = Started | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embeddings:
+    """
+    Texts as vectors of length 1. A text longer than the embedder reads is cut.
+
+    Shapes:  vectors (N, D) float32
+    """
+
+    model: str  # the embedder's name
+    vectors: NDArray[np.float32]
+    num_tokens: tuple[int, ...]  # read of each text
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +206,18 @@ class Engine(ABC):
 class GeneratingEngine(Engine):
     """An engine that computes the answers itself."""
 
+    @property
+    @abstractmethod
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls of tools."""
+
     @abstractmethod
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         """The namespace of an API key's requests under this engine's model and KV layout."""
 
     @abstractmethod
     async def encode_chat(self, chat: Chat) -> Prompt:
-        """Apply the chat template and tokenize. Raises RequestError if the template refuses."""
+        """Apply the chat template, tools and all, and tokenize. Raises RequestError if it refuses."""
 
     @abstractmethod
     async def encode_text(self, text: str) -> Prompt:
@@ -203,6 +226,14 @@ class GeneratingEngine(Engine):
     @abstractmethod
     async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
         """Take token ids as they are. Raises RequestError if one is outside the vocabulary."""
+
+    @abstractmethod
+    async def decode_tokens(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included. Raises RequestError as `encode_tokens` does."""
+
+    @abstractmethod
+    async def embed(self, texts: Sequence[str]) -> Embeddings:
+        """Vectors of texts. Raises RequestError where no embedder is loaded, EngineError if it fails."""
 
     @abstractmethod
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from kvshare.engines.base import Delta, GenerationRequest
 from kvshare.requests import SharingReport
 from proxy.errors import ErrorReply
+from proxy.sse import KEEP_ALIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,19 @@ class Usage:
 
     report: SharingReport
     num_completion_tokens: int
+
+    @property
+    def kvshare(self) -> dict[str, Any]:
+        """Where the prompt's KV came from. Donors are never named."""
+        report = self.report
+        return {
+            "exact": report.num_exact,
+            "copied": report.num_copied,
+            "recomputed": report.num_recomputed,
+            "repaired": report.num_repaired,
+            "decision": report.decision,
+            "reason": report.reason,
+        }
 
 
 class Answer(ABC):
@@ -30,6 +44,12 @@ class Answer(ABC):
 
     requests: Sequence[GenerationRequest]  # the prompts of the body, each with its `sampling.n` choices
     is_stream: bool
+    keep_alive: bytes = KEEP_ALIVE  # what a stream sends while there is nothing to say
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether tools have been called so far."""
+        return False
 
     @abstractmethod
     def collect(self, delta: Delta) -> None:
@@ -40,8 +60,8 @@ class Answer(ABC):
         """The whole answer. Raises EngineError if a choice has no end: clients take that for success."""
 
     @abstractmethod
-    def opening(self) -> bytes:
-        """The events before any text."""
+    def opening(self, usage: Usage) -> bytes:
+        """The events before any text; `usage` has no completion tokens yet."""
 
     @abstractmethod
     def more(self, delta: Delta) -> bytes:

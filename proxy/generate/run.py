@@ -15,13 +15,13 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from kvshare.engines.base import Delta, Event, GeneratingEngine, GenerationRequest, Started
+from kvshare.engines.base import Delta, Event, FinishReason, GeneratingEngine, GenerationRequest, Started
 from kvshare.errors import EngineError, KVShareError
 from proxy.context import SERVER
 from proxy.errors import to_reply
 from proxy.generate.answer import Answer, Usage
 from proxy.request_log import RECORD, RequestRecord, combine, log_failure
-from proxy.sse import HEADERS, KEEP_ALIVE, dump
+from proxy.sse import HEADERS, dump
 
 
 class Run:
@@ -146,20 +146,29 @@ async def _collect(run: Run, written: Answer, record: RequestRecord) -> web.Resp
         if delta is not None:
             record.note(delta)
             written.collect(delta)
-    return web.Response(body=dump(written.whole(_usage(record))), content_type="application/json")
+    document = written.whole(_usage(record))
+    _note_calls(record, written)
+    return web.Response(body=dump(document), content_type="application/json")
 
 
 async def _send(request: web.Request, stream: web.StreamResponse, run: Run, written: Answer) -> None:
     record = request[RECORD]
     await stream.prepare(request)
-    await stream.write(written.opening())
+    await stream.write(written.opening(_usage(record)))
     async for delta in run.deltas(heartbeat_s=request.app[SERVER].settings.server.keep_alive_s):
         if delta is None:
-            await stream.write(KEEP_ALIVE)
+            await stream.write(written.keep_alive)
         else:
             record.note(delta)
             await stream.write(written.more(delta))
+    _note_calls(record, written)
     await stream.write(written.closing(_usage(record)))
+
+
+def _note_calls(record: RequestRecord, written: Answer) -> None:
+    """The engine, which sees text only, says of an answer that calls tools that it stopped."""
+    if written.has_calls and record.finish_reason == FinishReason.STOP:
+        record.finish_reason = "tool_calls"
 
 
 def _usage(record: RequestRecord) -> Usage:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 from aiohttp import web
@@ -55,6 +56,9 @@ class Server:
 
     def client(self, key: str = "none", **options: object) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
+
+    def anthropic(self, key: str = "none") -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(base_url=self.url, api_key=key, max_retries=0)
 
     async def post(self, path: str, body: object, **headers: str) -> aiohttp.ClientResponse:
         """POST `body` as JSON and read the answer; bytes go out as they are."""

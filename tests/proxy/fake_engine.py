@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from kvshare.conversation.chat import Chat
+from kvshare.conversation.tools import ToolFormat
 from kvshare.engines.base import (
     Delta,
+    Embeddings,
     EngineStatus,
     Event,
     Finished,
@@ -49,7 +51,9 @@ class Behaviour:
     refuse: Exception | None = None  # instead of Started
     fail_after_tokens: int | None = None
     failure: Exception = field(default_factory=lambda: RuntimeError("the prompt was: SECRET"))
+    has_no_embedder: bool = False
     end_early: bool = False  # ends without its last event
+    says: str | None = None  # instead of an echo
     max_model_len: int = 1000
     max_running: int = 4
     max_waiting: int = 4
@@ -62,6 +66,7 @@ class FakeEngine(GeneratingEngine):
         self.behaviour = behaviour or Behaviour()
         self.stored: dict[str, list[tuple[int, ...]]] = {}  # namespace digest -> prompts
         self.requests: list[GenerationRequest] = []
+        self.chats: list[Chat] = []
         self.num_running = 0
         self.num_waiting = 0
         self.num_freed = 0
@@ -85,6 +90,10 @@ class FakeEngine(GeneratingEngine):
     async def stop(self) -> None:
         self.is_stopped = True
 
+    @property
+    def tool_format(self) -> ToolFormat:
+        return ToolFormat.HERMES
+
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         return Namespace(
             tenant=tenant,
@@ -98,6 +107,7 @@ class FakeEngine(GeneratingEngine):
         )
 
     async def encode_chat(self, chat: Chat) -> Prompt:
+        self.chats.append(chat)
         text = "".join(f"<{message['role']}>{message['content']}" for message in chat.messages)
         return self._prompt(list(text.encode()), last=chat.messages[-1]["content"])
 
@@ -108,6 +118,17 @@ class FakeEngine(GeneratingEngine):
         if any(token >= VOCABULARY for token in token_ids):
             raise RequestError(f"A token id is outside the vocabulary of {VOCABULARY}.", param="prompt")
         return self._prompt(list(token_ids), last=bytes(token_ids).decode("utf-8", "replace"))
+
+    async def decode_tokens(self, token_ids: Sequence[int]) -> str:
+        return (await self.encode_tokens(token_ids)).text.body
+
+    async def embed(self, texts: Sequence[str]) -> Embeddings:
+        """A text's vector points to its length."""
+        if self.behaviour.has_no_embedder:
+            raise RequestError("this server has no embedder", code="no_embedder")
+        vectors = np.zeros((len(texts), 8), dtype=np.float32)
+        vectors[range(len(texts)), [len(text) % 8 for text in texts]] = 1.0
+        return Embeddings("lengths", vectors, tuple(len(text) for text in texts))
 
     def _prompt(self, token_ids: list[int], *, last: str) -> Prompt:
         return Prompt(np.array(token_ids, dtype=np.int32), PromptText(last_user_turn=last, body=last))
@@ -150,20 +171,23 @@ class FakeEngine(GeneratingEngine):
         report = self._plan(request)
         yield Started(report)
         await asyncio.sleep(self.behaviour.prefill_s)
-        text, finish_reason = answer_to(request.prompt.text.last_user_turn, request.sampling)
+        said = self.behaviour.says or request.prompt.text.last_user_turn
+        text, finish_reason, stop = answer_to(said, request.sampling)
         num_tokens = 0
         for number, character in enumerate(text):
             for choice in range(request.sampling.n):
                 if num_tokens == self.behaviour.fail_after_tokens:
                     raise self.behaviour.failure
                 await asyncio.sleep(self.behaviour.token_s)
-                last = finish_reason if number == len(text) - 1 else None
                 logprobs = _logprobs(character, request.sampling.logprobs)
-                yield Delta(choice, character, 1, logprobs, last)
+                if number < len(text) - 1:
+                    yield Delta(choice, character, 1, logprobs)
+                else:
+                    yield Delta(choice, character, 1, logprobs, finish_reason, stop)
                 num_tokens += 1
         if not text:
             for choice in range(request.sampling.n):
-                yield Delta(choice, "", 0, (), finish_reason)
+                yield Delta(choice, "", 0, (), finish_reason, stop)
         if self.behaviour.end_early:
             return
         yield Finished(report, num_tokens, {"plan": 0.001, "recompute": 0.01, "tokenize": 9.0})
@@ -214,13 +238,13 @@ class FakeEngine(GeneratingEngine):
         return {"what": what, "arguments": dict(arguments)}
 
 
-def answer_to(text: str, sampling: SamplingParams) -> tuple[str, FinishReason]:
-    """What the engine says: the text up to a stop string or the token limit."""
-    ends = [text.find(stop) for stop in sampling.stop if stop in text]
-    stopped = text[: min(ends)] if ends else text
-    if sampling.max_tokens is not None and len(stopped) > sampling.max_tokens:
-        return stopped[: sampling.max_tokens], FinishReason.LENGTH
-    return stopped, FinishReason.STOP
+def answer_to(text: str, sampling: SamplingParams) -> tuple[str, FinishReason, str | None]:
+    """What the engine says: the text up to a stop string or the token limit; and which stop string it was."""
+    ends = [(text.find(stop), stop) for stop in sampling.stop if stop in text]
+    end, stop = min(ends) if ends else (len(text), None)
+    if sampling.max_tokens is not None and end > sampling.max_tokens:
+        return text[: sampling.max_tokens], FinishReason.LENGTH, None
+    return text[:end], FinishReason.STOP, stop
 
 
 def _logprobs(character: str, num_top: int | None) -> tuple[TokenLogprob, ...]:

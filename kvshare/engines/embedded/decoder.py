@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from delta_tree import TokenIds
+from kvshare.engines.embedded.sampling import DRAW_FIELDS
 from kvshare.errors import ModelError
 from kvshare.kv.frequencies import rope_digest
 from kvshare.kv.layout import KVLayout
@@ -46,6 +47,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
     One decoder model on one device.
 
     `layout` is what can be shared of it, with no plane where that is nothing; `refusal` says why not all can.
+    `sampling_defaults` are what its makers recommend, by the names of `sampling.Draw`.
     """
 
     can_share: ClassVar[bool]
@@ -62,6 +64,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
         self.network: PreTrainedModel = network.train(False)
         self.vocab_size: int = config.vocab_size
         self.max_model_len = _context_length(config, max_model_len)
+        self.sampling_defaults = _sampling_defaults(network)
 
     @property
     @abstractmethod
@@ -181,6 +184,13 @@ def _context_length(config: Any, wanted: int | None) -> int:
     if wanted is not None and wanted > longest:
         raise ModelError(f"max_model_len {wanted} is more than the {longest} tokens this model can run")
     return wanted or longest
+
+
+def _sampling_defaults(network: PreTrainedModel) -> dict[str, float]:
+    """What the generation config says of sampling."""
+    config = network.generation_config
+    said = {} if config is None else config.to_diff_dict()
+    return {name: said[name] for name in DRAW_FIELDS if said.get(name) is not None}
 
 
 def layer_kinds(config: Any) -> Sequence[str]:

@@ -7,10 +7,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvshare.conversation.chat import Chat
+from kvshare.conversation.tools import ToolFormat
 from kvshare.engines.base import (
+    Embeddings,
     EngineStatus,
     Event,
     Finished,
@@ -19,7 +21,9 @@ from kvshare.engines.base import (
     ModelCard,
     Started,
 )
+from kvshare.engines.embedded.choice import Decoding
 from kvshare.engines.embedded.retention import Retention
+from kvshare.engines.embedded.sampling import resolve
 from kvshare.engines.embedded.server import EmbeddedServer, Load, load_model, open_server
 from kvshare.engines.embedded.task import Task
 from kvshare.errors import ContextLengthError, EngineError, OverloadedError, RequestError, ShuttingDownError
@@ -29,6 +33,10 @@ from kvshare.settings import Settings
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.pipeline import Lookup, Sharing
+from vector_index import EmbedderError
+
+if TYPE_CHECKING:
+    from vector_index import Embedder
 
 _MAX_PENDING = 4  # commits waiting, per slot
 _SETTLE_S = 0.25  # a prompt is stored after its answer; who asks again at once waits for that, so long
@@ -78,6 +86,10 @@ class EmbeddedEngine(GeneratingEngine):
         """For benchmarks and tests: wait until all that was computed is stored and indexed."""
         await self.server.runtime.settle()
 
+    @property
+    def tool_format(self) -> ToolFormat:
+        return self.server.encoder.tool_format
+
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         return Namespace(tenant=tenant, scope=scope, **self.server.namespace_fields)
 
@@ -90,10 +102,25 @@ class EmbeddedEngine(GeneratingEngine):
     async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
         return await self.server.off_loop(self.server.encoder.encode_tokens, token_ids)
 
+    async def decode_tokens(self, token_ids: Sequence[int]) -> str:
+        return await self.server.off_loop(self.server.encoder.decode_tokens, token_ids)
+
+    async def embed(self, texts: Sequence[str]) -> Embeddings:
+        embedder = self.server.runtime.index.embedder
+        if embedder is None:
+            raise RequestError(
+                "this server has no embedder: index.dense is false in its settings, or loading it failed",
+                code="no_embedder",
+            )
+        # Not in the executor that tokenizes: the embedder takes turns, and others wait for their prompts.
+        return await asyncio.to_thread(_embeddings, embedder, texts)
+
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
-        max_tokens = _max_tokens(request, self.server.model.max_model_len)
+        decoding = self._decoding(request)
         async with self._admission.slot():
             server = self.server
+            if (grammar := request.sampling.grammar) is not None:
+                decoding = replace(decoding, constraint=await server.grammars.compiled(grammar))
             # Ended requests hold their KV until it is stored: new ones wait if storing cannot keep up.
             await server.runtime.background.below(_MAX_PENDING * self._settings.engine.max_running)
             lookup = await self._look_up(request)
@@ -104,9 +131,7 @@ class EmbeddedEngine(GeneratingEngine):
                 request=request,
                 lookup=lookup,
                 model=server.model,
-                tokenizer=server.encoder.backend,
-                eos_token_ids=server.eos_token_ids,
-                max_tokens=max_tokens,
+                decoding=decoding,
                 cost=server.runtime.sharing.cost,
                 emit=lambda delta: loop.call_soon_threadsafe(emit, delta),
                 on_prefilled=lambda: loop.call_soon_threadsafe(retention.keep_prompt, task),
@@ -115,6 +140,21 @@ class EmbeddedEngine(GeneratingEngine):
             del lookup  # the task lets go of the donors' KV once it is laid out
             await self._compute(task, emit, Started(report), retention)
             emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
+
+    def _decoding(self, request: GenerationRequest) -> Decoding:
+        """How its answers are sampled. Raises ContextLengthError, RequestError."""
+        server, sampling = self.server, request.sampling
+        size = server.model.vocab_size
+        if foreign := [token_id for token_id in sampling.stop_token_ids if not 0 <= token_id < size]:
+            raise RequestError(
+                f"token id {foreign[0]} is not in the vocabulary of {size} tokens", param="stop_token_ids"
+            )
+        return Decoding(
+            tokenizer=server.encoder.backend,
+            draw=resolve(sampling, server.model.sampling_defaults),
+            eos_token_ids=server.eos_token_ids,
+            max_tokens=_max_tokens(request, server.model.max_model_len),
+        )
 
     async def _look_up(self, request: GenerationRequest) -> Lookup:
         """
@@ -201,6 +241,13 @@ class Admission:
         finally:
             self.num_running -= 1
             self._slots.release()
+
+
+def _embeddings(embedder: Embedder, texts: Sequence[str]) -> Embeddings:
+    try:
+        return Embeddings(embedder.name, embedder.embed(texts), tuple(embedder.count_tokens(texts)))
+    except EmbedderError as exc:
+        raise EngineError(str(exc)) from exc
 
 
 def _max_tokens(request: GenerationRequest, max_model_len: int) -> int:

@@ -4,6 +4,8 @@ What the embedded engine holds from start to stop: the model, its tokenizer, the
     kvshare-engine   two threads: load, tokenize, explain
     kvshare-writer   the runtime's: everything that changes the tree
     kvshare-compute  the scheduler's: every forward pass of a request
+    kvshare-grammar  two threads: compile what answers must follow
+    kvshare-mask     what may come next in such an answer, while its next logits are computed
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from delta_tree import DeltaTree, token_ids
 from kvshare.engines.embedded.decoder import DecoderModel
 from kvshare.engines.embedded.expansion import context_share
+from kvshare.engines.embedded.grammar import Grammars
 from kvshare.engines.embedded.loading import load_served
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.scheduler import Scheduler
@@ -56,6 +59,7 @@ class EmbeddedServer:
     encoder: PromptEncoder
     namespace_fields: Mapping[str, str]  # of every namespace under this model
     runtime: Runtime[MemoryKeeper[SegmentKV]]
+    grammars: Grammars
     scheduler: Scheduler
 
     @property
@@ -93,13 +97,19 @@ async def open_server(settings: Settings, load: Load) -> AsyncIterator[EmbeddedS
         encoder.limit_to(max_model_len=model.max_model_len, vocab_size=model.vocab_size)
         fields = await loop.run_in_executor(executor, namespace_fields, model, encoder)
         runtime = await opened.enter_async_context(_runtime(settings, model, fields))
+        grammars = Grammars(
+            encoder.backend,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids(encoder.eos_token_id),
+        )
+        opened.callback(grammars.close)
         scheduler = Scheduler(
             chunk_tokens=settings.engine.prefill_chunk_tokens,
             on_release=lambda task, error: loop.call_soon_threadsafe(task.end, error),
         )
         await loop.run_in_executor(executor, _warm_up, model)
         opened.push_async_callback(asyncio.to_thread, scheduler.stop)
-        yield EmbeddedServer(executor, model, encoder, fields, runtime, scheduler)
+        yield EmbeddedServer(executor, model, encoder, fields, runtime, grammars, scheduler)
 
 
 def load_model(settings: Settings, stopping: threading.Event) -> tuple[DecoderModel[Any], PromptEncoder]:

@@ -14,32 +14,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from delta_tree import TokenIds, token_ids
-from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
+from kvshare.engines.base import Delta, GenerationRequest, TokenLogprob
+from kvshare.engines.embedded.choice import Choice, Decoding
 from kvshare.engines.embedded.decoder import DecoderModel, RunningPrefill, RunningSequence
-from kvshare.engines.embedded.sampling import Sampler, top_logprobs
-from kvshare.engines.embedded.text import Detokenizer, StopMatcher, token_text
+from kvshare.engines.embedded.sampling import top_logprobs
+from kvshare.engines.embedded.text import token_text
 from kvshare.kv.segment import SegmentKV
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.memory_keeper import Computed
 from kvshare.sharing.pipeline import Lookup
 from kvshare.sharing.plan import Plan
-
-
-@dataclass(slots=True)
-class _Choice:
-    """One of a request's n completions."""
-
-    index: int
-    kv: RunningSequence
-    sampler: Sampler
-    detokenizer: Detokenizer
-    stops: StopMatcher
-    generated: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -49,9 +36,7 @@ class Task:
     request: GenerationRequest
     lookup: InitVar[Lookup]
     model: DecoderModel[Any]
-    tokenizer: Tokenizer
-    eos_token_ids: frozenset[int]
-    max_tokens: int
+    decoding: Decoding
     cost: CostModel
     emit: Callable[[Delta], object]
     on_prefilled: Callable[[], object] = lambda: (
@@ -70,7 +55,7 @@ class Task:
         self._prompt = self.request.prompt.token_ids
         self._kv: RunningSequence | None = None
         self._running: RunningPrefill | None = None
-        self._choices: list[_Choice] = []
+        self._choices: list[Choice] = []
 
     @property
     def _num_to_compute(self) -> int:
@@ -120,7 +105,7 @@ class Task:
                 self._decode(choice)
         return not self.prefilled or bool(self._unfinished())
 
-    def _unfinished(self) -> list[_Choice]:
+    def _unfinished(self) -> list[Choice]:
         return [choice for choice in self._choices if choice.finish_reason is None]
 
     def _prefill(self, max_queries: int) -> None:
@@ -141,7 +126,7 @@ class Task:
 
     def _lay_out(self) -> RunningSequence:
         """Room for the prompt and some tokens more, with all reused KV in place."""
-        kv: RunningSequence = self.model.new_sequence(len(self._prompt) + min(self.max_tokens, 256))
+        kv: RunningSequence = self.model.new_sequence(len(self._prompt) + min(self.decoding.max_tokens, 256))
         lookup, self._lookup = self._lookup, None  # lets go of the segments once they are laid out
         if isinstance(self.plan, Plan) and lookup is not None:
             assert isinstance(kv, SequenceKV)
@@ -155,32 +140,20 @@ class Task:
 
     def _start_choices(self, logits: torch.Tensor) -> None:
         assert self._kv is not None
-        sampling = self.request.sampling
-        for index in range(sampling.n):
+        for index in range(self.request.sampling.n):
             kv = self._kv if index == 0 else self._kv.fork(len(self._prompt))
-            sampler, stops = Sampler(sampling, index), StopMatcher(sampling.stop)
-            choice = _Choice(index, kv, sampler, Detokenizer(self.tokenizer), stops)
+            choice = self.decoding.choice(self.request, index, kv)
             self._choices.append(choice)
             self._take_token(choice, logits)
 
-    def _decode(self, choice: _Choice) -> None:
+    def _decode(self, choice: Choice) -> None:
         position = len(self._prompt) + len(choice.generated) - 1
         self._take_token(choice, self.model.next_logits(choice.kv, position, choice.generated[-1]))
 
-    def _take_token(self, choice: _Choice, logits: torch.Tensor) -> None:
-        """Sample, detokenize, look for an end, tell the client."""
-        token_id = choice.sampler.sample(logits)
-        choice.generated.append(token_id)
-        text, stopped = "", True
-        if token_id not in self.eos_token_ids:
-            text, stopped = choice.stops.add(choice.detokenizer.add(token_id))
-        if stopped:
-            choice.finish_reason = FinishReason.STOP
-        elif len(choice.generated) >= self.max_tokens:
-            choice.finish_reason = FinishReason.LENGTH
-        if choice.finish_reason is not None:
-            text += choice.stops.flush()
-        self.emit(Delta(choice.index, text, 1, self._logprobs(logits, token_id), choice.finish_reason))
+    def _take_token(self, choice: Choice, logits: torch.Tensor) -> None:
+        token_id, text = choice.take(logits)
+        logprobs = self._logprobs(logits, token_id)
+        self.emit(Delta(choice.index, text, 1, logprobs, choice.finish_reason, choice.stops.met))
 
     def _logprobs(self, logits: torch.Tensor, token_id: int) -> tuple[TokenLogprob, ...]:
         k = self.request.sampling.logprobs
@@ -191,5 +164,5 @@ class Task:
         return (self._describe(token_id, logprob, top),)
 
     def _describe(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        text, raw = token_text(self.tokenizer, token_id)
+        text, raw = token_text(self.decoding.tokenizer, token_id)
         return TokenLogprob(token_id, text, raw, logprob, top)

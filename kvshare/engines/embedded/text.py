@@ -28,9 +28,10 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
 class Detokenizer:
     """Text of a growing token sequence; a character that is not complete yet is held back."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
 
     def add(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
@@ -38,7 +39,7 @@ class Detokenizer:
             return self._stream.step(self._tokenizer, token_id) or ""
         except Exception:  # noqa: BLE001 - the Rust side raises bare Exception
             # An invalid byte sequence, which a model may sample: start over behind it.
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             return "\N{REPLACEMENT CHARACTER}"
 
 
@@ -47,6 +48,7 @@ class StopMatcher:
     """Holds text back while it could still become a stop string."""
 
     stops: tuple[str, ...]
+    met: str | None = None  # the stop string that ended the text
     _held: str = ""
 
     def add(self, text: str) -> tuple[str, bool]:
@@ -54,9 +56,10 @@ class StopMatcher:
         if not self.stops:
             return text, False
         self._held += text
-        found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if found:
-            shown, self._held = self._held[: min(found)], ""
+            at, self.met = min(found)
+            shown, self._held = self._held[:at], ""
             return shown, True
         keep = max(self._overlap(stop) for stop in self.stops)
         cut = len(self._held) - keep

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -13,11 +16,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from delta_tree import token_ids
 from kvshare.conversation.chat import Chat
+from kvshare.conversation.tools import ToolFormat, takes_tools, tool_format, with_tool_block
 from kvshare.errors import ContextLengthError, ModelError, RequestError
 from kvshare.requests import Prompt
 from vector_index import PromptText
 
 _NORMALISED_AWAY = 4  # a normaliser may drop characters before they are tokenized; most of a text stays
+# What the server says to transformers itself. Documents go to the template, like any name that is not here.
+_RESERVED = signature(PreTrainedTokenizerFast.apply_chat_template).parameters.keys() - {"documents"} | {
+    "messages"
+}
 
 
 class PromptEncoder:
@@ -28,6 +36,7 @@ class PromptEncoder:
         self._longest_token = max((len(token) for token in self.backend.get_vocab()), default=1)
         self._vocab_size = len(tokenizer)
         self._max_model_len: int | None = None
+        self._takes_tools = takes_tools(tokenizer.chat_template)
 
     def limit_to(self, *, max_model_len: int, vocab_size: int) -> None:
         """Refuse what a model cannot take. Texts unseen: tokenizing megabytes takes seconds."""
@@ -63,20 +72,45 @@ class PromptEncoder:
         digest.update(str(self._tokenizer.chat_template).encode())
         return digest.hexdigest()
 
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls of tools, by its chat template."""
+        return tool_format(self._tokenizer.chat_template)
+
     def render_chat(self, chat: Chat) -> str:
-        """The text that asks for the next message. Raises RequestError if the template refuses."""
+        """
+        The text that asks for the next message, or for the rest of the last one.
+
+        Raises:  RequestError if the template refuses, or if `template_kwargs` names what is not a template's
+        """
         if self._tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+        if reserved := sorted(_RESERVED & chat.template_kwargs.keys()):
+            raise RequestError(
+                f"chat_template_kwargs: {reserved[0]} is not an argument of the template; "
+                "expected names that the model's chat template reads",
+                param="chat_template_kwargs",
+            )
+        chat = replace(chat, messages=tuple(_without_nulls(message) for message in chat.messages))
+        options = dict(chat.template_kwargs)
+        if not self._takes_tools:
+            chat = with_tool_block(chat)
+        elif chat.tools:
+            options["tools"] = [dict(tool) for tool in chat.tools]
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in chat.messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in chat.messages],
+                tokenize=False,
+                add_generation_prompt=not chat.continue_final_message,
+                continue_final_message=chat.continue_final_message,
+                **options,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as exc:
-            raise RequestError(f"the chat template refuses these messages: {exc}", param="messages") from exc
+            raise RequestError(_refusal(exc, chat), param="messages") from exc
         return str(text)
 
     def encode_chat(self, chat: Chat) -> Prompt:
-        """The prompt that asks for the next message. Raises RequestError if the template refuses."""
+        """The prompt of `render_chat`, which see."""
         text = self.render_chat(chat)
         last_user = next(
             (str(m.get("content") or "") for m in reversed(chat.messages) if m.get("role") == "user"), ""
@@ -89,12 +123,21 @@ class PromptEncoder:
 
     def encode_tokens(self, ids: Sequence[int]) -> Prompt:
         """Token ids as they come. Raises RequestError if one is not in the vocabulary."""
-        size = self._vocab_size
-        if bad := [token_id for token_id in ids if not 0 <= token_id < size]:
-            raise RequestError(f"token id {bad[0]} is not in the vocabulary of {size} tokens", param="prompt")
+        self._check_vocabulary(ids, param="prompt")
         array = token_ids(np.asarray(ids, dtype=np.int32))
         body = self.backend.decode(list(ids), skip_special_tokens=True)
         return Prompt(array, PromptText(last_user_turn="", body=body))
+
+    def decode_tokens(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special ones included. Raises RequestError as `encode_tokens` does."""
+        self._check_vocabulary(ids, param="tokens")
+        text: str = self.backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def _check_vocabulary(self, ids: Sequence[int], *, param: str) -> None:
+        size = self._vocab_size
+        if bad := [token_id for token_id in ids if not 0 <= token_id < size]:
+            raise RequestError(f"token id {bad[0]} is not in the vocabulary of {size} tokens", param=param)
 
     def _check_length(self, text: str) -> None:
         """Raises ContextLengthError where even the longest tokens could not make the text short enough."""
@@ -109,3 +152,14 @@ class PromptEncoder:
         # Unlike `encode`, a batch lets go of the GIL: other requests go on meanwhile.
         (encoding,) = self.backend.encode_batch([text], add_special_tokens=special)
         return Prompt(token_ids(np.asarray(encoding.ids, dtype=np.int32)), prompt_text)
+
+
+def _without_nulls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Templates take a text, and some write None as one; a call of tools alone has no content."""
+    return message if message.get("content") is not None else {**message, "content": ""}
+
+
+def _refusal(exc: Exception, chat: Chat) -> str:
+    if chat.continue_final_message and isinstance(exc, ValueError):  # its own words quote the chat
+        return "the chat template does not end with the last message as it stands, so it cannot be continued"
+    return f"the chat template refuses these messages: {exc}"

@@ -1,5 +1,5 @@
 """
-The JSON of answers: one class per endpoint, which writes a whole response and the chunks of a stream.
+The JSON of OpenAI's answers, whole and as chunks of a stream: what both of its generating routes write alike.
 
 It turns deltas into documents; it neither reads nor writes sockets.
 """
@@ -18,6 +18,9 @@ from proxy.errors import ErrorReply
 from proxy.generate.answer import Answer, Usage
 from proxy.generate.chat.bodies import GenerationBody
 from proxy.sse import DONE, frames
+
+Content = tuple[dict[str, Any], Sequence[TokenLogprob] | None]
+"""What a choice says next, and the tokens it says it with; None where an earlier piece had them."""
 
 
 @dataclass(slots=True)
@@ -55,10 +58,10 @@ class OpenAIAnswer(Answer):
     def whole(self, usage: Usage) -> dict[str, Any]:
         self._check_ended()
         choices = [
-            self._choice(index, self._whole(choice.text), choice.logprobs, choice.finish_reason)
+            self._choice(index, self._whole(index), choice.logprobs, ended=True)
             for index, choice in enumerate(self.choices)
         ]
-        return {**self._head, "object": self.object_name, "choices": choices, "usage": _document(usage)}
+        return {**self._head, "object": self.object_name, "choices": choices, "usage": document(usage)}
 
     def collect(self, delta: Delta) -> None:
         choice = self.choices[delta.choice]
@@ -66,26 +69,24 @@ class OpenAIAnswer(Answer):
         choice.logprobs.extend(delta.logprobs)
         choice.finish_reason = delta.finish_reason or choice.finish_reason
 
-    def opening(self) -> bytes:
-        return frames(*self._opening())
+    def opening(self, usage: Usage) -> bytes:
+        return frames(*(self._chunk(self._choice(index, part)) for index, part in self._opening()))
 
     def more(self, delta: Delta) -> bytes:
         """A delta's content, if there is any to send, then the end of its choice, if it is the end."""
-        documents = []
-        index, reason = delta.choice, delta.finish_reason
-        if delta.text or (self._with_logprobs and delta.logprobs):
-            documents.append(self._chunk(self._choice(index, self._part(delta.text), delta.logprobs)))
-        if reason is not None:
-            self.choices[index].finish_reason = reason
-            documents.append(self._chunk(self._choice(index, self._part(None), finish_reason=reason)))
-        return frames(*documents)
+        index = delta.choice
+        documents = [self._choice(index, part, tokens) for part, tokens in self._contents(delta)]
+        if delta.finish_reason is not None:
+            self.choices[index].finish_reason = delta.finish_reason
+            documents.append(self._choice(index, self._part(None), ended=True))
+        return frames(*map(self._chunk, documents))
 
     def closing(self, usage: Usage) -> bytes:
         self._check_ended()
         if not self._include_usage:
             return DONE
         head = {**self._head, "object": self.chunk_object_name}
-        return frames({**head, "choices": [], "usage": _document(usage)}) + DONE
+        return frames({**head, "choices": [], "usage": document(usage)}) + DONE
 
     def broken_off(self, reply: ErrorReply) -> bytes:
         return frames(reply.body) + DONE
@@ -102,19 +103,31 @@ class OpenAIAnswer(Answer):
         index: int,
         content: dict[str, Any],
         tokens: Sequence[TokenLogprob] | None = None,
-        finish_reason: FinishReason | None = None,
+        *,
+        ended: bool = False,
     ) -> dict[str, Any]:
         """A choice, or a piece of it; `tokens` are those of `content`, None where it has none."""
         logprobs = None if tokens is None or not self._with_logprobs else self._logprobs(index, tokens)
+        finish_reason = self._finish_reason(index) if ended else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _opening(self) -> list[dict[str, Any]]:
-        """The chunks before any text."""
+    def _contents(self, delta: Delta) -> list[Content]:
+        """What of a delta is to be sent now."""
+        if delta.text or (self._with_logprobs and delta.logprobs):
+            return [(self._part(delta.text), delta.logprobs)]
         return []
 
+    def _finish_reason(self, index: int) -> str | None:
+        """Of a choice that has ended."""
+        return self.choices[index].finish_reason
+
     @abstractmethod
-    def _whole(self, text: str) -> dict[str, Any]:
-        """The text of a whole choice."""
+    def _opening(self) -> list[tuple[int, dict[str, Any]]]:
+        """What choices say before any generated text."""
+
+    @abstractmethod
+    def _whole(self, index: int) -> dict[str, Any]:
+        """All that a choice says."""
 
     @abstractmethod
     def _part(self, text: str | None) -> dict[str, Any]:
@@ -124,80 +137,18 @@ class OpenAIAnswer(Answer):
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]: ...
 
 
-class ChatAnswer(OpenAIAnswer):
-    """chat.completion and chat.completion.chunk"""
-
-    id_prefix = "chatcmpl"
-    object_name = "chat.completion"
-    chunk_object_name = "chat.completion.chunk"
-
-    def _opening(self) -> list[dict[str, Any]]:
-        first = {"delta": {"role": "assistant", "content": ""}}
-        return [self._chunk(self._choice(index, first)) for index in range(len(self.choices))]
-
-    def _whole(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def _part(self, text: str | None) -> dict[str, Any]:
-        return {"delta": {} if text is None else {"content": text}}
-
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        content = [{**_token(token), "top_logprobs": [_token(top) for top in token.top]} for token in tokens]
-        return {"content": content, "refusal": None}
-
-
-class CompletionAnswer(OpenAIAnswer):
-    """text_completion, whole and in chunks"""
-
-    id_prefix = "cmpl"
-    object_name = "text_completion"
-    chunk_object_name = "text_completion"
-
-    def _whole(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def _part(self, text: str | None) -> dict[str, Any]:
-        return {"text": text or ""}
-
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        offsets = []
-        choice = self.choices[index]
-        for token in tokens:
-            offsets.append(choice.num_characters)
-            choice.num_characters += len(token.text)
-        return {
-            "tokens": [token.text for token in tokens],
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {entry.text: _finite(entry.logprob) for entry in (*token.top, token)} for token in tokens
-            ],
-            "text_offset": offsets,
-        }
-
-
-def _token(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.raw)}
-
-
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """JSON has no -Infinity; OpenAI writes -9999.0 for a token that cannot come."""
     return max(logprob, -9999.0)
 
 
-def _document(usage: Usage) -> dict[str, Any]:
-    """`cached_tokens` is always a number: 0 where nothing was shared. Donors are never named."""
+def document(usage: Usage) -> dict[str, Any]:
+    """`cached_tokens` is always a number: 0 where nothing was shared."""
     report = usage.report
     return {
         "prompt_tokens": report.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,
         "total_tokens": report.num_prompt_tokens + usage.num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": report.num_cached},
-        "kvshare": {
-            "exact": report.num_exact,
-            "copied": report.num_copied,
-            "recomputed": report.num_recomputed,
-            "repaired": report.num_repaired,
-            "decision": report.decision,
-            "reason": report.reason,
-        },
+        "kvshare": usage.kvshare,
     }

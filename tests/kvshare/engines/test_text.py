@@ -29,7 +29,10 @@ def test_a_stop_string_is_found_wherever_the_text_is_cut(
     assert stopped == bool(places)
     if not stopped:
         assert shown == text
+        assert matcher.met is None
     else:
+        assert matcher.met in stops
+        assert text.startswith(shown + matcher.met)
         # Pieces are looked at as they come: nothing of the stop that ended it is shown.
         assert text.startswith(shown)
         assert not any(stop in shown for stop in stops)

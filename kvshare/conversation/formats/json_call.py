@@ -1,0 +1,125 @@
+"""Reads one call that is written as a JSON object."""
+
+from __future__ import annotations
+
+from kvshare.conversation.formats.calls import Calls, Steps
+from kvshare.conversation.formats.cursor import Cursor, Waiting
+from kvshare.conversation.formats.json_value import JsonValue, string_content, take_string, take_value
+
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = {"name", "type", "id", *_ARGUMENTS}
+
+
+def read_call(cursor: Cursor, calls: Calls, *, marked: bool) -> Steps[bool]:
+    """
+    Read `{"name": .., "arguments": ..}`; other keys are passed over. Returns whether the call has begun.
+
+    If `marked`, a marker stands in front of it, a call begins when its name is complete. Otherwise it begins
+    when its arguments follow, and has no other keys in front: an answer in JSON may have a name, too.
+    """
+    call = _Call(cursor, calls, marked=marked)
+    goes_on = yield from call.read_field("{")
+    while goes_on:
+        goes_on = yield from call.read_field(",")
+    closed = yield from cursor.accept_after_space("}")
+    if call.begun and closed and not call.has_arguments:
+        yield calls.arguments("{}")
+    return call.begun
+
+
+def read_calls(cursor: Cursor, calls: Calls, *, separator: str, marked: bool) -> Steps[bool]:
+    """Read one call or several. Returns whether one has begun; the cursor then stands behind the last."""
+    begun = goes_on = yield from read_call(cursor, calls, marked=marked)
+    while goes_on:
+        cursor.drop()
+        goes_on = yield from cursor.accept_after_space(separator)
+        goes_on = goes_on and (yield from read_call(cursor, calls, marked=marked))
+        if not goes_on:
+            cursor.at = 0
+    return begun
+
+
+def stream_arguments(cursor: Cursor, calls: Calls) -> Steps[bool]:
+    """Read the last call's arguments: an object as it comes. Returns whether they are complete."""
+    yield from cursor.skip_space()
+    if (yield from cursor.peek()) != "{":
+        raw = yield from take_value(cursor)
+        if raw is not None:
+            yield calls.arguments(_as_object(raw))
+        return raw is not None
+    value = JsonValue()
+    while True:
+        piece = value.take(cursor)
+        if piece:
+            cursor.drop()
+            yield calls.arguments(piece)
+        if value.ended or not (yield from cursor.more()):
+            return value.complete
+
+
+class _Call:
+    """What is known of a call while its fields are read."""
+
+    def __init__(self, cursor: Cursor, calls: Calls, *, marked: bool) -> None:
+        self.begun = False
+        self.has_arguments = False
+        self._cursor = cursor
+        self._calls = calls
+        self._marked = marked
+        self._name: str | None = None
+        self._early: str | None = None  # arguments in front of the name
+
+    def read_field(self, opening: str) -> Steps[bool]:
+        """A key and its value, behind `opening`. Returns whether they are whole; if not, the cursor stays."""
+        start = self._cursor.at
+        key = yield from self._take_key(opening)
+        if key in _ARGUMENTS and self._name and not self.has_arguments:
+            return (yield from self._read_arguments())
+        whole = key is not None
+        if key == "name" and self._name is None:
+            whole = yield from self._read_name()
+        elif key is not None:
+            value = yield from take_value(self._cursor)
+            whole = value is not None
+            if key in _ARGUMENTS and self._early is None and value is not None:
+                self._early = _as_object(value)
+        if not whole:
+            self._cursor.at = start
+        return whole
+
+    def _take_key(self, opening: str) -> Waiting[str | None]:
+        if not (yield from self._cursor.accept_after_space(opening)):
+            return None
+        key = yield from take_string(self._cursor)
+        if key not in _KEYS and not (self._marked or self.begun):
+            return None  # so that any other object need not be complete to be text
+        return key if (yield from self._cursor.accept_after_space(":")) else None
+
+    def _read_name(self) -> Steps[bool]:
+        self._name = yield from take_string(self._cursor)
+        if not self._name:
+            return False
+        if self._marked or self._early is not None:
+            yield from self._begin(self._name)
+        if self._early is not None:
+            self.has_arguments = True
+            yield self._calls.arguments(self._early)
+        return True
+
+    def _read_arguments(self) -> Steps[bool]:
+        assert self._name
+        if not self.begun:
+            yield from self._begin(self._name)
+        self.has_arguments = True
+        return (yield from stream_arguments(self._cursor, self._calls))
+
+    def _begin(self, name: str) -> Steps[None]:
+        self.begun = True
+        yield self._calls.begin(name)
+
+
+def _as_object(raw: str) -> str:
+    """Arguments that are not written as an object: what a string says, none for null, else as they are."""
+    if raw == "null":
+        return "{}"
+    return string_content(raw) or raw

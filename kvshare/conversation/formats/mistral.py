@@ -1,0 +1,36 @@
+"""Reads `[TOOL_CALLS][{"name": .., "arguments": {..}}, ..]`, and the newer `[TOOL_CALLS]name[ARGS]{..}`."""
+
+from __future__ import annotations
+
+import re
+
+from kvshare.conversation.formats.calls import CallReader, Calls, Steps
+from kvshare.conversation.formats.cursor import Cursor
+from kvshare.conversation.formats.json_call import read_calls, stream_arguments
+
+_WORD = re.compile(r"[^\s\[\]{}<>\"]*")
+
+
+class MistralReader(CallReader):
+    markers = ("[TOOL_CALLS]",)
+
+    def read(self, cursor: Cursor, calls: Calls, marker: str) -> Steps[bool]:
+        if not (yield from cursor.accept_after_space("[")):
+            return (yield from _read_named(cursor, calls))
+        begun = yield from read_calls(cursor, calls, separator=",", marked=True)
+        if begun:
+            yield from cursor.accept_after_space("]")
+        return begun
+
+
+def _read_named(cursor: Cursor, calls: Calls) -> Steps[bool]:
+    """`name[ARGS]{..}`; some models write `name{..}`, or `name[CALL_ID]id[ARGS]{..}`."""
+    yield from cursor.skip_space()
+    name = yield from cursor.take_run(_WORD)
+    if (yield from cursor.accept("[CALL_ID]")):
+        yield from cursor.take_run(_WORD)
+    if not name or not ((yield from cursor.accept("[ARGS]")) or (yield from cursor.peek()) == "{"):
+        return False
+    yield calls.begin(name)
+    yield from stream_arguments(cursor, calls)
+    return True

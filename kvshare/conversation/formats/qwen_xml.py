@@ -1,0 +1,112 @@
+"""Reads `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvshare.conversation.formats.calls import CallReader, Calls, Steps
+from kvshare.conversation.formats.cursor import Cursor, Waiting
+from kvshare.conversation.parameters import Parameters
+
+_NAME = re.compile(r"[^<>\n]*")
+_WORDS = {  # as JSON and as Python write them
+    "boolean": {"true": "true", "false": "false"},
+    "null": {"null": "null", "none": "null"},
+}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+class QwenXmlReader(CallReader):
+    """`tools` say of which type a parameter is; one that they do not describe is a string."""
+
+    markers = ("<tool_call>", "<function=")
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._parameters = {tool["function"]["name"]: Parameters(tool) for tool in tools}
+
+    def read(self, cursor: Cursor, calls: Calls, marker: str) -> Steps[bool]:
+        if marker == "<tool_call>" and not (yield from cursor.accept_after_space("<function=")):
+            return False
+        name = yield from _take_name(cursor)
+        if name is None:
+            return False
+        yield calls.begin(name)
+        cursor.drop()
+        yield from self._read_parameters(cursor, calls, self._parameters.get(name, Parameters({})))
+        yield from cursor.accept_after_space("</tool_call>")
+        return True
+
+    def _read_parameters(self, cursor: Cursor, calls: Calls, parameters: Parameters) -> Steps[None]:
+        opening = "{"
+        while (key := (yield from _take_key(cursor))) is not None:
+            types = parameters.types(key)
+            value = yield from cursor.take_until("</parameter>")
+            if value is None:  # the answer ends inside it
+                yield calls.arguments(
+                    f"{opening}{json.dumps(key)}: {_cut_off(cursor.text[cursor.at :], types)}"
+                )
+                return
+            yield calls.arguments(f"{opening}{json.dumps(key)}: {_as_json(_inner(value), types)}")
+            cursor.drop()
+            opening = ", "
+        if (yield from cursor.accept_after_space("</function>")):
+            yield calls.arguments("{}" if opening == "{" else "}")
+
+
+def _take_key(cursor: Cursor) -> Waiting[str | None]:
+    """The key of the next parameter; the cursor goes behind its tag. None, and nowhere: there is none."""
+    start = cursor.at
+    key = None
+    if (yield from cursor.accept_after_space("<parameter=")):
+        key = yield from _take_name(cursor)
+    if key is None:
+        cursor.at = start
+    return key
+
+
+def _take_name(cursor: Cursor) -> Waiting[str | None]:
+    name = yield from cursor.take_run(_NAME)
+    return name if name and (yield from cursor.accept(">")) else None
+
+
+def _inner(value: str) -> str:
+    """Without the line breaks behind the opening and in front of the closing tag."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def _as_json(value: str, types: frozenset[str]) -> str:
+    """The value as JSON of one of these types; a string if it is none of them."""
+    bare = value.strip()
+    for name in _WORDS.keys() & types:
+        if word := _WORDS[name].get(bare.lower()):
+            return word
+    if types and "string" not in types and _is_json(bare, types):
+        return bare
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_json(text: str, types: frozenset[str]) -> bool:
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return any(type(value) in _TYPES.get(name, ()) for name in types)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _cut_off(value: str, types: frozenset[str]) -> str:
+    """The JSON text of a value that has not ended."""
+    if types and "string" not in types:
+        return value.strip()
+    return json.dumps(value.removeprefix("\n"), ensure_ascii=False)[:-1]

@@ -1,0 +1,74 @@
+"""What an answer must follow: the JSON schema that was asked for, or calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvshare.conversation.call_grammar import CallGrammar, call_grammar, is_strict
+from kvshare.conversation.chat import Chat, ToolUse
+from kvshare.conversation.lark import LarkGrammar
+from kvshare.conversation.tools import ToolFormat
+from kvshare.engines.base import Grammar
+from kvshare.errors import RequestError
+
+_NOTHING: Mapping[str, int] = {}
+
+
+def grammar_of(
+    chat: Chat, fmt: ToolFormat, *, added_tokens: Mapping[str, int] = _NOTHING, reasons: bool = False
+) -> Grammar | None:
+    """
+    What an answer to `chat` must follow; None: it may be any text.
+
+    There is a grammar if the chat has a schema for its answer, if a tool must be called, or if a strict tool
+    may be. `added_tokens`: the tokenizer's, by their text. `reasons`: the prompt ends inside `<think>`.
+
+    Raises:  RequestError if the tool that must be called is none of the chat's
+    """
+    tools = _callable_tools(chat)
+    must_call = bool(tools) and chat.tool_choice.use is ToolUse.REQUIRED
+    if not must_call and chat.answer_schema is None and not any(map(is_strict, tools)):
+        return None
+    lark = LarkGrammar(added_tokens)
+    thoughts = _thoughts(lark, reasons=reasons)
+    answers = []
+    if tools:
+        calls = call_grammar(lark, fmt, tools, parallel=chat.parallel_tool_calls)
+        answers.append(f"{lark.literal(calls.marker)} {calls.rest}" if calls.marker else calls.rest)
+    if chat.answer_schema is not None and not must_call:
+        answers.append(lark.json(chat.answer_schema or {"type": "object"}))
+    elif tools and not must_call:
+        answers = _free_text_or(lark, calls)
+    return Grammar(lark.start(thoughts + lark.rule(" | ".join(answers))))
+
+
+def _callable_tools(chat: Chat) -> Sequence[Mapping[str, Any]]:
+    if not chat.may_call:
+        return ()
+    name = chat.tool_choice.name
+    if name is None:
+        return chat.tools
+    tools = [tool for tool in chat.tools if tool["function"]["name"] == name]
+    if not tools:
+        names = ", ".join(repr(tool["function"]["name"]) for tool in chat.tools)
+        raise RequestError(
+            f"'tool_choice' names the function {name!r}; 'tools' has {names}.", param="tool_choice"
+        )
+    return tools
+
+
+def _thoughts(lark: LarkGrammar, *, reasons: bool) -> str:
+    """What a reasoning model writes in front of its answer. It is one if it has a token for that."""
+    if not reasons and not lark.is_token("<think>"):
+        return ""
+    end = rf"{lark.text_until('</think>')} /\s{{0,2}}/"
+    return f"{end} " if reasons else f"({lark.literal('<think>')} {end})? "
+
+
+def _free_text_or(lark: LarkGrammar, calls: CallGrammar) -> list[str]:
+    """Any text, with calls at its end. Without a marker calls stand alone, and no text looks like one."""
+    if not calls.marker:
+        return [lark.text_without(calls.excluded, first_not="{"), calls.rest]
+    text = lark.text_without(calls.excluded)
+    return [text, f"{lark.text_until(calls.marker, without=calls.excluded)} {calls.rest}"]

@@ -1,0 +1,126 @@
+"""From messages as OpenAI's clients send them to those that templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from kvshare.errors import RequestError
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """
+    The messages of a `Chat`: one string of content each, the arguments of calls as objects.
+
+    A developer is a system by another name. A refusal is what an assistant without content said. A tool's name is
+    that of the call it answers, if the message does not give one. What is not known here is left out.
+
+    Raises:  RequestError naming the field, if a message is not as OpenAI's API describes it
+    """
+    names: dict[str, str] = {}  # of the functions called so far, by the call's id
+    result = []
+    for number, message in enumerate(messages):
+        at = f"messages[{number}]"
+        read = _message(message, at)
+        for call in read.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if read["role"] == "tool":
+            read = {"name": names.get(read["tool_call_id"], ""), **read}
+        result.append(read)
+    return tuple(result)
+
+
+def _message(message: Mapping[str, Any], at: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in _ROLES:
+        _refuse(f"{at}.role", role, f"one of {', '.join(_ROLES)}")
+    read: dict[str, Any] = {"role": _ROLES[role], "content": _content(message, at)}
+    if message.get("name") is not None:
+        read["name"] = _string(message, "name", at)
+    if role == "assistant" and message.get("tool_calls"):
+        read["tool_calls"] = _calls(message["tool_calls"], f"{at}.tool_calls")
+    if role == "tool":
+        read["tool_call_id"] = _string(message, "tool_call_id", at)
+    return read
+
+
+def _content(message: Mapping[str, Any], at: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message["role"] == "assistant":
+        return _string(message, "refusal", at) if message.get("refusal") is not None else ""
+    if isinstance(content, list):
+        return "".join(_part(part, f"{at}.content[{number}]") for number, part in enumerate(content))
+    return _refuse(f"{at}.content", content, "a string or a list of text parts")
+
+
+def _part(part: object, at: str) -> str:
+    if not isinstance(part, Mapping):
+        return _refuse(at, part, 'an object with a "type"')
+    kind = part.get("type")
+    if kind not in ("text", "refusal"):
+        return _refuse(f"{at}.type", kind, '"text": this server reads no other content')
+    return _string(part, kind, at)
+
+
+def _calls(calls: object, at: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        _refuse(at, calls, "a list of calls")
+    return [_call(call, f"{at}[{number}]") for number, call in enumerate(calls)]
+
+
+def _call(call: object, at: str) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        _refuse(at, call, 'an object with "id" and "function"')
+    if call.get("type", "function") != "function":
+        _refuse(f"{at}.type", call["type"], '"function": this server knows no other tools')
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        _refuse(f"{at}.function", function, 'an object with "name" and "arguments"')
+    inner = f"{at}.function"
+    read = {"name": _string(function, "name", inner), "arguments": _arguments(function, inner)}
+    return {"id": _string(call, "id", at), "type": "function", "function": read}
+
+
+def _arguments(function: Mapping[str, Any], at: str) -> object:
+    """The object that the JSON text describes; the text itself if it describes none."""
+    text = _string(function, "arguments", at)
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text
+
+
+def _string(fields: Mapping[str, Any], key: str, at: str) -> str:
+    value = fields.get(key)
+    if not isinstance(value, str):
+        _refuse(f"{at}.{key}", value, "a string")
+    return value
+
+
+def _refuse(param: str, found: object, expected: str) -> NoReturn:
+    """Raises RequestError. A text that was found is not repeated, but a short word in place of another is."""
+    raise RequestError(f"'{param}': found {_shown(found)}; expected {expected}.", param=param)
+
+
+def _shown(found: object) -> str:
+    match found:
+        case None:
+            return "nothing"
+        case str() if len(found) <= 32 and found.isprintable():
+            return repr(found)
+        case str():
+            return "a string"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case list():
+            return "a list"
+        case _:
+            return "an object"

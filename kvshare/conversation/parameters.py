@@ -1,0 +1,82 @@
+"""What a tool's JSON schema says of its parameters, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_DEFINITIONS = ("$defs", "definitions")
+_TYPE_NAMES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+
+
+class Parameters:
+    """The parameters of a tool, in the schema's order. References within the schema are followed."""
+
+    def __init__(self, tool: Mapping[str, Any]) -> None:
+        schema = _mapping(_mapping(tool.get("function")).get("parameters"))
+        self._definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        self._properties = _mapping(schema.get("properties"))
+        self.required = frozenset(name for name in _listed(schema.get("required")) if isinstance(name, str))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._properties)
+
+    def schema(self, name: str) -> dict[str, Any]:
+        """Of this parameter alone, complete in itself."""
+        return {**_mapping(self._properties.get(name)), **self._definitions}
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        """All that it may be, if they are listed and are strings."""
+        values = _values(self._resolved(self._properties.get(name)))
+        return tuple(values) if all(isinstance(value, str) for value in values) else ()
+
+    def types(self, name: str) -> frozenset[str]:
+        """JSON's names of the types it may have; none: the schema does not say."""
+        return self._types(self._properties.get(name), depth=0)
+
+    def _types(self, given: object, *, depth: int) -> frozenset[str]:
+        if depth > 8:  # a schema may refer to itself
+            return frozenset()
+        schema = self._resolved(given)
+        named = {name for name in _listed(schema.get("type")) if isinstance(name, str)}
+        of_values = {_TYPE_NAMES[type(value)] for value in _values(schema) if type(value) in _TYPE_NAMES}
+        branches = [branch for key in ("anyOf", "oneOf", "allOf") for branch in _listed(schema.get(key))]
+        return frozenset(named or of_values).union(*(self._types(b, depth=depth + 1) for b in branches))
+
+    def _resolved(self, given: object) -> Mapping[str, Any]:
+        schema = _mapping(given)
+        for _ in range(8):
+            reference = schema.get("$ref")
+            if not isinstance(reference, str):
+                break
+            schema = _mapping(self._definition(reference))
+        return schema
+
+    def _definition(self, reference: str) -> object:
+        match reference.split("/"):
+            case ["#", key, name]:
+                return _mapping(self._definitions.get(key)).get(name)
+        return None
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any]:
+    return [schema["const"]] if "const" in schema else _listed(schema.get("enum"))
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _listed(value: object) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    return [] if value is None else [value]

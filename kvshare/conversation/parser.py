@@ -1,0 +1,184 @@
+"""Cuts the text of an answer, as it streams, into what is said, thought and called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from kvshare.conversation.chat import Chat
+from kvshare.conversation.formats.calls import CallReader, Calls, Steps
+from kvshare.conversation.formats.cursor import Cursor, Waiting
+from kvshare.conversation.formats.hermes import HermesReader
+from kvshare.conversation.formats.llama3 import Llama3Reader
+from kvshare.conversation.formats.mistral import MistralReader
+from kvshare.conversation.formats.qwen_xml import QwenXmlReader
+from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasoning, Text
+from kvshare.conversation.tools import ToolFormat
+
+_THOUGHTS_BEGIN = "<think>"
+_THOUGHTS_END = "</think>"
+
+
+class AnswerParser:
+    """Of one answer. However the text is cut into pieces, the joined parts are the same."""
+
+    def __init__(self, reader: CallReader | None, *, reasons: bool, thinks: bool, one_call: bool) -> None:
+        """
+        `reader`: None where nothing may be called. `thinks`: `<think>` at the start begins thoughts.
+        `reasons`: the prompt ends inside of them. `one_call`: nothing is read behind the first.
+        """
+        self.num_calls = 0
+        self._one_call = one_call
+        self._cursor = Cursor()
+        self._steps = _read_answer(self._cursor, reader, reasons=reasons, thinks=thinks)
+
+    def add(self, text: str) -> list[Part]:
+        """The parts that are certain once `text` has followed what was added before."""
+        self._cursor.text += text
+        return self._advance()
+
+    def end(self) -> list[Part]:
+        """What was held back; the answer has ended."""
+        self._cursor.ended = True
+        return self._advance()
+
+    def _advance(self) -> list[Part]:
+        parts: list[Part] = []
+        for part in self._steps:
+            if part is None:
+                break
+            if self._is_wanted(part):
+                self.num_calls += isinstance(part, CallBegins)
+                parts.append(part)
+        return joined(parts)
+
+    def _is_wanted(self, part: Part) -> bool:
+        behind_first = self._one_call and self.num_calls > 0
+        return not behind_first or (isinstance(part, CallArguments) and part.number == 0)
+
+
+def parser_for(chat: Chat, fmt: ToolFormat, *, reasons: bool = False) -> AnswerParser:
+    """For one answer to `chat`. `reasons`: the prompt ends inside `<think>`."""
+    return AnswerParser(
+        _reader(chat, fmt) if chat.may_call else None,
+        reasons=reasons,
+        thinks=not chat.continue_final_message,
+        one_call=not chat.parallel_tool_calls,
+    )
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """The same parts, neighbours of one kind in one."""
+    result: list[Part] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if isinstance(part, Text) and isinstance(last, Text):
+            result[-1] = Text(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            result[-1] = Reasoning(last.text + part.text)
+        elif (
+            isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.number == last.number
+        ):
+            result[-1] = CallArguments(part.number, last.text + part.text)
+        else:
+            result.append(part)
+    return result
+
+
+def _reader(chat: Chat, fmt: ToolFormat) -> CallReader:
+    match fmt:
+        case ToolFormat.HERMES:
+            return HermesReader()
+        case ToolFormat.LLAMA3_JSON:
+            return Llama3Reader()
+        case ToolFormat.MISTRAL:
+            return MistralReader()
+        case ToolFormat.QWEN_XML:
+            return QwenXmlReader(chat.tools)
+
+
+def _read_answer(cursor: Cursor, reader: CallReader | None, *, reasons: bool, thinks: bool) -> Steps[None]:
+    if reasons or thinks:
+        yield from _read_thoughts(cursor, begun=reasons)
+    calls = Calls()
+    if reader is None:
+        yield from _pass_on(cursor, (), Text)
+    else:
+        yield from _read_calls(cursor, reader, calls)
+    rest = cursor.text.rstrip() if calls.num_begun else cursor.text
+    if rest:
+        yield Text(rest)
+
+
+def _read_thoughts(cursor: Cursor, *, begun: bool) -> Steps[None]:
+    """White space around thoughts is not part of them, nor of the text behind them."""
+    if not (yield from cursor.accept_after_space(_THOUGHTS_BEGIN)) and not begun:
+        return
+    yield from cursor.skip_space()
+    cursor.drop()
+    if (yield from _pass_on(cursor, (_THOUGHTS_END,), Reasoning)) is None:
+        if rest := cursor.text.rstrip():
+            yield Reasoning(rest)
+        cursor.at = len(cursor.text)
+    yield from cursor.skip_space()
+    cursor.drop()
+
+
+def _read_calls(cursor: Cursor, reader: CallReader, calls: Calls) -> Steps[None]:
+    """Read text and calls; what is left of the text at the end is the cursor's."""
+    marker = yield from _accept_any(cursor, reader.first_markers)
+    if marker is None:
+        marker = yield from _pass_on(cursor, reader.markers, Text)
+    while marker is not None:
+        size = cursor.at  # of the marker and the white space in front of it
+        cursor.starved = False
+        begun = yield from reader.read(cursor, calls, marker)
+        if not begun:
+            yield Text(cursor.text[:size])
+            cursor.at = size
+        elif cursor.starved:  # the answer ends inside the call, or right behind it
+            cursor.at = len(cursor.text)
+        cursor.drop()
+        marker = yield from _pass_on(cursor, reader.markers, Text)
+
+
+def _accept_any(cursor: Cursor, markers: Sequence[str]) -> Waiting[str | None]:
+    for marker in markers:
+        if (yield from cursor.accept_after_space(marker)):
+            return marker
+    return None
+
+
+def _pass_on(cursor: Cursor, markers: Sequence[str], kind: type[Text | Reasoning]) -> Steps[str | None]:
+    """
+    Yield the text in front of the next marker as it comes, without the white space there.
+
+    Returns the marker; the cursor has that white space and the marker behind it. None: the answer has ended,
+    and what was held back lies in front of the cursor.
+    """
+    while True:
+        found = _first_of(cursor.text, markers)
+        certain = found.start() if found else _num_certain(cursor.text, markers)
+        if markers:
+            certain = len(cursor.text[:certain].rstrip())
+        if certain:
+            yield kind(cursor.text[:certain])
+            cursor.at = certain
+            cursor.drop()
+        if found:
+            cursor.at = found.end() - certain
+            return found[0]
+        if not (yield from cursor.more()):
+            return None
+
+
+def _first_of(text: str, markers: Sequence[str]) -> re.Match[str] | None:
+    return re.search("|".join(map(re.escape, markers)), text) if markers else None
+
+
+def _num_certain(text: str, markers: Sequence[str]) -> int:
+    """How many characters no marker can begin in."""
+    for start in range(max(0, len(text) - max(map(len, markers), default=0)), len(text)):
+        if any(marker.startswith(text[start:]) for marker in markers):
+            return start
+    return len(text)

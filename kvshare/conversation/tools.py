@@ -1,0 +1,125 @@
+"""How a model writes calls of tools, found in its chat template; a system block where that takes no tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from itertools import groupby
+from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError, meta
+
+from kvshare.conversation.chat import Chat
+
+ChatTemplate = str | Mapping[str, str] | None  # Hugging Face: one template, several by name, or none
+
+_PARSER = Environment(extensions=["jinja2.ext.loopcontrols"])  # only parses: nothing is rendered with it
+
+_TOOL_BLOCK = """\
+# Tools
+
+You may call one or more functions to help with the user's request. Each line between <tools> and </tools> \
+describes one function as JSON:
+<tools>
+{tools}
+</tools>
+
+To call a function, write a JSON object with its name and its arguments between <tool_call> and \
+</tool_call>, once for each call:
+<tool_call>
+{{"name": <name of the function>, "arguments": <JSON object of its arguments>}}
+</tool_call>
+
+What a function returns follows between <tool_response> and </tool_response>."""
+
+
+class ToolFormat(StrEnum):
+    """How a model writes the calls of tools in its answer."""
+
+    HERMES = "hermes"  # <tool_call>{"name": .., "arguments": {..}}</tool_call>
+    LLAMA3_JSON = "llama3_json"  # {"name": .., "parameters": {..}}, the whole answer
+    MISTRAL = "mistral"  # [TOOL_CALLS][{"name": .., "arguments": {..}}], or [TOOL_CALLS]name[ARGS]{..}
+    QWEN_XML = "qwen_xml"  # <tool_call><function=name><parameter=key>value</parameter></function></tool_call>
+
+
+def tool_format(chat_template: ChatTemplate) -> ToolFormat:
+    """The format that the template writes earlier calls in; HERMES where it writes none that is known."""
+    text = _for_tools(chat_template)
+    if "<function=" in text and "<parameter=" in text:
+        return ToolFormat.QWEN_XML
+    if "[TOOL_CALLS]" in text:
+        return ToolFormat.MISTRAL
+    if "<tool_call>" not in text and ("<|python_tag|>" in text or '{"name": function name' in text):
+        return ToolFormat.LLAMA3_JSON
+    return ToolFormat.HERMES
+
+
+def takes_tools(chat_template: ChatTemplate) -> bool:
+    """Whether the template puts `tools` into the prompt."""
+    text = _for_tools(chat_template)
+    try:
+        return "tools" in meta.find_undeclared_variables(_PARSER.parse(text))
+    except TemplateSyntaxError:  # statements of the renderer's own, such as `{% generation %}`
+        return re.search(r"\btools\b", text) is not None
+
+
+def with_tool_block(chat: Chat) -> Chat:
+    """
+    The same chat for a template that takes no tools: only messages of system, user and assistant remain.
+
+    The tools, and how to call them, come at the end of the system message if the answer may call them.
+    Earlier calls become text of the assistant, and what tools returned becomes text of the user.
+    """
+    messages = list(_as_text(chat.messages))
+    if chat.may_call:
+        lines = "\n".join(_json(tool) for tool in chat.tools)
+        messages = _with_system(messages, _TOOL_BLOCK.format(tools=lines))
+    return replace(chat, messages=tuple(messages))
+
+
+def _for_tools(chat_template: ChatTemplate) -> str:
+    """The template that Hugging Face renders when there are tools."""
+    if isinstance(chat_template, Mapping):
+        return chat_template.get("tool_use") or chat_template.get("default") or ""
+    return chat_template or ""
+
+
+def _as_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for from_tools, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if from_tools:
+            yield {"role": "user", "content": "\n".join(_response_text(message) for message in group)}
+        else:
+            yield from map(_with_calls_as_text, group)
+
+
+def _response_text(message: Mapping[str, Any]) -> str:
+    return f"<tool_response>\n{message['content']}\n</tool_response>"
+
+
+def _with_calls_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    texts = [message["content"]] if message["content"] else []
+    texts += [_call_text(call["function"]) for call in message["tool_calls"]]
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return rest | {"content": "\n".join(texts)}
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{_json(call)}\n</tool_call>"
+
+
+def _with_system(messages: Sequence[Mapping[str, Any]], block: str) -> list[Mapping[str, Any]]:
+    if not messages or messages[0]["role"] != "system":
+        return [{"role": "system", "content": block}, *messages]
+    first = messages[0]
+    content = f"{first['content']}\n\n{block}" if first["content"] else block
+    return [{**first, "content": content}, *messages[1:]]
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,93 @@
+"""One of a request's n completions: from logits to a token, to text, to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from tokenizers import Tokenizer
+
+from kvshare.engines.base import FinishReason, GenerationRequest
+from kvshare.engines.embedded.decoder import RunningSequence
+from kvshare.engines.embedded.grammar import Constraint
+from kvshare.engines.embedded.sampling import Draw, Sampler
+from kvshare.engines.embedded.text import Detokenizer, StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """What all choices of a request have in common."""
+
+    tokenizer: Tokenizer
+    draw: Draw
+    eos_token_ids: frozenset[int]
+    max_tokens: int
+    constraint: Constraint | None = None  # at its beginning
+
+    def choice(self, request: GenerationRequest, index: int, kv: RunningSequence) -> Choice:
+        """A choice that has no token yet."""
+        sampling = request.sampling
+        stops = frozenset(sampling.stop_token_ids)
+        return Choice(
+            index=index,
+            kv=kv,
+            sampler=Sampler(
+                sampling,
+                self.draw,
+                choice=index,
+                prompt=request.prompt.token_ids,
+                ends=stops | self.eos_token_ids,
+            ),
+            detokenizer=Detokenizer(self.tokenizer, skip_special_tokens=sampling.skip_special_tokens),
+            stops=StopMatcher(sampling.stop),
+            constraint=None if self.constraint is None else self.constraint.fork(),
+            ends=stops if sampling.ignore_eos else stops | self.eos_token_ids,
+            min_tokens=sampling.min_tokens,
+            max_tokens=self.max_tokens,
+        )
+
+
+@dataclass(slots=True)
+class Choice:
+    """Its tokens so far, and why it ended."""
+
+    index: int
+    kv: RunningSequence
+    sampler: Sampler
+    detokenizer: Detokenizer
+    stops: StopMatcher
+    constraint: Constraint | None
+    ends: frozenset[int]  # tokens that end it and are not shown
+    min_tokens: int  # in which no stop string counts
+    max_tokens: int
+    generated: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def take(self, logits: torch.Tensor) -> tuple[int, str]:
+        """
+        Sample the next token. Returns it and the text that can be shown now.
+
+        Shapes:  logits (V,) float32
+        """
+        token_id = self.sampler.sample(
+            logits, None if self.constraint is None else self.constraint.forbidden()
+        )
+        self.generated.append(token_id)
+        text, stopped = "", True
+        if token_id not in self.ends:
+            text, stopped = self._shown(self.detokenizer.add(token_id))
+            if self.constraint is not None and not stopped:
+                stopped = self.constraint.take(token_id)
+        if stopped:
+            self.finish_reason = FinishReason.STOP
+        elif len(self.generated) >= self.max_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        if self.finish_reason is not None:
+            text += self.stops.flush()
+        return token_id, text
+
+    def _shown(self, text: str) -> tuple[str, bool]:
+        """What of more text can be shown, and whether a stop string ends it."""
+        if len(self.generated) <= self.min_tokens:
+            return text, False
+        return self.stops.add(text)

@@ -1,0 +1,80 @@
+"""What of a body decides how messages become a prompt: read, and made a `Chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from kvshare.conversation.chat import Chat
+from kvshare.conversation.history import template_messages
+from kvshare.errors import RequestError
+from proxy.generate.chat.messages import Message
+from proxy.generate.chat.tools import Functions, ToolRequest, Tools, read_tools
+from proxy.generate.fields import Body
+
+class TemplateBody(Body):
+    """The messages, the tools, and what the template is given beside them."""
+
+    messages: list[Message]
+    tools: Tools | None = None
+    tool_choice: Any = None
+    functions: Functions | None = None
+    function_call: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_messages(self) -> Self:
+        """Raises RequestError."""
+        if not self.messages:
+            raise _invalid("messages", "expected one message or more, got none")
+        for number, message in enumerate(self.messages):
+            if message.content is None and message.role in ("system", "developer", "user"):
+                raise _invalid(f"messages[{number}].content", "expected text, got null")
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise _invalid(
+                    "add_generation_prompt", "expected false with 'continue_final_message', got true"
+                )
+            if (role := self.messages[-1].role) != "assistant":
+                raise _invalid(
+                    "continue_final_message",
+                    f"expected an assistant's message as the last, got one of role '{role}'",
+                )
+        return self
+
+    @property
+    def tool_request(self) -> ToolRequest:
+        """Raises RequestError."""
+        return read_tools(self.tools, self.tool_choice, self.functions, self.function_call)
+
+    def chat(self, answer_schema: Mapping[str, Any] | None = None) -> Chat:
+        """Raises RequestError naming the field."""
+        asked = self.tool_request
+        return Chat(
+            messages=template_messages([message.as_sent() for message in self.messages]),
+            tools=asked.tools,
+            tool_choice=asked.choice,
+            parallel_tool_calls=self.parallel_tool_calls is not False and not asked.is_legacy,
+            answer_schema=answer_schema,
+            continue_final_message=bool(self.continue_final_message),
+            add_generation_prompt=self.add_generation_prompt is not False,
+            template_kwargs=self._template_kwargs(),
+        )
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        """As vLLM's chat route gives them: an effort also switches thinking on or off."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
+            kwargs["reasoning_effort"] = self.reasoning_effort
+        return kwargs
+
+
+def _invalid(param: str, problem: str) -> RequestError:
+    return RequestError(f"Invalid '{param}': {problem}.", param=param)

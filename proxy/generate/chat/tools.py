@@ -1,0 +1,134 @@
+"""What a chat body says of tools, as `tools` or as the older `functions`, and how a `Chat` takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvshare.conversation.chat import ToolChoice, ToolUse
+from kvshare.errors import RequestError
+from proxy.generate.fields import Body
+from proxy.request_body import at_most
+from proxy.wrong_values import found
+
+MAX_TOOLS = 512
+_ANY = ToolChoice()
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Function(Body):
+    """A function that may be called."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As OpenAI documents it; without parameters a function takes an empty object."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description or "", "parameters": parameters},
+        }
+
+
+class Tool(Body):
+    """One tool. OpenAI's own, such as "web_search", run on its servers only."""
+
+    type: Literal["function"]
+    function: Function
+
+
+Tools = Annotated[list[Tool], at_most(MAX_TOOLS)]
+Functions = Annotated[list[Function], at_most(MAX_TOOLS)]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRequest:
+    """The tools of a body and whether the answer may or must call them."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    choice: ToolChoice = _ANY
+    is_legacy: bool = False  # asked for, and answered, as `functions`
+
+
+def read_tools(
+    tools: Sequence[Tool] | None,
+    tool_choice: object,
+    functions: Sequence[Function] | None,
+    function_call: object,
+) -> ToolRequest:
+    """Raises RequestError if a choice has no known form, or names a tool that is not there."""
+    if tools and functions:
+        raise RequestError("Send 'tools' or the older 'functions', not both.", param="functions")
+    if functions:
+        given = tuple(function.for_template() for function in functions)
+        choice, _ = _read_choice("function_call", function_call, given)
+        return ToolRequest(given, choice, is_legacy=True)
+    _refuse_orphan("function_call", function_call, "functions")
+    if not tools:
+        _refuse_orphan("tool_choice", tool_choice, "tools")
+        return ToolRequest()
+    given = tuple(tool.function.for_template() for tool in tools)
+    choice, allowed = _read_choice("tool_choice", tool_choice, given)
+    return ToolRequest(tuple(tool for tool in given if _name(tool) in allowed), choice)
+
+
+def _refuse_orphan(param: str, choice: object, tools: str) -> None:
+    if choice not in (None, "none", "auto"):
+        raise RequestError(f"'{param}' asks for a call, which needs '{tools}'.", param=param)
+
+
+def _read_choice(
+    param: str, choice: object, tools: Sequence[Mapping[str, Any]]
+) -> tuple[ToolChoice, frozenset[str]]:
+    """The choice, and the names of the tools among which it is."""
+    names = frozenset(_name(tool) for tool in tools)
+    if choice is None:
+        return _ANY, names
+    if isinstance(choice, str) and choice in set(ToolUse):
+        return ToolChoice(ToolUse(choice)), names
+    if isinstance(choice, dict):
+        if choice.get("type") == "allowed_tools":
+            return _allowed(param, choice.get("allowed_tools"), names)
+        if choice.get("type", "function") == "function":
+            at = f"{param}.function" if "function" in choice else param
+            name = _chosen(f"{at}.name", choice.get("function", choice), names)
+            return ToolChoice(ToolUse.REQUIRED, name), names
+    expected = "'none', 'auto', 'required' or an object that names a function"
+    raise RequestError(f"Invalid '{param}': expected {expected}, got {found(choice)}.", param=param)
+
+
+def _allowed(param: str, allowed: object, names: frozenset[str]) -> tuple[ToolChoice, frozenset[str]]:
+    """Some of the tools, all of them in the prompt's place."""
+    param = f"{param}.allowed_tools"
+    mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
+    entries = allowed.get("tools") if isinstance(allowed, dict) else None
+    if mode not in ("auto", "required") or not isinstance(entries, list) or not entries:
+        expected = "an object with 'mode' ('auto' or 'required') and 'tools', a list of functions"
+        raise RequestError(f"Invalid '{param}': expected {expected}.", param=param)
+    chosen = frozenset(
+        _chosen(
+            f"{param}.tools[{number}]", entry.get("function") if isinstance(entry, dict) else entry, names
+        )
+        for number, entry in enumerate(entries)
+    )
+    return ToolChoice(ToolUse(mode)), chosen
+
+
+def _chosen(param: str, function: object, names: frozenset[str]) -> str:
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise RequestError(f"Invalid '{param}': expected the name of a function.", param=param)
+    if name not in names:
+        raise RequestError(f"Invalid '{param}': no function of the body has this name.", param=param)
+    return name
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    name: str = tool["function"]["name"]
+    return name

@@ -1,0 +1,132 @@
+"""Answers of Anthropic's Messages API: deltas become a document, or the events of a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import from_json
+
+from kvshare.conversation.parser import AnswerParser
+from kvshare.engines.base import Delta, FinishReason, GenerationRequest
+from proxy.errors import ErrorReply
+from proxy.generate.answer import Answer, Usage
+from proxy.generate.blocks import Began, Block, BlockKind, Blocks, Change, Grew
+from proxy.sse import named_events
+
+
+class MessageAnswer(Answer):
+    """One message: blocks of text, thoughts and tool uses."""
+
+    keep_alive = named_events({"type": "ping"})
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        parser: AnswerParser,
+        *,
+        model: str,
+        is_stream: bool,
+        client_request_id: str,
+    ) -> None:
+        """`client_request_id`: what the answer's `request-id` header says."""
+        self.requests = [request]
+        self.is_stream = is_stream
+        self._client_request_id = client_request_id
+        self._head = {
+            "id": f"msg_{request.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
+        self._blocks = Blocks(parser)
+
+    def collect(self, delta: Delta) -> None:
+        self._blocks.add(delta)
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        content = [_whole(block) for block in self._blocks.all]
+        return {**self._head, "content": content, **self._ending, "usage": _document(usage)}
+
+    def opening(self, usage: Usage) -> bytes:
+        nothing_yet: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        message = {**self._head, **nothing_yet, "usage": _document(usage)}
+        return named_events({"type": "message_start", "message": message})
+
+    def more(self, delta: Delta) -> bytes:
+        return named_events(*(_event(change) for change in self._blocks.add(delta)))
+
+    def closing(self, usage: Usage) -> bytes:
+        last = {"type": "message_delta", "delta": self._ending, "usage": _document(usage)}
+        return named_events(last, {"type": "message_stop"})
+
+    def broken_off(self, reply: ErrorReply) -> bytes:
+        return named_events(reply.anthropic_body(self._client_request_id))
+
+    @property
+    def has_calls(self) -> bool:
+        return self._blocks.has_calls
+
+    @property
+    def _ending(self) -> dict[str, str | None]:
+        """Why it ended. A stop string may cut a call short, so it counts before the calls."""
+        blocks = self._blocks
+        if blocks.finish_reason is FinishReason.LENGTH:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if blocks.stop is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": blocks.stop}
+        return {"stop_reason": "tool_use" if blocks.has_calls else "end_turn", "stop_sequence": None}
+
+
+def _event(change: Change) -> dict[str, Any]:
+    index = change.block.index
+    if isinstance(change, Began):
+        block = _documented(change.block, text="", arguments={})
+        return {"type": "content_block_start", "index": index, "content_block": block}
+    if isinstance(change, Grew):
+        delta_type, field = _DELTAS[change.block.kind]
+        return {
+            "type": "content_block_delta",
+            "index": index,
+            "delta": {"type": delta_type, field: change.text},
+        }
+    return {"type": "content_block_stop", "index": index}
+
+
+_DELTAS = {
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.CALL: ("input_json_delta", "partial_json"),
+}
+
+
+def _whole(block: Block) -> dict[str, Any]:
+    return _documented(block, text=block.text, arguments=_parsed(block.text))
+
+
+def _documented(block: Block, *, text: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    if block.kind is BlockKind.CALL:
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+    if block.kind is BlockKind.REASONING:
+        return {"type": "thinking", "thinking": text, "signature": ""}  # nobody signs here
+    return {"type": "text", "text": text}
+
+
+def _parsed(arguments: str) -> dict[str, Any]:
+    """What is there of the arguments, if the answer was cut off in them: as clients read a stream of it."""
+    try:
+        document = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _document(usage: Usage) -> dict[str, Any]:
+    """In Anthropic's count the prompt's tokens are `input_tokens` and those read from the cache."""
+    num_cached = usage.report.num_cached
+    return {
+        "input_tokens": usage.report.num_prompt_tokens - num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached,
+        "output_tokens": usage.num_completion_tokens,
+        "kvshare": usage.kvshare,
+    }

@@ -1,0 +1,39 @@
+"""POST /v1/messages and POST /v1/messages/count_tokens"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from proxy.generate.chat_requests import chat_request
+from proxy.generate.engine_key import ENGINE
+from proxy.generate.messages.answers import MessageAnswer
+from proxy.generate.messages.bodies import CountTokensBody, MessagesBody
+from proxy.generate.requests import check_model
+from proxy.generate.run import answer
+from proxy.request_body import read_object, validated
+from proxy.request_log import RECORD
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """POST /v1/messages"""
+    engine = request.app[ENGINE]
+    body = validated(MessagesBody, await read_object(request))
+    check_model(engine, body.model)
+    asked = await chat_request(request, engine, body.chat, body.sampling, body.kvshare)
+    written = MessageAnswer(
+        asked.generation,
+        asked.new_parser(),
+        model=engine.card.model_id,
+        is_stream=body.stream,
+        client_request_id=request[RECORD].request_id,
+    )
+    return await answer(request, engine, written)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """POST /v1/messages/count_tokens: of the prompt that this body becomes, its template included."""
+    engine = request.app[ENGINE]
+    body = validated(CountTokensBody, await read_object(request))
+    check_model(engine, body.model)
+    prompt = await engine.encode_chat(body.chat)
+    return web.json_response({"input_tokens": prompt.num_tokens})

@@ -1,0 +1,229 @@
+"""
+What a client learns of a value that is wrong: which field it is, what was expected and what was found.
+
+No text of the body is quoted, as it may be a prompt: only its type, a number, or, where one of a few words
+was expected, its first characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from kvshare.errors import RequestError
+
+_MAX_QUOTED = 40  # characters of a word, digits of a number
+_MAX_PARAM = 200
+_MAX_PROBLEMS = 200  # that are looked at: a long list of wrong entries has one for each
+
+# pydantic's error type -> what was expected, filled from the error's context.
+EXPECTED: Mapping[str, str] = MappingProxyType(
+    {
+        "string_type": "a string",
+        "string_unicode": "a string of Unicode text",
+        "string_too_short": "a string of {min_length} or more characters",
+        "string_too_long": "a string of at most {max_length} characters",
+        "string_pattern_mismatch": "text that matches {pattern}",
+        "int_type": "an integer",
+        "int_from_float": "an integer",
+        "int_parsing": "an integer",
+        "float_type": "a number",
+        "float_parsing": "a number",
+        "finite_number": "a finite number",
+        "multiple_of": "a multiple of {multiple_of}",
+        "greater_than": "a number above {gt}",
+        "greater_than_equal": "at least {ge}",
+        "less_than": "a number below {lt}",
+        "less_than_equal": "at most {le}",
+        "bool_type": "true or false",
+        "bool_parsing": "true or false",
+        "list_type": "a list",
+        "tuple_type": "a list",
+        "too_short": "a list of {min_length} or more",
+        "too_long": "a list of at most {max_length}",
+        "dict_type": "an object",
+        "mapping_type": "an object",
+        "model_type": "an object",
+        "model_attributes_type": "an object",
+        "none_required": "null",
+        "literal_error": "{expected}",
+        "enum": "{expected}",
+        "union_tag_invalid": "one of {expected_tags}",
+    }
+)
+_OF_WORDS = ("literal_error", "enum")  # their values are words of a few, not text
+_ABSENT = ("missing", "union_tag_not_found")
+_UNKNOWN = "extra_forbidden"
+
+_Path = tuple[int | str, ...]
+
+
+def wrong(expected: str, value: object) -> PydanticCustomError:
+    """The error that a field's own validator raises. `expected`: a noun phrase, such as "a list of texts"."""
+    words = {"expected": expected, "found": found(value)}
+    return PydanticCustomError("wrong_value", "expected {expected}, got {found}", words)
+
+
+def found(value: object) -> str:
+    """A value's type in JSON's words, or a short number itself."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return text if len(text := str(value)) <= _MAX_QUOTED else "a longer number"
+    if isinstance(value, str):
+        return "a string" if value else "an empty string"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}" if value else "an empty list"
+    return "an object" if value else "an empty object"
+
+
+def to_request_error(
+    error: ValidationError, model: type[BaseModel], document: Mapping[str, Any]
+) -> RequestError:
+    """What to say of `document`, which is no `model`: its first wrong parameter."""
+    every = error.errors(include_url=False)
+    problems = [_Problem.at(details, document) for details in every[:_MAX_PROBLEMS]]
+    first, same = _meant(problems)
+    param = _param(first.place)
+    if first.kind == _UNKNOWN:
+        return _unknown_key(first, param, model)
+    if first.kind in _ABSENT:
+        return RequestError(f"'{param}' is missing, and this request needs it.", param=param)
+    if first.kind not in EXPECTED:  # a field's own validator: it says both
+        return RequestError(f"Invalid '{param}': {first.details['msg']}.", param=param)
+    expected = " or ".join(dict.fromkeys(problem.expected for problem in same))
+    return RequestError(f"Invalid '{param}': expected {expected}, got {first.found}.", param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """One of pydantic's errors. `place`: the field as the client wrote it; `branch`: of a union, if any."""
+
+    place: _Path
+    branch: _Path
+    details: ErrorDetails
+
+    @classmethod
+    def at(cls, details: ErrorDetails, document: object) -> _Problem:
+        """
+        pydantic's location names branches of unions among the keys, and a branch may be called as a key is:
+        of what it can mean, that counts at whose end the wrong value stands.
+        """
+        location, kind = details["loc"], details["type"]
+        absent = location[-1:] if kind == "missing" else ()
+        ways = list(_ways(location[: len(location) - len(absent)], document))
+        place, branch, _ = next((way for way in ways if way[2] is details["input"]), ways[0])
+        if kind.startswith("union_tag"):
+            absent = (str(details["ctx"]["discriminator"]).strip("'"),)
+        return cls((*place, *absent), branch, details)
+
+    @property
+    def kind(self) -> str:
+        return self.details["type"]
+
+    @property
+    def expected(self) -> str:
+        """Of an error of this table."""
+        return EXPECTED[self.kind].format(
+            **{name: _plain(value) for name, value in self.details.get("ctx", {}).items()}
+        )
+
+    @property
+    def found(self) -> str:
+        value = self.details["input"]
+        if self.kind == "union_tag_invalid":
+            return _quoted(self.details["ctx"]["tag"])
+        return _quoted(value) if self.kind in _OF_WORDS and isinstance(value, str) else found(value)
+
+
+def _ways(location: _Path, here: object, at: int = 0) -> Iterator[tuple[_Path, _Path, object]]:
+    """
+    What a location can mean in a document: the keys on the way, the location up to the last union's branch,
+    and the value at its end. The first is the one with the most keys.
+    """
+    if at == len(location):
+        yield (), (), here
+        return
+    part = location[at]
+    if part == "[key]":  # the key of an entry is wrong, not its value
+        yield (part,), (), here
+        return
+    is_entry = isinstance(here, list) and isinstance(part, int) and part < len(here)
+    if is_entry or (isinstance(here, Mapping) and part in here):
+        for place, branch, value in _ways(location, here[part], at + 1):  # type: ignore[index]  # it is there
+            yield (part, *place), branch, value
+    if isinstance(part, str):
+        for place, branch, value in _ways(location, here, at + 1):
+            yield place, branch or location[: at + 1], value
+    elif not is_entry:  # of a list that a field's own validator made
+        yield location[at:], (), None
+
+
+def _meant(problems: Sequence[_Problem]) -> tuple[_Problem, list[_Problem]]:
+    """
+    The first problem, and all that say what else its field may be.
+
+    A union has problems for each of its branches. A branch with another word in a field of few words, mostly
+    `type`, is not what the client meant; of the others it is the one that got furthest.
+    """
+    first = problems[0]
+    if not first.branch:
+        return first, [first]
+    alternatives = [problem for problem in problems if problem.place[:1] == first.place[:1]]
+    depths = {problem.branch: len(problem.place) for problem in alternatives if problem.kind in _OF_WORDS}
+    depth = max(depths.values(), default=0)
+    fitting = [each for each in alternatives if each.branch not in depths and len(each.place) >= depth]
+    fitting = fitting or alternatives
+    first = max(fitting, key=lambda problem: (len(problem.place), problem.kind in EXPECTED))
+    return first, [each for each in fitting if each.place == first.place and each.kind in EXPECTED]
+
+
+def _unknown_key(problem: _Problem, param: str, model: type[BaseModel]) -> RequestError:
+    models = _models_at(model, problem.place[:-1])
+    known = ", ".join(dict.fromkeys(name for each in models for name in each.model_fields))
+    return RequestError(
+        f"Unknown key '{param}': expected one of {known}.", param=param, code="unknown_parameter"
+    )
+
+
+def _models_at(model: type[BaseModel], place: _Path) -> list[type[BaseModel]]:
+    """The models that may stand at a place of a body."""
+    models = [model]
+    for part in place:
+        if isinstance(part, str):
+            annotations = [each.model_fields[part].annotation for each in models if part in each.model_fields]
+            models = [inner for annotation in annotations for inner in _models_in(annotation)]
+    return models
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Every model that an annotation names: in lists, in unions, annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    inner = get_args(annotation)
+    for each in inner[:1] if get_origin(annotation) is Annotated else inner:
+        yield from _models_in(each)
+
+
+def _param(place: _Path) -> str:
+    """("messages", 0, "content") -> "messages[0].content", short enough to be sent back."""
+    path = ""
+    for part in place:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path[:_MAX_PARAM]
+
+
+def _plain(value: object) -> object:
+    """A limit as one writes it: 100, not 100.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _quoted(word: str) -> str:
+    return f"'{word}'" if len(word) <= _MAX_QUOTED else f"'{word[:_MAX_QUOTED]}…'"

@@ -1,0 +1,289 @@
+"""Tools on /v1/chat/completions: what the engine is asked, and how calls in its answer reach the clients."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvshare.conversation.chat import ToolChoice, ToolUse
+from tests.proxy.conftest import Server, chat, running_server
+from tests.proxy.fake_engine import Behaviour
+
+CHAT = "/v1/chat/completions"
+
+
+def function(name: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    return {"name": name, "description": f"The {name} of a city", "parameters": parameters}
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": function(name)}
+
+
+def call_text(name: str, city: str) -> str:
+    """A call as the fake engine's model writes it."""
+    call = {"name": name, "arguments": {"city": city}}
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+TOOLS = [tool("weather"), tool("time")]
+MESSAGES = [{"role": "user", "content": "What about Paris?"}]
+ONE = call_text("weather", "Paris")
+TWO = f"{ONE}\n{call_text('time', 'Lyon')}"
+
+
+async def test_a_call_is_no_text() -> None:
+    """An answer that only calls has calls, null as content, and its own finish reason."""
+    async with running_server(Behaviour(says=ONE)) as server, server.client() as client:
+        answer = await client.chat.completions.create(model="echo", messages=MESSAGES, tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.id
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+
+
+async def test_text_before_calls_stays_text() -> None:
+    """Parallel calls come in order, beside what is said."""
+    async with running_server(Behaviour(says=f"Let me see.\n{TWO}")) as server, server.client() as client:
+        answer = await client.chat.completions.create(model="echo", messages=MESSAGES, tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.message.content.strip() == "Let me see."
+    assert [call.function.name for call in choice.message.tool_calls] == ["weather", "time"]
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+
+
+async def test_a_stream_has_the_deltas_that_clients_join() -> None:
+    """The first delta of a call has its index, id, type and name; the others are pieces of the arguments."""
+    async with running_server(Behaviour(says=TWO)) as server, server.client() as client:
+        stream = await client.chat.completions.create(
+            model="echo", messages=MESSAGES, tools=TOOLS, stream=True
+        )
+        choices = [chunk.choices[0] async for chunk in stream]
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+    deltas = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    for index, name, city in ((0, "weather", "Paris"), (1, "time", "Lyon")):
+        first, *rest = [delta for delta in deltas if delta.index == index]
+        assert (first.type, first.function.name, first.function.arguments) == ("function", name, "")
+        assert first.id
+        assert all(delta.id is None and delta.function.name is None for delta in rest)
+        assert json.loads("".join(delta.function.arguments for delta in rest)) == {"city": city}
+    assert not "".join(choice.delta.content or "" for choice in choices).strip()
+
+
+async def test_the_client_joins_a_stream_to_the_whole_answer() -> None:
+    """The openai client's own accumulation of a stream gives the message of the whole answer, per choice."""
+    says = f"Well.\n{TWO}"
+    options: dict[str, Any] = {"model": "echo", "messages": MESSAGES, "tools": TOOLS, "n": 2}
+    async with running_server(Behaviour(says=says)) as server, server.client() as client:
+        whole = await client.chat.completions.create(**options)
+        async with client.chat.completions.stream(**options) as stream:
+            joined = await stream.get_final_completion()
+    for one, other in zip(whole.choices, joined.choices, strict=True):
+        assert one.finish_reason == other.finish_reason == "tool_calls"
+        assert one.message.content == other.message.content
+        functions = [call.function for call in one.message.tool_calls]
+        assert [(each.name, each.arguments) for each in functions] == [
+            (each.function.name, each.function.arguments) for each in other.message.tool_calls
+        ]
+
+
+async def test_the_second_round_reaches_the_template() -> None:
+    """A transcript with calls and results continues; arguments are objects, results have their tool's name."""
+    messages = [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "P"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "rain"}]},
+    ]
+    async with running_server(Behaviour(says="It rains.")) as server, server.client() as client:
+        answer = await client.chat.completions.create(model="echo", messages=messages, tools=TOOLS)
+        (seen,) = server.engine.chats
+    assert answer.choices[0].message.content == "It rains."
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.tool_calls is None
+    _, assistant, result = seen.messages
+    assert assistant["content"] == ""
+    assert assistant["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "P"}}
+    assert (result["role"], result["content"], result["name"]) == ("tool", "rain", "weather")
+    assert result["tool_call_id"] == "c1"
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "choice"),
+    [
+        ({}, ["weather", "time"], ToolChoice()),
+        ({"tool_choice": None}, ["weather", "time"], ToolChoice()),
+        ({"tool_choice": "none"}, ["weather", "time"], ToolChoice(ToolUse.NONE)),
+        ({"tool_choice": "required"}, ["weather", "time"], ToolChoice(ToolUse.REQUIRED)),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "time"}}},
+            ["weather", "time"],
+            ToolChoice(ToolUse.REQUIRED, "time"),
+        ),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "required",
+                        "tools": [{"type": "function", "function": {"name": "time"}}],
+                    },
+                }
+            },
+            ["time"],
+            ToolChoice(ToolUse.REQUIRED),
+        ),
+    ],
+)
+async def test_what_the_engine_is_asked(
+    server: Server, given: dict[str, object], names: list[str], choice: ToolChoice
+) -> None:
+    """The tools, and whether they are called."""
+    assert (await server.post(CHAT, chat(tools=TOOLS, **given))).status == 200
+    (seen,) = server.engine.chats
+    assert [each["function"]["name"] for each in seen.tools] == names
+    assert seen.tool_choice == choice
+    assert seen.parallel_tool_calls
+    assert (server.engine.requests[0].sampling.grammar is not None) == (choice.use is ToolUse.REQUIRED)
+
+
+async def test_without_a_need_to_call_text_is_text() -> None:
+    """What looks like a call is text for who forbids calls, or has no tools."""
+    async with running_server(Behaviour(says=ONE)) as server:
+        for given in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {"tools": None}):
+            document = await (await server.post(CHAT, chat(**given))).json()
+            assert document["choices"][0]["message"] == {
+                "role": "assistant",
+                "content": ONE,
+                "refusal": None,
+            }
+
+
+async def test_parallel_calls_can_be_forbidden(server: Server) -> None:
+    """`parallel_tool_calls` reaches the grammar and the parser."""
+    await server.post(CHAT, chat(tools=TOOLS, parallel_tool_calls=False))
+    assert not server.engine.chats[0].parallel_tool_calls
+
+
+async def test_functions_of_old_clients() -> None:
+    """`functions` are answered by one `function_call`, whole and in a stream."""
+    body = chat(functions=[function("weather"), function("time")], function_call="auto")
+    async with running_server(Behaviour(says=ONE)) as server:
+        document = await (await server.post(CHAT, body)).json()
+        stream = await (await server.post(CHAT, body | {"stream": True})).text()
+    (choice,) = document["choices"]
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"]["name"] == "weather"
+    assert json.loads(choice["message"]["function_call"]["arguments"]) == {"city": "Paris"}
+    assert "tool_calls" not in choice["message"]
+    chunks = [json.loads(line[6:]) for line in stream.split("\n\n") if line.startswith("data: {")]
+    deltas = [chunk["choices"][0]["delta"].get("function_call", {}) for chunk in chunks]
+    assert [delta["name"] for delta in deltas if "name" in delta] == ["weather"]
+    assert json.loads("".join(delta.get("arguments", "") for delta in deltas)) == {"city": "Paris"}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "function_call"
+
+
+async def test_messages_of_old_clients(server: Server) -> None:
+    """A function's call and its result are a tool's, by the same id."""
+    call = {"name": "weather", "arguments": "{}"}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "weather", "content": "rain"},
+    ]
+    response = await server.post(CHAT, chat(functions=[function("weather")]) | {"messages": messages})
+    assert response.status == 200
+    (seen,) = server.engine.chats
+    assert not seen.parallel_tool_calls
+    _, assistant, result = seen.messages
+    (called,) = assistant["tool_calls"]
+    assert called["function"] == {"name": "weather", "arguments": {}}
+    assert (result["role"], result["name"], result["content"]) == ("tool", "weather", "rain")
+    assert result["tool_call_id"] == called["id"]
+
+
+async def test_logprobs_of_calls_are_all_there() -> None:
+    """Tokens whose text is held back until it is certain come with what follows."""
+    body = chat(tools=TOOLS, logprobs=True, stream=True)
+    async with running_server(Behaviour(says=ONE)) as server:
+        stream = await (await server.post(CHAT, body)).text()
+    chunks = [json.loads(line[6:]) for line in stream.split("\n\n") if line.startswith("data: {")]
+    logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    tokens = [token["token"] for entry in logprobs if entry for token in entry["content"]]
+    assert "".join(tokens) == ONE
+
+
+async def test_metrics_count_calls() -> None:
+    """The request's finish reason is that of the client."""
+    async with running_server(Behaviour(says=ONE)) as server:
+        await server.post(CHAT, chat(tools=TOOLS))
+        await server.post(CHAT, chat(tools=TOOLS, stream=True))
+        metrics = await (await server.get("/metrics")).text()
+    (line,) = [
+        line for line in metrics.splitlines() if 'finish_reason="tool_calls"' in line and "_total" in line
+    ]
+    assert line.endswith(" 2.0")
+
+
+async def test_thoughts_are_no_text() -> None:
+    """Where the prompt ends inside a thought, the answer's begins with it; clients know two names for it."""
+    messages = [{"role": "user", "content": "Why?<think>"}]
+    async with running_server(Behaviour(says="Hm.</think>Because.")) as server:
+        document = await (await server.post(CHAT, {"model": "echo", "messages": messages})).json()
+        stream = await (
+            await server.post(CHAT, {"model": "echo", "messages": messages, "stream": True})
+        ).text()
+    message = document["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Because.", "Hm.")
+    chunks = [json.loads(line[6:]) for line in stream.split("\n\n") if line.startswith("data: {")]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Because."
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tools": "weather"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": 5}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice.function.name",
+        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tools": TOOLS, "functions": [function("f")]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"functions": [function("f")], "function_call": {"name": "g"}}, "function_call.name"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
+    ],
+)
+async def test_what_is_no_tool_is_refused(server: Server, given: dict[str, object], param: str) -> None:
+    """A wrong form is a 400 that names the field."""
+    response = await server.post(CHAT, chat() | given)
+    error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, param), error

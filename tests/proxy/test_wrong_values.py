@@ -1,0 +1,172 @@
+"""Each message about a wrong value names the field, what was expected and what was found; never a text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+import pytest
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core.core_schema import ErrorType
+
+from kvshare.errors import RequestError
+from proxy.request_body import at_most, validated
+from proxy.wrong_values import EXPECTED, wrong
+
+PROMPT = "a prompt that no message repeats"
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(Strict):
+    type: Literal["image"]
+    image: str
+
+
+def refuse(value: object) -> object:
+    raise wrong("something else", value)
+
+
+class Body(Strict):
+    model: str = "m"
+    id: Annotated[str, Field(min_length=1, max_length=8)] = "x"
+    content: str | list[TextPart | ImagePart] | None = None
+    parts: list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] = []
+    role: Literal["user", "system"] = "user"
+    n: Annotated[int, Field(ge=1, le=8)] | None = None
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    stream: bool = False
+    few: Annotated[list[int], Field(min_length=1, max_length=2)] = [1]
+    counted: Annotated[list[int], at_most(2)] = []
+    biases: dict[Annotated[str, Field(pattern="^[0-9]+$")], float] = {}
+    digits: Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(lambda text: [*map(int, text)])] = [
+        1
+    ]
+    own: Annotated[Any, BeforeValidator(refuse)] = None
+
+
+@pytest.mark.parametrize(
+    ("document", "param", "message"),
+    [
+        ({"model": 5}, "model", "Invalid 'model': expected a string, got 5."),
+        ({"model": None}, "model", "Invalid 'model': expected a string, got null."),
+        ({"model": []}, "model", "Invalid 'model': expected a string, got an empty list."),
+        ({"model": {"a": 1}}, "model", "Invalid 'model': expected a string, got an object."),
+        ({"n": 0}, "n", "Invalid 'n': expected at least 1, got 0."),
+        ({"n": 9}, "n", "Invalid 'n': expected at most 8, got 9."),
+        ({"n": 1.5}, "n", "Invalid 'n': expected an integer, got 1.5."),
+        ({"n": True}, "n", "Invalid 'n': expected an integer, got true."),
+        ({"n": 10**60}, "n", "Invalid 'n': expected at most 8, got a longer number."),
+        ({"share": 0}, "share", "Invalid 'share': expected a number above 0, got 0."),
+        ({"share": 1.0}, "share", "Invalid 'share': expected a number below 1, got 1.0."),
+        ({"share": PROMPT}, "share", "Invalid 'share': expected a number, got a string."),
+        ({"stream": "yes"}, "stream", "Invalid 'stream': expected true or false, got a string."),
+        ({"id": ""}, "id", "Invalid 'id': expected a string of 1 or more characters, got an empty string."),
+        ({"id": PROMPT}, "id", "Invalid 'id': expected a string of at most 8 characters, got a string."),
+        ({"digits": "102"}, "digits[1]", "Invalid 'digits[1]': expected at least 1, got 0."),
+        ({"role": "tool"}, "role", "Invalid 'role': expected 'user' or 'system', got 'tool'."),
+        ({"role": 1}, "role", "Invalid 'role': expected 'user' or 'system', got 1."),
+        ({"few": []}, "few", "Invalid 'few': expected a list of 1 or more, got an empty list."),
+        ({"few": [1, 2, 3]}, "few", "Invalid 'few': expected a list of at most 2, got a list of 3."),
+        ({"few": [1, "b"]}, "few[1]", "Invalid 'few[1]': expected an integer, got a string."),
+        ({"counted": [0] * 3}, "counted", "Invalid 'counted': expected at most 2 entries, got a list of 3."),
+        ({"biases": {"1": "x"}}, "biases.1", "Invalid 'biases.1': expected a number, got a string."),
+        ({"own": PROMPT}, "own", "Invalid 'own': expected something else, got a string."),
+    ],
+)  # fmt: skip
+def test_a_wrong_value(document: dict[str, object], param: str, message: str) -> None:
+    """The field, what was expected, what was found."""
+    assert refusal(document) == (message, param, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "param", "message"),
+    [
+        (5, "content", "Invalid 'content': expected a string or a list, got 5."),
+        ([5], "content[0]", "Invalid 'content[0]': expected an object, got 5."),
+        ([{"type": "text"}], "content[0].text", "'content[0].text' is missing, and this request needs it."),
+        (
+            [{"type": "text", "text": 5}],
+            "content[0].text",
+            "Invalid 'content[0].text': expected a string, got 5.",
+        ),
+        (
+            [{"type": "audio"}],
+            "content[0].type",
+            "Invalid 'content[0].type': expected 'text' or 'image', got 'audio'.",
+        ),
+    ],
+)
+def test_a_union_speaks_of_the_branch_that_was_meant(content: object, param: str, message: str) -> None:
+    """Branches that the client did not mean are not mentioned, and their names are not in the path."""
+    assert refusal({"content": content}) == (message, param, None)
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "message"),
+    [
+        ({}, "parts[0].type", "'parts[0].type' is missing, and this request needs it."),
+        (
+            {"type": "audio"},
+            "parts[0].type",
+            "Invalid 'parts[0].type': expected one of 'text', 'image', got 'audio'.",
+        ),
+        ({"type": "image"}, "parts[0].image", "'parts[0].image' is missing, and this request needs it."),
+        (
+            {"type": "text", "text": None},
+            "parts[0].text",
+            "Invalid 'parts[0].text': expected a string, got null.",
+        ),
+    ],
+)
+def test_a_tagged_union(part: dict[str, object], param: str, message: str) -> None:
+    """The tag's own field is named when it is wrong, and nothing but the tag's branch otherwise."""
+    assert refusal({"parts": [part]}) == (message, param, None)
+
+
+@pytest.mark.parametrize(
+    ("document", "param", "known"),
+    [
+        ({"modle": "m"}, "modle", ", ".join(Body.model_fields)),
+        ({"parts": [{"type": "text", "text": PROMPT, "txt": 1}]}, "parts[0].txt", "type, text, image"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_those_that_exist(
+    document: dict[str, object], param: str, known: str
+) -> None:
+    """The way out of a misspelt key."""
+    assert refusal(document) == (
+        f"Unknown key '{param}': expected one of {known}.",
+        param,
+        "unknown_parameter",
+    )
+
+
+def test_words_are_quoted_in_part() -> None:
+    """Somebody's text in a field of few words is cut; a param is, too."""
+    assert refusal({"role": "x" * 500})[0].endswith(f"got '{'x' * 40}…'.")
+    assert len(refusal({"y" * 500: 1})[1] or "") == 200
+
+
+def test_many_wrong_entries_are_one_message() -> None:
+    """The first of them."""
+    assert refusal({"few": ["a"] * 100_000})[0].startswith("Invalid 'few")
+
+
+def test_the_table_names_errors_that_pydantic_has() -> None:
+    """A misspelt row would never be looked up."""
+    assert EXPECTED.keys() <= set(get_args(ErrorType))
+
+
+def refusal(document: dict[str, object]) -> tuple[str, str | None, str | None]:
+    """What is said of a document that is refused."""
+    with pytest.raises(RequestError) as caught:
+        validated(Body, document)
+    assert PROMPT not in str(caught.value)
+    return str(caught.value), caught.value.param, caught.value.code
