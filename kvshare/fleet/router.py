@@ -59,7 +59,7 @@ class Router:
                 if replica.renders:
                     log.warning(
                         "replica %s has no /render routes: /v1/responses and /v1/messages are not shared, and "
-                        "chats are tokenized by /tokenize; start vLLM with --enable-scale-out",
+                        "chats go by /tokenize; start vLLM with --enable-scale-out",
                         replica.name,
                     )
                 replica.renders = False

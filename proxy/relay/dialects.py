@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxy.errors import ErrorReply
-from proxy.sse import DONE, frames
+from proxy.sse import DONE, frames, named_events
 from vector_index import PromptText
 
 Body = Mapping[str, Any]
@@ -28,7 +28,7 @@ class Dialect:
 
     path: str
     text_of: Callable[[Body], PromptText]  # raises Unplannable
-    broken_off: Callable[[ErrorReply], bytes]  # the last events of a stream that breaks off
+    broken_off: Callable[[ErrorReply, str], bytes]  # the end of a stream that breaks off; + the request's id
     first_token: bytes = b""  # is in a stream as soon as there is a token; empty: its first byte says so
 
 
@@ -113,18 +113,17 @@ def only_prompt(document: Body) -> str | list[Any]:
 # Each begins with a blank line, which ends what may be half an event.
 
 
-def _openai_end(reply: ErrorReply) -> bytes:
+def _openai_end(reply: ErrorReply, request_id: str) -> bytes:
     return b"\n\n" + frames(reply.body) + DONE
 
 
-def _responses_end(reply: ErrorReply) -> bytes:
-    error = {**reply.body["error"], "type": "error", **reply.body}  # its client raises for a member `error`
-    return b"\n\nevent: error\n" + frames(error)
+def _responses_end(reply: ErrorReply, request_id: str) -> bytes:
+    error = {"type": "error", "code": reply.code, "message": reply.message, "param": reply.param}
+    return b"\n\n" + named_events({**error, **reply.body})  # the openai client raises for a member `error`
 
 
-def _messages_end(reply: ErrorReply) -> bytes:
-    error = {"type": "api_error", "message": reply.message}
-    return b"\n\nevent: error\n" + frames({"type": "error", "error": error})
+def _messages_end(reply: ErrorReply, request_id: str) -> bytes:
+    return b"\n\n" + named_events(reply.anthropic_body(request_id))
 
 
 CHAT = Dialect("/v1/chat/completions", _chat_text, _openai_end)

@@ -152,13 +152,14 @@ class RelayedRequest:
         """
         if self._answer is None:
             raise error
-        self.request[RECORD].finish_reason = "error"
+        record = self.request[RECORD]
+        record.finish_reason = "error"
         try:
             if self.dialect is not None and self._is_stream:
-                await self._answer.write(self.dialect.broken_off(to_reply(error)))
+                await self._answer.write(self.dialect.broken_off(to_reply(error), record.request_id))
                 await self._answer.write_eof()
             elif self.request.transport is not None:
                 self.request.transport.abort()
         except ConnectionError:
-            self.request[RECORD].disconnected = True
+            record.disconnected = True
         return self._answer

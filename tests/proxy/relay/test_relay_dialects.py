@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -219,6 +220,35 @@ async def test_the_openai_client_raises_for_a_response_that_breaks_off(relay: Re
         with pytest.raises(openai.APIError, match="broke off"):
             async for _ in stream:
                 pass
+
+
+async def test_the_anthropic_client_raises_for_a_message_that_breaks_off(
+    relay: Relay, vllm: FakeVllm
+) -> None:
+    """It knows errors of streams by their event's name."""
+    vllm.behaviour.die_after_chunks = 3
+    async with anthropic.AsyncAnthropic(base_url=relay.url, api_key="none", max_retries=0) as client:
+        stream = await client.messages.create(**body_of("/v1/messages", "Rome"), stream=True)
+        with pytest.raises(anthropic.APIStatusError, match="broke off"):
+            async for _ in stream:
+                pass
+
+
+async def test_the_proxys_own_errors_are_in_the_routes_words(vllm: FakeVllm, tmp_path: Path) -> None:
+    """Anthropic's clients name theirs by its type."""
+    async with running_relay(tmp_path, vllm, auth__keys=key_settings()) as relay:
+        async with anthropic.AsyncAnthropic(base_url=relay.url, api_key="wrong", max_retries=0) as client:
+            with pytest.raises(anthropic.AuthenticationError):
+                await client.messages.create(**body_of("/v1/messages", "Rome"))
+        async with anthropic.AsyncAnthropic(
+            base_url=relay.url, api_key=key_of("alice"), max_retries=0
+        ) as client:
+            with pytest.raises(anthropic.BadRequestError) as error:
+                await client.messages.create(
+                    **body_of("/v1/messages", "Rome"), extra_body={"kvshare": {"mode": "maybe"}}
+                )
+    assert error.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    assert vllm.seen == []
 
 
 async def test_a_response_that_only_says_it_began_has_no_token_yet(relay: Relay, vllm: FakeVllm) -> None:
