@@ -58,8 +58,8 @@ class Router:
                     raise
                 if replica.renders:
                     log.warning(
-                        "replica %s has no /render routes: /v1/responses and /v1/messages are not shared, and "
-                        "chats go by /tokenize; start vLLM with --enable-scale-out",
+                        "replica %s has no /render routes: /v1/responses and /v1/messages are not shared, "
+                        "and chats are tokenized by /tokenize; start vLLM with --enable-scale-out",
                         replica.name,
                     )
                 replica.renders = False
