@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.installed-vllm
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test check lint types unit long format clean
+.PHONY: serve test check lint types unit long clients format clean
 .DEFAULT_GOAL := serve
 
 serve: $(STAMP)
@@ -45,6 +45,10 @@ endif
 long: $(VLLM_STAMP)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
 	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py tests/kvshare/bench/test_gpu.py
+
+# Suites of real clients (openai, anthropic, langchain-openai, litellm, llm), each in its own environment, on both engines.
+clients: $(VLLM_STAMP)
+	$(BIN)/python -m pytest -m long tests/clients
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

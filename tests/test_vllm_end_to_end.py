@@ -264,7 +264,7 @@ def test_messages_and_responses_are_shared_like_chats(
     """Through the clients of both routes, tools in the body: copied, and answered as without sharing."""
     forms = pair(seed + stream)
     before = rested(fleet)
-    assert asked(fleet, forms.donor_messages, stream=stream).decision == "full"
+    asked(fleet, forms.donor_messages, stream=stream)
     settled(fleet, before)
     shared = asked(fleet, forms.recipient_messages, stream=stream)
     full = asked(fleet, forms.recipient_messages, stream=stream, mode="off")

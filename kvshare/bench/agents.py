@@ -1,0 +1,119 @@
+"""
+`kvshare bench agents`: a coding agent's session through `/v1/messages`, whose front changes with every turn.
+
+Each turn is sent to the default model in four ways, over a loopback socket:
+
+    full         nothing is shared
+    prefix       equal prefixes alone, as a prefix cache has them
+    edits        as by default
+    rules        as by default, with rules that pin the nonce and move the clock (config.yaml: `rules`)
+
+Each way has a server of its own, so that none finds another's KV. The calls of tools of the last two are
+compared with those of full prefills of the same prompts.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvshare.bench.agent_transcript import RULES, AgentSession, Body
+from kvshare.bench.front import Client, serving
+from kvshare.bench.harness import bench_settings, environment, new_engine
+from kvshare.errors import EngineError
+
+_CALL_TOKENS = 48  # at most, of the call that each turn asks for
+_REFUSED = "deviates_too_much"  # the gate's reason
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one request came to."""
+
+    prompt_tokens: int
+    reused: int
+    decision: str
+    reason: str | None
+    call: Mapping[str, Any] | None  # name and input of the tool that was called
+
+
+async def run(*, model: str = "default", turns: int = 20, seed: int = 0) -> dict[str, Any]:
+    """
+    One session of `turns` requests in every way. Raises:  ModelError; EngineError for a failed request
+    """
+    requests = list(AgentSession(seed, turns).requests())
+    full, prefix, edits = await _served(model, requests, ("off", "exact", "approx"), rules=())
+    full_ruled, rules = await _served(model, requests, ("off", "approx"), rules=RULES)
+    return {
+        "prompt_tokens": {"first": full[0].prompt_tokens, "last": full[-1].prompt_tokens},
+        "prefix": _shared(prefix),
+        "edits": {**_shared(edits), "equal_calls": _equal_calls(edits, full)},
+        "rules": {**_shared(rules), "equal_calls": _equal_calls(rules, full_ruled)},
+        "environment": environment(),
+    }
+
+
+async def _served(
+    model: str, requests: Sequence[Body], modes: Sequence[str], *, rules: Sequence[Mapping[str, Any]]
+) -> list[list[Turn]]:
+    """The turns in each of the modes, each on a server of its own."""
+    found = []
+    for mode in modes:
+        with tempfile.TemporaryDirectory() as folder:
+            settings = bench_settings(folder, {"model.path": model, "rules": list(rules)})
+            engine = new_engine(None, settings)
+            async with serving(settings, engine) as client:
+                turns = []
+                for body in requests:
+                    turns.append(await _send(client, engine.card.model_id, body, mode))
+                    await engine.settle()
+                found.append(turns)
+    return found
+
+
+async def _send(client: Client, model: str, body: Body, mode: str) -> Turn:
+    """Raises EngineError unless it is answered."""
+    sharing = {"mode": mode, "no_store": mode == "off"}
+    sent = {**body, "model": model, "max_tokens": _CALL_TOKENS, "temperature": 0, "kvshare": sharing}
+    sent["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+    async with client.post("/v1/messages", json=sent) as response:
+        document = await response.json()
+    if response.status != 200:
+        raise EngineError(f"a turn was refused: {document['error']['message']}")
+    usage = document["usage"]
+    shared = usage["kvshare"]
+    calls = [block for block in document["content"] if block["type"] == "tool_use"]
+    return Turn(
+        prompt_tokens=sum(shared[part] for part in ("exact", "copied", "recomputed", "repaired")),
+        reused=shared["exact"] + shared["copied"],
+        decision=shared["decision"],
+        reason=shared["reason"],
+        call={"name": calls[0]["name"], "input": calls[0]["input"]} if calls else None,
+    )
+
+
+def _shared(turns: Sequence[Turn]) -> dict[str, Any]:
+    """
+    Of all turns but the first, which finds nothing: tokens reused, over all and where the gate let them.
+
+    `refused`: the share of tokens in turns whose expected deviation was too large for more than the prefix.
+    """
+    later = turns[1:]
+    allowed = [turn for turn in later if turn.reason != _REFUSED]
+    num_tokens = sum(turn.prompt_tokens for turn in later)
+    return {
+        "reused": sum(turn.reused for turn in later) / max(1, num_tokens),
+        "reused_where_allowed": sum(turn.reused for turn in allowed)
+        / max(1, sum(turn.prompt_tokens for turn in allowed)),
+        "refused": 1 - sum(turn.prompt_tokens for turn in allowed) / max(1, num_tokens),
+        "decisions": [turn.decision for turn in turns],
+        "reasons": sorted({turn.reason for turn in later if turn.reason is not None}),
+    }
+
+
+def _equal_calls(turns: Sequence[Turn], full: Sequence[Turn]) -> float:
+    """Share of turns that call the same tool with the same arguments as the full prefill does."""
+    pairs = list(zip(turns, full, strict=True))
+    return sum(shared.call == computed.call for shared, computed in pairs) / len(pairs)
