@@ -41,6 +41,7 @@ class Chat:
     parallel_tool_calls: bool = True
     answer_schema: Mapping[str, Any] | None = None  # the text is JSON of this schema; None: any text
     continue_final_message: bool = False  # the answer goes on with the last message, an assistant's
+    add_generation_prompt: bool = True  # the prompt ends with what begins an assistant's message
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -15,8 +15,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[st
     """
     The messages of a `Chat`: one string of content each, the arguments of calls as objects.
 
-    A developer is a system by another name. A refusal is what an assistant without content said. A tool's name is
-    that of the call it answers, if the message does not give one. What is not known here is left out.
+    A developer is a system by another name. A refusal is what an assistant without content said. A tool's name
+    is that of the call it answers, if the message does not give one. Fields that no template reads are left out.
 
     Raises:  RequestError naming the field, if a message is not as OpenAI's API describes it
     """
@@ -35,7 +35,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[st
 
 def _message(message: Mapping[str, Any], at: str) -> dict[str, Any]:
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         _refuse(f"{at}.role", role, f"one of {', '.join(_ROLES)}")
     read: dict[str, Any] = {"role": _ROLES[role], "content": _content(message, at)}
     if message.get("name") is not None:
@@ -87,10 +87,11 @@ def _call(call: object, at: str) -> dict[str, Any]:
 
 
 def _arguments(function: Mapping[str, Any], at: str) -> object:
-    """The object that the JSON text describes; the text itself if it describes none."""
+    """The object that the JSON text describes, none for an empty text; the text itself if it is no object."""
     text = _string(function, "arguments", at)
     try:
-        arguments = json.loads(text)
+        arguments = json.loads(text.strip() or "{}")
+        json.dumps(arguments, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError):
         return text
     return arguments if isinstance(arguments, dict) else text
@@ -104,16 +105,16 @@ def _string(fields: Mapping[str, Any], key: str, at: str) -> str:
 
 
 def _refuse(param: str, found: object, expected: str) -> NoReturn:
-    """Raises RequestError. A text that was found is not repeated, but a short word in place of another is."""
-    raise RequestError(f"'{param}': found {_shown(found)}; expected {expected}.", param=param)
+    """Raises RequestError. Of text only the name of a role or a type is repeated."""
+    is_name = param.endswith((".role", ".type")) and isinstance(found, str) and len(found) <= 32
+    shown = repr(found) if is_name else _kind(found)
+    raise RequestError(f"'{param}': found {shown}; expected {expected}.", param=param)
 
 
-def _shown(found: object) -> str:
+def _kind(found: object) -> str:
     match found:
         case None:
             return "nothing"
-        case str() if len(found) <= 32 and found.isprintable():
-            return repr(found)
         case str():
             return "a string"
         case bool():

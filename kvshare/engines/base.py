@@ -211,6 +211,11 @@ class GeneratingEngine(Engine):
     def tool_format(self) -> ToolFormat:
         """How the model writes calls of tools."""
 
+    @property
+    @abstractmethod
+    def added_tokens(self) -> Mapping[str, int]:
+        """Tokens that stand for a text of their own, such as `<tool_call>`, by that text."""
+
     @abstractmethod
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         """The namespace of an API key's requests under this engine's model and KV layout."""

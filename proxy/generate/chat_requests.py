@@ -22,6 +22,7 @@ class ChatRequest:
 
     generation: GenerationRequest
     new_parser: Callable[[], AnswerParser]
+    is_plain: bool  # nothing may be called, and the prompt does not end inside of thoughts
 
 
 async def chat_request(
@@ -32,10 +33,17 @@ async def chat_request(
     kvshare: KVShareObject | None,
 ) -> ChatRequest:
     """Raises RequestError if the template refuses the chat, or nothing can follow its schemas."""
-    # Some models' calls begin with a special token.
-    sampling = replace(
-        sampling, grammar=grammar_of(chat, engine.tool_format), skip_special_tokens=not chat.may_call
-    )
+    fmt = engine.tool_format
     (generation,) = await engine_requests(request, engine, [engine.encode_chat(chat)], sampling, kvshare)
     reasons = generation.prompt.text.body.rstrip().endswith("<think>")
-    return ChatRequest(generation, partial(parser_for, chat, engine.tool_format, reasons=reasons))
+    sampling = replace(
+        sampling,
+        grammar=grammar_of(chat, fmt, added_tokens=engine.added_tokens, reasons=reasons),
+        # Some models' calls begin with a special token.
+        skip_special_tokens=sampling.skip_special_tokens and not chat.may_call,
+    )
+    return ChatRequest(
+        replace(generation, sampling=sampling),
+        partial(parser_for, chat, fmt, reasons=reasons),
+        is_plain=not chat.may_call and not reasons,
+    )

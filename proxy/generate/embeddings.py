@@ -19,15 +19,11 @@ from proxy.wrong_values import wrong
 MAX_TEXTS = 2048  # as with OpenAI
 
 
-def _texts(given: object) -> list[str]:
+def _texts(given: object) -> object:
     """Token ids would be of a vocabulary that client and server would have to agree on: refused."""
     texts = given if isinstance(given, list) else [given]
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            expected = "text or a list of texts, none empty; token ids are not taken"
-            raise wrong(expected, given if isinstance(text, int) else text)
-    if not texts:
-        raise wrong("text or a list of texts", given)
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise wrong("text or a list of texts, none of them empty; token ids are not taken", given)
     return texts
 
 
@@ -41,7 +37,7 @@ class EmbeddingBody(Body):
 
 
 async def embeddings(request: web.Request) -> web.Response:
-    """POST /v1/embeddings. `model` may be the embedder's name or that of the model which is served beside it."""
+    """POST /v1/embeddings. `model` is the embedder's name, or that of the model beside it."""
     engine = request.app[ENGINE]
     body = validated(EmbeddingBody, await read_object(request))
     found = await engine.embed(body.input)

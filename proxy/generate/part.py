@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -51,6 +51,19 @@ def of_types(*types: str, default: str | None = None, hint: str) -> Callable[[ob
         return part
 
     return check
+
+
+def template_tool(
+    name: str, description: str | None, parameters: Mapping[str, Any], *, strict: bool
+) -> dict[str, Any]:
+    """A tool as chats have it; what is not given is not in the prompt. `strict`: calls follow the schema."""
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters
+    if strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
 
 
 def check_tools(names: Sequence[str], *, chosen: str | None, required: bool) -> None:

@@ -94,6 +94,10 @@ class FakeEngine(GeneratingEngine):
     def tool_format(self) -> ToolFormat:
         return ToolFormat.HERMES
 
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        return {}
+
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         return Namespace(
             tenant=tenant,
@@ -120,7 +124,9 @@ class FakeEngine(GeneratingEngine):
         return self._prompt(list(token_ids), last=bytes(token_ids).decode("utf-8", "replace"))
 
     async def decode_tokens(self, token_ids: Sequence[int]) -> str:
-        return (await self.encode_tokens(token_ids)).text.body
+        if any(token >= VOCABULARY for token in token_ids):
+            raise RequestError(f"A token id is outside the vocabulary of {VOCABULARY}.", param="tokens")
+        return bytes(token_ids).decode("utf-8", "replace")
 
     async def embed(self, texts: Sequence[str]) -> Embeddings:
         """A text's vector points to its length."""

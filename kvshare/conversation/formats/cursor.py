@@ -22,6 +22,7 @@ class Cursor:
     def __init__(self) -> None:
         self.text = ""  # without what was dropped
         self.at = 0
+        self.scanned = 0  # up to here values were followed, also where the cursor went back
         self.ended = False
         self.starved = False  # more was needed than came
 
@@ -84,4 +85,4 @@ class Cursor:
     def drop(self) -> None:
         """Forget what has been read."""
         self.text = self.text[self.at :]
-        self.at = 0
+        self.at = self.scanned = 0

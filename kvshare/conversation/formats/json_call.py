@@ -21,9 +21,9 @@ def read_call(cursor: Cursor, calls: Calls, *, marked: bool) -> Steps[bool]:
     goes_on = yield from call.read_field("{")
     while goes_on:
         goes_on = yield from call.read_field(",")
-    closed = yield from cursor.accept_after_space("}")
-    if call.begun and closed and not call.has_arguments:
-        yield calls.arguments("{}")
+    if not call.broken and (yield from cursor.accept_after_space("}")):
+        if call.begun and not call.has_arguments:
+            yield calls.arguments("{}")
     return call.begun
 
 
@@ -63,6 +63,7 @@ class _Call:
     def __init__(self, cursor: Cursor, calls: Calls, *, marked: bool) -> None:
         self.begun = False
         self.has_arguments = False
+        self.broken = False  # inside its arguments
         self._cursor = cursor
         self._calls = calls
         self._marked = marked
@@ -111,7 +112,8 @@ class _Call:
         if not self.begun:
             yield from self._begin(self._name)
         self.has_arguments = True
-        return (yield from stream_arguments(self._cursor, self._calls))
+        self.broken = not (yield from stream_arguments(self._cursor, self._calls))
+        return not self.broken
 
     def _begin(self, name: str) -> Steps[None]:
         self.begun = True

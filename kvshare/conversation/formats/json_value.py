@@ -72,6 +72,7 @@ def take_value(cursor: Cursor) -> Waiting[str | None]:
         text += value.take(cursor)
         if value.ended or not (yield from cursor.more()):
             break
+    cursor.scanned = max(cursor.scanned, cursor.at)
     if value.complete:
         return text
     cursor.at = start

@@ -90,6 +90,10 @@ class EmbeddedEngine(GeneratingEngine):
     def tool_format(self) -> ToolFormat:
         return self.server.encoder.tool_format
 
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        return self.server.encoder.added_tokens
+
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
         return Namespace(tenant=tenant, scope=scope, **self.server.namespace_fields)
 

@@ -77,6 +77,12 @@ class PromptEncoder:
         """How the model writes calls of tools, by its chat template."""
         return tool_format(self._tokenizer.chat_template)
 
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Tokens that stand for a text of their own, by that text."""
+        tokens: dict[str, int] = self._tokenizer.get_added_vocab()
+        return tokens
+
     def render_chat(self, chat: Chat) -> str:
         """
         The text that asks for the next message, or for the rest of the last one.
@@ -101,7 +107,7 @@ class PromptEncoder:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in chat.messages],
                 tokenize=False,
-                add_generation_prompt=not chat.continue_final_message,
+                add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
                 continue_final_message=chat.continue_final_message,
                 **options,
             )

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from kvshare.engines.base import Grammar, SamplingParams
+from kvshare.engines.base import SamplingParams
 from kvshare.errors import RequestError, UnsupportedParameterError
 from proxy.generate.chat.formats import answer_schema
 from proxy.generate.chat.template import TemplateBody
@@ -91,9 +91,7 @@ class GenerationBody(Body):
             raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
         return self
 
-    def _sampling(
-        self, *, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None
-    ) -> SamplingParams:
+    def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """What the body leaves out is as `SamplingParams` says. Raises RequestError."""
         if max_tokens is not None and (self.min_tokens or 0) > max_tokens:
             limit = f"at most 'max_tokens', which is {max_tokens}"
@@ -106,7 +104,6 @@ class GenerationBody(Body):
             top_k=None if self.top_k is None else max(0, self.top_k),
             logprobs=logprobs,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            grammar=grammar,
             **self.model_dump(include=_SAMPLING, exclude_none=True),
         )
 
@@ -125,13 +122,12 @@ class ChatBody(GenerationBody, TemplateBody):
             raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
         return self
 
-    def sampling(self, grammar: Grammar | None) -> SamplingParams:
+    def sampling(self) -> SamplingParams:
         """`max_completion_tokens` wins over the older `max_tokens`. Raises RequestError."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self._sampling(
             max_tokens=None if limit == NO_LIMIT else limit,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            grammar=grammar,
         )
 
 
@@ -152,9 +148,7 @@ class CompletionBody(GenerationBody):
             raise UnsupportedParameterError("echo", "not with 'logprobs', as the prompt's are not computed")
         return self
 
-    def sampling(self, grammar: Grammar | None) -> SamplingParams:
+    def sampling(self) -> SamplingParams:
         """Raises RequestError."""
         limit = _COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self._sampling(
-            max_tokens=None if limit == NO_LIMIT else limit, logprobs=self.logprobs, grammar=grammar
-        )
+        return self._sampling(max_tokens=None if limit == NO_LIMIT else limit, logprobs=self.logprobs)

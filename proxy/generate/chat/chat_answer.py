@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvshare.conversation.parser import AnswerParser
 from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasoning, Text
-from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
+from kvshare.engines.base import Delta, FinishReason, TokenLogprob
 from proxy.generate.chat.answers import Content, OpenAIAnswer, finite
 from proxy.generate.chat.bodies import ChatBody
+from proxy.generate.chat_requests import ChatRequest
 
 _THOUGHTS = "<think>"  # how they begin where a model writes them by itself
 
@@ -40,19 +41,10 @@ class ChatAnswer(OpenAIAnswer):
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        requests: Sequence[GenerationRequest],
-        body: ChatBody,
-        *,
-        model: str,
-        new_parser: Callable[[], AnswerParser],
-        is_plain: bool,
-    ) -> None:
-        """`is_plain`: nothing may be called, and the prompt does not end inside of thoughts."""
-        super().__init__(requests, body, model=model)
-        self._new_parser = new_parser
-        self._voices = [_Voice(None if is_plain else new_parser()) for _ in self.choices]
+    def __init__(self, asked: ChatRequest, body: ChatBody, *, model: str) -> None:
+        super().__init__([asked.generation], body, model=model)
+        self._new_parser = asked.new_parser
+        self._voices = [_Voice(None if asked.is_plain else asked.new_parser()) for _ in self.choices]
         self._calls: type[Calls] = LegacyCalls if body.tool_request.is_legacy else Calls
 
     @property

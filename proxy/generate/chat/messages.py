@@ -1,78 +1,73 @@
-"""The messages of a chat body, as OpenAI's clients of all ages write them; checked for their form."""
+"""The messages of a chat body, as OpenAI's clients of all ages write them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from kvshare.conversation.history import template_messages
+from kvshare.errors import RequestError, UnsupportedParameterError
+from proxy.wrong_values import found
 
-from proxy.generate.fields import Body
-from proxy.request_body import at_most
-from proxy.wrong_values import found, wrong
-
-MAX_CALLS = 512  # of tools, in one message
-_TEXT_OF = {"text": "text", "refusal": "refusal"}  # the key that holds the text of a part, by its type
-_MEDIA = ("image_url", "input_audio", "audio_url", "video_url", "file")
+_REASONING = ("reasoning_content", "reasoning")  # DeepSeek's name, which templates know, and vLLM's
 
 
-def _one_text(content: object) -> object:
-    """Text, or a list of text parts joined to one text."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong("a string or a list of text parts", content)
-    return "".join(_part_text(part) for part in content)
+def chat_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """
+    The messages of a `Chat`. An assistant's reasoning is there for the templates that show it.
+
+    Raises:  RequestError naming the field, if a message is not as OpenAI's API describes it
+    """
+    read = template_messages(list(_of_today(messages)))
+    return tuple(_with_reasoning(message, sent) for message, sent in zip(read, messages, strict=True))
 
 
-def _part_text(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    key = _TEXT_OF.get(kind) if isinstance(kind, str) else None
-    if key is None:
-        raise _no_text(part, kind)
-    text = part.get(key) if isinstance(part, dict) else None
-    if not isinstance(text, str):
-        raise wrong(f"a string as '{key}' of each part of this type", text)
-    return text
+def _of_today(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Functions as tools: a call gets an id, by which the next result finds it. Equal chats get equal ids."""
+    call_id = "call_0"
+    for number, message in enumerate(messages):
+        if message.get("audio") is not None:
+            raise UnsupportedParameterError(f"messages[{number}].audio", "this server reads text only")
+        if message.get("role") in ("tool", "function") and message.get("content") is None:
+            message = {**message, "content": ""}
+        if message.get("role") == "function":
+            yield {**message, "role": "tool", "tool_call_id": call_id}
+        elif message.get("function_call") is not None and not message.get("tool_calls"):
+            call_id = f"call_{number}"
+            function = _function(message["function_call"], f"messages[{number}].function_call")
+            yield {**message, "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+        elif isinstance(calls := message.get("tool_calls"), list):
+            yield {**message, "tool_calls": [_call(call) for call in calls]}
+        else:
+            yield message
 
 
-def _no_text(part: object, kind: object) -> PydanticCustomError:
-    given = f"one of type '{kind}'" if kind in _MEDIA else found(part)
-    message = "expected parts of type 'text', as this server reads text only, got {given}"
-    return PydanticCustomError("wrong_value", message, {"given": given})
+def _function(function: object, param: str) -> Mapping[str, Any]:
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        return _with_arguments(function)
+    expected = "an object with 'name' and 'arguments'"
+    raise RequestError(f"Invalid '{param}': expected {expected}, got {found(function)}.", param=param)
 
 
-Text = Annotated[str | None, BeforeValidator(_one_text)]
+def _call(call: object) -> object:
+    """A call with the defaults that clients leave out."""
+    if not isinstance(call, dict):
+        return call
+    call = {"type": "function"} | {name: value for name, value in call.items() if value is not None}
+    if isinstance(call.get("function"), dict):
+        call["function"] = _with_arguments(call["function"])
+    return call
 
 
-class CalledFunction(Body):
-    """A function that was called: its arguments are JSON text, empty where there are none."""
-
-    name: Annotated[str, Field(min_length=1)]
-    arguments: str | dict[str, Any] | None = None
-
-
-class ToolCall(Body):
-    """One call of a tool in an assistant's message."""
-
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: CalledFunction
+def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    """No arguments are an empty object; some clients send the object itself instead of its JSON text."""
+    arguments = function.get("arguments") or {}
+    return {**function, "arguments": json.dumps(arguments) if isinstance(arguments, dict) else arguments}
 
 
-class Message(Body):
-    """One message. Which of the fields matter depends on the role."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text = None
-    name: str | None = None
-    refusal: str | None = None
-    reasoning: str | None = None  # vLLM's name
-    reasoning_content: str | None = None  # DeepSeek's
-    tool_calls: Annotated[list[ToolCall], at_most(MAX_CALLS)] | None = None
-    function_call: CalledFunction | None = None
-    tool_call_id: str | None = None
-
-    def as_sent(self) -> dict[str, Any]:
-        """What the client wrote, its text in one piece."""
-        return self.model_dump(exclude_none=True)
+def _with_reasoning(message: Mapping[str, Any], sent: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = [sent[name] for name in _REASONING if isinstance(sent.get(name), str) and sent[name]]
+    if message["role"] != "assistant" or not given:
+        return message
+    return {**message, "reasoning_content": given[0]}

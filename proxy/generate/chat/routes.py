@@ -9,18 +9,17 @@ POST /v1/chat/completions, POST /v1/completions and POST /admin/explain.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from aiohttp import web
 
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.grammar import grammar_of
-from kvshare.conversation.parser import parser_for
 from kvshare.engines.base import GeneratingEngine
 from kvshare.errors import ContextLengthError
 from proxy.generate.chat.bodies import ChatBody, CompletionBody
 from proxy.generate.chat.chat_answer import ChatAnswer
 from proxy.generate.chat.completion_answer import CompletionAnswer
+from proxy.generate.chat_requests import chat_request
 from proxy.generate.engine_key import ENGINE
 from proxy.generate.requests import check_model, engine_requests
 from proxy.generate.run import answer
@@ -44,11 +43,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = validated(CompletionBody, await read_object(request))
     check_model(engine, body.model)
     grammar = grammar_of(Chat((), answer_schema=body.answer_schema), engine.tool_format)
+    sampling = replace(body.sampling(), grammar=grammar)
     encoding = (
         engine.encode_text(entry) if isinstance(entry, str) else engine.encode_tokens(entry)
         for entry in body.prompt
     )
-    requests = await engine_requests(request, engine, encoding, body.sampling(grammar), body.kvshare)
+    requests = await engine_requests(request, engine, encoding, sampling, body.kvshare)
     echoed = await _prompt_texts(engine, body) if body.echo else ()
     written = CompletionAnswer(requests, body, model=engine.card.model_id, echoed=echoed)
     try:
@@ -63,19 +63,8 @@ async def _read_chat(request: web.Request) -> ChatAnswer:
     engine = request.app[ENGINE]
     body = validated(ChatBody, await read_object(request))
     check_model(engine, body.model)
-    chat = body.chat(body.answer_schema)
-    sampling = body.sampling(grammar_of(chat, engine.tool_format))
-    if chat.may_call:
-        sampling = replace(sampling, skip_special_tokens=False)  # some models' calls begin with one
-    requests = await engine_requests(request, engine, [engine.encode_chat(chat)], sampling, body.kvshare)
-    reasons = requests[0].prompt.text.body.rstrip().endswith("<think>")
-    return ChatAnswer(
-        requests,
-        body,
-        model=engine.card.model_id,
-        new_parser=partial(parser_for, chat, engine.tool_format, reasons=reasons),
-        is_plain=not chat.may_call and not reasons,
-    )
+    asked = await chat_request(request, engine, body.chat(body.answer_schema), body.sampling(), body.kvshare)
+    return ChatAnswer(asked, body, model=engine.card.model_id)
 
 
 async def _prompt_texts(engine: GeneratingEngine, body: CompletionBody) -> list[str]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from kvshare.conversation.chat import Chat
-from kvshare.conversation.history import template_messages
 from kvshare.errors import RequestError
-from proxy.generate.chat.messages import Message
+from proxy.generate.chat.messages import chat_messages
 from proxy.generate.chat.tools import Functions, ToolRequest, Tools, read_tools
 from proxy.generate.fields import Body
+
 
 class TemplateBody(Body):
     """The messages, the tools, and what the template is given beside them."""
 
-    messages: list[Message]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: Tools | None = None
     tool_choice: Any = None
     functions: Functions | None = None
@@ -29,23 +29,15 @@ class TemplateBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _check_messages(self) -> Self:
+    def _check_continued(self) -> Self:
         """Raises RequestError."""
-        if not self.messages:
-            raise _invalid("messages", "expected one message or more, got none")
-        for number, message in enumerate(self.messages):
-            if message.content is None and message.role in ("system", "developer", "user"):
-                raise _invalid(f"messages[{number}].content", "expected text, got null")
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise _invalid(
                     "add_generation_prompt", "expected false with 'continue_final_message', got true"
                 )
-            if (role := self.messages[-1].role) != "assistant":
-                raise _invalid(
-                    "continue_final_message",
-                    f"expected an assistant's message as the last, got one of role '{role}'",
-                )
+            if self.messages[-1].get("role") != "assistant":
+                raise _invalid("continue_final_message", "expected an assistant's message as the last one")
         return self
 
     @property
@@ -57,7 +49,7 @@ class TemplateBody(Body):
         """Raises RequestError naming the field."""
         asked = self.tool_request
         return Chat(
-            messages=template_messages([message.as_sent() for message in self.messages]),
+            messages=chat_messages(self.messages),
             tools=asked.tools,
             tool_choice=asked.choice,
             parallel_tool_calls=self.parallel_tool_calls is not False and not asked.is_legacy,

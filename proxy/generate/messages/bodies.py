@@ -27,6 +27,7 @@ from proxy.generate.part import (
     TopP,
     check_tools,
     of_types,
+    template_tool,
 )
 from proxy.generate.turns import Turns
 from proxy.request_body import at_most
@@ -45,12 +46,11 @@ class Tool(Part):
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
         """In OpenAI's words."""
-        description = {} if self.description is None else {"description": self.description}
-        function = {"name": self.name, **description, "parameters": self.input_schema}
-        return {"type": "function", "function": function}
+        return template_tool(self.name, self.description, self.input_schema, strict=self.strict)
 
 
 Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Custom)]], at_most(MAX_TOOLS)]

@@ -24,6 +24,7 @@ from proxy.generate.part import (
     TopP,
     check_tools,
     of_types,
+    template_tool,
 )
 from proxy.generate.responses.items import Input
 from proxy.generate.turns import Turns
@@ -50,11 +51,11 @@ class Tool(Part):
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
 
+    strict: bool = False
+
     def for_template(self) -> dict[str, Any]:
         """In the shape of chat completions."""
-        description = {} if self.description is None else {"description": self.description}
-        function = {"name": self.name, **description, "parameters": self.parameters}
-        return {"type": "function", "function": function}
+        return template_tool(self.name, self.description, self.parameters, strict=self.strict)
 
 
 _Function = of_types("function", hint="this server runs no tools itself")

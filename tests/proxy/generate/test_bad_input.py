@@ -84,9 +84,12 @@ async def test_what_is_no_json_object_is_refused(server: Server, path: str, body
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "1"}}]}, "messages[0].audio"),
+        ({"messages": [{"role": "assistant", "function_call": "f"}]}, "messages[0].function_call"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
         ({"max_tokens": -2}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -154,7 +157,7 @@ async def test_unknown_kvshare_keys_are_refused(server: Server) -> None:
     ],
 )
 async def test_what_would_change_the_answer_is_not_ignored(server: Server, name: str, value: object) -> None:
-    """A parameter that is not implemented is refused by name, with the way out, unless it asks for nothing."""
+    """A parameter that is not implemented is refused by name, with the way out."""
     response = await server.post(CHAT, chat(**{name: value}))
     message = await check_refused(server, response, param=name, code="unsupported_parameter")
     assert "--engine vllm" in message

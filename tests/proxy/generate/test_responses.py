@@ -135,7 +135,8 @@ async def test_the_events_of_calls() -> None:
         assert len(deltas) > 3
         assert "".join(event["delta"] for event in deltas) == written["arguments"]
         assert done["item"]["arguments"] == written["arguments"]
-        assert (done["item"]["id"], done["item"]["call_id"]) == (added["item"]["id"], added["item"]["call_id"])
+        for key in ("id", "call_id", "name"):
+            assert done["item"][key] == added["item"][key]
 
 
 async def test_two_rounds_of_tools() -> None:
@@ -207,6 +208,15 @@ async def test_the_choice_of_tools(
     assert (chat.tool_choice, chat.parallel_tool_calls) == (expected, False)
     assert [tool["function"]["name"] for tool in chat.tools] == names
     assert chat.tools[-1]["function"]["parameters"] == TOOLS[-1]["parameters"]
+
+
+async def test_tools_are_as_in_chats(server: Server) -> None:
+    """A flat tool becomes a chat's; what is not given is not there, strict only where it is asked for."""
+    tools = [{"type": "function", "name": "time"}, {**TOOLS[0], "strict": True, "defer_loading": False}]
+    assert (await server.post(RESPONSES, {**ASK, "tools": tools})).status == 200
+    time, weather = (tool["function"] for tool in server.engine.chats[0].tools)
+    assert time == {"name": "time", "parameters": {"type": "object", "properties": {}}}
+    assert weather == {key: tools[1][key] for key in ("name", "description", "parameters", "strict")}
 
 
 async def test_sampling_parameters(server: Server) -> None:

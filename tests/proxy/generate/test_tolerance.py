@@ -168,81 +168,86 @@ async def test_a_slash_at_the_end_needs_the_same_key(guarded: Server) -> None:
     assert response.status == 401
 
 
-MESSAGES = [
-    (
-        {"max_tokens": 0},
-        "Invalid 'max_tokens': expected a number of tokens from 1 up, or -1 for no limit, got 0.",
-    ),
-    ({"max_tokens": "5"}, "Invalid 'max_tokens': expected an integer, got a string."),
-    ({"messages": []}, "Invalid 'messages': expected one message or more, got none."),
-    (
-        {"messages": [{"role": "user", "content": None}]},
-        "Invalid 'messages[0].content': expected text, got null.",
-    ),
-    (
-        {"messages": [{"role": "wizard", "content": "a"}]},
-        "Invalid 'messages[0].role': expected 'system', 'developer', 'user', 'assistant', 'tool' or "
-        "'function', got 'wizard'.",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "Invalid 'messages[0].content': expected parts of type 'text', as this server reads text only, got one "
-        "of type 'image_url'.",
-    ),
-    (
-        {"temperature": 3},
-        "Invalid 'temperature': expected at most 2, got 3.",
-    ),
-    ({"stop": 5}, "Invalid 'stop': expected a string or a list of strings, got 5."),
-    (
-        {"logit_bias": {"a": 1}},
-        "Invalid 'logit_bias': expected token ids as keys, such as '50256', got an object.",
-    ),
-    (
-        {"min_tokens": 5, "max_tokens": 4},
-        "Invalid 'min_tokens': expected at most 'max_tokens', which is 4, got 5.",
-    ),
-    (
-        {"continue_final_message": True},
-        "Invalid 'continue_final_message': expected an assistant's message as the last, got one of role 'user'.",
-    ),
-    (
-        {"continue_final_message": True, "add_generation_prompt": True},
-        "Invalid 'add_generation_prompt': expected false with 'continue_final_message', got true.",
-    ),
-    (
-        {"chat_template_kwargs": {"chat_template": "x"}},
-        "Invalid 'chat_template_kwargs.chat_template': expected variables of the model's own template only.",
-    ),
-    (
-        {"reasoning_effort": "maximal"},
-        "Invalid 'reasoning_effort': expected 'none', 'minimal', 'low', 'medium', 'high', 'xhigh' or 'max', "
-        "got 'maximal'.",
-    ),
-    (
-        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "any"},
-        "Invalid 'tool_choice': expected 'none', 'auto', 'required' or an object that names a function, got "
-        "a string.",
-    ),
-    (
-        {"response_format": {"type": "xml"}},
-        "Invalid 'response_format.type': expected 'text', 'json_object' or 'json_schema'.",
-    ),
-    ({"guided_json": "{"}, "Invalid 'guided_json': expected a JSON schema, got a string that is no JSON."),
-    (
-        {"guided_json": {}, "response_format": {"type": "json_object"}},
-        "Send only one of 'response_format' and 'guided_json': each is the answer's format.",
-    ),
-    (
-        {"model": "gpt-9"},
-        "The model 'gpt-9' is not served here: expected 'echo'. GET /v1/models lists what is.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), MESSAGES)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"max_tokens": 0},
+            "Invalid 'max_tokens': expected a number of tokens from 1 up, or -1 for no limit, got 0.",
+        ),
+        ({"max_tokens": "5"}, "Invalid 'max_tokens': expected an integer, got a string."),
+        ({"messages": []}, "Invalid 'messages': expected a list of 1 or more, got an empty list."),
+        ({"temperature": 3}, "Invalid 'temperature': expected at most 2, got 3."),
+        ({"stop": 5}, "Invalid 'stop': expected a string or a list of strings, got 5."),
+        (
+            {"logit_bias": {"a": 1}},
+            "Invalid 'logit_bias': expected token ids as keys, such as '50256', got an object.",
+        ),
+        (
+            {"min_tokens": 5, "max_tokens": 4},
+            "Invalid 'min_tokens': expected at most 'max_tokens', which is 4, got 5.",
+        ),
+        (
+            {"continue_final_message": True},
+            "Invalid 'continue_final_message': expected an assistant's message as the last one.",
+        ),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "Invalid 'add_generation_prompt': expected false with 'continue_final_message', got true.",
+        ),
+        (
+            {"reasoning_effort": "maximal"},
+            "Invalid 'reasoning_effort': expected 'none', 'minimal', 'low', 'medium', 'high', 'xhigh' or "
+            "'max', got 'maximal'.",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "any"},
+            "Invalid 'tool_choice': expected 'none', 'auto', 'required' or an object that names a function, "
+            "got a string.",
+        ),
+        (
+            {"response_format": {"type": "xml"}},
+            "Invalid 'response_format.type': expected 'text', 'json_object' or 'json_schema'.",
+        ),
+        (
+            {"guided_json": "{"},
+            "Invalid 'guided_json': expected a JSON schema, got a string that is no JSON.",
+        ),
+        (
+            {"guided_json": {}, "response_format": {"type": "json_object"}},
+            "Send only one of 'response_format' and 'guided_json': each is the answer's format.",
+        ),
+        (
+            {"kvshare": {"scope": "all"}},
+            "Unknown key 'kvshare.scope': expected one of mode, no_store.",
+        ),
+        (
+            {"model": "gpt-9"},
+            "The model 'gpt-9' is not served here: expected 'echo'. GET /v1/models lists what is.",
+        ),
+    ],
+)
 async def test_what_errors_say(server: Server, given: dict[str, object], message: str) -> None:
-    """The field, what was expected, what was found; the text of a prompt never."""
-    response = await server.post(CHAT, chat("SECRET") | given)
+    """The field, what was expected, what was found."""
+    response = await server.post(CHAT, chat() | given)
     assert response.status in (400, 404)
     assert (await response.json())["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"messages": [{"role": "user", "content": ["SECRET"]}]},
+        {"messages": ["SECRET"]},
+        {"messages": "SECRET"},
+        {"prompt": "SECRET", "messages": [{"role": "user", "content": {"SECRET": "SECRET"}}]},
+        {"stop": ["SECRET"], "n": 0},
+        {"tools": ["SECRET"]},
+        {"guided_json": "SECRET"},
+    ],
+)
+async def test_errors_never_quote_text(server: Server, given: dict[str, object]) -> None:
+    """Error bodies end up in logs of clients and gateways."""
+    response = await server.post(CHAT, chat() | given)
+    assert response.status == 400
+    assert "SECRET" not in await response.text()

@@ -95,7 +95,7 @@ async def test_the_client_joins_a_stream_to_the_whole_answer() -> None:
 
 
 async def test_the_second_round_reaches_the_template() -> None:
-    """A transcript with calls and results continues; arguments are objects, results have their tool's name."""
+    """A transcript with calls continues; arguments are objects, results have their tool's name."""
     messages = [
         *MESSAGES,
         {

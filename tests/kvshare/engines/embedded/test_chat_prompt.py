@@ -1,0 +1,121 @@
+"""A chat becomes the text that the model's own template makes of it, tools and all."""
+
+from dataclasses import replace
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kvshare.conversation.chat import Chat
+from kvshare.conversation.tools import ToolFormat, with_tool_block
+from kvshare.demo import MODEL_PATH
+from kvshare.engines.embedded.tokenizer import PromptEncoder
+from kvshare.errors import RequestError
+
+WITH_TOOLS = """\
+{%- for tool in tools or [] %}[TOOL {{ tool.function.name }}]{% endfor -%}
+{%- for message in messages %}<{{ message.role }}>{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor -%}
+{% endfor %}{{ '<think>' if thinking }}{% if add_generation_prompt %}<assistant>{% endif %}"""
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Bergen"}}}
+QUESTION = {"role": "user", "content": "Does it rain in Bergen?"}
+TURNS = (
+    QUESTION,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "name": "weather", "content": "yes"},
+)
+
+
+def encoder(template: str | None = None) -> PromptEncoder:
+    """The demo model's tokenizer, with its own template or another."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    if template is not None:
+        tokenizer.chat_template = template
+    return PromptEncoder(tokenizer)
+
+
+def test_a_template_that_takes_tools_gets_them() -> None:
+    """As they came, with calls and answers of tools; a null content is an empty text."""
+    text = encoder(WITH_TOOLS).render_chat(Chat(TURNS, tools=(WEATHER,)))
+    said = "<user>Does it rain in Bergen?<assistant><tool_call>weather</tool_call><tool>yes<assistant>"
+    assert text == f"[TOOL weather]{said}"
+
+
+def test_a_template_without_tools_gets_the_system_block() -> None:
+    """The demo's template knows three roles: it renders what `with_tool_block` makes of the chat."""
+    demo = encoder()
+    chat = Chat(tuple({**turn, "content": turn["content"] or ""} for turn in TURNS), tools=(WEATHER,))
+    text = demo.render_chat(replace(chat, messages=TURNS))
+    assert text == demo.render_chat(Chat(with_tool_block(chat).messages))
+    assert '"name": "weather"' in text
+    assert "<tool_response>\nyes" in text
+
+
+def test_without_tools_nothing_is_added() -> None:
+    """A plain chat is rendered as before."""
+    assert (
+        encoder().render_chat(Chat((QUESTION,)))
+        == "<|begin|><|user|>\nDoes it rain in Bergen?<|end|><|assistant|>"
+    )
+
+
+def test_the_last_message_is_continued() -> None:
+    """The prompt ends within it: no end-of-turn, no new assistant."""
+    chat = Chat((QUESTION, {"role": "assistant", "content": "Yes, it"}), continue_final_message=True)
+    assert encoder().render_chat(chat).endswith("<|assistant|> Yes, it")
+
+
+def test_a_last_message_that_the_template_changes_cannot_be_continued() -> None:
+    """The refusal quotes nothing of the chat."""
+    chat = Chat((QUESTION, {"role": "assistant", "content": "SECRET"}), continue_final_message=True)
+    shouting = "{% for message in messages %}{{ message.content | lower }}{% endfor %}"
+    with pytest.raises(RequestError, match="cannot be continued") as refusal:
+        encoder(shouting).render_chat(chat)
+    assert refusal.value.param == "messages"
+    assert "SECRET" not in str(refusal.value)
+
+
+def test_template_arguments_reach_the_template() -> None:
+    """Such as whether a reasoning model should think."""
+    chat = Chat((QUESTION,), template_kwargs={"thinking": True, "documents": []})
+    assert encoder(WITH_TOOLS).render_chat(chat).endswith("<think><assistant>")
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "tokenize", "chat_template", "add_generation_prompt"])
+def test_template_arguments_do_not_replace_the_servers_own(name: str) -> None:
+    """They would change what is rendered, or how."""
+    with pytest.raises(RequestError, match=f"chat_template_kwargs: {name} is not") as refusal:
+        encoder().render_chat(Chat((QUESTION,), template_kwargs={name: "x"}))
+    assert refusal.value.param == "chat_template_kwargs"
+
+
+def test_the_prompts_text_is_what_was_rendered() -> None:
+    """For the index: the last user turn as it came, and the whole."""
+    prompt = encoder().encode_chat(Chat(TURNS, tools=(WEATHER,)))
+    assert prompt.text.last_user_turn == QUESTION["content"]
+    assert prompt.text.body == encoder().render_chat(Chat(TURNS, tools=(WEATHER,)))
+
+
+def test_the_template_says_how_tools_are_called() -> None:
+    """The format that a parser is chosen by."""
+    assert encoder(WITH_TOOLS).tool_format is ToolFormat.HERMES
+    assert encoder(WITH_TOOLS + "[TOOL_CALLS]").tool_format is ToolFormat.MISTRAL
+    assert encoder().tool_format is ToolFormat.HERMES
+
+
+def test_tokens_become_text_again() -> None:
+    """Special ones included; what is in no vocabulary is refused."""
+    demo = encoder()
+    text = demo.render_chat(Chat((QUESTION,)))
+    assert demo.decode_tokens(demo.encode_chat(Chat((QUESTION,))).token_ids.tolist()) == text
+    with pytest.raises(RequestError, match="not in the vocabulary") as refusal:
+        demo.decode_tokens([5, 10_000_000])
+    assert refusal.value.param == "tokens"
