@@ -21,6 +21,15 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+def _origin(origin: str) -> str:
+    """Raises ValueError for what no browser sends as an Origin."""
+    parts = urlsplit(origin)
+    is_origin = parts.scheme and parts.netloc and f"{parts.scheme}://{parts.netloc}".lower() == origin
+    if origin != "*" and not is_origin:
+        raise ValueError("expected an origin like https://app.example or http://localhost:3000, or '*'")
+    return origin
+
+
 class ServerSettings(_Section):
     host: str
     port: int = Field(ge=0, le=65535)
@@ -28,6 +37,7 @@ class ServerSettings(_Section):
     keep_alive_s: float = Field(gt=0)
     drain_s: float = Field(ge=0)
     admin_port: int | None = Field(ge=0, le=65535)
+    cors_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(strict=False)
 
 
 class KeySettings(_Section):

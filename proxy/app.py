@@ -16,7 +16,7 @@ from kvshare.engines.base import Engine, GeneratingEngine
 from kvshare.fleet.engine import VllmEngine
 from kvshare.loopback import is_loopback
 from kvshare.settings import Settings
-from proxy import admin
+from proxy import admin, cors
 from proxy.auth import Keyring
 from proxy.context import SERVER, ServerContext
 from proxy.generate import routes as generate
@@ -25,14 +25,11 @@ from proxy.metrics import Metrics
 from proxy.middleware import add_headers, observe
 from proxy.relay import routes as relay
 from proxy.request_history import RequestHistory
+from proxy.runner import FrontRunner
 
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0  # connections that still write after a drain get this long
-
-# aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
-_aiohttp_log = logging.getLogger("proxy.aiohttp")
-_aiohttp_log.setLevel(logging.CRITICAL + 1)
 
 
 def build_app(settings: Settings, engine: Engine) -> web.Application:
@@ -75,10 +72,10 @@ async def serve(
     Raises:  what the engine's start raises; OSError for a taken port
     """
     app = build_app(settings, engine)
-    runners = [_runner(app)]
+    runners = [FrontRunner(app, shutdown_timeout=_CLOSE_S)]
     ports = [settings.server.port]
     if settings.server.admin_port is not None:
-        runners.append(_runner(build_admin_app(app)))
+        runners.append(FrontRunner(build_admin_app(app), shutdown_timeout=_CLOSE_S))
         ports.append(settings.server.admin_port)
     _warn_if_exposed(settings)
     with _stop_signals() as (first, second):
@@ -170,13 +167,6 @@ def _accept_trailing_slashes(app: web.Application) -> None:
             app.router.add_route(route.method, f"{route.resource.canonical}/", route.handler)
 
 
-def _runner(app: web.Application) -> web.AppRunner:
-    """handler_cancellation: a client that goes away must not keep its slot."""
-    return web.AppRunner(
-        app, handler_cancellation=True, shutdown_timeout=_CLOSE_S, access_log=None, logger=_aiohttp_log
-    )
-
-
 def _base_url(runner: web.AppRunner) -> str:
     host, port = runner.addresses[0][:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -187,4 +177,9 @@ def _warn_if_exposed(settings: Settings) -> None:
         log.warning(
             "no API keys and listening on %s: everybody who reaches it shares one namespace",
             settings.server.host,
+        )
+    if not settings.auth.keys and cors.ANY in settings.server.cors_origins:
+        log.warning(
+            "no API keys and server.cors_origins is '*': every web page may use this server from a browser "
+            "that reaches it; list the origins that should"
         )

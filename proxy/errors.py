@@ -30,6 +30,7 @@ from kvshare.errors import (
     UpstreamError,
 )
 
+_MAX_QUOTED = 40  # characters of what a client sent, in a message
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
     **_TYPES,
@@ -68,8 +69,8 @@ class ErrorReply:
         error = {"type": error_type, "message": f"{prefix}{self.message}"}
         return {"type": "error", "error": error, "request_id": request_id}
 
-    def to_response(self, path: str, request_id: str) -> web.Response:
-        """In the words of the API that `path` belongs to."""
+    def to_response(self, path: str = "/", request_id: str = "") -> web.Response:
+        """In the words of the API that `path` belongs to: OpenAI's, if to none."""
         body = self.anthropic_body(request_id) if is_anthropic(path) else self.body
         return web.Response(
             status=self.status,
@@ -115,7 +116,6 @@ _TABLE: tuple[tuple[type[KVShareError], ErrorReply], ...] = (
 
 _HTTP = {
     404: ("not_found", "This server has no such route."),
-    405: ("method_not_allowed", "This route does not take this method."),
     413: ("request_too_large", "The request body is larger than this server accepts."),
 }
 
@@ -126,6 +126,8 @@ def to_reply(exc: Exception) -> ErrorReply:
         return exc.reply
     if isinstance(exc, web.HTTPException):
         return _http_reply(exc)
+    if isinstance(exc, RecursionError):  # a body that could just be parsed, and not be written again
+        return ErrorReply(400, message="The JSON body is nested too deeply.")
     for error_class, reply in _TABLE:
         if isinstance(exc, error_class):
             message = str(exc) or (type(exc).__doc__ or "").strip() or "The request cannot be answered."
@@ -136,6 +138,9 @@ def to_reply(exc: Exception) -> ErrorReply:
 
 def _http_reply(exc: web.HTTPException) -> ErrorReply:
     """aiohttp's own refusals, which come as text/plain, in OpenAI's shape."""
-    headers = {"Allow": exc.headers["Allow"]} if "Allow" in exc.headers else {}
+    if isinstance(exc, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(exc.allowed_methods))
+        message = f"This route does not take {exc.method[:_MAX_QUOTED]}: expected {allowed}."
+        return ErrorReply(405, "method_not_allowed", message, {"Allow": allowed})
     code, message = _HTTP.get(exc.status, (None, f"{HTTPStatus(exc.status).phrase}."))
-    return ErrorReply(exc.status, code, message, headers)
+    return ErrorReply(exc.status, code, message)

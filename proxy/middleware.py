@@ -11,8 +11,11 @@ from aiohttp import web
 
 from proxy.auth import ANONYMOUS, Caller, Role
 from proxy.context import SERVER, ServerContext
+from proxy.cors import add_cors_headers, is_preflight, preflight
 from proxy.errors import is_anthropic, to_reply
 from proxy.request_log import RECORD, RequestRecord, combine, log_failure, log_request
+from proxy.runner import SERVER_NAME
+from proxy.unknown_route import unknown_route
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -40,7 +43,9 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Runs when a response's headers go out: which request this is, and what was planned for it."""
+    """Runs when a response's headers go out: who answers which request, and what was planned for it."""
+    response.headers["Server"] = SERVER_NAME
+    add_cors_headers(request, response, request.app[SERVER].settings.server.cors_origins)
     if RECORD not in request:
         return
     record = request[RECORD]
@@ -69,7 +74,11 @@ def _plan_headers(record: RequestRecord) -> dict[str, str]:
 
 async def _answer(request: web.Request, handler: Handler, server: ServerContext) -> web.StreamResponse:
     try:
+        if is_preflight(request):  # before keys are asked for: a browser sends none with it
+            return preflight(request, server.settings.server.cors_origins)
         request[RECORD].caller = _admit(request, server)
+        if isinstance(request.match_info.http_exception, web.HTTPNotFound):
+            raise unknown_route(request)
         return await handler(request)
     except Exception as exc:  # noqa: BLE001  the one place where errors become replies
         reply = to_reply(exc)

@@ -43,7 +43,7 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def test_a_tool_that_must_be_called_is(client: openai.OpenAI) -> None:
-    """Two rounds: arguments follow the schema; the transcript with the result is answered, in text if asked."""
+    """Arguments follow the schema, and the transcript with the result is answered, in text if asked."""
     options: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "temperature": 0, "max_tokens": 120}
     choice: Any = {"type": "function", "function": {"name": "get_weather"}}
     first = client.chat.completions.create(

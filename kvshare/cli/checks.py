@@ -95,6 +95,14 @@ def check_port(settings: Settings) -> Check:
     return found("port.free", where=where)
 
 
+def check_pages(settings: Settings) -> Check:
+    """Which web pages of other origins may call the server."""
+    origins = settings.server.cors_origins
+    if "*" in origins:
+        return found("pages.any with keys" if settings.auth.keys else "pages.any")
+    return found("pages.listed", origins=", ".join(origins)) if origins else found("pages.none")
+
+
 def check_model(settings: Settings) -> Check:
     """The model's configuration is here; its weights are not read."""
     from kvshare import chat_model

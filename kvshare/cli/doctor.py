@@ -88,7 +88,7 @@ def run_checks(config: Path | None) -> list[Check]:
         of_model = (checks.check_model, checks.check_tokenizer, checks.check_geometry)
         found += [check(settings) for check in of_model]
     of_store = (store_checks.check_store, store_checks.check_index, store_checks.check_embedder)
-    return found + [check(settings) for check in (*of_store, checks.check_port)]
+    return found + [check(settings) for check in (*of_store, checks.check_port, checks.check_pages)]
 
 
 def run_vllm_checks(url: str, control_url: str | None, data_parallel_size: int = 1) -> list[Check]:

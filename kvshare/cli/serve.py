@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from kvshare.cli.open_files import raise_open_files
 from kvshare.cli.options import Config, Format, OutputFormat
 from kvshare.cli.output import is_quiet, note, show
 from kvshare.errors import ConfigError, EngineError
@@ -42,6 +43,10 @@ def serve(
             "--model",
             help="A Hugging Face name or path, or demo, the bundled forms model. [default: SmolLM2-135M]",
         ),
+    ] = None,
+    served_name: Annotated[
+        str | None,
+        typer.Option("--served-name", help="What clients call the model. [default: the end of its path]"),
     ] = None,
     store: Annotated[
         Path | None,
@@ -82,6 +87,7 @@ def serve(
         "server.host": host,
         "server.port": port,
         "model.path": model,
+        "model.served_name": served_name,
         "store.path": None if store is None else str(store),
         "sharing.mode": mode,
         "model.dtype": dtype,
@@ -90,12 +96,18 @@ def serve(
     }
     overrides = {key_path: value for key_path, value in given.items() if value is not None}
     settings = load_settings(config, overrides)
+    if served_name is not None and settings.engine.kind == "vllm":
+        raise ConfigError(
+            "--served-name",
+            "vLLM names its models: start it with --served-model-name, also by `kvshare vllm`",
+        )
     if dry_run:
         show("settings", settings.model_dump(mode="json", by_alias=True), output_format)
         return
 
     level = "error" if is_quiet() else settings.logging.level
     safe_logging.configure(level=level, json_lines=settings.logging.json_lines)
+    raise_open_files()
     _run(settings, output_format)
 
 

@@ -15,8 +15,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[st
     """
     The messages of a `Chat`: one string of content each, the arguments of calls as objects.
 
-    A developer is a system by another name. A refusal is what an assistant without content said. A tool's name
-    is that of the call it answers, if the message does not give one. Fields that no template reads are left out.
+    A developer is a system by another name. A refusal is what an assistant without content said. A tool's
+    name is that of the call it answers, if the message does not give one. Other fields are left out.
 
     Raises:  RequestError naming the field, if a message is not as OpenAI's API describes it
     """

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from hashlib import sha256
 from itertools import groupby
 from typing import Any
 
@@ -66,6 +67,18 @@ def takes_tools(chat_template: ChatTemplate) -> bool:
         return re.search(r"\btools\b", text) is not None
 
 
+def fit_to_template(chat: Chat, chat_template: ChatTemplate) -> Chat:
+    """The chat in a shape that this template can render, if any can: see the two functions below."""
+    if not takes_tools(chat_template):
+        return with_tool_block(chat)
+    return with_short_ids(chat) if tool_format(chat_template) is ToolFormat.MISTRAL else chat
+
+
+def with_short_ids(chat: Chat) -> Chat:
+    """The same chat, ids of calls made of nine letters and digits: Mistral's templates refuse others."""
+    return replace(chat, messages=tuple(map(_with_short_ids, chat.messages)))
+
+
 def with_tool_block(chat: Chat) -> Chat:
     """
     The same chat for a template that takes no tools: only messages of system, user and assistant remain.
@@ -78,6 +91,21 @@ def with_tool_block(chat: Chat) -> Chat:
         lines = "\n".join(_json(tool) for tool in chat.tools)
         messages = _with_system(messages, _TOOL_BLOCK.format(tools=lines))
     return replace(chat, messages=tuple(messages))
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if message["role"] == "tool":
+        return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [call | {"id": _short_id(call["id"])} for call in message["tool_calls"]]}
+
+
+def _short_id(call_id: str) -> str:
+    """Equal ids stay equal."""
+    if re.fullmatch("[A-Za-z0-9]{9}", call_id):
+        return call_id
+    return sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _for_tools(chat_template: ChatTemplate) -> str:

@@ -214,7 +214,7 @@ class GeneratingEngine(Engine):
     @property
     @abstractmethod
     def added_tokens(self) -> Mapping[str, int]:
-        """Tokens that stand for a text of their own, such as `<tool_call>`, by that text."""
+        """Tokens that stand for a text of their own, by it: a grammar must name them by their ids."""
 
     @abstractmethod
     def namespace(self, *, tenant: str, scope: str) -> Namespace:

@@ -42,6 +42,9 @@ _NOT_SENT_ON = _HOP_BY_HOP | frozenset(
 )
 
 
+_CORS = "access-control-"
+
+
 def sanitized(raw: bytes, document: Mapping[str, Any]) -> bytes:
     """
     A body, given as bytes and as values, without what the client may not say: mostly the very bytes.
@@ -125,10 +128,16 @@ def headers_to_upstream(headers: CIMultiDictProxy[str]) -> dict[str, str]:
 
 
 def headers_to_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """vLLM's headers, without what concerns only the connection to it."""
-    named = _named_by_connection(headers)
-    kept = ((name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | named)
-    return CIMultiDict(kept)
+    """
+    vLLM's headers, without what concerns only the connection to it, and without the permissions that it gives
+    to web pages: by default those of any origin.
+    """
+    dropped = _HOP_BY_HOP | _named_by_connection(headers)
+    return CIMultiDict(
+        (name, value)
+        for name, value in headers.items()
+        if name.lower() not in dropped and not name.lower().startswith(_CORS)
+    )
 
 
 def _named_by_connection(headers: CIMultiDictProxy[str]) -> frozenset[str]:

@@ -20,6 +20,7 @@ from kvshare.settings import Settings, load_settings
 from proxy.app import build_admin_app, build_app
 from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
+from proxy.runner import FrontRunner
 from tests.proxy.fake_engine import Behaviour, FakeEngine
 
 KEYS = [
@@ -104,8 +105,8 @@ async def running_server(
         yield server
 
 
-async def _listening(stack: AsyncExitStack, app: web.Application) -> web.AppRunner:
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
+async def _listening(stack: AsyncExitStack, app: web.Application) -> FrontRunner:
+    runner = FrontRunner(app, shutdown_timeout=0.5)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     await web.TCPSite(runner, "127.0.0.1", 0).start()

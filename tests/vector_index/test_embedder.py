@@ -40,6 +40,14 @@ def test_vectors_are_unit_float32(embedder: Embedder) -> None:
     assert embedder.name == "all-MiniLM-L6-v2"
 
 
+def test_the_tokens_that_are_read_are_counted(embedder: Embedder) -> None:
+    """With the two that frame a text, and no more of a long one than the model takes."""
+    assert embedder.count_tokens(["", "a cat", "word " * 1000]) == [2, 4, 256]
+    before = embedder.embed(["word " * 1000])
+    assert embedder.count_tokens(["a cat"]) == [4]
+    np.testing.assert_array_equal(embedder.embed(["word " * 1000]), before)
+
+
 def test_bfloat16_says_so_and_hardly_moves_a_vector(embedder: Embedder) -> None:
     """Far below the distance that nominates; the name keeps its vectors in an index of their own."""
     texts = ["How do I reset my password?", "The glacier retreated last summer. " * 20]

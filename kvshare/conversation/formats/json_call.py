@@ -21,9 +21,9 @@ def read_call(cursor: Cursor, calls: Calls, *, marked: bool) -> Steps[bool]:
     goes_on = yield from call.read_field("{")
     while goes_on:
         goes_on = yield from call.read_field(",")
-    if not call.broken and (yield from cursor.accept_after_space("}")):
-        if call.begun and not call.has_arguments:
-            yield calls.arguments("{}")
+    closed = not call.broken and (yield from cursor.accept_after_space("}"))
+    if closed and call.begun and not call.has_arguments:
+        yield calls.arguments("{}")
     return call.begun
 
 

@@ -78,10 +78,10 @@ class PromptEncoder:
         return tool_format(self._tokenizer.chat_template)
 
     @property
-    def added_tokens(self) -> Mapping[str, int]:
-        """Tokens that stand for a text of their own, by that text."""
-        tokens: dict[str, int] = self._tokenizer.get_added_vocab()
-        return tokens
+    def added_tokens(self) -> dict[str, int]:
+        """Those beside the vocabulary of the tokenizer's model, special ones and others, by their text."""
+        added: dict[str, int] = self._tokenizer.get_added_vocab()
+        return added
 
     def render_chat(self, chat: Chat) -> str:
         """

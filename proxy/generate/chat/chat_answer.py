@@ -45,7 +45,7 @@ class ChatAnswer(OpenAIAnswer):
         super().__init__([asked.generation], body, model=model)
         self._new_parser = asked.new_parser
         self._voices = [_Voice(None if asked.is_plain else asked.new_parser()) for _ in self.choices]
-        self._calls: type[Calls] = LegacyCalls if body.tool_request.is_legacy else Calls
+        self._calls: type[Calls] = LegacyCalls if body.functions else Calls
 
     @property
     def has_calls(self) -> bool:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from kvshare.conversation.chat import Chat
 from kvshare.errors import RequestError
 from proxy.generate.chat.messages import chat_messages
-from proxy.generate.chat.tools import Functions, ToolRequest, Tools, read_tools
+from proxy.generate.chat.tools import Functions, Tools, read_tools
 from proxy.generate.fields import Body
 
 
@@ -40,19 +40,15 @@ class TemplateBody(Body):
                 raise _invalid("continue_final_message", "expected an assistant's message as the last one")
         return self
 
-    @property
-    def tool_request(self) -> ToolRequest:
-        """Raises RequestError."""
-        return read_tools(self.tools, self.tool_choice, self.functions, self.function_call)
-
     def chat(self, answer_schema: Mapping[str, Any] | None = None) -> Chat:
         """Raises RequestError naming the field."""
-        asked = self.tool_request
+        asked = read_tools(self.tools, self.tool_choice, self.functions, self.function_call)
         return Chat(
             messages=chat_messages(self.messages),
             tools=asked.tools,
             tool_choice=asked.choice,
-            parallel_tool_calls=self.parallel_tool_calls is not False and not asked.is_legacy,
+            # The older API has room for one call.
+            parallel_tool_calls=self.parallel_tool_calls is not False and not self.functions,
             answer_schema=answer_schema,
             continue_final_message=bool(self.continue_final_message),
             add_generation_prompt=self.add_generation_prompt is not False,

@@ -26,14 +26,13 @@ class Function(Body):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
     def for_template(self) -> dict[str, Any]:
         """As OpenAI documents it; without parameters a function takes an empty object."""
+        function = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
         parameters = self.parameters or {"type": "object", "properties": {}}
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.description or "", "parameters": parameters},
-        }
+        return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
 class Tool(Body):
@@ -53,7 +52,6 @@ class ToolRequest:
 
     tools: tuple[Mapping[str, Any], ...] = ()
     choice: ToolChoice = _ANY
-    is_legacy: bool = False  # asked for, and answered, as `functions`
 
 
 def read_tools(
@@ -68,7 +66,7 @@ def read_tools(
     if functions:
         given = tuple(function.for_template() for function in functions)
         choice, _ = _read_choice("function_call", function_call, given)
-        return ToolRequest(given, choice, is_legacy=True)
+        return ToolRequest(given, choice)
     _refuse_orphan("function_call", function_call, "functions")
     if not tools:
         _refuse_orphan("tool_choice", tool_choice, "tools")
@@ -111,13 +109,9 @@ def _allowed(param: str, allowed: object, names: frozenset[str]) -> tuple[ToolCh
     if mode not in ("auto", "required") or not isinstance(entries, list) or not entries:
         expected = "an object with 'mode' ('auto' or 'required') and 'tools', a list of functions"
         raise RequestError(f"Invalid '{param}': expected {expected}.", param=param)
-    chosen = frozenset(
-        _chosen(
-            f"{param}.tools[{number}]", entry.get("function") if isinstance(entry, dict) else entry, names
-        )
-        for number, entry in enumerate(entries)
-    )
-    return ToolChoice(ToolUse(mode)), chosen
+    functions = [entry.get("function") if isinstance(entry, dict) else entry for entry in entries]
+    chosen = [_chosen(f"{param}.tools[{number}]", each, names) for number, each in enumerate(functions)]
+    return ToolChoice(ToolUse(mode)), frozenset(chosen)
 
 
 def _chosen(param: str, function: object, names: frozenset[str]) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvshare.bench import burst, demo, parity, plan, plan_agent, proxy, selection, storage, ttft
+from kvshare.bench import burst, demo, grammar, parity, plan, plan_agent, proxy, selection, storage, ttft
 from kvshare.errors import ConfigError
 
 
@@ -109,3 +109,12 @@ async def test_the_front_is_measured_against_the_bare_model() -> None:
     assert document["through_http_p50_ms"] > 0
     assert document["model_only_p50_ms"] > 0
     assert document["prompt_tokens"] > 100
+
+
+async def test_formatted_answers_are_measured_beside_free_ones() -> None:
+    """As many tokens in both arms, each decoded at some rate."""
+    document = await grammar.run(model="demo", tokens=30, repeats=2)
+    assert set(document["tokens_per_s"]) == {"free", "grammar"}
+    assert min(document["tokens_per_s"].values()) > 0
+    assert document["ratio"] > 0
+    assert document["ratio_interval"]["low"] < document["ratio"] < document["ratio_interval"]["high"]

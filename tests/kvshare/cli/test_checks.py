@@ -71,6 +71,25 @@ def test_a_taken_port_fails(tmp_path: Path) -> None:
     assert "server.port" in check.remedy
 
 
+@pytest.mark.parametrize(
+    ("origins", "with_keys", "state"),
+    [
+        ([], False, State.OK),
+        (["https://chat.example"], False, State.OK),
+        (["*"], True, State.OK),
+        (["*"], False, State.WARN),
+    ],
+)
+def test_every_page_may_call_only_with_a_key(
+    tmp_path: Path, origins: list[str], with_keys: bool, state: State
+) -> None:
+    """Any origin and no key is a server for every page in a browser near it; listed origins are named."""
+    keys = [{"name": "a", "sha256": "0" * 64, "tenant": "t"}] if with_keys else []
+    check = checks.check_pages(settings(tmp_path, **{"server.cors_origins": origins, "auth.keys": keys}))
+    assert check.state is state
+    assert origins != ["https://chat.example"] or origins[0] in check.detail
+
+
 def test_a_store_is_created_read_or_moved_aside(tmp_path: Path) -> None:
     """One that is not there yet is fine, one that is there is counted, a damaged one begins anew."""
     chosen = settings(tmp_path)
@@ -163,7 +182,7 @@ def test_doctor_asks_everything_once(tmp_path: Path) -> None:
     names = [check.name for check in doctor.run_checks(config)]
     assert names == [
         "python", "sqlite", "config", "torch", "model", "tokenizer", "geometry",
-        "store", "index", "embedder", "port",
+        "store", "index", "embedder", "port", "pages",
     ]  # fmt: skip
 
 

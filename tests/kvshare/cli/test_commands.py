@@ -102,13 +102,23 @@ def test_serve_dry_run_prints_a_config(cli: Cli, tmp_path: Path) -> None:
     """The resolved settings come as YAML that serve takes back, with options over file over defaults."""
     config = tmp_path / "kvshare.yaml"
     config.write_text("server: {port: 1234}\nsharing: {mode: exact}\n")
-    outcome = cli("serve", "--dry-run", "--config", config, "--port", 4321, "--dtype", "bfloat16")
+    given = ("--port", 4321, "--dtype", "bfloat16", "--served-name", "support")
+    outcome = cli("serve", "--dry-run", "--config", config, *given)
     assert outcome.code == 0
     settings = yaml.safe_load(outcome.stdout)
+    assert settings["model"]["served_name"] == "support"
     assert settings["server"] == {**settings["server"], "host": "127.0.0.1", "port": 4321}
     assert (settings["sharing"]["mode"], settings["model"]["dtype"]) == ("exact", "bfloat16")
     config.write_text(outcome.stdout)
     assert load_settings(config).server.port == 4321
+
+
+def test_vllm_names_its_models_itself(cli: Cli) -> None:
+    """A name for a model that another process serves is refused with the option that gives it."""
+    vllm = ("--engine", "vllm", "--vllm-url", "http://a:8000")
+    outcome = cli("serve", "--dry-run", *vllm, "--served-name", "support")
+    assert outcome.code != 0
+    assert "--served-model-name" in outcome.stderr
 
 
 def test_serve_takes_vllm_servers_by_their_addresses(cli: Cli) -> None:

@@ -63,7 +63,9 @@ def plain(parts: Sequence[Part]) -> list[tuple[object, ...]]:
     return rows
 
 
-def read_plain(fmt: ToolFormat, text: str, *, chat: Chat = CHAT, reasons: bool = False) -> list[tuple[object, ...]]:
+def read_plain(
+    fmt: ToolFormat, text: str, *, chat: Chat = CHAT, reasons: bool = False
+) -> list[tuple[object, ...]]:
     """The same from the whole text, which is checked to be that of its single characters."""
     whole = plain(read(fmt, [text], chat=chat, reasons=reasons))
     assert plain(read(fmt, text, chat=chat, reasons=reasons)) == whole

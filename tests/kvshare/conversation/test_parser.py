@@ -158,7 +158,9 @@ def test_a_call_that_breaks_after_its_name() -> None:
         ),
     ],
 )
-def test_an_answer_that_ends_inside_a_call(fmt: ToolFormat, text: str, rows: list[tuple[object, ...]]) -> None:
+def test_an_answer_that_ends_inside_a_call(
+    fmt: ToolFormat, text: str, rows: list[tuple[object, ...]]
+) -> None:
     """What was begun stays as it is."""
     assert read_plain(fmt, text) == rows
 
@@ -184,7 +186,10 @@ def test_unknown_tools_are_called_too() -> None:
 
 def test_calls_in_the_format_of_llama_3() -> None:
     """The whole answer, alone or behind the tag, several with semicolons between."""
-    text = '{"name": "weather", "parameters": {"city": "Rome"}}; {"type": "function", "name": "now", "parameters": {}}'
+    text = (
+        '{"name": "weather", "parameters": {"city": "Rome"}}; '
+        '{"type": "function", "name": "now", "parameters": {}}'
+    )
     rows = [
         ("call", 0, "weather"),
         ("arguments", 0, '{"city": "Rome"}'),
@@ -228,13 +233,17 @@ def test_calls_in_the_format_of_mistral() -> None:
         ("call", 1, "now"),
         ("arguments", 1, "{}"),
     ]
-    listed = '[{"name": "weather", "arguments": {"city": "Rome"}, "id": "aB3"}, {"name": "now", "arguments": {}}]'
+    listed = (
+        '[{"name": "weather", "arguments": {"city": "Rome"}, "id": "aB3"}, {"name": "now", "arguments": {}}]'
+    )
     assert read_plain(MISTRAL, f"Ok.[TOOL_CALLS] {listed}") == rows
     named = '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]now[ARGS]{}'
     assert read_plain(MISTRAL, f"Ok.{named}") == rows
     assert read_plain(MISTRAL, f"Ok.{named.replace('[ARGS]', '')}") == rows
     assert read_plain(MISTRAL, f"Ok.{named.replace('[ARGS]', '[CALL_ID]aB3[ARGS]')}") == rows
-    assert read_plain(MISTRAL, "[TOOL_CALLS][] [TOOL_CALLS] no") == [("text", "[TOOL_CALLS][] [TOOL_CALLS] no")]
+    assert read_plain(MISTRAL, "[TOOL_CALLS][] [TOOL_CALLS] no") == [
+        ("text", "[TOOL_CALLS][] [TOOL_CALLS] no")
+    ]
 
 
 def test_calls_in_the_format_of_qwen_coder() -> None:

@@ -87,7 +87,6 @@ async def test_what_is_no_json_object_is_refused(server: Server, path: str, body
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "1"}}]}, "messages[0].audio"),
         ({"messages": [{"role": "assistant", "function_call": "f"}]}, "messages[0].function_call"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
@@ -163,6 +162,13 @@ async def test_what_would_change_the_answer_is_not_ignored(server: Server, name:
     assert "--engine vllm" in message
 
 
+async def test_spoken_messages_are_refused(server: Server) -> None:
+    """What an assistant said aloud is on OpenAI's servers only."""
+    messages = [{"role": "assistant", "content": None, "audio": {"id": "1"}}]
+    response = await server.post(CHAT, chat() | {"messages": messages})
+    await check_refused(server, response, param="messages[0].audio", code="unsupported_parameter")
+
+
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
@@ -202,9 +208,10 @@ async def test_completion_extras_are_refused(server: Server, param: str, extra: 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_unknown_model(server: Server, path: str) -> None:
-    """Another model's name is a 404 with OpenAI's code."""
+    """Another model's name is a 404 with OpenAI's code, and with the name that is served."""
     response = await server.post(path, chat() | {"prompt": "a", "model": "gpt-9"})
-    await check_refused(server, response, status=404, param="model", code="model_not_found")
+    message = await check_refused(server, response, status=404, param="model", code="model_not_found")
+    assert "The model 'gpt-9' is not served here: expected 'echo'." in message
 
 
 @pytest.mark.parametrize(("path", "param"), [(CHAT, "messages"), (TEXT, "prompt")])
@@ -256,7 +263,8 @@ async def test_bodies_must_say_that_they_are_json(server: Server) -> None:
     """What a web page can send without asking, a form or plain text, is refused."""
     for content_type in ("text/plain", "application/x-www-form-urlencoded"):
         response = await server.post(CHAT, json.dumps(chat()).encode(), **{"Content-Type": content_type})
-        await check_refused(server, response, status=415, code="unsupported_media_type")
+        message = await check_refused(server, response, status=415, code="unsupported_media_type")
+        assert message == f"Send the body with 'Content-Type: application/json', not '{content_type[:40]}'."
 
 
 async def test_unknown_routes_and_methods_answer_in_json(server: Server) -> None:
@@ -264,12 +272,26 @@ async def test_unknown_routes_and_methods_answer_in_json(server: Server) -> None
     missing = {"status": 404, "code": "not_found"}
     await check_refused(server, await server.get("/v1/unknown"), **missing)
     await check_refused(server, await server.get("/nothing"), **missing)
+    not_allowed = {"status": 405, "code": "method_not_allowed"}
     response = await server.post("/health", {})
-    await check_refused(server, response, status=405, code="method_not_allowed")
-    assert "GET" in response.headers["Allow"]
+    message = await check_refused(server, response, **not_allowed)
+    assert message == "This route does not take POST: expected GET, HEAD."
+    assert response.headers["Allow"] == "GET, HEAD"
     response = await server.get(CHAT)
-    await check_refused(server, response, status=405, code="method_not_allowed")
+    assert "does not take GET: expected POST." in await check_refused(server, response, **not_allowed)
     assert response.headers["Allow"] == "POST"
+
+
+async def test_an_unknown_route_is_answered_with_those_that_exist(server: Server) -> None:
+    """A client whose base URL lacks /v1, the usual mistake, reads the route that it meant; none of /admin."""
+    response = await server.post("/chat/completions", chat())
+    message = await check_refused(server, response, status=404, code="not_found")
+    assert "Did you mean POST /v1/chat/completions?" in message
+    assert "It has: " in message
+    assert "GET /v1/models" in message
+    assert "/admin" not in message
+    response = await server.get("/" + "z" * 5000)
+    assert "Did you mean" not in await check_refused(server, response, status=404, code="not_found")
 
 
 @pytest.mark.parametrize(
@@ -356,6 +378,16 @@ async def test_broken_connections_leave_the_server_alive(
     assert "failed" not in caplog.text
 
 
+async def test_a_schema_that_is_nested_too_deeply_is_refused(server: Server) -> None:
+    """Just before the parser gives up, what writes the schema again does: no depth is a failure."""
+    for depth in range(850, 1000):
+        schema = '{"a":' * depth + "1" + "}" * depth
+        function = f'{{"name": "f", "parameters": {schema}}}'
+        tools = f'[{{"type": "function", "function": {function}}}]'
+        body = f'{json.dumps(chat(tool_choice="required"))[:-1]}, "tools": {tools}}}'
+        assert (await server.post(CHAT, body.encode())).status in (200, 400)
+
+
 TEXTS = st.text(max_size=8) | st.sampled_from(["echo", "user", "text", "off", "\0", "\ud800", "1e999"])
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
@@ -365,27 +397,21 @@ VALUES = st.recursive(
 NAMES = st.sampled_from(
     [
         *("model", "messages", "prompt", "max_tokens", "n", "stop", "stream", "stream_options", "logprobs"),
-        *(
-            "logit_bias",
-            "temperature",
-            "seed",
-            "kvshare",
-            "tools",
-            "response_format",
-            "best_of",
-            "top_logprobs",
-        ),
+        *("logit_bias", "temperature", "seed", "kvshare", "tools", "response_format", "best_of", "echo"),
+        *("top_logprobs", "tool_choice", "functions", "function_call", "guided_json", "structured_outputs"),
+        *("top_k", "stop_token_ids", "chat_template_kwargs", "reasoning_effort", "continue_final_message"),
+        *("input", "dimensions", "encoding_format", "tokens", "return_token_strs"),
     ]
 )
 BODIES = st.builds(
     lambda base, extra: base | extra,
-    st.sampled_from([{}, chat(), {"model": "echo", "prompt": "a"}]),
+    st.sampled_from([{}, chat(), {"model": "echo", "prompt": "a", "input": "a", "tokens": [97]}]),
     st.dictionaries(NAMES | TEXTS, VALUES, max_size=4),
 )
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(body=BODIES, path=st.sampled_from([CHAT, TEXT]))
+@given(body=BODIES, path=st.sampled_from([CHAT, TEXT, "/v1/embeddings", "/tokenize", "/detokenize"]))
 async def test_fuzzed_bodies_never_break_the_server(server: Server, body: object, path: str) -> None:
     """Any JSON object is answered or refused with an error object; never a 5xx."""
     response = await server.post(path, json.dumps(body).encode())

@@ -19,6 +19,7 @@ from kvshare.vllm_protocol.salts import owner_salt
 from proxy.app import build_app
 from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
+from proxy.runner import FrontRunner
 from tests.fake_vllm import MODEL, FakeVllm
 from tests.proxy.conftest import eventually, settings_with
 
@@ -108,7 +109,7 @@ async def running_relay(
     )
     engine = VllmEngine(settings)
     app = build_app(settings, engine)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
+    runner = FrontRunner(app, shutdown_timeout=0.5)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvshare.conversation.chat import Chat
+from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
+from kvshare.conversation.grammar import grammar_of
+from kvshare.conversation.parser import joined, parser_for
+from kvshare.conversation.parts import CallArguments, CallBegins
 from kvshare.demo.pairs import near_duplicate_pairs
 from kvshare.engines.base import Delta, Event, FinishReason, GenerationRequest, Grammar, SamplingParams
 from kvshare.engines.embedded.engine import EmbeddedEngine
@@ -110,6 +113,26 @@ async def test_a_formatted_answer_is_stored_like_any_other(engine: EmbeddedEngin
     known = [*prompt.token_ids.tolist(), *answer.tokens[0]]
     following = await engine.encode_tokens([*known, *np.arange(20, 60)])
     assert (await ask(engine, following, max_tokens=1)).report.num_exact == len(known) - 1
+
+
+async def test_calls_that_must_come_do(engine: EmbeddedEngine) -> None:
+    """A model that never saw a tool calls one, with arguments of its schema, and the parser reads it."""
+    parameters = {**Answer.model_json_schema(), "title": "Of the sheet"}
+    tool = {"type": "function", "function": {"name": "report", "parameters": parameters}}
+    chat = Chat(QUESTION.messages, (tool,), ToolChoice(ToolUse.REQUIRED), parallel_tool_calls=False)
+    prompt = await engine.encode_chat(chat)
+    grammar = grammar_of(chat, engine.tool_format, added_tokens=engine.added_tokens)
+    for seed in range(3):
+        answer = await ask(
+            engine, prompt, grammar=grammar, temperature=2.0, seed=seed, skip_special_tokens=False
+        )
+        assert answer.ends == [FinishReason.STOP]
+        parser = parser_for(chat, engine.tool_format)
+        begins, arguments = joined([*parser.add(answer.texts[0]), *parser.end()])
+        assert isinstance(begins, CallBegins)
+        assert isinstance(arguments, CallArguments)
+        assert begins.name == "report"
+        Answer.model_validate_json(arguments.text)
 
 
 async def test_a_stop_token_ends_an_answer_unseen(engine: EmbeddedEngine) -> None:

@@ -111,6 +111,13 @@ def test_the_template_says_how_tools_are_called() -> None:
     assert encoder().tool_format is ToolFormat.HERMES
 
 
+def test_added_tokens_are_known_by_their_text() -> None:
+    """Grammars name them by id."""
+    added = encoder().added_tokens
+    assert "<|user|>" in added
+    assert all(encoder().decode_tokens([token_id]) == text for text, token_id in added.items())
+
+
 def test_tokens_become_text_again() -> None:
     """Special ones included; what is in no vocabulary is refused."""
     demo = encoder()
