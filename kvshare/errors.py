@@ -75,6 +75,9 @@ class ContextLengthError(RequestError):
             param="messages",
             code="context_length_exceeded",
         )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.max_model_len = max_model_len
 
 
 class UnsupportedParameterError(RequestError):

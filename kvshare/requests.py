@@ -55,6 +55,12 @@ class SharingReport:
     reason: str | None = None  # why not more was shared; a fixed word, see `NoPlan`
     donors: tuple[int, ...] = ()  # node ids: for admins only
     prediction: Prediction | None = None  # of what is approximate, used or refused
+    first_difference: int | None = None  # first position that is computed; None for several prompts together
+
+    @property
+    def num_missed(self) -> int:
+        """Prompt tokens that were computed."""
+        return self.num_recomputed + self.num_repaired
 
     @property
     def num_cached(self) -> int:

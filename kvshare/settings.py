@@ -6,13 +6,14 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvshare.errors import ConfigError
+from kvshare.rules.pattern import checked_pattern
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +191,33 @@ class IndexSettings(_Section):
     embed_timeout_s: float = Field(gt=0)
 
 
+class RuleSettings(_Section):
+    """One rewriting of prompts; see `kvshare.rules`. Rules act in the order in which they are listed."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")  # in headers, metrics and the log
+    match: Annotated[str, AfterValidator(checked_pattern)]
+    roles: tuple[Literal["system", "user", "tool"], ...] = Field(
+        default=("system", "user"), alias="in", strict=False, min_length=1
+    )
+    action: Literal["pin", "move"]
+    value: str = Field(default="", pattern=r"^[^\r\n]*$")  # of pin: the text that replaces what matches
+    first: bool = False  # only the first line of a prompt that matches
+
+    @model_validator(mode="after")
+    def _check_value(self) -> Self:
+        if self.action == "move" and self.value:
+            raise ValueError("expected no 'value' for the action move, which changes no text")
+        return self
+
+
+def _with_different_names(rules: tuple[RuleSettings, ...]) -> tuple[RuleSettings, ...]:
+    """Raises ValueError where two rules have one name."""
+    names = [rule.name for rule in rules]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ValueError(f"expected different names, two rules are called {twice[0]}")
+    return rules
+
+
 class LoggingSettings(_Section):
     level: Literal["debug", "info", "warning", "error"]
     json_lines: bool = Field(alias="json")
@@ -208,6 +236,7 @@ class Settings(_Section):
     repair: RepairSettings
     cost: CostSettings
     index: IndexSettings
+    rules: Annotated[tuple[RuleSettings, ...], AfterValidator(_with_different_names)] = Field(strict=False)
     logging: LoggingSettings
 
 

@@ -15,6 +15,7 @@ from kvshare.collector import calm_collector
 from kvshare.engines.base import Engine, GeneratingEngine
 from kvshare.fleet.engine import VllmEngine
 from kvshare.loopback import is_loopback
+from kvshare.rules.rewrite import Rule
 from kvshare.settings import Settings
 from proxy import admin, cors
 from proxy.auth import Keyring
@@ -44,7 +45,13 @@ def build_app(settings: Settings, engine: Engine) -> web.Application:
         num_inflight=lambda: lifecycle.num_running,
     )
     server = ServerContext(
-        settings, engine, Keyring(settings.auth.keys), lifecycle, metrics, RequestHistory()
+        settings,
+        engine,
+        Keyring(settings.auth.keys),
+        lifecycle,
+        metrics,
+        RequestHistory(),
+        tuple(Rule.from_settings(rule) for rule in settings.rules),
     )
     app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
     app.cleanup_ctx.append(lambda _: lifecycle.engine_running())

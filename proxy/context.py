@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from kvshare.engines.base import Engine
+from kvshare.rules.rewrite import Rule
 from kvshare.settings import Settings
 from proxy.auth import Keyring
 from proxy.lifecycle import Lifecycle
@@ -24,6 +25,7 @@ class ServerContext:
     lifecycle: Lifecycle
     metrics: Metrics
     history: RequestHistory
+    rules: tuple[Rule, ...]
 
 
 SERVER: web.AppKey[ServerContext] = web.AppKey("server", ServerContext)

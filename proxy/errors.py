@@ -64,9 +64,7 @@ class ErrorReply:
         """`request_id`: what the answer's headers say."""
         default = "api_error" if self.status >= 500 else "invalid_request_error"
         error_type = _ANTHROPIC_TYPES.get(self.status, default)
-        # Coding agents make room when they read these words, which are Anthropic's.
-        prefix = "prompt is too long: " if self.code == "context_length_exceeded" else ""
-        error = {"type": error_type, "message": f"{prefix}{self.message}"}
+        error = {"type": error_type, "message": self.message}
         return {"type": "error", "error": error, "request_id": request_id}
 
     def to_response(self, path: str = "/", request_id: str = "") -> web.Response:

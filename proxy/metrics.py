@@ -45,6 +45,7 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "kvshare_lookup_tokens_requested": ("Prompt tokens that were looked up.", ()),
     "kvshare_lookup_tokens_hit": ("Prompt tokens that were found and reused.", ()),
+    "kvshare_rules_applied": ("Requests that a rule rewrote.", ("rule",)),
 }
 
 # Measured per request: what it measures, its labels, and the edges of its buckets.
@@ -101,6 +102,8 @@ class Metrics:
         stages = self._histograms["kvshare_stage_duration_seconds"]
         if record.tokenize_s is not None:
             stages.labels("tokenize").observe(record.tokenize_s)
+        for rule in record.rules:
+            self._counters["kvshare_rules_applied"].labels(rule).inc()
         if record.mode is None:
             return
         self._histograms["kvshare_request_duration_seconds"].labels(endpoint).observe(record.duration_s)

@@ -52,6 +52,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     response.headers["X-Request-Id"] = record.request_id
     if is_anthropic(request.path):
         response.headers["Request-Id"] = record.request_id
+    if record.rules:
+        response.headers["X-KVShare-Rules"] = ",".join(record.rules)
     if record.mode is not None:
         request.app[SERVER].history.begin(record, _endpoint(request))
         response.headers.update(_plan_headers(record))
@@ -67,8 +69,8 @@ def _plan_headers(record: RequestRecord) -> dict[str, str]:
         headers["X-KVShare-Plan"] = (
             f"exact={total.num_exact},copied={total.num_copied},computed={num_computed}"
         )
-        if total.reason is not None:
-            headers["X-KVShare-Reason"] = total.reason
+    if record.reason is not None:
+        headers["X-KVShare-Reason"] = record.reason
     return headers
 
 

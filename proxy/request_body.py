@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from kvshare.errors import RequestError
 from proxy.errors import HttpError
+from proxy.prompt_rules import behind_rules
 from proxy.wrong_values import to_request_error, wrong
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -24,9 +25,9 @@ BODY_TIMEOUT_S = 60.0  # a client that trickles its body holds a connection no l
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
-    """The body as a JSON object. Raises HttpError 408 and 415, RequestError."""
+    """The body as a JSON object, behind the operator's rules. Raises HttpError 408 and 415, RequestError."""
     check_is_json(request)
-    return parse_object(await read_raw(request))
+    return await behind_rules(request, parse_object(await read_raw(request)))
 
 
 def check_is_json(request: web.Request) -> None:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvshare.reasons import cache_miss_reason
 from kvshare.requests import Prediction, SharingReport
 from proxy.request_log import RequestRecord
 
@@ -58,6 +59,9 @@ def _document(record: RequestRecord, endpoint: str, *, status: int | None) -> di
         "mode": record.mode,
         "status": status,  # None: its answer is under way
         "finish_reason": record.finish_reason or None,
+        "rules": list(record.rules),
+        "cache_miss_reason": cache_miss_reason(record.reason),
+        "cache_missed_input_tokens": _missed(record),
         "prompts": [_planned(record.reports[number]) for number in sorted(record.reports)],
         "completion_tokens": record.num_completion_tokens,
         "seconds": {
@@ -70,6 +74,11 @@ def _document(record: RequestRecord, endpoint: str, *, status: int | None) -> di
     }
 
 
+def _missed(record: RequestRecord) -> int | None:
+    """None where the prompt was not tokenized here."""
+    return sum(report.num_missed for report in record.reports.values()) if record.reports else None
+
+
 def _planned(report: SharingReport) -> dict[str, Any]:
     return {
         "decision": report.decision,
@@ -79,6 +88,7 @@ def _planned(report: SharingReport) -> dict[str, Any]:
         "copied": report.num_copied,
         "recomputed": report.num_recomputed,
         "repaired": report.num_repaired,
+        "first_difference": report.first_difference,
         "donors": [int(donor) for donor in report.donors],
         "prediction": None if report.prediction is None else _predicted(report.prediction),
     }

@@ -41,12 +41,19 @@ class RequestRecord:
     token_gaps_s: list[float] = field(default_factory=list)
     finish_reason: str = ""  # OpenAI's, or "error" for a stream that broke off
     disconnected: bool = False
+    rules: tuple[str, ...] = ()  # those that rewrote its body
+    unplanned: str | None = None  # why nothing could be planned for it; a fixed word
     executed: Callable[[], Mapping[str, Any]] = dict  # what the engine says was done, beside the plan
     _last_token: dict[int, float] = field(default_factory=dict)
 
     @property
     def duration_s(self) -> float:
         return perf_counter() - self.started
+
+    @property
+    def reason(self) -> str | None:
+        """Why not more was shared, of several prompts the first reason; a fixed word."""
+        return combine(self.reports.values()).reason if self.reports else self.unplanned
 
     @property
     def num_completion_tokens(self) -> int | None:
@@ -92,13 +99,14 @@ def log_request(record: RequestRecord, endpoint: str, status: int) -> None:
     level = logging.DEBUG if endpoint in _QUIET else logging.INFO
     log.log(
         level,
-        "request %s%s key=%s %s %d%s %.1f ms",
+        "request %s%s key=%s %s %d%s%s %.1f ms",
         record.request_id,
         "" if record.request_id == record.unique_id else f" id={record.unique_id}",
         record.caller.name,
         endpoint,
         status,
         "" if record.mode is None else _generated(record),
+        f" rules={','.join(record.rules)}" if record.rules else "",
         record.duration_s * 1e3,
     )
 
@@ -109,7 +117,7 @@ def _generated(record: RequestRecord) -> str:
     num_completion_tokens = record.num_completion_tokens
     return (
         f" {record.finish_reason or '-'} decision={total.decision if record.reports else '-'}"
-        f"{'' if total.reason is None else f' reason={total.reason}'}"
+        f"{'' if record.reason is None else f' reason={record.reason}'}"
         f" reused={total.num_cached} recomputed={total.num_recomputed + total.num_repaired}"
         f" completion={'-' if num_completion_tokens is None else num_completion_tokens}"
         f"{'' if total.prediction is None else _predicted(total.prediction, used=total.decision == 'approx')}"

@@ -18,6 +18,8 @@ from kvshare.index_factory import nominator_settings
 from kvshare.kv.tier import EverySegment
 from kvshare.metadata import METADATA_FILE, opened
 from kvshare.requests import Prompt, SharingMode
+from kvshare.rules.rewrite import Rule, apply_rules
+from kvshare.rules.texts import CHAT
 from kvshare.served_model import find_model
 from kvshare.settings import IndexSettings, Settings
 from kvshare.sharing.cost import CostModel
@@ -49,7 +51,9 @@ def explain_offline(
     from kvshare.engines.embedded.tokenizer import PromptEncoder  # imports transformers
 
     model_path = find_model(settings.model.path).path
-    prompt = PromptEncoder.load(model_path).encode_chat(Chat(tuple(messages)))
+    rules = [Rule.from_settings(rule) for rule in settings.rules]
+    rewritten = apply_rules(rules, {"messages": list(messages)}, CHAT)
+    prompt = PromptEncoder.load(model_path).encode_chat(Chat(tuple(rewritten.body["messages"])))
     limits = PlannerLimits.from_settings(
         settings,
         fingerprint=stored_fingerprint(model_path),
@@ -57,7 +61,7 @@ def explain_offline(
         can_probe=True,
     )
     with opened(store_path / METADATA_FILE, read_only=True) as tree:
-        return asyncio.run(_explain(tree, prompt, settings, limits))
+        return {**asyncio.run(_explain(tree, prompt, settings, limits)), "rules": list(rewritten.rules)}
 
 
 async def _explain(

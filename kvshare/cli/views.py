@@ -99,6 +99,8 @@ def explain(document: Document) -> list[RenderableType]:
     predicted = document.get("prediction")
     parts: list[RenderableType] = [
         f"[bold]{document['decision']}[/]" + (f": {escape(reason)}" if reason else ""),
+        *([escape(missed["message"])] if (missed := document.get("cache_miss_reason")) else []),
+        *([f"rules that acted: {', '.join(rules)}"] if (rules := document.get("rules")) else []),
         _TEMPLATES.table("kinds", kinds, total={"kind": "all", "count": num_tokens, "share": None}),
         _TEMPLATES.say("explain", document),
         *([_TEMPLATES.say("explain prediction", predicted)] if predicted else []),

@@ -30,16 +30,16 @@ def grammar_of(
     must_call = bool(tools) and chat.tool_choice.use is ToolUse.REQUIRED
     if not must_call and chat.answer_schema is None and not any(map(is_strict, tools)):
         return None
+    schema = None if must_call else chat.answer_schema
     lark = LarkGrammar(added_tokens)
     thoughts = _thoughts(lark, reasons=reasons)
     answers = []
+    if schema is not None:
+        answers.append(lark.json(schema or {"type": "object"}))
     if tools:
         calls = call_grammar(lark, fmt, tools, parallel=chat.parallel_tool_calls)
-        answers.append(f"{lark.literal(calls.marker)} {calls.rest}" if calls.marker else calls.rest)
-    if chat.answer_schema is not None and not must_call:
-        answers.append(lark.json(chat.answer_schema or {"type": "object"}))
-    elif tools and not must_call:
-        answers = _free_text_or(lark, calls)
+        any_text = schema is None and not must_call
+        answers += _free_text_or(lark, calls) if any_text else [_only(lark, calls)]
     return Grammar(lark.start(thoughts + lark.rule(" | ".join(answers))))
 
 
@@ -64,6 +64,10 @@ def _thoughts(lark: LarkGrammar, *, reasons: bool) -> str:
         return ""
     end = rf"{lark.text_until('</think>')} /\s{{0,2}}/"
     return f"{end} " if reasons else f"({lark.literal('<think>')} {end})? "
+
+
+def _only(lark: LarkGrammar, calls: CallGrammar) -> str:
+    return f"{lark.literal(calls.marker)} {calls.rest}" if calls.marker else calls.rest
 
 
 def _free_text_or(lark: LarkGrammar, calls: CallGrammar) -> list[str]:

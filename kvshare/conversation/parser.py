@@ -131,11 +131,9 @@ def _read_calls(cursor: Cursor, reader: CallReader, calls: Calls) -> Steps[None]
         marker = yield from _pass_on(cursor, reader.markers, Text)
     while marker is not None:
         size = cursor.at  # of the marker and the white space in front of it
-        cursor.starved = False
         begun = yield from reader.read(cursor, calls, marker)
-        if (
-            not begun
-        ):  # no marker is searched for inside what was followed: it would be followed again and again
+        if not begun:
+            # Inside what was followed no marker is searched for: it might be followed over and over.
             cursor.at = max(size, cursor.scanned)
             yield Text(cursor.text[: cursor.at])
         elif cursor.starved:  # the answer ends inside the call, or right behind it

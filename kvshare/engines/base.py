@@ -79,7 +79,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A sampled token with its log-probability and the likeliest alternatives."""
+    """
+    A sampled token with its log-probability and the likeliest alternatives.
+
+    As the model has them: before penalties, temperature and what a grammar forbids.
+    """
 
     token_id: int
     text: str

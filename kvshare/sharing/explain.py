@@ -16,6 +16,7 @@ from delta_tree import (
     UnknownSegmentError,
     compose,
 )
+from kvshare.reasons import cache_miss_reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.sharing.cost import Rates
 from kvshare.sharing.pipeline import Lookup, Sharing
@@ -66,6 +67,7 @@ def explanation(
     return {
         "decision": report.decision,
         "reason": report.reason,
+        "cache_miss_reason": cache_miss_reason(report.reason),
         "num_tokens": num_tokens,
         "exact": report.num_exact,
         "copied": report.num_copied,

@@ -65,7 +65,14 @@ class Lookup:
         if isinstance(self.plan, NoPlan):
             refused = self.plan
             return SharingReport(
-                0, 0, num_tokens, 0, decision="full", reason=refused.reason, prediction=refused.prediction
+                num_exact=0,
+                num_copied=0,
+                num_recomputed=num_tokens,
+                num_repaired=0,
+                decision="full",
+                reason=refused.reason,
+                prediction=refused.prediction,
+                first_difference=0,
             )
         return SharingReport(
             num_exact=self.plan.exact_length,
@@ -76,6 +83,7 @@ class Lookup:
             reason=self.plan.reason,
             donors=self.plan.donors,
             prediction=self.plan.prediction,
+            first_difference=self.plan.placeholders[0].start,
         )
 
 

@@ -172,11 +172,8 @@ class Plan:
 @dataclass(frozen=True, slots=True)
 class NoPlan:
     """
-    Nothing is shared, and why. Reasons are fixed words, so that they can be counted:
-
-    off, model_unshared, short_prompt, no_candidates, nothing_in_common, not_enough_saved, does_not_pay,
-    deviates_too_much, rotation_unknown, lookup_failed, kv_gone; in front of vLLM also no_connector,
-    replica_gone; in a replay also too_much_relocated
+    Nothing is shared, and why. Reasons are fixed words, so that they can be counted: `kvshare.reasons` lists
+    and explains them. In a replay there is also too_much_relocated.
     """
 
     reason: str

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvshare.engines.base import Delta, GenerationRequest
+from kvshare.reasons import cache_miss_reason
 from kvshare.requests import SharingReport
 from proxy.errors import ErrorReply
 from proxy.sse import KEEP_ALIVE
@@ -22,7 +23,7 @@ class Usage:
 
     @property
     def kvshare(self) -> dict[str, Any]:
-        """Where the prompt's KV came from. Donors are never named."""
+        """Where the prompt's KV came from, and why not more was shared. Donors are never named."""
         report = self.report
         return {
             "exact": report.num_exact,
@@ -31,6 +32,8 @@ class Usage:
             "repaired": report.num_repaired,
             "decision": report.decision,
             "reason": report.reason,
+            "cache_miss_reason": cache_miss_reason(report.reason),
+            "cache_missed_input_tokens": report.num_missed,
         }
 
 

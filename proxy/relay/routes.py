@@ -23,10 +23,12 @@ from delta_tree import DeltaTreeError
 from kvshare.errors import NoReplicaError, RequestError, UpstreamError
 from kvshare.fleet.engine import VllmEngine
 from kvshare.fleet.in_flight import Execution, RoutedRequest
+from kvshare.reasons import cache_miss_reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import class_and_place
 from proxy.auth import Role
 from proxy.context import SERVER
+from proxy.prompt_rules import behind_rules
 from proxy.relay.dialects import CHAT, COMPLETION, MESSAGES, RESPONSES, Dialect, Unplannable
 from proxy.relay.forward import RelayedRequest
 from proxy.relay.render import prompt_of
@@ -83,7 +85,8 @@ async def explain(request: web.Request) -> web.Response:
         raise RequestError(f"This request would not be planned: {exc}.") from exc
     routed = _untokenized(request, document)
     routed.prompt = prompt
-    return web.json_response(await engine.server.router.explain(routed))
+    explained = await engine.server.router.explain(routed)
+    return web.json_response({**explained, "rules": request[RECORD].rules})
 
 
 async def generate(request: web.Request, *, dialect: Dialect) -> web.StreamResponse:
@@ -92,7 +95,9 @@ async def generate(request: web.Request, *, dialect: Dialect) -> web.StreamRespo
     routed = _untokenized(request, document)
     request[RECORD].mode = routed.mode
     request[RECORD].executed = partial(_executed, routed.execution)
-    if routed.mode is not SharingMode.OFF:
+    if routed.mode is SharingMode.OFF:
+        request[RECORD].unplanned = "off"
+    else:
         routed.prompt = await _rendered(request, document, body, dialect)
     router = request.app[ENGINE].server.router
     return await RelayedRequest(request, router, routed, body, dialect=dialect).forward()
@@ -107,6 +112,7 @@ def _executed(execution: Execution) -> dict[str, Any]:
         and {
             "decision": finished.decision,
             "reason": finished.reason,
+            "cache_miss_reason": cache_miss_reason(finished.reason),
             "computed": finished.num_computed,
             "prefix_cache": finished.num_local,
             "seconds": dict(finished.stage_seconds),
@@ -139,7 +145,8 @@ async def _rendered(
         RecursionError,  # parts in parts in parts
     ) as exc:
         log.debug("request %s is not planned: %s", record.request_id, class_and_place(exc))
-        engine.server.router.note_unshared(str(exc) if isinstance(exc, Unplannable) else "not_tokenized")
+        record.unplanned = str(exc) if isinstance(exc, Unplannable) else "not_tokenized"
+        engine.server.router.note_unshared(record.unplanned)
         return None
     record.tokenize_s = time.perf_counter() - began
     return prompt
@@ -147,12 +154,13 @@ async def _rendered(
 
 async def _read_json(request: web.Request) -> tuple[bytes, dict[str, Any]]:
     """
-    The body to send on, sanitized, and what the client wrote, as values.
+    The body to send on, sanitized, and what the client wrote, as values; both behind the operator's rules.
 
     Raises:  HttpError for another content type, RequestError for what is no JSON object: what cannot be read
     cannot be searched. What only strict JSON forbids is for vLLM to judge
     """
     check_is_json(request)
     raw = await read_raw(request)
-    document = parse_object(raw, strict=False)
-    return sanitized(raw, document), document
+    given = parse_object(raw, strict=False)
+    document = await behind_rules(request, given)
+    return sanitized(raw if document is given else None, document), document

@@ -45,9 +45,10 @@ _NOT_SENT_ON = _HOP_BY_HOP | frozenset(
 _CORS = "access-control-"
 
 
-def sanitized(raw: bytes, document: Mapping[str, Any]) -> bytes:
+def sanitized(raw: bytes | None, document: Mapping[str, Any]) -> bytes:
     """
-    A body, given as bytes and as values, without what the client may not say: mostly the very bytes.
+    A body, given as bytes and as values, without what the client may not say: mostly the very bytes. It is
+    written again without `raw`, as where it is not what the client sent any more.
 
     Raises RequestError for one that is nested too deeply to be written again.
     """
@@ -55,7 +56,7 @@ def sanitized(raw: bytes, document: Mapping[str, Any]) -> bytes:
     xargs = document.get(_XARGS)
     if isinstance(xargs, Mapping) and not _FORBIDDEN.isdisjoint(xargs):
         clean[_XARGS] = {name: value for name, value in xargs.items() if name not in _FORBIDDEN}
-    elif len(clean) == len(document):
+    elif raw is not None and len(clean) == len(document):
         return raw
     try:
         return dump(clean)

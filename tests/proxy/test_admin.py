@@ -47,7 +47,7 @@ async def test_evict_passes_its_body(server: Server) -> None:
 async def test_explain_reads_a_chat_body_and_runs_nothing(server: Server) -> None:
     """The body is checked as for a completion; no generation begins."""
     response = await server.post("/admin/explain", chat(kvshare={"mode": "exact"}))
-    assert await response.json() == {"prompt_tokens": 11, "mode": "exact"}
+    assert await response.json() == {"prompt_tokens": 11, "mode": "exact", "rules": []}
     assert (await server.post("/admin/explain", chat(n=0))).status == 400
     assert (await server.post("/admin/explain", chat() | {"model": "other"})).status == 404
     assert not server.engine.requests

@@ -3,8 +3,9 @@
 
 Batches of prompts nobody has asked before: edits of popular prompts, and edits of such edits of the batch
 before. Between them come strangers through the proxy, which fill the store, and strangers straight to stock
-vLLM: the full prefill of the same minute, which the batch is compared with. One batch goes first unmeasured,
-and chains are of two edits in every batch, or the work would change with the batch and not with the store.
+vLLM: the full prefill of the same minute, which the batch is compared with. Two batches go first
+unmeasured, which fill the store, and chains are of two edits in every batch: the work must not change with
+the batch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvshare.bench.vllm.reports import Watch, watching
 from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
 
 _ROOM = 64  # tokens of context beyond the prompt
+_FILLING = 2  # batches before the first measured one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +89,11 @@ async def measure(servers: Stack, config: Config) -> dict[str, Any]:
         batches: list[_Batch] = []
         last: list[TokenIds] = popular
         async with watching(control) as watch:
-            for _ in range(config.batches + 1):
+            for _ in range(config.batches + _FILLING):
                 prompts = _recipients(rng, config, popular, last)
                 batches.append(await _batch(plain, proxy, prompts, rng, config, watch))
                 last = prompts[::2]
-    return _summary(servers, config, batches[1:], watch)
+    return _summary(servers, config, batches[_FILLING:], watch)
 
 
 def _recipients(

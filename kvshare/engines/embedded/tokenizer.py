@@ -22,6 +22,16 @@ from kvshare.requests import Prompt
 from vector_index import PromptText
 
 _NORMALISED_AWAY = 4  # a normaliser may drop characters before they are tokenized; most of a text stays
+# A template is a program over what a client sends, its own arguments included.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 # What the server says to transformers itself. Documents go to the template, like any name that is not here.
 _RESERVED = signature(PreTrainedTokenizerFast.apply_chat_template).parameters.keys() - {"documents"} | {
     "messages"
@@ -97,22 +107,24 @@ class PromptEncoder:
                 "expected names that the model's chat template reads",
                 param="chat_template_kwargs",
             )
-        chat = replace(chat, messages=tuple(_without_nulls(message) for message in chat.messages))
+        try:
+            return self._rendered(replace(chat, messages=tuple(map(_without_nulls, chat.messages))))
+        except _TEMPLATE_ERRORS as exc:
+            raise RequestError(_refusal(exc, chat), param="messages") from exc
+
+    def _rendered(self, chat: Chat) -> str:
         options = dict(chat.template_kwargs)
         if not self._takes_tools:
             chat = with_tool_block(chat)
         elif chat.tools:
             options["tools"] = [dict(tool) for tool in chat.tools]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in chat.messages],
-                tokenize=False,
-                add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
-                continue_final_message=chat.continue_final_message,
-                **options,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as exc:
-            raise RequestError(_refusal(exc, chat), param="messages") from exc
+        text = self._tokenizer.apply_chat_template(
+            [dict(message) for message in chat.messages],
+            tokenize=False,
+            add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
+            continue_final_message=chat.continue_final_message,
+            **options,
+        )
         return str(text)
 
     def encode_chat(self, chat: Chat) -> Prompt:

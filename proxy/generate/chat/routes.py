@@ -24,6 +24,7 @@ from proxy.generate.engine_key import ENGINE
 from proxy.generate.requests import check_model, engine_requests
 from proxy.generate.run import answer
 from proxy.request_body import read_object, validated
+from proxy.request_log import RECORD
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -34,7 +35,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def explain(request: web.Request) -> web.Response:
     """POST /admin/explain: the plan that this chat completion would get for the caller's own namespace."""
     (chat,) = (await _read_chat(request)).requests
-    return web.json_response(await request.app[ENGINE].explain(chat))
+    document = await request.app[ENGINE].explain(chat)
+    return web.json_response({**document, "rules": request[RECORD].rules})
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

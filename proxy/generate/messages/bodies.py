@@ -35,8 +35,6 @@ from proxy.request_options import KVShareField
 
 _REFUSED = ("container", "mcp_servers")  # what Anthropic's own servers run
 _USES = {"auto": ToolUse.AUTO, "any": ToolUse.REQUIRED, "tool": ToolUse.REQUIRED, "none": ToolUse.NONE}
-
-
 _Custom = of_types("custom", default="custom", hint="this server runs no tools itself")
 
 

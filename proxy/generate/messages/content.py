@@ -46,6 +46,7 @@ class ToolUseBlock(Part):
 
 Text = Annotated[
     list[Annotated[TextBlock, BeforeValidator(of_types("text", hint=_TEXT_ONLY))]],
+    Field(fail_fast=True),
     BeforeValidator(_as_blocks),
 ]
 
@@ -86,7 +87,7 @@ class UserMessage(Part):
     """Text and results of tools."""
 
     role: Literal["user"]
-    content: Annotated[list[UserBlock], BeforeValidator(_as_blocks)]
+    content: Annotated[list[UserBlock], Field(fail_fast=True), BeforeValidator(_as_blocks)]
 
     def add_to(self, turns: Turns, *, at: str) -> None:
         """Raises RequestError for a result of a call that is not there."""
@@ -101,7 +102,7 @@ class AssistantMessage(Part):
     """Text, thoughts and calls of tools."""
 
     role: Literal["assistant"]
-    content: Annotated[list[AssistantBlock], BeforeValidator(_as_blocks)]
+    content: Annotated[list[AssistantBlock], Field(fail_fast=True), BeforeValidator(_as_blocks)]
 
     def add_to(self, turns: Turns, *, at: str) -> None:
         for block in self.content:

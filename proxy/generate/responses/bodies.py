@@ -41,6 +41,7 @@ _REFUSED = {
     "moderation": "not implemented by this server",
 }
 _LOGPROBS = "message.output_text.logprobs"
+_Function = of_types("function", hint="this server runs no tools itself")
 
 
 class Tool(Part):
@@ -50,15 +51,11 @@ class Tool(Part):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
-
     strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
         """In the shape of chat completions."""
         return template_tool(self.name, self.description, self.parameters, strict=self.strict)
-
-
-_Function = of_types("function", hint="this server runs no tools itself")
 
 
 Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Function)]], at_most(MAX_TOOLS)]

@@ -51,6 +51,7 @@ class RefusalPart(Part):
 _Text = of_types("input_text", "output_text", "text", "refusal", hint=_TEXT_ONLY)
 Content = Annotated[
     list[Annotated[TextPart | RefusalPart, Discriminator("type"), BeforeValidator(_Text)]],
+    Field(fail_fast=True),
     BeforeValidator(_as_parts),
 ]
 

@@ -86,7 +86,9 @@ class Running:
 
 EXPLANATION = {
     "decision": "approx",
-    "reason": None,
+    "reason": "deviates_too_much",
+    "cache_miss_reason": {"type": "deviates_too_much", "message": "Put what changes near the end."},
+    "rules": ["clock", "nonce"],
     "num_tokens": 100,
     "exact": 40,
     "copied": 30,

@@ -72,7 +72,7 @@ def test_a_vllm_that_is_fine(start: Start) -> None:
 
 @pytest.mark.parametrize("status", [403, 404])
 def test_a_vllm_without_render_routes(start: Start, status: int) -> None:
-    """Stock vLLM, or one that knows no such routes: chats are shared; a warning says how to share the rest."""
+    """Stock vLLM, or one that knows no such routes: chats are shared; a warning has the remedy."""
     off = (status, {"error": {"message": "Scale-out endpoints are disabled."}})
     findings = found(start(vllm(render=off)).url, start(connector()).url)
     assert states(findings) == {"render": "warn"}

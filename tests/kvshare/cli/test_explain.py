@@ -110,7 +110,7 @@ def test_a_stopped_store_explains_what_its_server_would_have(
     before = {path: path.read_bytes() for path in store.glob("tree.sqlite3*")}
     found = [explain_offline(store, settings, messages) for messages in ASKED]
     for here, there in zip(found, expected, strict=True):
-        assert without_times(here) == without_times(there)
+        assert without_times(here) == {**without_times(there), "rules": []}
     assert {document["reason"] for document in found} == reasons
     assert {path: path.read_bytes() for path in store.glob("tree.sqlite3*")} == before
 
@@ -118,6 +118,19 @@ def test_a_stopped_store_explains_what_its_server_would_have(
 def without_times(document: dict[str, Any]) -> dict[str, Any]:
     """What is decided. Estimates are as measured, and so are the stages."""
     return {name: value for name, value in document.items() if name not in ("estimate", "stage_ms")}
+
+
+@pytest.mark.skipif(not MODEL_PATH.exists(), reason="the demo model has not been built")
+def test_a_stopped_store_explains_prompts_behind_the_rules(store: Path, family: Family) -> None:
+    """As the server would have tokenized them."""
+    rule = {"name": "nonce", "match": "cch=[0-9a-f]+", "action": "pin", "value": "cch=0"}
+    plain = {"store.path": str(store), "model.path": "demo", "index.dense": False}
+    text = "cch={}; " + "What is due, and when? " * 10
+    expected = explain_offline(store, load_settings(overrides=plain), chat(text.format("0")))
+    ruled = load_settings(overrides={**plain, "rules": [rule]})
+    found = explain_offline(store, ruled, chat(text.format("9a8b7c6d")))
+    assert (expected["rules"], found["rules"]) == ([], ["nonce"])
+    assert without_times(found) == {**without_times(expected), "rules": ["nonce"]}
 
 
 @pytest.mark.slow

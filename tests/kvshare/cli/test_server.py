@@ -68,6 +68,8 @@ def test_explain_reads_a_request_from_stdin(cli: Cli, server: Running) -> None:
 def test_explain_on_a_terminal_tells_donors_and_saving(cli: Cli, server: Running) -> None:
     """Decision, spans, donors and the expected saving can be read."""
     outcome = cli("explain", "--prompt", "hello", "--url", server.url, "--key", ADMIN_KEY)
+    assert "approx: deviates_too_much\nPut what changes near the end.\n" in outcome.stdout
+    assert "rules that acted: clock, nonce\n" in outcome.stdout
     assert outcome.code == 0
     for part in ("approx", "placeholder", "prefix", "1.40 s", "30.0%"):
         assert part in outcome.stdout

@@ -190,6 +190,22 @@ def test_a_strict_tool_may_be_called(fmt: ToolFormat, markers: bool) -> None:
         assert not accepts(STRICT, fmt, f"I look.\n{bad}", markers=markers)
 
 
+def test_no_other_marker_stands_in_text_beside_strict_tools() -> None:
+    """What the parser would read as a call is not allowed by the grammar as text."""
+    good = written(XML, {"city": "Rome"})
+    assert accepts(STRICT, XML, f"so {good}")
+    assert not accepts(STRICT, XML, "so <function=weather>\n</function>")
+    assert not accepts(STRICT, XML, f"so <function=weather>\n</function> {good}")
+    assert not accepts(STRICT, LLAMA3, 'so <|python_tag|>{"name": "weather", "parameters": {}}')
+
+
+def test_arguments_are_an_object() -> None:
+    """Also where the schema leaves that out."""
+    chat = replace(REQUIRED, tools=(tool("weather", {"properties": {"city": {"type": "string"}}}),))
+    assert accepts(chat, LLAMA3, written(LLAMA3, {"city": "Rome"}))
+    assert not accepts(chat, LLAMA3, '{"name": "weather", "parameters": 3}')
+
+
 @pytest.mark.parametrize("schema", [{}, {"type": "object"}])
 def test_any_json_object(schema: dict[str, object]) -> None:
     """What `json_object` asks for."""

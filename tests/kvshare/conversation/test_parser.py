@@ -120,8 +120,8 @@ def test_a_good_call_inside_a_bad_one_is_read() -> None:
         ("arguments", 0, "{}"),
         ("text", " and on"),
     ]
-    quoted = '<tool_call>{"a": ["<tool_call>{\\"name\\": \\"now\\"}</tool_call>"]}</tool_call>'
-    assert read_plain(HERMES, quoted) == [("text", quoted)]
+    inner = '<tool_call>{"a": [<tool_call>{"name": "now"}</tool_call>]}</tool_call>'
+    assert read_plain(HERMES, inner) == [("text", inner)]
 
 
 def test_a_call_that_breaks_after_its_name() -> None:
@@ -283,6 +283,7 @@ def test_calls_in_the_format_of_qwen_coder() -> None:
         ("hourly", "None", None),
         ("hourly", "maybe", "maybe"),
         ("place", "[1]", "[1]"),
+        ("place", '{"x": NaN}', '{"x": NaN}'),
         ("place", "[" * 100_000, "[" * 100_000),
     ],
 )

@@ -46,6 +46,7 @@ HISTORY = (
         ("", ToolFormat.HERMES, False),
         (PLAIN, ToolFormat.HERMES, False),
         (HERMES, ToolFormat.HERMES, True),
+        (HERMES + "<|python_tag|>", ToolFormat.HERMES, True),
         (XML, ToolFormat.QWEN_XML, True),
         (LLAMA3, ToolFormat.LLAMA3_JSON, True),
         (LLAMA3_TAG, ToolFormat.LLAMA3_JSON, True),

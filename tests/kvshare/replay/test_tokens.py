@@ -72,7 +72,7 @@ def test_what_the_template_refuses_is_laid_out_plainly(
     tokenizer: RequestTokenizer, encoder: PromptEncoder
 ) -> None:
     """A role that it does not know."""
-    messages = (*MESSAGES, {"role": "tool", "content": "152"})
+    messages = (*MESSAGES, {"role": "critic", "content": "152"})
     (request,) = tokenizer.tokenize([replace(BARE, messages=messages)])
     assert encoder.backend.decode(request.token_ids.tolist()) == plain_layout(messages)
 

@@ -163,11 +163,20 @@ async def test_another_content_type_is_415(server: Server) -> None:
     assert (await error_of(response))["type"] == "invalid_request_error"
 
 
-async def test_a_prompt_that_is_too_long(server: Server) -> None:
-    """It is said in the words that coding agents look for before they make room."""
-    response = await server.post(MESSAGES, {**ASK, **said({"type": "text", "text": "x" * 2000})})
+@pytest.mark.parametrize(
+    ("num_characters", "words"),
+    [
+        (2000, "prompt is too long: 2006 tokens > 1000 maximum"),
+        (900, "input length and `max_tokens` exceed context limit: 906 + 400 > 1000"),
+    ],
+)
+async def test_what_does_not_fit(server: Server, num_characters: int, words: str) -> None:
+    """It is said in the words by which coding agents know what to make shorter."""
+    response = await server.post(MESSAGES, {**ASK, **said({"type": "text", "text": "x" * num_characters})})
     assert response.status == 400
-    assert (await error_of(response))["message"].startswith("prompt is too long: ")
+    error = await error_of(response)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(words)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,17 @@ async def test_content_that_is_nested_without_end_costs_the_plan_only(relay: Rel
     assert len(vllm.generated) == 1
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_rules_act_before_a_body_is_rendered(vllm: FakeVllm, tmp_path: Path, path: str) -> None:
+    """What vLLM renders is what it computes, on every route."""
+    rules = [{"name": "clock", "match": "12:[0-9]{2}", "action": "pin", "value": "noon"}]
+    async with running_relay(tmp_path, vllm, rules=rules) as relay:
+        response = await ask(relay, path, "Rome\n12:01\n")
+        assert response.headers["X-KVShare-Rules"] == "clock"
+        assert vllm.rendered[0].body == body_of(path, "Rome\nnoon\n")
+        assert vllm.generated[0].raw.startswith(vllm.rendered[0].raw[:-1])
+
+
 async def test_a_truncated_prompt_is_planned_as_vllm_cuts_it(relay: Relay, vllm: FakeVllm) -> None:
     """What is rendered is what is computed; a prompt of tokens is rendered for that, too."""
     cut = list(FORM.encode())[-200:]

@@ -97,6 +97,14 @@ def test_template_arguments_do_not_replace_the_servers_own(name: str) -> None:
     assert refusal.value.param == "chat_template_kwargs"
 
 
+def test_a_template_that_breaks_on_an_argument_refuses_the_chat() -> None:
+    """Whatever the error is: the argument is the client's."""
+    dividing = "{{ 1 // parts }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    for parts in (0, "x", None):
+        with pytest.raises(RequestError, match="the chat template refuses these messages"):
+            encoder(dividing).render_chat(Chat((QUESTION,), template_kwargs={"parts": parts}))
+
+
 def test_the_prompts_text_is_what_was_rendered() -> None:
     """For the index: the last user turn as it came, and the whole."""
     prompt = encoder().encode_chat(Chat(TURNS, tools=(WEATHER,)))

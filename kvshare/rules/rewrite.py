@@ -1,0 +1,131 @@
+"""
+What rules do to the body of a request: a pure function from one JSON document to another.
+
+A rule acts on whole lines of one text each and never across texts, so never across roles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal, Self
+
+from kvshare.rules.pattern import MAX_LINE
+from kvshare.rules.texts import BodyShape, Path, Role, end_of, texts_of, with_text
+from kvshare.settings import RuleSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """
+    pin    replaces what matches by `value`
+    move   takes each line with a match out of its place and puts it at the end of the last message of a user
+           or a tool
+    """
+
+    name: str
+    pattern: re.Pattern[str]
+    roles: frozenset[Role]
+    action: Literal["pin", "move"]
+    value: str
+    first: bool  # only the first line of the prompt that matches
+
+    @classmethod
+    def from_settings(cls, settings: RuleSettings) -> Self:
+        return cls(
+            name=settings.name,
+            pattern=re.compile(settings.match),
+            roles=frozenset(settings.roles),
+            action=settings.action,
+            value=settings.value,
+            first=settings.first,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A body behind the rules, the very same object where none acted; and the names of those that did."""
+
+    body: dict[str, Any]
+    rules: tuple[str, ...]
+
+
+def apply_rules(rules: Sequence[Rule], body: dict[str, Any], shape: BodyShape) -> Rewritten:
+    """
+    The body after each rule, in their order. `body` does not change. Time is linear in the texts.
+
+    `move` does nothing in the prompt of a completion, and where neither a user nor a tool has said anything.
+    """
+    found = texts_of(body, shape)
+    roles = {text.path: text.role for text in found}
+    before = {text.path: text.text for text in found}
+    end = end_of(body, shape)
+    after = dict(before)
+    acted: list[str] = []
+    for rule in rules:
+        own = [path for path, role in roles.items() if role in rule.roles]
+        if rule.action == "pin":
+            changed = _pinned(rule, after, own)
+        elif end is not None:
+            changed = _moved(rule, after, own, end.path)
+        else:
+            continue
+        if any(after.get(path, "") != text for path, text in changed.items()):
+            acted.append(rule.name)
+            after |= changed
+    for path, text in after.items():
+        if before.get(path) != text:
+            new_part = end.new_part if end is not None else None
+            body = with_text(body, path, text, new_part=new_part)
+    return Rewritten(body, tuple(acted))
+
+
+def _pinned(rule: Rule, texts: Mapping[Path, str], own: Sequence[Path]) -> dict[Path, str]:
+    """The texts that change."""
+    changed = {}
+    for path in own:
+        lines = texts[path].split("\n")
+        matching = _matching(rule, lines)
+        for number in matching:
+            content, ending = _cut(lines[number])
+            lines[number] = rule.pattern.sub(lambda _: rule.value, content) + ending
+        if matching:
+            changed[path] = "\n".join(lines)
+            if rule.first:
+                break
+    return changed
+
+
+def _moved(rule: Rule, texts: Mapping[Path, str], own: Sequence[Path], end: Path) -> dict[Path, str]:
+    """The texts that change; the one at the `end` gets the lines that the others lose."""
+    changed: dict[Path, str] = {}
+    moved: list[str] = []
+    for path in own:
+        lines = texts[path].split("\n")
+        matching = _matching(rule, lines)
+        if matching:
+            moved += (lines[number] for number in matching)
+            gone = set(matching)
+            changed[path] = "\n".join(line for number, line in enumerate(lines) if number not in gone)
+            if rule.first:
+                break
+    if moved:
+        last = changed.get(end, texts.get(end, ""))
+        changed[end] = "\n".join([last, *moved] if last else moved)
+    return changed
+
+
+def _matching(rule: Rule, lines: Sequence[str]) -> list[int]:
+    """The numbers of the lines that the rule acts on."""
+    search = rule.pattern.search
+    matching = (
+        number for number, line in enumerate(lines) if len(line) <= MAX_LINE and search(_cut(line)[0])
+    )
+    return list(islice(matching, 1 if rule.first else None))
+
+
+def _cut(line: str) -> tuple[str, str]:
+    r"""A line and what is left of its end: "\r" where lines end with "\r\n"."""
+    return (line[:-1], "\r") if line.endswith("\r") else (line, "")

@@ -1,0 +1,60 @@
+"""The real front around the real embedded engine, with the bundled demo model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from kvshare.engines.embedded.engine import EmbeddedEngine
+from proxy.app import build_app
+from proxy.context import SERVER
+from tests.proxy.conftest import settings_with
+
+
+@dataclass
+class EmbeddedServer:
+    """A running server and a client of it."""
+
+    url: str
+    engine: EmbeddedEngine
+    http: aiohttp.ClientSession
+
+    async def chat(self, *messages: tuple[str, str], **extra: object) -> aiohttp.ClientResponse:
+        """The answer to these messages of roles; what was computed for it is stored by then."""
+        given = [{"role": role, "content": content} for role, content in messages]
+        body = {"model": "kvshare-demo", "messages": given, "max_tokens": 2, "temperature": 0, **extra}
+        async with self.http.post(f"{self.url}/v1/chat/completions", json=body) as response:
+            await response.read()
+        await self.engine.settle()
+        return response
+
+    async def history(self, answer: aiohttp.ClientResponse) -> dict[str, Any]:
+        """What `/admin/requests` says of an answer."""
+        unique_id = answer.headers["X-KVShare-Request"]
+        async with self.http.get(f"{self.url}/admin/requests/{unique_id}") as response:
+            document: dict[str, Any] = await response.json()
+        return document
+
+
+@asynccontextmanager
+async def running_embedded(**overrides: object) -> AsyncIterator[EmbeddedServer]:
+    """The server on a free port, without embeddings, in float32."""
+    settings = settings_with(
+        model__path="demo", model__dtype="float32", store__path=None, index__dense=False, **overrides
+    )
+    engine = EmbeddedEngine(settings)
+    app = build_app(settings, engine)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with aiohttp.ClientSession() as http:
+            await app[SERVER].lifecycle.wait_started()
+            yield EmbeddedServer(f"http://127.0.0.1:{runner.addresses[0][1]}", engine, http)
+    finally:
+        await runner.cleanup()
