@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.installed-vllm
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test check lint types unit long clients format clean
+.PHONY: serve test check lint types unit long clients fuzz format clean
 .DEFAULT_GOAL := serve
 
 serve: $(STAMP)
@@ -45,6 +45,18 @@ endif
 long: $(VLLM_STAMP)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
 	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py tests/kvshare/bench/test_gpu.py
+
+# Inputs made from /openapi.json, on both engines: FUZZ_INPUTS of them each. schemathesis has an environment of its own, as it
+# is a pytest plugin too and would load in every test.
+FUZZ_INPUTS ?= 10000
+FUZZ := $(VENV)/fuzz
+
+fuzz: $(STAMP) $(FUZZ)/bin/schemathesis
+	PATH="$(abspath $(FUZZ))/bin:$$PATH" FUZZ_INPUTS=$(FUZZ_INPUTS) $(BIN)/python -m pytest -m long tests/fuzz
+
+$(FUZZ)/bin/schemathesis:
+	$(PYTHON) -m venv $(FUZZ)
+	$(FUZZ)/bin/python -m pip install --quiet --disable-pip-version-check schemathesis==4.32.5
 
 # Suites of real clients (openai, anthropic, langchain-openai, litellm, llm), each in its own environment, on both engines.
 clients: $(VLLM_STAMP)

@@ -24,12 +24,14 @@ from proxy.generate import routes as generate
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
 from proxy.middleware import add_headers, observe
+from proxy.openapi import routes as openapi
 from proxy.relay import routes as relay
 from proxy.request_history import RequestHistory
 from proxy.runner import FrontRunner
 
 log = logging.getLogger(__name__)
 
+_BACKLOG = 2048  # connections that wait to be accepted; one beyond that is retried after a second
 _CLOSE_S = 2.0  # connections that still write after a drain get this long
 
 
@@ -89,7 +91,7 @@ async def serve(
         try:
             for runner, port in zip(runners, ports, strict=True):
                 await runner.setup()
-                await web.TCPSite(runner, settings.server.host, port).start()
+                await web.TCPSite(runner, settings.server.host, port, backlog=_BACKLOG).start()
             url = _base_url(runners[0])
             on_listening(url)
             await _first_of(app[SERVER].lifecycle.wait_started(), first.wait())
@@ -156,6 +158,7 @@ def _application(server: ServerContext, *, serves_clients: bool, serves_admins: 
     if serves_admins:
         admin.add_routes(app)
     engine = server.engine
+    openapi.add_routes(app, is_relay=isinstance(engine, VllmEngine))
     if isinstance(engine, GeneratingEngine):
         generate.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)
         _accept_trailing_slashes(app)

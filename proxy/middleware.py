@@ -20,6 +20,7 @@ from proxy.unknown_route import unknown_route
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics and log only
+_OPEN = ("/health", "/ready", "/openapi.json", "/docs", "unknown")  # routes that ask for no key
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -96,7 +97,7 @@ def _admit(request: web.Request, server: ServerContext) -> Caller:
     A route asks for a key, and is closed while the server starts or drains, unless it is listed here.
     """
     route = _endpoint(request)
-    if route in ("/health", "/ready", "unknown"):
+    if route in _OPEN:
         return ANONYMOUS
     if route == "/metrics":
         if server.keyring.is_open:

@@ -27,7 +27,7 @@ class KVShareObject(BaseModel):
 
     mode: Literal["off", "exact", "approx"] | None = None  # None: the request leaves it to the settings
     no_store: bool | None = None
-    rules: bool = True  # whether the operator's rules act on it; read by `prompt_rules`, before the rest is
+    rules: bool | None = None  # whether the operator's rules act on it; `prompt_rules` reads it first
 
 
 KVShareField = Annotated[KVShareObject, at_most(MAX_KEYS)] | None

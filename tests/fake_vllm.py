@@ -34,6 +34,7 @@ from tests.fake_streams import EVENTS
 
 BYTES_PER_TOKEN = 64
 MODEL = "tiny"
+SLOW_TOKEN_S = 10.0
 
 
 @dataclass
@@ -93,6 +94,7 @@ class FakeVllm:
         self.prefill.set()
         self.release = asyncio.Event()  # and answers for this
         self.release.set()
+        self.hurry = asyncio.Event()  # ends the pauses of answers to bodies with "slow"
         self._ports = [0, 0]
         self._runners: list[web.AppRunner] = []
         self.forget_all()
@@ -249,7 +251,7 @@ class FakeVllm:
                 if number == self.behaviour.die_after_chunks:
                     request.transport.abort()
                     return response
-                await asyncio.sleep(self.behaviour.token_s)
+                await self._pause(seen, number)
                 await self._write(response, events.text(character))
                 told += character
             await self._write(response, events.closing)
@@ -259,6 +261,14 @@ class FakeVllm:
         finally:
             self._end(seen, told)
         return response
+
+    async def _pause(self, seen: Seen, number: int) -> None:
+        """Before a token; those of a slow answer are ten seconds apart, but for the first."""
+        if not seen.body.get("slow"):
+            await asyncio.sleep(self.behaviour.token_s)
+        elif number:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.hurry.wait(), SLOW_TOKEN_S)
 
     async def _write(self, response: web.StreamResponse, raw: bytes) -> None:
         self.sent += raw

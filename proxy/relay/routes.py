@@ -47,13 +47,12 @@ def add_routes(
 ) -> None:
     """All of /v1 for clients, `/admin/explain` for admins, and for both the list of models."""
     app[ENGINE] = engine
+    app.router.add_get("/v1/models", pass_through)
     if serves_clients:
         for dialect in (CHAT, COMPLETION, RESPONSES, MESSAGES):
             app.router.add_post(dialect.path, partial(generate, dialect=dialect))
             app.router.add_post(f"{dialect.path}/", partial(generate, dialect=dialect))
         app.router.add_route("*", "/v1/{path:.*}", pass_through)
-    else:
-        app.router.add_get("/v1/models", pass_through)
     if serves_admins:
         app.router.add_post("/admin/explain", explain)
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from delta_tree import token_ids
 from kvshare.conversation.chat import Chat
-from kvshare.conversation.tools import ToolFormat, takes_tools, tool_format, with_tool_block
+from kvshare.conversation.tools import ToolFormat, fit_to_template, takes_tools, tool_format
 from kvshare.errors import ContextLengthError, ModelError, RequestError
 from kvshare.requests import Prompt
 from vector_index import PromptText
@@ -114,9 +114,8 @@ class PromptEncoder:
 
     def _rendered(self, chat: Chat) -> str:
         options = dict(chat.template_kwargs)
-        if not self._takes_tools:
-            chat = with_tool_block(chat)
-        elif chat.tools:
+        chat = fit_to_template(chat, self._tokenizer.chat_template)
+        if chat.tools and self._takes_tools:
             options["tools"] = [dict(tool) for tool in chat.tools]
         text = self._tokenizer.apply_chat_template(
             [dict(message) for message in chat.messages],

@@ -2,7 +2,19 @@
 
 import pytest
 
-from kvshare.bench import burst, demo, grammar, parity, plan, plan_agent, proxy, selection, storage, ttft
+from kvshare.bench import (
+    burst,
+    connections,
+    demo,
+    grammar,
+    parity,
+    plan,
+    plan_agent,
+    proxy,
+    selection,
+    storage,
+    ttft,
+)
 from kvshare.errors import ConfigError
 
 
@@ -118,3 +130,13 @@ async def test_formatted_answers_are_measured_beside_free_ones() -> None:
     assert min(document["tokens_per_s"].values()) > 0
     assert document["ratio"] > 0
     assert document["ratio_interval"]["low"] < document["ratio"] < document["ratio_interval"]["high"]
+
+
+@pytest.mark.slow
+async def test_the_relay_is_measured_with_and_without_idle_streams() -> None:
+    """Each arm has its figures for both ways; how they compare is not a test's business."""
+    document = await connections.run(idle=20, concurrency=2, requests=1, repeats=1)
+    for arm in ("alone", "among_idle"):
+        assert document[arm]["relay_p50_ms"] > 0
+        assert document[arm]["direct_p99_ms"] > 0
+    assert "idle_streams_add_p99_ms" in document
