@@ -28,9 +28,9 @@ METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
 
 
 def registered(app: web.Application) -> set[tuple[str, str]]:
-    """Method and pattern of each route; HEAD goes with GET."""
+    """Method and pattern of each route; HEAD goes with GET, and a slash at the end makes no other route."""
     routes = ((route.method, resource.canonical) for resource in app.router.resources() for route in resource)
-    return {(method, path) for method, path in routes if method != "HEAD"}
+    return {(method, path) for method, path in routes if method != "HEAD" and not path.endswith("/")}
 
 
 def documented(document: dict[str, Any]) -> set[tuple[str, str]]:
