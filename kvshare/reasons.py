@@ -81,7 +81,19 @@ REASONS: Mapping[str, str] = {
         "Log-probabilities of the prompt need all of it computed. Leave out prompt_logprobs, and echo with "
         "logprobs."
     ),
-    "truncated": "Truncated prompts are not shared. Shorten the prompt instead of truncate_prompt_tokens.",
+    "truncated": (
+        "Truncated prompts are shared only where vLLM renders them. Start vLLM with --enable-scale-out, or "
+        "shorten the prompt instead of truncate_prompt_tokens."
+    ),
+    "no_render": (
+        "Prompts of /v1/responses and /v1/messages are shared only where vLLM renders them. Start vLLM with "
+        "--enable-scale-out."
+    ),
+    "previous_response": (
+        "Only vLLM has the prompt of a previous_response_id, so that it is not shared. Send the conversation "
+        "as input."
+    ),
+    "background": "Responses in the background are not shared. Leave out background.",
     "beam_search": "Beam search is not shared. Leave out use_beam_search.",
     "multimodal": (
         "Prompts that hold more than text are not shared. Send them as text where that is possible."

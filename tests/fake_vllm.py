@@ -30,6 +30,7 @@ from kvshare.vllm_protocol.messages import (
     Ticket,
     digest_of,
 )
+from tests.fake_streams import EVENTS
 
 BYTES_PER_TOKEN = 64
 MODEL = "tiny"
@@ -69,6 +70,8 @@ class Behaviour:
     refusals: tuple[str, ...] = ()
     token: str | None = None  # of the control server
     rank: int | None = None  # that the connector says it is
+    renders: bool = True  # started with --enable-scale-out
+    features: object = None  # of what it renders
     keeps: bool = True
     prefills: bool = True  # tells of a prompt before it tells of its end
     silent: bool = False  # never tells the end of a ticket
@@ -81,6 +84,8 @@ class FakeVllm:
     def __init__(self, behaviour: Behaviour | None = None) -> None:
         self.behaviour = behaviour or Behaviour()
         self.seen: list[Seen] = []
+        self.rendered: list[Seen] = []
+        self.num_tokenized = 0  # by /tokenize
         self.closed_early = asyncio.Event()  # a client went away in the middle of an answer
         self.sent = b""  # of the last generated answer
         self.dropped: list[SegmentId] = []
@@ -109,7 +114,7 @@ class FakeVllm:
     @property
     def generated(self) -> list[Seen]:
         """The requests that asked for an answer."""
-        return [seen for seen in self.seen if seen.path.startswith(("/v1/chat", "/v1/completions"))]
+        return [seen for seen in self.seen if seen.path in EVENTS]
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -161,8 +166,9 @@ class FakeVllm:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_post("/v1/chat/completions", self._generate)
-        app.router.add_post("/v1/completions", self._generate)
+        for path in EVENTS:
+            app.router.add_post(path, self._generate)
+            app.router.add_post(f"{path}/render", self._render)
         app.router.add_route("*", "/{path:.*}", self._other)
         return app
 
@@ -176,16 +182,28 @@ class FakeVllm:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
-        tokens = self.tokens_of(body)
-        return web.json_response({"tokens": tokens, "max_model_len": 4096})
+        self.num_tokenized += 1
+        return web.json_response({"tokens": self.tokens_of(body), "max_model_len": 4096})
+
+    async def _render(self, request: web.Request) -> web.Response:
+        self.rendered.append(Seen(request.method, request.path_qs, request.headers, await request.read()))
+        if not self.behaviour.renders:
+            return web.json_response({"error": {"message": "Scale-out endpoints are disabled."}}, status=403)
+        tokens = self.tokens_of(self.rendered[-1].body)
+        document = {"request_id": "x", "token_ids": tokens, "features": self.behaviour.features}
+        return web.json_response([document] if request.path == "/v1/completions/render" else document)
 
     def tokens_of(self, body: Mapping[str, Any]) -> list[int]:
-        """Bytes of a trivial template, or of a plain prompt."""
-        if "messages" not in body:
+        """Bytes of a trivial template, or of a plain prompt; tools stand before all."""
+        if "prompt" in body:
             prompt = body["prompt"]
             return list(prompt.encode()) if isinstance(prompt, str) else prompt
-        text = "".join(f"<{message['role']}>{_text(message)}" for message in body["messages"])
-        return list(f"{text}<assistant>".encode())
+        given = body["messages"] if "messages" in body else body["input"]
+        turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        texts = [f"<{turn.get('role')}>{_text(turn)}" for turn in turns]
+        for name in ("system", "instructions", "tools"):
+            texts[:0] = [f"<{name}>{body[name]}"] if body.get(name) else []
+        return list(f"{''.join(texts)}<assistant>".encode())
 
     async def _other(self, request: web.Request) -> web.Response:
         await self._note(request)
@@ -198,37 +216,45 @@ class FakeVllm:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         seen = await self._note(request)
-        body = seen.body
         if self.behaviour.status != 200:
             return web.json_response({"object": "error", "message": "no"}, status=self.behaviour.status)
+        if seen.body.get("stream"):
+            return await self._stream(request, seen)
+        await self._compute(seen)
+        document = {"id": "x", "object": "chat.completion", "created": 1, "model": MODEL, "choices": []}
+        self._end(seen, self.behaviour.answer)
+        self.sent = json.dumps(document, indent=1).encode()
+        return web.Response(body=self.sent, content_type="application/json")
+
+    async def _compute(self, seen: Seen) -> None:
         self.running.set()
         await self.prefill.wait()
         self._prefill(seen)
         await self.release.wait()
-        if not body.get("stream"):
-            document = {"id": "x", "object": "chat.completion", "created": 1, "model": MODEL, "choices": []}
-            self._end(seen, self.behaviour.answer)
-            self.sent = json.dumps(document, indent=1).encode()
-            return web.Response(body=self.sent, content_type="application/json")
-        return await self._stream(request, seen)
 
     async def _stream(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", **self.behaviour.headers}
         )
-        await response.prepare(request)
+        events = EVENTS[request.path]
         self.sent = b""
+        if not events.opening:
+            await self._compute(seen)
+        await response.prepare(request)
+        if events.opening:
+            await self._write(response, events.opening)
+            await self._compute(seen)
         told = ""
         try:
+            await self._write(response, events.beginning)
             for number, character in enumerate(self.behaviour.answer):
                 if number == self.behaviour.die_after_chunks:
                     request.transport.abort()
                     return response
                 await self._pause(seen, number)
-                await self._write(response, _chunk(character, None))
+                await self._write(response, events.text(character))
                 told += character
-            await self._write(response, _chunk("", "stop"))
-            await self._write(response, b"data: [DONE]\n\n")
+            await self._write(response, events.closing)
         except (ConnectionError, asyncio.CancelledError):
             self.closed_early.set()
             raise
@@ -378,17 +404,10 @@ async def running_vllm(behaviour: Behaviour | None = None) -> AsyncIterator[Fake
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
+    content = message.get("content") or message.get("output") or ""
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content)
-
-
-def _chunk(text: str, finish_reason: str | None) -> bytes:
-    """With spaces where ours has none: whoever parses and writes anew is found out."""
-    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish_reason}
-    document = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": MODEL}
-    return b"data: " + json.dumps({**document, "choices": [choice]}).encode() + b"\n\n"
 
 
 def covered(ticket: Ticket) -> list[Span]:

@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 import yaml
@@ -33,6 +34,9 @@ pytestmark = [
 ]
 
 MODEL = "bench"
+TOOL_PARSER = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+# The demo model's own template knows no tools.
+TOOLS_IN_TEMPLATE = "{% if tools %}<|system|>\n{{ tools[0].function.name }}<|end|>{% endif %}"
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
     folder = tmp_path_factory.mktemp("fleet")
     model = export(folder / "demo")
+    template = model / "chat_template.jinja"
+    template.write_text(
+        template.read_text().replace("<|begin|>", f"<|begin|>{TOOLS_IN_TEMPLATE}", 1), encoding="utf-8"
+    )
     token = new_token()
     options = VllmOptions(
         dtype="float32", max_model_len=2048, max_num_batched_tokens=2048, enforce_eager=True
@@ -84,7 +92,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     replicas = []
     for name in ("one", "two"):
         (folder / name).mkdir()
-        replicas.append(shared_vllm(model, folder / name, options, kv_bytes=1 << 29, token=token))
+        replica = shared_vllm(model, folder / name, options, kv_bytes=1 << 29, token=token)
+        replica.command = [*replica.command, *TOOL_PARSER]
+        replicas.append(replica)
     proxy = proxy_with_keys(replicas, folder, token)
     with running(replicas), running([proxy]):
         yield Fleet((replicas[0], replicas[1]), proxy)
@@ -185,6 +195,85 @@ def test_a_near_duplicate_is_answered_right_from_another_prompts_kv(fleet: Fleet
     assert num_cached > 0.4 * num_tokens, fleet.why()
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What a client of any route sees of an answer."""
+
+    text: str
+    num_tokens: int  # of the prompt
+    num_cached: int
+    decision: str | None  # None: it was not to be shared
+
+
+def ask_messages(fleet: Fleet, messages: list[dict[str, str]], *, stream: bool, **kvshare: Any) -> Reply:
+    """By POST /v1/messages and Anthropic's client, with a tool."""
+    system = "\n".join(message["content"] for message in messages if message["role"] == "system")
+    tool = {"name": "look_up", "input_schema": {"type": "object", "properties": {}}}
+    with anthropic.Anthropic(
+        base_url=fleet.proxy.url, api_key=EmbeddedServer.key("ann"), max_retries=0, timeout=120
+    ) as client:
+        raw = client.messages.with_raw_response.create(
+            model=MODEL,
+            max_tokens=12,
+            system=system,
+            messages=[message for message in messages if message["role"] != "system"],  # type: ignore[misc]
+            tools=[tool],  # type: ignore[list-item]  # plain dictionaries
+            stream=stream,
+            extra_body={"temperature": 0, "kvshare": kvshare},
+        )
+        if stream:
+            events = [event.model_dump() for event in raw.parse()]  # type: ignore[attr-defined]
+            text = "".join(event["delta"].get("text", "") for event in events if "delta" in event)
+            (usage,) = (event["usage"] for event in events if event["type"] == "message_delta")
+        else:
+            text, usage = raw.parse().content[0].text, raw.parse().usage.model_dump()
+    num_cached = usage["cache_read_input_tokens"] or 0
+    num_tokens = usage["input_tokens"] + num_cached + (usage["cache_creation_input_tokens"] or 0)
+    return Reply(text, num_tokens, num_cached, raw.headers.get("X-KVShare-Decision"))
+
+
+def ask_responses(fleet: Fleet, messages: list[dict[str, str]], *, stream: bool, **kvshare: Any) -> Reply:
+    """By POST /v1/responses and OpenAI's client, with a tool."""
+    tool = {"type": "function", "name": "look_up", "parameters": {"type": "object", "properties": {}}}
+    with fleet.client("ann") as client:
+        raw = client.responses.with_raw_response.create(
+            model=MODEL,
+            max_output_tokens=12,
+            input=messages,  # type: ignore[arg-type]  # plain dictionaries
+            tools=[tool],  # type: ignore[list-item]
+            temperature=0,
+            stream=stream,
+            extra_body={"kvshare": kvshare},
+        )
+        if stream:
+            *_, last = raw.parse()
+            assert last.type == "response.completed"
+            response = last.response
+        else:
+            response = raw.parse()
+    usage = response.usage
+    cached = usage.input_tokens_details.cached_tokens
+    return Reply(response.output_text, usage.input_tokens, cached, raw.headers.get("X-KVShare-Decision"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("asked", "seed"), [(ask_messages, 50), (ask_responses, 60)])
+def test_messages_and_responses_are_shared_like_chats(
+    fleet: Fleet, asked: Callable[..., Reply], seed: int, stream: bool
+) -> None:
+    """Through the clients of both routes, tools in the body: copied, and answered as without sharing."""
+    forms = pair(seed + stream)
+    before = rested(fleet)
+    asked(fleet, forms.donor_messages, stream=stream)
+    settled(fleet, before)
+    shared = asked(fleet, forms.recipient_messages, stream=stream)
+    full = asked(fleet, forms.recipient_messages, stream=stream, mode="off")
+    assert shared.text == full.text
+    assert (shared.decision, full.decision) == ("approx", None)
+    assert shared.num_tokens == full.num_tokens
+    assert shared.num_cached > 0.3 * shared.num_tokens, fleet.why()
+
+
 def test_another_tenant_gets_nothing_of_it(fleet: Fleet) -> None:
     """Neither from segments nor from vLLM's own prefix cache."""
     forms = pair(11)
@@ -272,11 +361,11 @@ def test_a_request_goes_where_its_donor_is(fleet: Fleet) -> None:
 
 
 def test_routes_that_the_proxy_does_not_know_are_passed_through(fleet: Fleet) -> None:
-    """vLLM's models and its Responses API answer through the proxy; routes outside /v1 do not."""
+    """vLLM's list of models comes through the proxy; routes outside /v1, and those that render, do not."""
     with fleet.client("ann") as ann:
         assert [model.id for model in ann.models.list()] == [MODEL]
-        reply = ann.responses.create(model=MODEL, input="hello", max_output_tokens=16, temperature=0)
-        assert reply.status in ("completed", "incomplete")
+        with pytest.raises(openai.PermissionDeniedError):
+            ann.post("/chat/completions/render", body={"messages": []}, cast_to=object)
         with pytest.raises(openai.NotFoundError):
             ann.get("/../metrics-of-vllm", cast_to=object)
 

@@ -47,9 +47,9 @@ class JsonClient:
         """The JSON object that the server answers to this body."""
         return self._object(self._send("POST", path, json=body))
 
-    def ping(self, path: str) -> None:
-        """Raises as the others do, whatever the answer's body is."""
-        self._send("GET", path)
+    def ping(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """GET, or POST with a body. Raises as the others do, whatever the answer's body is."""
+        self._send("GET" if body is None else "POST", path, json=body)
 
     def _object(self, document: object) -> dict[str, Any]:
         if not isinstance(document, dict):

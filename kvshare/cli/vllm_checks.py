@@ -16,7 +16,7 @@ from kvshare import __version__
 from kvshare.cli.checks import Check, first_line, found
 from kvshare.cli.client import AnswerError, JsonClient
 from kvshare.errors import KVShareError, UnreachableError, UpstreamError
-from kvshare.fleet.client import API_KEY_VARIABLE, ControlClient
+from kvshare.fleet.client import API_KEY_VARIABLE, NO_ROUTE, ControlClient
 from kvshare.vllm_protocol.json_fields import WireError
 from kvshare.vllm_protocol.messages import PROTOCOL, ReplicaInfo
 from kvshare.vllm_protocol.versions import TESTED, untested
@@ -51,6 +51,8 @@ def check_vllm(url: str, control_urls: Sequence[str]) -> list[Check]:
     """
     server = JsonClient(url, key=os.environ.get(API_KEY_VARIABLE))
     checks, models = _check_server(server, url)
+    if models:
+        checks.append(_probe_render(server, str(models[0]["id"])))
     infos = []
     for control_url in control_urls:
         info, answers = asyncio.run(_check_control(control_url))
@@ -151,6 +153,16 @@ def _check_settings(settings: Mapping[str, Any]) -> Iterator[Check]:
 def _judged(setting: str, value: object) -> Check:
     check, wanted = _JUDGED[setting]
     return found(f"{check}.good" if value == wanted else f"{check}.bad", value=value)
+
+
+def _probe_render(server: JsonClient, model: str) -> Check:
+    """Whether vLLM has its `/render` routes, which plan what is no chat."""
+    try:
+        server.ping("/v1/completions/render", {"model": model, "prompt": "a", "max_tokens": 1})
+    except KVShareError as exc:
+        is_missing = isinstance(exc, AnswerError) and exc.status in NO_ROUTE
+        return found("render.missing" if is_missing else "render.unknown", problem=first_line(exc))
+    return found("render.answers")
 
 
 def _probe_details(server: JsonClient, model: str) -> Check:

@@ -28,6 +28,7 @@ _VLLM_PORT = 8000  # where vLLM listens if it is not told
 # What this command gives itself, and an option with which vLLM would replace the connector.
 _TAKEN = ("kv-transfer-config", "worker-cls", "kv-offloading-size")
 _ONE_GROUP = "--disable-hybrid-kv-cache-manager"
+_RENDERS = "--enable-scale-out"  # vLLM's /render routes, which say what tokens a request has
 # vLLM's short options for data parallelism; and those that put ranks behind APIs of their own or on several
 # machines.
 _SHORT = {
@@ -108,6 +109,8 @@ def vllm(
     _refuse_spread(given)
     _refuse_open(control_host)
     _check_version()
+    if not any(name.endswith(_RENDERS.removeprefix("--")) for name in given):
+        settings.append(_RENDERS)
     # A model goes right behind `serve`; ours go before the rest, so that what the user says comes last.
     num_models = 0 if arguments[0].startswith("-") else 1
     if _has_some_windows(arguments[0] if num_models else given.get("model", ""), given):

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeGuard, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -26,6 +26,7 @@ from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, HeldSegments, Journal
 
 _KEEP_ALIVE_S = 2.0  # less than uvicorn's 5: a connection must not be used while vLLM closes it
 API_KEY_VARIABLE = "KVSHARE_VLLM_API_KEY"
+NO_ROUTE = (403, 404, 405)  # of `/render`: 403 is how vLLM says that these routes are switched off
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -36,6 +37,14 @@ class ServedModels:
 
     names: tuple[str, ...]
     max_model_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt as vLLM would compute it."""
+
+    token_ids: list[int]
+    is_text: bool  # nothing but tokens: no images, no sound
 
 
 class _Client:
@@ -66,7 +75,7 @@ class _Client:
         return self._opened
 
     async def _json(
-        self, method: str, path: str, *, body: Mapping[str, Any] | None = None, wait_s: float = 0.0
+        self, method: str, path: str, *, body: Mapping[str, Any] | bytes | None = None, wait_s: float = 0.0
     ) -> Any:
         """The JSON of a 200. Raises UpstreamError with the address and what was wrong."""
         raw = await self._read(method, path, body=body, wait_s=wait_s)
@@ -76,14 +85,15 @@ class _Client:
             raise self._failed(path, "the answer is not JSON") from exc
 
     async def _read(
-        self, method: str, path: str, *, body: Mapping[str, Any] | None = None, wait_s: float = 0.0
+        self, method: str, path: str, *, body: Mapping[str, Any] | bytes | None = None, wait_s: float = 0.0
     ) -> bytes:
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
+        data = json.dumps(body).encode() if isinstance(body, Mapping) else body
         try:
             async with (
                 asyncio.timeout(self._timeout_s + wait_s),
                 self._session.request(
-                    method, self.url + path, headers=headers, json=body, allow_redirects=False
+                    method, self.url + path, headers=headers, data=data, allow_redirects=False
                 ) as response,
             ):
                 raw = await response.read()
@@ -157,9 +167,24 @@ class VllmClient(_Client):
         """The token ids of vLLM's own `/tokenize`."""
         document = await self._json("POST", "/tokenize", body=body)
         tokens = document.get("tokens") if isinstance(document, Mapping) else None
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        if not _are_token_ids(tokens):
             raise self._failed("/tokenize", "expected a list of token ids")
         return tokens
+
+    async def render(self, path: str, body: bytes) -> list[RenderedPrompt]:
+        """
+        The prompts of a body that `path`, a generating route, would compute, by vLLM's own `/render`.
+
+        Raises:  UpstreamError, with a status of NO_ROUTE where vLLM does not have this route
+        """
+        path = f"{path}/render"
+        document = await self._json("POST", path, body=body)
+        entries = document if isinstance(document, list) else [document]
+        if not all(
+            isinstance(entry, Mapping) and _are_token_ids(entry.get("token_ids")) for entry in entries
+        ):
+            raise self._failed(path, "expected token_ids, a list")
+        return [RenderedPrompt(entry["token_ids"], not entry.get("features")) for entry in entries]
 
 
 class ControlClient(_Client):
@@ -189,6 +214,10 @@ class ControlClient(_Client):
             return kind.from_json(document)
         except WireError as exc:
             raise self._failed(path, str(exc)) from exc
+
+
+def _are_token_ids(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 def _describe(exc: Exception) -> str:

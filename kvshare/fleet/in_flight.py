@@ -59,7 +59,7 @@ class RoutedRequest:
     was_alone: bool = False  # no other request ran at the replica when it was sent
     was_refused: bool = False  # it did not get through, or vLLM answered with an error
     sent_at: float = 0.0
-    first_byte_s: float | None = None  # of a streamed answer
+    first_token_s: float | None = None  # of a streamed answer
     ended_at: float | None = None  # None while the answer runs
     arrival: Arrival | None = None  # others like it wait for this
     prompt_node: Node | None = None  # once it is prefilled and stored

@@ -201,8 +201,8 @@ class Reconciler:
         assert request.ticket is not None, "found by its ticket"
         cost, copies = self._sharing.cost, request.ticket.copies
         is_full = finished.decision == "full" and not finished.num_local
-        if is_full and request.first_byte_s is not None and request.was_alone:  # it waited for no other
-            cost.observe_prefill(request.ticket.num_tokens, request.first_byte_s)
+        if is_full and request.first_token_s is not None and request.was_alone:  # it waited for no other
+            cost.observe_prefill(request.ticket.num_tokens, request.first_token_s)
         used = [copies[index] for index in finished.used if index < len(copies)]
         num_copied = sum(copy.length for copy in used)
         chosen = request.ticket.order is not None  # then a pass is more than what lies between the copies

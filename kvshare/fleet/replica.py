@@ -30,6 +30,7 @@ class Replica:
     info: ReplicaInfo | None = None  # of the connector, until it is lost
     is_connected: bool = False  # the connector's journal is being read
     num_inflight: int = 0
+    renders: bool = True  # until vLLM says that it does not have the routes
 
     @property
     def serves(self) -> bool:

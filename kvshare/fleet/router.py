@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from delta_tree import TokenIds
-from kvshare.errors import NoReplicaError
+from kvshare.errors import NoReplicaError, UpstreamError
+from kvshare.fleet.client import NO_ROUTE, RenderedPrompt
 from kvshare.fleet.in_flight import InFlight, RoutedRequest
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.requests import SharingMode
@@ -41,6 +42,28 @@ class Router:
         self._fleet = fleet
         self._in_flight = in_flight
         self._settings = settings
+
+    async def render(self, path: str, body: bytes) -> list[RenderedPrompt] | None:
+        """
+        The prompts of a body for a generating route, by vLLM itself; None where no replica has `/render`.
+
+        Raises:  NoReplicaError, UpstreamError
+        """
+        self._next_replica()
+        while replica := next((entry for entry in self._fleet.serving() if entry.renders), None):
+            try:
+                return await replica.vllm.render(path, body)
+            except UpstreamError as exc:
+                if exc.status not in NO_ROUTE:
+                    raise
+                if replica.renders:
+                    log.warning(
+                        "replica %s has no /render routes: /v1/responses and /v1/messages are not shared, "
+                        "and chats are tokenized by /tokenize; start vLLM with --enable-scale-out",
+                        replica.name,
+                    )
+                replica.renders = False
+        return None
 
     async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
         """By vLLM's own template and tokenizer. Raises NoReplicaError, UpstreamError."""

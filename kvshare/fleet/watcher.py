@@ -60,6 +60,7 @@ class Watcher:
             await replica.vllm.check_health()
             if replica.models is None:
                 replica.models = await replica.vllm.models()
+                replica.renders = True  # it may have been restarted
                 log.info("replica %s serves %s", replica.name, ", ".join(replica.models.names))
                 self._fleet.check_models(replica)
         except UpstreamError as exc:

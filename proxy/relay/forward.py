@@ -22,9 +22,15 @@ from kvshare.fleet.router import Router
 from kvshare.safe_logging import class_and_place
 from proxy.context import SERVER
 from proxy.errors import HttpError, to_reply
-from proxy.relay.sanitize import headers_to_client, headers_to_upstream, takes_salt, with_members
+from proxy.relay.dialects import Dialect
+from proxy.relay.sanitize import (
+    headers_to_client,
+    headers_to_upstream,
+    takes_salt,
+    upstream_path,
+    with_members,
+)
 from proxy.request_log import RECORD
-from proxy.sse import DONE, frames
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +44,9 @@ class RelayedRequest:
     routed: RoutedRequest
     body: bytes  # sanitized
     is_json: bool = True
-    ends_with_done: bool = False  # its streams are OpenAI's
+    dialect: Dialect | None = None  # of a route that generates
     _answer: web.StreamResponse | None = field(default=None, init=False)  # once its status line is out
+    _beginning: bytes = field(default=b"", init=False)  # of a stream without a token so far
 
     async def forward(self) -> web.StreamResponse:
         """
@@ -77,7 +84,7 @@ class RelayedRequest:
         headers = headers_to_upstream(request.headers)
         headers["X-Request-Id"] = record.request_id
         headers.update(replica.headers)
-        path = request.rel_url.raw_path_qs  # as the client wrote it, with its query
+        path = upstream_path(request.rel_url.raw_path_qs)
         try:
             return await replica.vllm.send(request.method, path, headers=headers, body=self._salted(path))
         except TimeoutError as exc:
@@ -111,21 +118,28 @@ class RelayedRequest:
                     raise EngineError("The model server broke off this answer.") from exc
                 if not chunk:
                     break
-                self._note_chunk()
+                self._note_chunk(chunk)
                 await answer.write(chunk)
             await answer.write_eof()
         except ConnectionError:
             self.request[RECORD].disconnected = True
         return answer
 
-    def _note_chunk(self) -> None:
+    def _note_chunk(self, chunk: bytes) -> None:
         record = self.request[RECORD]
-        if record.first_token_s is None and not self.routed.was_refused:
-            record.first_token_s = perf_counter() - record.started
-            self.routed.note_prefilled()
-            if self._is_stream:
-                # The first byte of a stream comes with the first token.
-                self.routed.first_byte_s = perf_counter() - self.routed.sent_at
+        if record.first_token_s is not None or self.routed.was_refused or not self._has_token(chunk):
+            return
+        record.first_token_s = perf_counter() - record.started
+        self.routed.note_prefilled()
+        if self._is_stream:
+            self.routed.first_token_s = perf_counter() - self.routed.sent_at
+
+    def _has_token(self, chunk: bytes) -> bool:
+        """Whether the answer has a token by now. Most begin with one; see `Dialect.first_token`."""
+        if self.dialect is None or not self.dialect.first_token or not self._is_stream:
+            return True
+        self._beginning += chunk
+        return self.dialect.first_token in self._beginning
 
     @property
     def _is_stream(self) -> bool:
@@ -138,14 +152,14 @@ class RelayedRequest:
         """
         if self._answer is None:
             raise error
-        self.request[RECORD].finish_reason = "error"
+        record = self.request[RECORD]
+        record.finish_reason = "error"
         try:
-            if self.ends_with_done and self._is_stream:
-                # The blank line ends what may be half a frame.
-                await self._answer.write(b"\n\n" + frames(to_reply(error).body) + DONE)
+            if self.dialect is not None and self._is_stream:
+                await self._answer.write(self.dialect.broken_off(to_reply(error), record.request_id))
                 await self._answer.write_eof()
             elif self.request.transport is not None:
                 self.request.transport.abort()
         except ConnectionError:
-            self.request[RECORD].disconnected = True
+            record.disconnected = True
         return self._answer

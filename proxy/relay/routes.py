@@ -1,8 +1,8 @@
 """
-The /v1 routes in front of vLLM: two of them are planned, everything else is passed through as it is.
+The /v1 routes in front of vLLM: those that generate are planned, everything else is passed through as it is.
 
 1. read      the body, as bytes and as values
-2. tokenize  with vLLM's own tokenizer: `tokenize.py`
+2. render    its prompt into tokens, by vLLM itself: `render.py`; what differs between routes: `dialects.py`
 3. forward   plan, choose the replica, send the body with salt and ticket, pass on the answer's:
              `forward.py`
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -29,9 +29,10 @@ from kvshare.safe_logging import class_and_place
 from proxy.auth import Role
 from proxy.context import SERVER
 from proxy.prompt_rules import behind_rules
+from proxy.relay.dialects import CHAT, COMPLETION, MESSAGES, RESPONSES, Dialect, Unplannable
 from proxy.relay.forward import RelayedRequest
-from proxy.relay.sanitize import check_form, check_path, client_salt, sanitized
-from proxy.relay.tokenize import Unplannable, chat_prompt, completion_prompt
+from proxy.relay.render import prompt_of
+from proxy.relay.sanitize import check_form, check_path, client_salt, is_for_operators, sanitized
 from proxy.request_body import check_is_json, parse_object, read_raw
 from proxy.request_history import stored_documents
 from proxy.request_log import RECORD
@@ -40,9 +41,6 @@ from proxy.request_options import parse_kvshare, request_options
 log = logging.getLogger(__name__)
 
 ENGINE: web.AppKey[VllmEngine] = web.AppKey("vllm_engine", VllmEngine)
-ToPrompt = Callable[[Mapping[str, Any], VllmEngine], Awaitable[Prompt]]
-
-_OPERATORS_ONLY = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # they read files on the server
 
 
 def add_routes(
@@ -52,8 +50,9 @@ def add_routes(
     app[ENGINE] = engine
     app.router.add_get("/v1/models", pass_through)
     if serves_clients:
-        app.router.add_post("/v1/chat/completions", partial(generate, to_prompt=chat_prompt))
-        app.router.add_post("/v1/completions", partial(generate, to_prompt=completion_prompt))
+        for dialect in (CHAT, COMPLETION, RESPONSES, MESSAGES):
+            app.router.add_post(dialect.path, partial(generate, dialect=dialect))
+            app.router.add_post(f"{dialect.path}/", partial(generate, dialect=dialect))
         app.router.add_route("*", "/v1/{path:.*}", pass_through)
     if serves_admins:
         app.router.add_post("/admin/explain", explain)
@@ -62,7 +61,7 @@ def add_routes(
 async def pass_through(request: web.Request) -> web.StreamResponse:
     """Any other route under /v1, of vLLM's choice."""
     check_path(request.rel_url.raw_path_qs)
-    if request.path.rstrip("/") in _OPERATORS_ONLY:
+    if is_for_operators(request.rel_url.raw_path_qs):
         request.app[SERVER].keyring.require(request, Role.ADMIN)
     router, routed = request.app[ENGINE].server.router, RoutedRequest(request[RECORD].caller.owner)
     if request.content_type == "application/json" and request.can_read_body:
@@ -79,9 +78,9 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
 async def explain(request: web.Request) -> web.Response:
     """POST /admin/explain: the plan that this chat completion would get in the caller's own namespace."""
     engine = request.app[ENGINE]
-    _, document = await _read_json(request)
+    body, document = await _read_json(request)
     try:
-        prompt = await chat_prompt(document, engine)
+        prompt = await prompt_of(document, body, dialect=CHAT, engine=engine)
     except Unplannable as exc:
         raise RequestError(f"This request would not be planned: {exc}.") from exc
     routed = _untokenized(request, document)
@@ -90,8 +89,8 @@ async def explain(request: web.Request) -> web.Response:
     return web.json_response({**explained, "rules": request[RECORD].rules})
 
 
-async def generate(request: web.Request, *, to_prompt: ToPrompt) -> web.StreamResponse:
-    """POST /v1/chat/completions and /v1/completions: planned if `to_prompt` tells its tokens."""
+async def generate(request: web.Request, *, dialect: Dialect) -> web.StreamResponse:
+    """POST to a route that generates: planned if its prompt is known."""
     body, document = await _read_json(request)
     routed = _untokenized(request, document)
     request[RECORD].mode = routed.mode
@@ -99,9 +98,9 @@ async def generate(request: web.Request, *, to_prompt: ToPrompt) -> web.StreamRe
     if routed.mode is SharingMode.OFF:
         request[RECORD].unplanned = "off"
     else:
-        routed.prompt = await _tokenize(request, document, to_prompt)
+        routed.prompt = await _rendered(request, document, body, dialect)
     router = request.app[ENGINE].server.router
-    return await RelayedRequest(request, router, routed, body, ends_with_done=True).forward()
+    return await RelayedRequest(request, router, routed, body, dialect=dialect).forward()
 
 
 def _executed(execution: Execution) -> dict[str, Any]:
@@ -134,13 +133,18 @@ def _untokenized(request: web.Request, document: Mapping[str, Any]) -> RoutedReq
     )
 
 
-async def _tokenize(request: web.Request, document: Mapping[str, Any], to_prompt: ToPrompt) -> Prompt | None:
+async def _rendered(
+    request: web.Request, document: Mapping[str, Any], body: bytes, dialect: Dialect
+) -> Prompt | None:
     """None where the request cannot be planned. A failure here costs the plan, not the request."""
     engine, record = request.app[ENGINE], request[RECORD]
     began = time.perf_counter()
     try:
-        prompt = await to_prompt(document, engine)
-    except (Unplannable, UpstreamError, NoReplicaError, DeltaTreeError, OverflowError) as exc:
+        prompt = await prompt_of(document, body, dialect=dialect, engine=engine)
+    except (
+        *(Unplannable, UpstreamError, NoReplicaError, DeltaTreeError, OverflowError),
+        RecursionError,  # parts in parts in parts
+    ) as exc:
         log.debug("request %s is not planned: %s", record.request_id, class_and_place(exc))
         record.unplanned = str(exc) if isinstance(exc, Unplannable) else "not_tokenized"
         engine.server.router.note_unshared(record.unplanned)

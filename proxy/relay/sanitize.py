@@ -24,7 +24,8 @@ _XARGS = "vllm_xargs"  # vLLM merges its entries with `kv_transfer_params`
 _OWN = "kvshare"
 
 # Bodies without `cache_salt` in vLLM 0.32. All others get one: a route that does not know it lets it pass.
-_UNSALTED = ("/v1/messages/count_tokens", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_UNSALTED = ("/v1/messages/count_tokens", *_ADAPTERS)
 
 # RFC 9110, 7.6.1, and what is between one client and one server only.
 _HOP_BY_HOP = frozenset(
@@ -101,6 +102,24 @@ def check_path(raw_path: str) -> None:
     odd = "%" in path or "\\" in path or re.search(r"[\x00-\x1f\x7f]", path)
     if odd or segments[0] != "v1" or any(segment in (".", "..") for segment in segments):
         raise HttpError(400, "bad_path", "This path cannot be passed on.")
+
+
+def is_for_operators(raw_path: str) -> bool:
+    """
+    Whether a route is none of a client's business: adapters are read from files on the server; what vLLM
+    renders names the salt of its owner and takes no part in any answer.
+    """
+    path = _path(raw_path).rstrip("/")
+    return path in _ADAPTERS or path.rpartition("/")[2] in ("render", "derender")
+
+
+def upstream_path(raw_path: str) -> str:
+    """
+    The path to ask of vLLM, with its query. None of its routes ends with a slash: it answers that with a
+    redirect to its own address, which is not the clients'.
+    """
+    path, mark, query = raw_path.partition("?")
+    return path.rstrip("/") + mark + query
 
 
 def headers_to_upstream(headers: CIMultiDictProxy[str]) -> dict[str, str]:

@@ -1,24 +1,16 @@
 """
-The prompt of a request, tokenized by vLLM's own `/tokenize`; or why the request cannot be planned.
+What to ask of vLLM's `/tokenize`, for a vLLM that was started without its `/render` routes.
 
-An unusual request is not planned: vLLM gets it unchanged and reports what is wrong with it. A prompt that
-vLLM tokenizes differently in the end does no harm: the ticket's digest does not match then.
+`/tokenize` reads a chat or a plain prompt, and of those not all that their own routes read.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+from proxy.relay.dialects import CHAT, COMPLETION, Dialect, Unplannable, only_prompt
 
-from delta_tree import token_ids
-from kvshare.fleet.engine import VllmEngine
-from kvshare.requests import Prompt
-from vector_index import PromptText
-
-_INT32 = 2**31 - 1
 _TEMPLATE_KEYS = (  # of a chat body, that `/tokenize` reads alike
     "model",
     "messages",
@@ -30,92 +22,21 @@ _TEMPLATE_KEYS = (  # of a chat body, that `/tokenize` reads alike
     "chat_template_kwargs",
 )
 _COMPLETION_KEYS = ("model", "add_special_tokens")
-_LONG_PROMPT = 20_000  # token ids; longer lists are converted off the event loop
 
 
-class Unplannable(Exception):
-    """Why a request is relayed without a plan; its text is a fixed word, which is counted."""
-
-
-async def chat_prompt(document: Mapping[str, Any], engine: VllmEngine) -> Prompt:
-    """
-    Of a body of POST /v1/chat/completions.
-
-    Raises:  Unplannable; NoReplicaError, UpstreamError; DeltaTreeError, OverflowError for what are no tokens
-    """
-    messages = document.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-        raise Unplannable("malformed")
-    texts = [_text_of(message.get("content")) for message in messages]
-    _check_usual(document, engine)
-    body = {key: document[key] for key in _TEMPLATE_KEYS if document.get(key) is not None}
-    if template_kwargs := _template_kwargs(document):
-        body["chat_template_kwargs"] = template_kwargs
-    users = [text for text, message in zip(texts, messages, strict=True) if message.get("role") == "user"]
-    text = PromptText(last_user_turn=users[-1] if users else "", body="\n".join(texts))
-    return await _tokenized(body, text, engine)
-
-
-async def completion_prompt(document: Mapping[str, Any], engine: VllmEngine) -> Prompt:
-    """Of a body of POST /v1/completions; a list of one prompt counts as that prompt. Raises the same."""
-    prompt = document.get("prompt")
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise Unplannable("several_prompts")
-        prompt = prompt[0]
-    for name in ("prompt_embeds", "suffix"):
-        if document.get(name) is not None:
-            raise Unplannable(name)
-    _check_usual(document, engine)
-    if document.get("echo") and document.get("logprobs") is not None:
-        raise Unplannable("prompt_logprobs")
-    if isinstance(prompt, str):
-        body = {key: document[key] for key in _COMPLETION_KEYS if document.get(key) is not None}
-        return await _tokenized({**body, "prompt": prompt}, PromptText("", body=prompt), engine)
-    if isinstance(prompt, list) and all(type(token) is int and 0 <= token <= _INT32 for token in prompt):
-        return await _prompt_of(prompt, PromptText("", body=""))
-    raise Unplannable("malformed")
-
-
-async def _tokenized(body: Mapping[str, Any], text: PromptText, engine: VllmEngine) -> Prompt:
-    return await _prompt_of(await engine.server.router.tokenize(body), text)
-
-
-async def _prompt_of(numbers: Sequence[int], text: PromptText) -> Prompt:
-    if len(numbers) < _LONG_PROMPT:
-        return Prompt(token_ids(np.asarray(numbers, dtype=np.int32)), text)
-    array = await asyncio.to_thread(np.asarray, numbers, dtype=np.int32)
-    return Prompt(token_ids(array), text)
-
-
-def _check_usual(document: Mapping[str, Any], engine: VllmEngine) -> None:
-    """Raises Unplannable where vLLM would treat the prompt differently, or compute all of it."""
-    model, served = document.get("model"), engine.fleet.models
-    if model is not None and (served is None or model not in served.names):
-        raise Unplannable("adapter")  # or a model that is not there
-    if document.get("prompt_logprobs") is not None:
-        raise Unplannable("prompt_logprobs")
+def tokenize_body(document: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """Of the same prompt. Raises Unplannable where `/tokenize` cannot be asked for it."""
+    if dialect not in (CHAT, COMPLETION):
+        raise Unplannable("no_render")
     if document.get("truncate_prompt_tokens") is not None:
         raise Unplannable("truncated")
-    if document.get("use_beam_search"):
-        raise Unplannable("beam_search")
-
-
-def _text_of(content: object) -> str:
-    """The text of a message. Raises Unplannable where it holds more than text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = [_text_part(part) for part in content] if isinstance(content, Sequence) else [content]
-    texts = [part for part in parts if isinstance(part, str)]
-    if len(texts) < len(parts):
-        raise Unplannable("multimodal")
-    return "".join(texts)
-
-
-def _text_part(part: object) -> object:
-    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
-        return part.get("text")
-    return part
+    keys = _TEMPLATE_KEYS if dialect is CHAT else _COMPLETION_KEYS
+    body = {key: document[key] for key in keys if document.get(key) is not None}
+    if dialect is COMPLETION:
+        return {**body, "prompt": only_prompt(document)}
+    if template_kwargs := _template_kwargs(document):
+        body["chat_template_kwargs"] = template_kwargs
+    return body
 
 
 def _template_kwargs(document: Mapping[str, Any]) -> dict[str, Any]:

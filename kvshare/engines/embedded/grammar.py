@@ -62,7 +62,7 @@ class Grammars:
             self._tokens(), LLMatcher.grammar_from_lark(grammar.lark), log_level=0, limits=_LIMITS
         )
         if matcher.is_error():
-            raise _refusal(_reason(matcher.get_error()))
+            raise _refusal(_words_of(matcher.get_error()))
         forbidden = _forbidden(matcher, self._vocab_size)
         if matcher.is_error() or bool(forbidden.all()):
             raise _refusal("no answer follows it")
@@ -139,7 +139,7 @@ def _forbidden(matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
     return torch.from_numpy(allowed == 0)
 
 
-def _reason(error: str) -> str:
+def _words_of(error: str) -> str:
     """llguidance's words without its excerpt of the grammar, which may be long."""
     line = error.splitlines()[0].rpartition("failed to compile JSON schema: ")[2]
     if line.startswith("panic"):  # it counts symbols with 16 bits

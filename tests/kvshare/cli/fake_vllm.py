@@ -99,8 +99,13 @@ def vllm(**routes: Route) -> Fake:
         "version": (200, {"version": "0.32.0"}),
         "models": (200, {"object": "list", "data": [{"id": "served", "root": MODEL}]}),
         "completions": (200, {"usage": {"prompt_tokens": 1, **DETAILS}}),
+        "render": (200, [{"token_ids": [1]}]),
     } | routes
-    paths = {"models": "/v1/models", "completions": "/v1/completions"}
+    paths = {
+        "models": "/v1/models",
+        "completions": "/v1/completions",
+        "render": "/v1/completions/render",
+    }
     return Fake({paths.get(name, f"/{name}"): route for name, route in answers.items()})
 
 

@@ -62,12 +62,30 @@ def test_a_vllm_that_is_fine(start: Start) -> None:
     findings = found(server.url, start(connector()).url)
     assert states(findings) == {}
     assert list(findings) == [
-        "vllm", "version", "models", "control", "sharing", "kvshare", "memory",
+        "vllm", "version", "models", "render", "control", "sharing", "kvshare", "memory",
         "policy", "prefixes", "settings", "details",
     ]  # fmt: skip
     assert "1.00 of 4.00 GiB of KV in 1,234 segments" in findings["memory"][1]
     assert "CPU_ATTN" in findings["settings"][1]
-    assert server.bodies == [{"model": "served", "prompt": "a", "max_tokens": 1}]
+    assert server.bodies == [{"model": "served", "prompt": "a", "max_tokens": 1}] * 2
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_vllm_without_render_routes(start: Start, status: int) -> None:
+    """Stock vLLM, or one that knows no such routes: chats are shared; a warning has the remedy."""
+    off = (status, {"error": {"message": "Scale-out endpoints are disabled."}})
+    findings = found(start(vllm(render=off)).url, start(connector()).url)
+    assert states(findings) == {"render": "warn"}
+    assert "/v1/messages are not shared" in findings["render"][1]
+    assert "--enable-scale-out" in findings["render"][1]
+
+
+def test_a_vllm_whose_render_routes_fail(start: Start) -> None:
+    """Its log says why."""
+    broken = (500, {"error": {"message": "no template"}})
+    findings = found(start(vllm(render=broken)).url, start(connector()).url)
+    assert states(findings) == {"render": "warn"}
+    assert "no template -> see the log" in findings["render"][1]
 
 
 def test_the_command_ends_with_its_findings(start: Start, cli: Cli) -> None:

@@ -68,7 +68,7 @@ def test_the_process_becomes_vllm(installed: Installation) -> None:
     told = json.loads(stdout)
     assert (told["pid"], told["home"]) == (process.pid, "there")
     expected = connector_options(host="127.0.0.1", port=9001, max_bytes=4 * 2**30)
-    assert told["argv"] == ["serve", "some/model", *expected, "--port", "9000"]
+    assert told["argv"] == ["serve", "some/model", *expected, "--enable-scale-out", "--port", "9000"]
     assert "http://127.0.0.1:9001" in stderr
 
 
@@ -100,6 +100,14 @@ def test_the_settings_are_the_connectors(installed: Installation) -> None:
     assert extra(words) == {"control_host": "127.0.0.1", "control_port": 8001, "max_bytes": 4 * 2**30}
     assert words[words.index("--worker-cls") + 1] == WORKER_CLASS
     assert "--enable-prompt-tokens-details" in words
+
+
+@pytest.mark.parametrize("said", ["--no-enable-scale-out", "--enable_scale_out", "--enable-scale-out"])
+def test_whether_vllm_renders_is_up_to_the_user(installed: Installation, said: str) -> None:
+    """Its routes are switched on unless the user says anything about them, also in vLLM's own file."""
+    assert installed.printed("some/model").count("--enable-scale-out") == 1
+    assert installed.printed("some/model", said)[-1] == said
+    assert sum("scale" in word for word in installed.printed("some/model", said)) == 1
 
 
 def test_our_options_may_stand_anywhere(installed: Installation) -> None:

@@ -79,7 +79,7 @@ async def test_what_a_client_may_not_say_never_arrives(relay: Relay, vllm: FakeV
     assert seen.raw.count(b"cache_salt") == 1
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/something/new"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions/batch", "/v1/something/new"])
 async def test_other_routes_are_passed_through_scrubbed_and_salted(
     relay: Relay, vllm: FakeVllm, path: str
 ) -> None:

@@ -1,0 +1,135 @@
+"""
+The four routes of vLLM that generate, and what differs between them: where a body has its text, which bodies
+cannot be planned, and how a stream says that it breaks off.
+
+Tokens are not made here: vLLM renders every route's body itself, see `render.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from proxy.errors import ErrorReply
+from proxy.sse import DONE, frames, named_events
+from vector_index import PromptText
+
+Body = Mapping[str, Any]
+
+
+class Unplannable(Exception):
+    """Why a request is relayed without a plan; its text is a fixed word, which is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One generating route of vLLM."""
+
+    path: str
+    text_of: Callable[[Body], PromptText]  # raises Unplannable
+    broken_off: Callable[[ErrorReply, str], bytes]  # the end of a stream that breaks off; + the request's id
+    first_token: bytes = b""  # is in a stream as soon as there is a token; empty: its first byte says so
+
+
+# Parts of a content, and where each has its text, if it has any. Any other part is no text: an image, a file.
+_TEXT_AT = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "reasoning_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+    "tool_result": "content",
+    "tool_use": "",
+    "tool_reference": "",
+    "tool_addition": "",
+    "tool_removal": "",
+    "redacted_thinking": "",
+}
+
+
+def _text(content: object) -> str:
+    """The text of a content, in one or in parts. Raises Unplannable where it is more than text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Sequence):
+        return "".join(map(_text, content))
+    if not isinstance(content, Mapping) or (place := _TEXT_AT.get(str(content.get("type")))) is None:
+        raise Unplannable("multimodal")
+    return _text(content.get(place))
+
+
+def _conversation(turns: object, *before: object) -> PromptText:
+    """Of messages and calls of tools, and of what the prompt has before them."""
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise Unplannable("malformed")
+    texts = [_text(turn.get("content", turn.get("output"))) for turn in turns]
+    users = [text for text, turn in zip(texts, turns, strict=True) if turn.get("role") == "user"]
+    body = [text for text in (*map(_text, before), *texts) if text]
+    return PromptText(last_user_turn=users[-1] if users else "", body="\n".join(body))
+
+
+def _chat_text(document: Body) -> PromptText:
+    return _conversation(document.get("messages"))
+
+
+def _messages_text(document: Body) -> PromptText:
+    return _conversation(document.get("messages"), document.get("system"))
+
+
+def _responses_text(document: Body) -> PromptText:
+    if document.get("previous_response_id") is not None:
+        raise Unplannable("previous_response")  # vLLM has the rest of the prompt
+    if document.get("background"):
+        raise Unplannable("background")  # it goes on when its answer is over
+    given = document.get("input")
+    turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return _conversation(turns, document.get("instructions"))
+
+
+def _completion_text(document: Body) -> PromptText:
+    for name in ("prompt_embeds", "suffix"):
+        if document.get(name) is not None:
+            raise Unplannable(name)
+    if document.get("echo") and document.get("logprobs") is not None:
+        raise Unplannable("prompt_logprobs")
+    prompt = only_prompt(document)
+    return PromptText(last_user_turn="", body=prompt if isinstance(prompt, str) else "")
+
+
+def only_prompt(document: Body) -> str | list[Any]:
+    """A completion's prompt, text or tokens; a list of one counts as that one. Raises Unplannable."""
+    prompt = document.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise Unplannable("several_prompts")
+        prompt = prompt[0]
+    if not isinstance(prompt, str | list):
+        raise Unplannable("malformed")
+    return prompt
+
+
+# Each begins with a blank line, which ends what may be half an event.
+
+
+def _openai_end(reply: ErrorReply, request_id: str) -> bytes:
+    return b"\n\n" + frames(reply.body) + DONE
+
+
+def _responses_end(reply: ErrorReply, request_id: str) -> bytes:
+    error = {"type": "error", "code": reply.code, "message": reply.message, "param": reply.param}
+    return b"\n\n" + named_events({**error, **reply.body})  # the openai client raises for a member `error`
+
+
+def _messages_end(reply: ErrorReply, request_id: str) -> bytes:
+    return b"\n\n" + named_events(reply.anthropic_body(request_id))
+
+
+CHAT = Dialect("/v1/chat/completions", _chat_text, _openai_end)
+COMPLETION = Dialect("/v1/completions", _completion_text, _openai_end)
+# A response begins with events that say so, at once.
+RESPONSES = Dialect(
+    "/v1/responses", _responses_text, _responses_end, first_token=b"event: response.output_item.added"
+)
+MESSAGES = Dialect("/v1/messages", _messages_text, _messages_end)

@@ -1,0 +1,323 @@
+"""All four generating routes in front of vLLM: rendered by vLLM, planned, and answered in their own words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from kvshare.vllm_protocol.messages import digest_of
+from tests.fake_streams import EVENTS
+from tests.fake_vllm import MODEL, Behaviour, FakeVllm, running_vllm
+from tests.proxy.conftest import eventually, key_of, key_settings
+from tests.proxy.relay.relay_server import FORM, LOCAL_SALT, Relay, running_relay
+
+PATHS = tuple(EVENTS)
+NEW_PATHS = ("/v1/responses", "/v1/messages")
+TOOL = {"name": "look_up", "description": "Finds a place.", "input_schema": {"type": "object"}}
+
+
+def body_of(path: str, place: str, **extra: Any) -> dict[str, Any]:
+    """The form everybody fills in, as this route takes it."""
+    text = FORM.format(place=place)
+    turns = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": turns},
+        "/v1/completions": {"prompt": text},
+        "/v1/responses": {"instructions": "Be brief.", "input": text, "tools": [TOOL]},
+        "/v1/messages": {"max_tokens": 9, "system": "Be brief.", "messages": turns, "tools": [TOOL]},
+    }
+    return {"model": MODEL, **bodies[path], **extra}
+
+
+async def ask(relay: Relay, path: str, place: str, **extra: Any) -> Any:
+    """What was asked is stored, or known not to be, when this returns."""
+    response = await relay.send(path, body_of(path, place, **extra))
+    await eventually(lambda: not relay.engine.server.in_flight.num_unreconciled)
+    return response
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_near_duplicate_is_planned_on_every_route(
+    relay: Relay, vllm: FakeVllm, path: str, stream: bool
+) -> None:
+    """From what vLLM rendered of the very body; the answer's bytes are vLLM's."""
+    await ask(relay, path, "Rome")
+    response = await ask(relay, path, "Oslo", stream=stream)
+    assert (response.status, await response.read()) == (200, vllm.sent)
+    assert response.headers["X-KVShare-Decision"] == "approx"
+    seen, rendered = vllm.generated[-1], vllm.rendered[-1]
+    assert rendered.path == f"{path}/render"
+    assert seen.raw.startswith(rendered.raw[:-1])
+    assert rendered.body == body_of(path, "Oslo", stream=stream)
+    assert seen.ticket is not None
+    assert seen.ticket.prompt_digest == digest_of(vllm.tokens_of(seen.body))
+    assert seen.ticket.copies
+    assert relay.counters["executed:approx:approx:"] == 1
+    assert vllm.num_tokenized == 0
+
+
+async def test_routes_share_with_each_other(relay: Relay, vllm: FakeVllm) -> None:
+    """A prompt is its tokens, whichever route it came by."""
+    shared = {"system": None, "instructions": None, "tools": None}
+    for path in ("/v1/messages", "/v1/responses", "/v1/chat/completions"):
+        await ask(relay, path, path[-4:], **shared)
+    assert [bool(ticket.copies) for ticket in vllm.tickets] == [False, True, True]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_is_rendered_says_nothing_about_kv(relay: Relay, vllm: FakeVllm, path: str) -> None:
+    """Neither a client's ticket nor its salt, nor what is the proxy's own."""
+    stolen = {"kv_transfer_params": {"kvshare": {"copies": [[1, 0, 9, 0, 0]]}}, "cache_salt": "globex"}
+    await ask(relay, path, "Rome", **stolen, kvshare={"mode": "exact"}, vllm_xargs={"cache_salt": "x"})
+    assert vllm.rendered[0].body == body_of(path, "Rome", vllm_xargs={})
+    assert set(vllm.generated[0].body["kv_transfer_params"]) == {"kvshare"}
+    assert vllm.tickets[0].copies == ()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_sharing_is_switched_off_in_any_body(relay: Relay, vllm: FakeVllm, path: str) -> None:
+    """Nothing is rendered then, and the owner's salt is there all the same."""
+    response = await ask(relay, path, "Rome", kvshare={"mode": "off"})
+    assert "X-KVShare-Decision" not in response.headers
+    assert vllm.rendered == []
+    assert vllm.generated[0].body == {**body_of(path, "Rome"), "cache_salt": LOCAL_SALT}
+
+
+@pytest.mark.parametrize(
+    ("path", "extra", "reason"),
+    [
+        ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response"),
+        ("/v1/responses", {"background": True, "store": True}, "background"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "multimodal"),
+        ("/v1/responses", {"input": 3}, "malformed"),
+        ("/v1/responses", {"model": "an-adapter"}, "adapter"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "multimodal"),
+        ("/v1/messages", {"messages": [3]}, "malformed"),
+        ("/v1/messages", {"model": "an-adapter"}, "adapter"),
+    ],
+)
+async def test_what_cannot_be_planned_is_relayed_as_it_is(
+    relay: Relay, vllm: FakeVllm, path: str, extra: dict[str, Any], reason: str
+) -> None:
+    """Without asking vLLM to render it, and with a count of why."""
+    response = await relay.send(path, body_of(path, "Rome", **extra))
+    assert response.status == 200
+    assert vllm.rendered == []
+    assert vllm.generated[0].body == {**body_of(path, "Rome", **extra), "cache_salt": LOCAL_SALT}
+    assert relay.counters[f"unshared:{reason}"] == 1
+
+
+async def test_what_vllm_renders_as_more_than_text_is_not_planned(relay: Relay, vllm: FakeVllm) -> None:
+    """Two images have the same tokens."""
+    vllm.behaviour.features = {"mm_hashes": {"image": ["1"]}}
+    await relay.send("/v1/messages", body_of("/v1/messages", "Rome"))
+    assert vllm.tickets == []
+    assert relay.counters["unshared:multimodal"] == 1
+
+
+async def test_content_that_is_nested_without_end_costs_the_plan_only(relay: Relay, vllm: FakeVllm) -> None:
+    """Whatever the depth of its parts, the request is served."""
+    content: object = "x"
+    for _ in range(300):
+        content = [{"type": "tool_result", "content": content}]
+    body = body_of("/v1/messages", "Rome", messages=[{"role": "user", "content": content}])
+    assert (await relay.send("/v1/messages", body)).status == 200
+    assert len(vllm.generated) == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_rules_act_before_a_body_is_rendered(vllm: FakeVllm, tmp_path: Path, path: str) -> None:
+    """What vLLM renders is what it computes, on every route."""
+    rules = [{"name": "clock", "match": "12:[0-9]{2}", "action": "pin", "value": "noon"}]
+    async with running_relay(tmp_path, vllm, rules=rules) as relay:
+        response = await ask(relay, path, "Rome\n12:01\n")
+        assert response.headers["X-KVShare-Rules"] == "clock"
+        assert vllm.rendered[0].body == body_of(path, "Rome\nnoon\n")
+        assert vllm.generated[0].raw.startswith(vllm.rendered[0].raw[:-1])
+
+
+async def test_a_truncated_prompt_is_planned_as_vllm_cuts_it(relay: Relay, vllm: FakeVllm) -> None:
+    """What is rendered is what is computed; a prompt of tokens is rendered for that, too."""
+    cut = list(FORM.encode())[-200:]
+    vllm.tokens_of = lambda body: cut  # type: ignore[method-assign]
+    for prompt in (FORM, list(FORM.encode())):
+        await relay.send("/v1/completions", {"prompt": prompt, "truncate_prompt_tokens": 200})
+    assert [ticket.prompt_digest for ticket in vllm.tickets] == [digest_of(cut)] * 2
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_without_render_routes_chats_are_tokenized(tmp_path: Path, path: str) -> None:
+    """A stock `vllm serve` without the option: planned as well, and asked for the routes once only."""
+    async with running_vllm(Behaviour(renders=False)) as vllm, running_relay(tmp_path, vllm) as relay:
+        for place in ("Rome", "Oslo"):
+            await ask(relay, path, place)
+        assert (len(vllm.rendered), vllm.num_tokenized) == (1, 2)
+        assert vllm.tickets[1].copies
+        await relay.send(path, body_of(path, "Rome", truncate_prompt_tokens=5))
+        assert relay.counters["unshared:truncated"] == 1
+
+
+@pytest.mark.parametrize("path", NEW_PATHS)
+async def test_without_render_routes_the_others_are_relayed(
+    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unplanned, and the log says once what to do about it; a vLLM that comes back is asked again."""
+    async with running_vllm(Behaviour(renders=False)) as vllm, running_relay(tmp_path, vllm) as relay:
+        for place in ("Rome", "Oslo"):
+            assert (await ask(relay, path, place)).status == 200
+        assert vllm.tickets == []
+        assert vllm.generated[0].body["cache_salt"] == LOCAL_SALT
+        assert relay.counters["unshared:no_render"] == 2
+        assert caplog.text.count("start vLLM with --enable-scale-out") == 1
+        await vllm.stop()
+        (replica,) = relay.engine.fleet.replicas
+        await eventually(lambda: not replica.serves)
+        vllm.behaviour.renders = True
+        await vllm.restart()
+        await eventually(lambda: replica.shares)
+        await ask(relay, path, "Rome")
+        assert len(vllm.tickets) == 1
+
+
+async def test_a_replica_that_renders_does_so_for_the_others(tmp_path: Path) -> None:
+    """Tokens are the model's; which replica says them does not matter."""
+    async with (
+        running_vllm(Behaviour(renders=False)) as one,
+        running_vllm() as two,
+        running_relay(tmp_path, one, two) as relay,
+    ):
+        for place in ("Rome", "Oslo", "Bern"):
+            await ask(relay, "/v1/messages", place)
+        assert len(one.rendered) <= 1
+        assert len(two.rendered) == 3
+        assert relay.counters.get("unshared:no_render", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "end"),
+    [
+        ("/v1/chat/completions", b"data: [DONE]\n\n"),
+        ("/v1/responses", b""),
+        ("/v1/messages", b""),
+    ],
+)
+async def test_an_answer_that_breaks_off_says_so_in_its_routes_words(
+    relay: Relay, vllm: FakeVllm, path: str, end: bytes
+) -> None:
+    """An error event, which the route's clients raise, behind every byte that vLLM sent."""
+    vllm.behaviour.die_after_chunks = 3
+    raw = await (await relay.send(path, body_of(path, "Rome", stream=True))).read()
+    assert raw.startswith(vllm.sent)
+    assert raw.endswith(end)
+    events = [line for line in raw.removesuffix(end)[len(vllm.sent) :].split(b"\n") if line]
+    assert events[0] == b"event: error" or path == "/v1/chat/completions"
+    document = json.loads(events[-1].removeprefix(b"data: "))
+    assert document["error"]["message"] == "The model server broke off this answer."
+    assert document.get("type", "error") == "error"
+
+
+async def test_the_openai_client_raises_for_a_response_that_breaks_off(relay: Relay, vllm: FakeVllm) -> None:
+    """It knows errors of streams by a member of that name."""
+    vllm.behaviour.die_after_chunks = 3
+    async with relay.client() as client:
+        stream = await client.responses.create(model=MODEL, input="hello " * 20, stream=True)
+        with pytest.raises(openai.APIError, match="broke off"):
+            async for _ in stream:
+                pass
+
+
+async def test_the_anthropic_client_raises_for_a_message_that_breaks_off(
+    relay: Relay, vllm: FakeVllm
+) -> None:
+    """It knows errors of streams by their event's name."""
+    vllm.behaviour.die_after_chunks = 3
+    async with anthropic.AsyncAnthropic(base_url=relay.url, api_key="none", max_retries=0) as client:
+        stream = await client.messages.create(**body_of("/v1/messages", "Rome"), stream=True)
+        with pytest.raises(anthropic.APIStatusError, match="broke off"):
+            async for _ in stream:
+                pass
+
+
+async def test_the_proxys_own_errors_are_in_the_routes_words(vllm: FakeVllm, tmp_path: Path) -> None:
+    """Anthropic's clients name theirs by its type."""
+    async with running_relay(tmp_path, vllm, auth__keys=key_settings()) as relay:
+        async with anthropic.AsyncAnthropic(base_url=relay.url, api_key="wrong", max_retries=0) as client:
+            with pytest.raises(anthropic.AuthenticationError):
+                await client.messages.create(**body_of("/v1/messages", "Rome"))
+        async with anthropic.AsyncAnthropic(
+            base_url=relay.url, api_key=key_of("alice"), max_retries=0
+        ) as client:
+            with pytest.raises(anthropic.BadRequestError) as error:
+                await client.messages.create(
+                    **body_of("/v1/messages", "Rome"), extra_body={"kvshare": {"mode": "maybe"}}
+                )
+    assert error.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    assert vllm.seen == []
+
+
+async def test_a_response_that_only_says_it_began_has_no_token_yet(relay: Relay, vllm: FakeVllm) -> None:
+    """Its first events come before anything is computed, and are no time to first token."""
+    vllm.prefill.clear()
+    asking = relay.http.post(f"{relay.url}/v1/responses", json=body_of("/v1/responses", "Rome", stream=True))
+    async with asking as response:
+        assert b"response.created" in await response.content.readany()
+        await asyncio.sleep(0.3)
+        vllm.prefill.set()
+        assert b"response.completed" in await response.read()
+    metrics = await (await relay.send("/metrics", method="GET")).text()
+    name = "kvshare_time_to_first_token_seconds_sum"
+    (line,) = [entry for entry in metrics.splitlines() if entry.startswith(name)]
+    assert float(line.rpartition(" ")[2]) >= 0.3
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_slash_at_the_end_changes_nothing(relay: Relay, vllm: FakeVllm, path: str) -> None:
+    """vLLM would answer with a redirect to an address that is not the clients'."""
+    response = await relay.send(f"{path}/?a=1", body_of(path, "Rome"))
+    assert response.headers["X-KVShare-Decision"] == "full"
+    (seen,) = vllm.seen
+    assert (seen.path, seen.ticket is not None) == (f"{path}?a=1", True)
+    assert [entry.path for entry in vllm.rendered] == [f"{path}/render"]
+
+
+async def test_counting_tokens_is_passed_through(relay: Relay, vllm: FakeVllm) -> None:
+    """It computes nothing, and its body has no salt."""
+    body = body_of("/v1/messages", "Rome")
+    assert (await relay.send("/v1/messages/count_tokens", body)).status == 203
+    (seen,) = vllm.seen
+    assert (seen.path, seen.body) == ("/v1/messages/count_tokens", body)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"{path}/render" for path in PATHS),
+        *("/v1/chat/completions/derender", "/v1/messages/render/", "/v1/messages/%72ender?a=1"),
+    ],
+)
+async def test_rendering_is_for_admins_only(vllm: FakeVllm, tmp_path: Path, path: str) -> None:
+    """However it is written: what is rendered names the salt of its owner."""
+    async with running_relay(tmp_path, vllm, auth__keys=key_settings()) as relay:
+        url = relay.url + path
+        answers = []
+        for name in ("alice", "root"):
+            headers = {"Authorization": f"Bearer {key_of(name)}"}
+            async with relay.http.post(url, json={"prompt": "x"}, headers=headers) as response:
+                answers.append(response.status)
+    assert answers[0] == 403
+    assert answers[1] in (200, 203)
+    assert len(vllm.seen) + len(vllm.rendered) == 1
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/inference/v1/abort_requests", "/tokenize"])
+async def test_vllms_other_routes_are_not_there(relay: Relay, vllm: FakeVllm, path: str) -> None:
+    """Tokens in, tokens out: whoever reached it could name another's KV."""
+    assert (await relay.send(path, {"token_ids": [1, 2]})).status == 404
+    assert vllm.seen == []
