@@ -12,9 +12,16 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from kvshare import __version__
 from proxy.generate.chat.bodies import ChatBody, CompletionBody
+from proxy.generate.embeddings import EmbeddingBody
+from proxy.generate.messages.bodies import CountTokensBody, MessagesBody
+from proxy.generate.responses.bodies import ResponsesBody
+from proxy.generate.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from proxy.openapi.table import SCHEMAS, Access, Operation
 
-BODIES: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody)
+BODIES: tuple[type[BaseModel], ...] = (
+    *(ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountTokensBody),
+    *(EmbeddingBody, TokenizeTextBody, TokenizeChatBody, DetokenizeBody),
+)
 """The models that rows of the table name as bodies."""
 
 _REFERENCE = "#/components/schemas/"
@@ -77,8 +84,10 @@ def build_document(
         "components": {"schemas": _used(paths)},
     }
     if asks_for_keys:
-        bearer = {"type": "http", "scheme": "bearer", "description": "A key of `auth.keys`."}
-        document["components"]["securitySchemes"] = {"bearer": bearer}
+        document["components"]["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer", "description": "A key of `auth.keys`."},
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same."},
+        }
     return document
 
 
@@ -98,7 +107,7 @@ def _operation(operation: Operation, *, model: str, asks_for_keys: bool) -> dict
             content["example"] = _named(operation.example, model)
         written["requestBody"] = {"required": True, "content": {"application/json": content}}
     if asks_for_keys and operation.access is not Access.OPEN:
-        written["security"] = [{"bearer": []}]
+        written["security"] = [{"bearer": []}, {"header": []}]
     return written
 
 

@@ -55,7 +55,7 @@ async def test_the_embedded_engine(tmp_path: Path) -> None:
     )
     try:
         await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
-        await fuzz(await ready, model=engine.card.model_id, checks=(*CHECKS, "unsupported_method"))
+        await fuzz(await ready, tmp_path, model=engine.card.model_id, checks=(*CHECKS, "unsupported_method"))
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -64,7 +64,7 @@ async def test_the_embedded_engine(tmp_path: Path) -> None:
 async def test_the_relay(tmp_path: Path) -> None:
     """The relay, which passes any method on, before a server that refuses what it cannot read."""
     async with running(StrictVllm()) as vllm, running_relay(tmp_path, vllm) as relay:
-        await fuzz(relay.url, model=MODEL, checks=CHECKS)
+        await fuzz(relay.url, tmp_path, model=MODEL, checks=CHECKS)
 
 
 class StrictVllm(FakeVllm):
@@ -96,7 +96,7 @@ async def running(vllm: FakeVllm) -> AsyncIterator[FakeVllm]:
         await vllm.stop()
 
 
-async def fuzz(url: str, *, model: str, checks: Sequence[str]) -> None:
+async def fuzz(url: str, folder: Path, *, model: str, checks: Sequence[str]) -> None:
     """Run schemathesis; fails with its report, which has a curl command for each finding."""
     assert PROGRAM is not None
     num_operations = await count_operations(url)
@@ -107,6 +107,7 @@ async def fuzz(url: str, *, model: str, checks: Sequence[str]) -> None:
     process = await asyncio.create_subprocess_exec(
         PROGRAM,
         *arguments,
+        cwd=folder,  # it writes what it found
         env={**os.environ, "SCHEMATHESIS_HOOKS": str(hooks), "FUZZ_MODEL": model},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
