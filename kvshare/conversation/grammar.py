@@ -37,7 +37,8 @@ def grammar_of(
     if schema is not None:
         answers.append(lark.json(schema or {"type": "object"}))
     if tools:
-        calls = call_grammar(lark, fmt, tools, parallel=chat.parallel_tool_calls)
+        several = chat.parallel_tool_calls and chat.tool_choice.name is None  # who names one wants one
+        calls = call_grammar(lark, fmt, tools, parallel=several)
         any_text = schema is None and not must_call
         answers += _free_text_or(lark, calls) if any_text else [_only(lark, calls)]
     return Grammar(lark.start(thoughts + lark.rule(" | ".join(answers))))

@@ -1,5 +1,7 @@
 """`langchain-openai`: chat, streams, tools, structured output in all its ways, Responses, embeddings."""
 
+from typing import Literal
+
 import openai
 import pytest
 from common import IS_EMBEDDED, MODEL, QUESTION, URL
@@ -11,7 +13,7 @@ from pydantic import BaseModel
 class Weather(BaseModel):
     """The weather of a city."""
 
-    city: str
+    city: Literal["Bern", "Rome"]  # a small model writes free text to no end
     degrees: int
 
 
