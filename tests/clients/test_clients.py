@@ -68,8 +68,10 @@ def embedded(folder: Path) -> Server:
 def shared_vllm(folder: Path) -> Server:
     options = VllmOptions(dtype="float32", max_model_len=4096, enforce_eager=True)
     vllm = servers.shared_vllm(prepare(), folder, options, kv_bytes=1 << 28, token=servers.new_token())
-    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    vllm.command = [*vllm.command, "--served-model-name", MODEL, *tools]
+    # What vLLM needs for tools, and so that even a small model's arguments and JSON come to an end.
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--tool-strict-level", "parameter"]
+    short = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+    vllm.command = [*vllm.command, "--served-model-name", MODEL, *tools, *short]
     return vllm
 
 
