@@ -57,17 +57,17 @@ _DUTIES = (
     "keeps money in cents and never in floats",
     "has a test for its smallest and its largest input",
 )
-_NUM_RULES = 60
 _FUNCTIONS = 4  # of a file
 _CHANGES = 0.3  # of the turns, in which an earlier result is read anew
 
 
 @dataclass
 class AgentSession:
-    """One session of `num_turns` requests. The same seed makes the same one."""
+    """One session of `num_turns` requests, whose system prompt has `num_rules`. A seed makes the same one."""
 
     seed: int
     num_turns: int = 20
+    num_rules: int = 60
     _draw: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class AgentSession:
         rules = (
             f"Rule {number}. A function of `{draw.choice(_MODULES)}` that computes a {draw.choice(_THINGS)} "
             f"{draw.choice(_DUTIES)}; the limit is {draw.randrange(10, 9000)}."
-            for number in range(1, _NUM_RULES + 1)
+            for number in range(1, self.num_rules + 1)
         )
         return "The project's rules:\n" + "\n".join(rules)
 

@@ -1,11 +1,10 @@
 """
 `kvshare bench agents`: a coding agent's session through `/v1/messages`, whose front changes with every turn.
 
-Each turn is sent to the default model in four ways, over a loopback socket:
+Each turn is sent to the default model in three ways, over a loopback socket:
 
     full         nothing is shared
-    prefix       equal prefixes alone, as a prefix cache has them
-    edits        as by default
+    edits        as by default; what of it is an equal prefix is what a prefix cache would have
     rules        as by default, with rules that pin the nonce and move the clock (config.yaml: `rules`)
 
 Each way has a server of its own, so that none finds another's KV. The calls of tools of the last two are
@@ -33,22 +32,24 @@ class Turn:
     """What one request came to."""
 
     prompt_tokens: int
+    exact: int  # of an equal prefix
     reused: int
     decision: str
     reason: str | None
     call: Mapping[str, Any] | None  # name and input of the tool that was called
 
 
-async def run(*, model: str = "default", turns: int = 20, seed: int = 0) -> dict[str, Any]:
+async def run(*, model: str = "default", turns: int = 20, guide: int = 60, seed: int = 0) -> dict[str, Any]:
     """
-    One session of `turns` requests in every way. Raises:  ModelError; EngineError for a failed request
+    One session of `turns` requests in every way; its system prompt has a `guide` of so many rules.
+
+    Raises:  ModelError; EngineError for a failed request
     """
-    requests = list(AgentSession(seed, turns).requests())
-    full, prefix, edits = await _served(model, requests, ("off", "exact", "approx"), rules=())
+    requests = list(AgentSession(seed, turns, guide).requests())
+    full, edits = await _served(model, requests, ("off", "approx"), rules=())
     full_ruled, rules = await _served(model, requests, ("off", "approx"), rules=RULES)
     return {
         "prompt_tokens": {"first": full[0].prompt_tokens, "last": full[-1].prompt_tokens},
-        "prefix": _shared(prefix),
         "edits": {**_shared(edits), "equal_calls": _equal_calls(edits, full)},
         "rules": {**_shared(rules), "equal_calls": _equal_calls(rules, full_ruled)},
         "environment": environment(),
@@ -87,6 +88,7 @@ async def _send(client: Client, model: str, body: Body, mode: str) -> Turn:
     calls = [block for block in document["content"] if block["type"] == "tool_use"]
     return Turn(
         prompt_tokens=sum(shared[part] for part in ("exact", "copied", "recomputed", "repaired")),
+        exact=shared["exact"],
         reused=shared["exact"] + shared["copied"],
         decision=shared["decision"],
         reason=shared["reason"],
@@ -104,6 +106,7 @@ def _shared(turns: Sequence[Turn]) -> dict[str, Any]:
     allowed = [turn for turn in later if turn.reason != _REFUSED]
     num_tokens = sum(turn.prompt_tokens for turn in later)
     return {
+        "equal_prefix": sum(turn.exact for turn in later) / max(1, num_tokens),
         "reused": sum(turn.reused for turn in later) / max(1, num_tokens),
         "reused_where_allowed": sum(turn.reused for turn in allowed)
         / max(1, sum(turn.prompt_tokens for turn in allowed)),

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from aiohttp import ClientTimeout
 from aiohttp.test_utils import TestClient, TestServer
 
 from kvshare.engines.embedded.engine import EmbeddedEngine
@@ -22,7 +23,8 @@ async def serving(settings: Settings, engine: EmbeddedEngine) -> AsyncIterator[C
     # The front stands above this package; only its benchmarks reach up.
     from proxy.app import build_app
 
-    async with TestClient(TestServer(build_app(settings, engine))) as client:
+    patient = ClientTimeout(total=None)  # a long prompt takes minutes on a busy machine
+    async with TestClient(TestServer(build_app(settings, engine)), timeout=patient) as client:
         while not await _is_ready(client):  # noqa: ASYNC110 - another server's state
             await asyncio.sleep(0.1)
         yield client
