@@ -44,8 +44,11 @@ def test_without_stream_and_with_usage():
 
 
 def test_schema():
+    """With room for nothing endless: a small model writes free text until its tokens run out."""
+    limits = {"city": {"enum": ["Bern", "Rome"]}, "degrees": {"type": "integer", "minimum": 0, "maximum": 40}}
+    schema = {"type": "object", "properties": limits, "required": [*limits], "additionalProperties": False}
     run = llm(
-        "-m", "here", "Bern, 12", "--schema", "city, degrees int", "-o", "max_tokens", "96", "--key", "none"
+        "-m", "here", "Bern, 12", "--schema", json.dumps(schema), "-o", "max_tokens", "96", "--key", "none"
     )
     assert set(json.loads(run.stdout)) == {"city", "degrees"}
 
