@@ -7,19 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.fake_vllm import FakeVllm, running_vllm
-from tests.proxy.conftest import Server, key_settings, running_server
+from tests.proxy.conftest import guarded, server
 
-
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    async with running_server() as running:
-        yield running
-
-
-@pytest.fixture
-async def guarded() -> AsyncIterator[Server]:
-    async with running_server(auth__keys=key_settings()) as running:
-        yield running
+__all__ = ["guarded", "server", "vllm"]
 
 
 @pytest.fixture
