@@ -19,6 +19,7 @@ except openai.APIConnectionError:
 if model == "kvshare-demo":
     sys.exit("this server runs the forms model, which understands its forms only: try examples/two_forms.py")
 
+SHOWN = ("exact", "copied", "recomputed", "repaired", "decision", "reason")
 text = EXAMPLE_TEXT.read_text(encoding="utf-8")
 for guest in ("Ann Keller", "Maria Lopez"):
     prompt = f"The name of the guest is {guest}.\n\n{text}\nWhat is the name of the guest?"
@@ -36,4 +37,5 @@ for guest in ("Ann Keller", "Maria Lopez"):
             first_token_s = first_token_s or time.perf_counter() - asked_at
             answer += chunk.choices[0].delta.content
         usage = chunk.usage or usage
-    print(f"{answer}\n  first token after {first_token_s:.2f} s, {usage.kvshare}")  # noqa: T201
+    shared = {name: usage.kvshare[name] for name in SHOWN}
+    print(f"{answer}\n  first token after {first_token_s:.2f} s, {shared}")  # noqa: T201
