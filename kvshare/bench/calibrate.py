@@ -168,15 +168,15 @@ def _shape(laboratory: Laboratory, plan: Plan) -> Shape | None:
     scenario = laboratory.scenario(plan.suite, plan.row["half"], plan.row["number"])
     if scenario is None or len(scenario.prompt) != plan.row["tokens"]:
         return None
-    shelf, tokens = laboratory.shelf(scenario), scenario.prompt.token_ids
-    composition = shelf.compose(tokens)
+    stored, tokens = laboratory.stored_prompts(scenario), scenario.prompt.token_ids
+    composition = stored.compose(tokens)
     exact_length = min(composition.exact_length, len(tokens) - 1)
     tail = max(exact_length, len(tokens) - laboratory.settings.repair.tail)
     return shape_of(
         within(composition.copies, Span(exact_length, tail)),
         num_tokens=len(tokens),
         exact_length=exact_length,
-        common=shelf.common_prefixes(tokens),
+        common=stored.common_prefixes(tokens),
     )
 
 

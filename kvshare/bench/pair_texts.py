@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from kvshare.bench.fidelity.suites.talks import shortened
+from kvshare.bench.fidelity.suites.conversations import shortened
 from kvshare.errors import ConfigError
 from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources

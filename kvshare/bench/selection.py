@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from delta_tree import Span, TokenIds, merge, token_ids
-from kvshare.bench.fidelity.shelf import Shelf
+from kvshare.bench.fidelity.stored_prompts import StoredPrompts
 from kvshare.bench.harness import edited, environment, median, random_prompt, rounds
 from kvshare.bench.random_models import llama
 from kvshare.engines.embedded.model import EmbeddedModel
@@ -77,15 +77,15 @@ def _measured(
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     plan = None
     for counts, order in rounds(ARMS, repeats):
-        shelf, donor = Shelf(settings.sharing), random_prompt(rng, num_tokens, _VOCAB_SIZE)
+        prompts, donor = StoredPrompts(settings.sharing), random_prompt(rng, num_tokens, _VOCAB_SIZE)
         stored = model.new_sequence(num_tokens)
         _compute(model, stored, donor, (Span(0, num_tokens),), settings)
-        shelf.store(donor, stored, NoPlan("off"))
+        prompts.store(donor, stored, NoPlan("off"))
         tokens = change(donor)
-        plan = ordered(shelf.plan(tokens, settings, can_probe=True))
+        plan = ordered(prompts.plan(tokens, settings, can_probe=True))
         for name in order:
             if name == "chosen":
-                taken = _chosen(model, shelf, tokens, plan, settings)
+                taken = _chosen(model, prompts, tokens, plan, settings)
             else:
                 taken = _unselected(model, tokens, plan, settings)
             if counts:
@@ -123,13 +123,15 @@ def token_counts(plan: Plan) -> dict[str, int]:
     }
 
 
-def _chosen(model: EmbeddedModel, shelf: Shelf, tokens: TokenIds, plan: Plan, settings: Settings) -> float:
+def _chosen(
+    model: EmbeddedModel, prompts: StoredPrompts, tokens: TokenIds, plan: Plan, settings: Settings
+) -> float:
     kv = model.new_sequence(len(tokens))
     kv.k.zero_()  # pages that are there, as for the other arm
     kv.v.zero_()
     began = time.perf_counter()
     with torch.inference_mode():
-        kv.lay_out(plan.copies, shelf.kv)
+        kv.lay_out(plan.copies, prompts.kv)
     prefill, logits = Prefill(model, tokens, plan, kv), None
     while logits is None:
         _, logits = prefill.advance(max_queries=settings.engine.prefill_chunk_tokens)

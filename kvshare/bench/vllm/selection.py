@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from delta_tree import Copy, Span, TokenIds, gaps
-from kvshare.bench.fidelity.shelf import Shelf
+from kvshare.bench.fidelity.stored_prompts import StoredPrompts
 from kvshare.bench.harness import median, rounds
 from kvshare.bench.random_models import DEMO_VOCAB_SIZE
 from kvshare.bench.selection import (
@@ -131,9 +131,9 @@ class _Selection:
 
 def _planned(donor: TokenIds, tokens: TokenIds) -> Plan:
     settings = load_settings(overrides=ALWAYS_CHOOSE)
-    shelf = Shelf(settings.sharing)
-    shelf.store(donor, None, NoPlan("off"))
-    plan = ordered(shelf.plan(tokens, settings, can_probe=True))
+    stored = StoredPrompts(settings.sharing)
+    stored.store(donor, None, NoPlan("off"))
+    plan = ordered(stored.plan(tokens, settings, can_probe=True))
     if plan.num_tokens - plan.copies[-1].target.end > MOST_BEHIND:
         raise ConfigError(
             "--prompt-tokens", f"{MOST_BEHIND} tokens may follow the last copy, else place decides"

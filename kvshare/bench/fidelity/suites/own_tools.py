@@ -1,4 +1,4 @@
-"""The project's own tools, systems.yaml: what a model may call, and how a user asks for it."""
+"""The project's own tools, systems.yaml: functions that a model may call, and how a user asks for them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kvshare.bench.fidelity.suites.library import Source
-from kvshare.bench.fidelity.suites.own_forms import Slot, Values
+from kvshare.bench.fidelity.suites.own_forms import Slot, Values, refilled
+from kvshare.bench.fidelity.texts import texts_beside
 
-WORDS: Mapping[str, Any] = yaml.safe_load(
-    Path(__file__).with_name("systems.yaml").read_text(encoding="utf-8")
-)
+WORDS = texts_beside(__file__, "systems.yaml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +25,10 @@ class Tool:
     result: str
     arguments: Mapping[str, Slot]
 
-    @classmethod
-    def from_yaml(cls, name: str, row: Mapping[str, Any]) -> Tool:
-        """As systems.yaml has it."""
-        arguments = {argument: Slot.from_yaml(slot) for argument, slot in row["arguments"].items()}
-        return cls(name, row["description"], row["request"], row["result"], arguments)
-
     @property
     def definition(self) -> str:
-        """As a system prompt has it."""
-        types = {
-            name: {"type": "integer"}
-            if slot.kind == "number"
-            else {"type": "string", "enum": list(slot.options)}
-            if slot.options
-            else {"type": "string", "description": slot.kind}
-            for name, slot in self.arguments.items()
-        }
+        """One line of JSON, for the system prompt."""
+        types = {name: _type_of(slot) for name, slot in self.arguments.items()}
         return json.dumps({"name": self.name, "description": self.description, "parameters": types})
 
     def call(self, values: Values) -> str:
@@ -58,18 +41,25 @@ class Tool:
 
     def values(self, draw: random.Random, taken: Sequence[str] = ()) -> dict[str, str]:
         """A value for each argument."""
-        found: dict[str, str] = {}
-        for name in self.arguments:
-            found = self.changed(found, name, draw, taken)
-        return found
+        return refilled(self.arguments, self.arguments, draw, taken=taken)
 
     def changed(
         self, values: Values, name: str, draw: random.Random, taken: Sequence[str] = ()
     ) -> dict[str, str]:
-        """Another value for this argument."""
-        return {**values, name: self.arguments[name].value(draw, [*values.values(), *taken])}
+        """The same values with another one for this argument."""
+        return refilled(self.arguments, [name], draw, values=values, taken=taken)
 
 
-TOOLS: Sequence[Source[Tool]] = [
-    Source(f"form:tool-{name}", Tool.from_yaml(name, row)) for name, row in WORDS["tools"].items()
-]
+def _type_of(slot: Slot) -> dict[str, Any]:
+    if slot.kind == "number":
+        return {"type": "integer"}
+    return {"type": "string", **({"enum": slot.options} if slot.options else {"description": slot.kind})}
+
+
+def _tool(name: str, row: Mapping[str, Any]) -> Tool:
+    """A tool of systems.yaml, whose keys are the fields of these classes."""
+    arguments = {argument: Slot(**slot) for argument, slot in row["arguments"].items()}
+    return Tool(name=name, **{**row, "arguments": arguments})
+
+
+TOOLS = [Source(f"form:tool-{name}", _tool(name, row)) for name, row in WORDS["tools"].items()]
