@@ -5,7 +5,7 @@
     scenario.py        the same in tokens; halves of the source documents
     stored_prompts.py  stored prompts and their KV       layered.py  a model run layer by layer
     trial.py           one plan, ready for any rule      rules/      which tokens are computed again
-    measures.py, arms.py, chain.py                       what is measured of a plan
+    greedy.py          answers                           measures.py, arms.py, chain.py  what is measured
     shards.py, laboratory.py                             work that can be stopped and continued
     statistics.py, comparison.py, tables.py, report.py   intervals, tests, tables, figures
     papers/            the tables of published papers: `kvshare bench papers`

@@ -19,11 +19,12 @@ from kvshare.bench.fidelity.scenario import Draft, Messages
 from kvshare.bench.fidelity.suites.conversations import in_turns
 from kvshare.bench.fidelity.suites.drawing import four_answers, fresh, in_turn, shuffled, source_for
 from kvshare.bench.fidelity.suites.library import Library
-from kvshare.bench.fidelity.suites.own_forms import FORMS, NEUTRAL, Form, Values
-from kvshare.bench.fidelity.suites.own_tools import TOOLS, WORDS, Tool
+from kvshare.bench.fidelity.suites.own_forms import FORMS, NEUTRAL, TOOLS, Form, Tool, Values
+from kvshare.bench.fidelity.texts import texts_beside
 from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources
 
+WORDS = texts_beside(__file__, "systems.yaml")
 CHANGES = ("nonce", "clock", "effort", "tools", "user")
 NUM_ANSWERS = (3, 4, 5)  # to judge
 
