@@ -36,7 +36,6 @@ class Arm:
 
 
 FULL = Arm("full", "full")
-KVSHARE = Arm("kvshare")
 
 
 @dataclass(frozen=True, slots=True)

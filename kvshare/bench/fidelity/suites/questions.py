@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvshare.replay.workloads.sources import Passage, objects
 
 _RELATION = " >> "  # "Ulm >> country": how MuSiQue writes a question without words
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A question, its answer, and the passages that the answer follows from."""
 
     text: str
@@ -28,8 +26,7 @@ class Asked:
         return bool(answer) and (found or is_yes_or_no(answer))
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedQuestion:
+class MarkedQuestion(NamedTuple):
     """
     A question that needs several passages.
 

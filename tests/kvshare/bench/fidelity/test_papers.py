@@ -20,7 +20,7 @@ from kvshare.bench.fidelity.greedy import greedy_answer, greedy_answers
 from kvshare.bench.fidelity.laboratory import Laboratory
 from kvshare.bench.fidelity.measures import jaccard, token_f1
 from kvshare.bench.fidelity.papers import data, prompts, scores
-from kvshare.bench.fidelity.papers.answers import FULL, KVSHARE, Arm, Server, timed
+from kvshare.bench.fidelity.papers.answers import FULL, Arm, Server, timed
 from kvshare.bench.fidelity.papers.data import Asked
 from kvshare.bench.fidelity.papers.prompts import Writer, translation
 from kvshare.bench.fidelity.rules import RULES
@@ -31,6 +31,7 @@ from kvshare.errors import ConfigError
 from kvshare.served_model import FORMS_MODEL
 from kvshare.settings import load_settings
 
+KVSHARE = Arm("kvshare")
 PLACES = ("Aldermoor", "Tarrow", "Ebbing", "Penwick", "Saltby", "Hollin", "Marrick", "Oakham")
 
 
