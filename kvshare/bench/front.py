@@ -19,13 +19,13 @@ Client = TestClient[Any, Any]
 
 @asynccontextmanager
 async def serving(settings: Settings, engine: EmbeddedEngine) -> AsyncIterator[Client]:
-    """A client of a server that is ready. Raises:  EngineError if it does not get so far"""
-    # The front stands above this package; only its benchmarks reach up.
+    """A client of a server that is ready. Raises EngineError if the server fails to start."""
+    # The front is a layer above this package; only its benchmarks import it.
     from proxy.app import build_app
 
     patient = ClientTimeout(total=None)  # a long prompt takes minutes on a busy machine
     async with TestClient(TestServer(build_app(settings, engine)), timeout=patient) as client:
-        while not await _is_ready(client):  # noqa: ASYNC110 - another server's state
+        while not await _is_ready(client):  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.1)
         yield client
 

@@ -32,7 +32,7 @@ TINY: dict[str, Any] = _CONFIGURATIONS["tiny"]
 VOCAB_SIZE: int = TINY["vocab_size"]
 PLAIN: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["plain"]
 OTHERS: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["others"]
-LLAMAS: Mapping[str, Mapping[str, int]] = _CONFIGURATIONS["llamas"]
+LLAMAS: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["llamas"]
 _TIMED: list[str] = _CONFIGURATIONS["timed"]
 
 DEMO_VOCAB_SIZE = 1536  # of the demo model's tokenizer, which every model on disk gets
@@ -100,7 +100,9 @@ def timing_model(
     if "sliding_window" in own:
         sizes["sliding_window"] = _CONFIGURATIONS["timed_window"]
     if "layer_types" in own:
-        sizes["layer_types"] = (own["layer_types"] * timing["num_hidden_layers"])[: timing["num_hidden_layers"]]
+        sizes["layer_types"] = (own["layer_types"] * timing["num_hidden_layers"])[
+            : timing["num_hidden_layers"]
+        ]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(_config(**{**own, **sizes}))  # type: ignore[no-untyped-call]
     found: PreTrainedModel = model.train(False)
@@ -108,7 +110,7 @@ def timing_model(
 
 
 def _spread(model: PreTrainedModel, std: float) -> PreTrainedModel:
-    """Draw weights so large that attention is far from uniform, so that a token depends on the whole prompt."""
+    """Draw weights so large that attention is far from uniform: a token depends on the whole prompt."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "sinks" in name:
