@@ -100,8 +100,8 @@ def _shared(turns: Sequence[Turn]) -> dict[str, Any]:
     """
     Shares of prompt tokens, over all turns but the first, which has no donor.
 
-    `refused`: in turns whose expected deviation allowed nothing but the prefix. `reused_where_allowed`: in all
-    other turns.
+    `refused`: in turns whose expected deviation allowed nothing but the prefix. `reused_where_allowed`:
+    reused in the other turns.
     """
     later = turns[1:]
     allowed = [turn for turn in later if turn.reason != _REFUSED]

@@ -5,9 +5,9 @@
     warm    the first is answered and stored, then the others arrive at once
     full    all at once, without sharing
 
-Each burst is of prompts that no server has seen. Its time runs to the last first token; that of `warm` is the
-donor's and the others' together, so that all arms serve as many prompts. The embedded model is a random-weight
-Llama of about 100 M parameters.
+Each burst is of new prompts. Its time runs to the last first token; that of `warm` is the donor's and the
+others' together, so that all arms serve as many prompts. The embedded model is a random-weight Llama of about
+100 M parameters.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class Client:
     ) -> Answer:
         """
         `num_top`: ask for token ids and the log-probabilities of so many of the likeliest. `extra`: further
-        keys of the body. `abort_after`: hang up after so many chunks. `on_chunk`: called with the number of chunks
-        so far.
+        keys of the body. `abort_after`: hang up after so many chunks. `on_chunk`: called with the number
+        of chunks so far.
 
         Raises:  EngineError for an HTTP error, a stream that fails or ends early, or another number of tokens
         """

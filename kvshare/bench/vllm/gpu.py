@@ -250,8 +250,9 @@ async def _parity(both: Pair, config: Config) -> dict[str, Any]:
 
 
 async def _soak(servers: Stack, config: soak.Config) -> dict[str, Any]:
+    """With those keys of a soak's document that the report does not have."""
     head = document("soak", servers.options, config)
-    own = {name: head[name] for name in ("config", "model") if name in head}  # the rest is the report's
+    own: dict[str, Any] = {name: head[name] for name in ("config", "model") if name in head}
     return {**own, **await soak.measure(servers, config)}
 
 

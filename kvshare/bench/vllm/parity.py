@@ -143,7 +143,7 @@ def distance(found: Answer, expected: Answer) -> float:
     """
     Largest difference of a log-probability among the likeliest tokens, up to the first token that differs.
 
-    There the margin of the expected token counts as well, since rounding decides between equally likely tokens.
+    There the margin of the expected token counts as well: rounding decides between equally likely tokens.
     """
     error = 0.0
     for place, (mine, theirs) in enumerate(zip(found.tops, expected.tops, strict=True)):
