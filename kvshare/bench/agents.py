@@ -13,14 +13,13 @@ compared with those of full prefills of the same prompts.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvshare.bench.agent_transcript import RULES, AgentSession, Body
 from kvshare.bench.front import Client, serving
-from kvshare.bench.harness import bench_settings, environment, new_engine
+from kvshare.bench.harness import environment
 from kvshare.errors import EngineError
 
 _CALL_TOKENS = 48  # at most, of the tool call that each turn asks for
@@ -64,13 +63,10 @@ async def _served(
 ) -> list[Turn]:
     """The turns, on a new server."""
     turns = []
-    with tempfile.TemporaryDirectory() as folder:
-        settings = bench_settings(folder, {"model.path": model, "rules": list(rules)})
-        engine = new_engine(None, settings)
-        async with serving(settings, engine) as client:
-            for body in requests:
-                turns.append(await _send(client, engine.card.model_id, body, mode))
-                await engine.settle()
+    async with serving({"model.path": model, "rules": list(rules)}) as (client, engine):
+        for body in requests:
+            turns.append(await _send(client, engine.card.model_id, body, mode))
+            await engine.settle()
     return turns
 
 

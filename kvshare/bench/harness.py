@@ -37,8 +37,14 @@ async def running_engine(
 
     A given model gets the demo model's tokenizer: a random model needs no more than token ids.
     """
+
+    def load(_: Settings, stopping: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
+        assert model is not None
+        return EmbeddedModel(model, name="bench"), PromptEncoder.load(MODEL_PATH)
+
     with tempfile.TemporaryDirectory() as folder:
-        engine = new_engine(model, bench_settings(folder, overrides or {}))
+        settings = bench_settings(folder, overrides or {})
+        engine = EmbeddedEngine(settings) if model is None else EmbeddedEngine(settings, load=load)
         await engine.start()
         try:
             yield engine
@@ -50,17 +56,6 @@ def bench_settings(folder: str, overrides: Mapping[str, object]) -> Settings:
     """The default settings with the demo model in float32 and the store in this folder."""
     defaults = {"store.path": folder, "model.path": DEMO, "model.dtype": "float32"}
     return load_settings(overrides={**defaults, **overrides})
-
-
-def new_engine(model: PreTrainedModel | None, settings: Settings) -> EmbeddedEngine:
-    """An engine that has not been started."""
-    if model is None:
-        return EmbeddedEngine(settings)
-
-    def load(_: Settings, stopping: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
-        return EmbeddedModel(model, name="bench"), PromptEncoder.load(MODEL_PATH)
-
-    return EmbeddedEngine(settings, load=load)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ token, and so are the first token's 20 most likely candidates.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 from kvshare.bench.fidelity.measures import num_agreed, rounded
 from kvshare.bench.front import Client, serving
-from kvshare.bench.harness import bench_settings, environment, new_engine
+from kvshare.bench.harness import environment
 from kvshare.bench.pair_texts import REORDERED, Messages, Pair, make_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
 
@@ -109,11 +108,8 @@ async def run(
     overrides: dict[str, object] = {"model.path": model, "engine.num_threads": threads}
     if max_deviation is not None:
         overrides["sharing.max_deviation"] = max_deviation
-    with tempfile.TemporaryDirectory() as folder:
-        settings = bench_settings(folder, overrides)
-        engine = new_engine(None, settings)
-        async with serving(settings, engine) as client:
-            compared = [await _compare(client, engine, pair, answer_tokens) for pair in pairs]
+    async with serving(overrides) as (client, engine):
+        compared = [await _compare(client, engine, pair, answer_tokens) for pair in pairs]
     return {**_summary(compared), "seed": seed, "environment": environment()}
 
 

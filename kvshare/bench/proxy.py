@@ -8,7 +8,6 @@ Embedding is off, since it happens after the response. The difference of the med
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from delta_tree import Span, token_ids
 from kvshare.bench.front import Client, serving
-from kvshare.bench.harness import bench_settings, median, new_engine
+from kvshare.bench.harness import median
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
 
@@ -27,16 +26,12 @@ async def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str
     """Median added milliseconds over `repeats` chat requests that have nothing in common."""
     rng = np.random.default_rng(seed)
     through, straight = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        settings = bench_settings(folder, {"index.dense": False})
-        engine = new_engine(None, settings)
-        async with serving(settings, engine) as client:
-            for _ in range(repeats + _WARM_UP):
-                text = " ".join(f"{value:x}" for value in rng.integers(0, 2**32, words))
-                http_s, num_tokens = await _through_http(client, engine.card.model_id, text)
-                through.append(http_s)
-                model = engine.server.shared_model
-                straight.append(await asyncio.to_thread(_straight, model, num_tokens, rng))
+    async with serving({"index.dense": False}) as (client, engine):
+        for _ in range(repeats + _WARM_UP):
+            text = " ".join(f"{value:x}" for value in rng.integers(0, 2**32, words))
+            http_s, num_tokens = await _through_http(client, engine.card.model_id, text)
+            through.append(http_s)
+            straight.append(await asyncio.to_thread(_straight, engine.server.shared_model, num_tokens, rng))
     through_ms, straight_ms = (1e3 * median(seconds[_WARM_UP:]) for seconds in (through, straight))
     return {
         "prompt_tokens": num_tokens,

@@ -34,7 +34,7 @@ async def measure(servers: Stack, config: Config) -> dict[str, Any]:
     """The proxy must share whether it pays or not."""
     async with session(servers, config) as bench:
         rows = [await _row(bench, length) for length in config.lengths]
-        costs = await reports.read_costs(bench.proxy)
+        costs = await reports.read_stats(bench.proxy, "costs")
     return {"measured_tokens": first_that_pays(rows), "lengths": rows, **learned(costs, config.changed)}
 
 

@@ -229,9 +229,7 @@ async def self_test(both: Pair) -> dict[str, Any]:
         "attention_backend": info.settings["attention_backend"],
         "refusals": list(info.refusals),
         "warnings": list(info.warnings),
-        "can_move_keys": info.can_move_keys,
-        "can_choose": info.can_choose,
-        "bytes_per_token": info.bytes_per_token,
+        **{name: getattr(info, name) for name in ("can_move_keys", "can_choose", "bytes_per_token")},
         "settings": dict(info.settings),
     }
 

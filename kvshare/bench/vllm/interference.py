@@ -25,13 +25,12 @@ from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client
 from kvshare.bench.vllm.prompts import prefix_hit, unrelated_prompt
 from kvshare.bench.vllm.session import Session, run_benchmark, session
-from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, stack
+from kvshare.bench.vllm.stack import EditedConfig, Stack, stack
 from kvshare.errors import EngineError
 from kvshare.vllm_protocol.messages import Finished
 
 _ARMS = ("baseline", "shared")  # rounds begin with the last one: the first baseline knows what was computed
 _STREAM_PROMPT = 48  # tokens
-_ROOM = 64  # tokens of context beyond the prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +41,8 @@ class Config(EditedConfig):
     repeats: int = 7
 
     @property
-    def options(self) -> StackOptions:
-        longest = max(self.prompt_tokens, _STREAM_PROMPT + self.tokens)
-        vllm = replace(self.vllm, max_model_len=longest + _ROOM, kv_cache_gib=2)
-        return StackOptions(vllm=vllm, seed=self.seed)
+    def longest(self) -> int:
+        return max(self.prompt_tokens, _STREAM_PROMPT + self.tokens)
 
     @property
     def arrivals(self) -> list[int]:

@@ -79,16 +79,13 @@ async def read_block_size(vllm: Client) -> int:
     return int(next(iter(sizes)))
 
 
-async def read_stats(proxy: Client) -> Mapping[str, Any]:
-    """Totals over all that is stored: num_nodes, num_segments, num_bytes."""
-    totals: Mapping[str, Any] = json.loads(await proxy.get("/admin/stats"))["totals"]
-    return totals
-
-
-async def read_costs(proxy: Client) -> Mapping[str, Any]:
-    """The rates that the proxy plans with, and which of them it has measured."""
-    costs: Mapping[str, Any] = json.loads(await proxy.get("/admin/stats"))["costs"]
-    return costs
+async def read_stats(proxy: Client, part: str = "totals") -> Mapping[str, Any]:
+    """
+    `totals`: num_nodes, num_segments, num_bytes of all that is stored. `costs`: the rates that the proxy
+    plans with, and which of them it has measured.
+    """
+    found: Mapping[str, Any] = json.loads(await proxy.get("/admin/stats"))[part]
+    return found
 
 
 async def wait_stats(proxy: Client, holds: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:

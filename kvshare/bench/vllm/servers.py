@@ -74,6 +74,7 @@ class VllmOptions:
             **checks,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # by default 5 s: a connection may close under a request
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, self.cores)),
         }

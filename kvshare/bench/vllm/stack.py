@@ -98,8 +98,13 @@ class EditedConfig(BenchConfig):
     edits: int = 5
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest request, of which a few may be more."""
+        return self.prompt_tokens
+
+    @property
     def options(self) -> StackOptions:
-        vllm = replace(self.vllm, max_model_len=self.prompt_tokens + _ROOM, kv_cache_gib=2)
+        vllm = replace(self.vllm, max_model_len=self.longest + _ROOM, kv_cache_gib=2)
         return StackOptions(vllm=vllm, seed=self.seed)
 
     def unrelated(self, rng: np.random.Generator) -> TokenIds:
