@@ -51,7 +51,7 @@ async def run(
         base = draw(prompt_tokens)
         return [edited(base, changed=changed, edits=edits, draw=draw) for _ in range(concurrency)]
 
-    model = timing_model("llama", max_position_embeddings=prompt_tokens + 64, vocab_size=16384, seed=seed)
+    model = timing_model(prompt_tokens=prompt_tokens, seed=seed)
     async with running_engine(model, {"index.dense": False}) as engine:
 
         async def serve(arm: str, prompt: TokenIds) -> Served:

@@ -1,4 +1,4 @@
-"""A model called without the engine: prompts prefilled by a plan, greedy answers, copies from one donor."""
+"""A model called without the engine: prefill by a plan, greedy answers, runs and copies for its tests."""
 
 from __future__ import annotations
 
@@ -56,6 +56,12 @@ def compute(model: EmbeddedModel, kv: SequenceKV, runs: tuple[Span, ...], tokens
     current = PartialPass(kv, runs)
     ids = np.concatenate([tokens[run.start : run.end] for run in runs])
     return model.logits(current, ids, keep=current.num_queries)
+
+
+def scattered_runs(rng: np.random.Generator, num_tokens: int) -> list[Span]:
+    """Up to 28 runs of 1 to 12 tokens, none of which touches another or the end of the prompt."""
+    starts = np.unique(rng.integers(0, max(1, (num_tokens - 16) // 14), 28)) * 14
+    return [Span(int(start), int(start + rng.integers(1, 13))) for start in starts]
 
 
 def copied(start: int, length: int, *, target_start: int) -> Copy:

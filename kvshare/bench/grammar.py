@@ -8,17 +8,16 @@ as many tokens: the schema's list may not end earlier, and the free answer ignor
 from __future__ import annotations
 
 import json
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from kvshare.bench.figures import interval
-from kvshare.bench.harness import alternate, median, running_engine
+from kvshare.bench.harness import alternate, ask, median, running_engine
 from kvshare.conversation.chat import Chat
-from kvshare.engines.base import Delta, Event, GenerationRequest, Grammar, SamplingParams
-from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.engines.base import Grammar
 from kvshare.requests import SharingMode
 
 _TEXTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -31,9 +30,15 @@ async def run(
     settings = {"model.path": model, "index.dense": False, "engine.num_threads": threads}
     grammars = {"free": None, "grammar": _grammar(tokens)}
     async with running_engine(None, settings) as engine:
-        rates = await alternate(
-            list(grammars), repeats, lambda arm: _tokens_per_s(engine, tokens, grammars[arm])
-        )
+        prompt = await engine.encode_chat(Chat(({"role": "user", "content": _TEXTS["question"]},)))
+        request = partial(ask, engine, prompt.token_ids, mode=SharingMode.OFF, ignore_eos=True)
+
+        async def tokens_per_s(arm: str) -> float:
+            """Behind the first token: prefill and compiling are over by then."""
+            times = (await request(max_tokens=tokens, grammar=grammars[arm])).token_times_s
+            return (len(times) - 1) / (times[-1] - times[0])
+
+        rates = await alternate(list(grammars), repeats, tokens_per_s)
         name = engine.card.model_id
     ratios = [held / free for free, held in zip(rates["free"], rates["grammar"], strict=True)]
     return {
@@ -49,24 +54,3 @@ def _grammar(tokens: int) -> Grammar:
     own = {"minItems": tokens, "x-guidance": {"whitespace_flexible": False}}
     schema = {"type": "array", "items": _TEXTS["person"], **own}
     return Grammar(f"start: json\njson: %json {json.dumps(schema)}")
-
-
-async def _tokens_per_s(engine: EmbeddedEngine, tokens: int, grammar: Grammar | None) -> float:
-    """Behind the first token: prefill and compiling are over by then."""
-    came: list[float] = []
-
-    def note(event: Event) -> None:
-        if isinstance(event, Delta):
-            came.append(time.perf_counter())
-
-    request = GenerationRequest(
-        request_id="bench",
-        namespace=engine.namespace(tenant="bench", scope="tenant"),
-        prompt=await engine.encode_chat(Chat(({"role": "user", "content": _TEXTS["question"]},))),
-        sampling=SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, grammar=grammar),
-        mode=SharingMode.OFF,
-        store=False,
-    )
-    await engine.generate(request, note)
-    await engine.settle()
-    return (len(came) - 1) / (came[-1] - came[0])

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from delta_tree import TokenIds, token_ids
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.base import Delta, Event, Finished, GenerationRequest, SamplingParams, Started
+from kvshare.engines.base import Delta, Event, Finished, GenerationRequest, Grammar, SamplingParams, Started
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.tokenizer import PromptEncoder
@@ -64,8 +64,12 @@ class Answer:
 
     report: SharingReport
     finished: Finished
-    first_token_s: float  # since its submission; NaN if no token came
+    token_times_s: Sequence[float]  # since its submission
     text: str
+
+    @property
+    def first_token_s(self) -> float:
+        return self.token_times_s[0] if self.token_times_s else float("nan")
 
 
 async def ask(
@@ -76,26 +80,30 @@ async def ask(
     tenant: str = "bench",
     store: bool = False,
     max_tokens: int = 1,
+    grammar: Grammar | None = None,
+    ignore_eos: bool = False,
 ) -> Answer:
-    """One greedy request, timed from its submission to its first token."""
+    """One greedy request. It returns when its prompt is stored, so that no arm pays for another's."""
     prompt = await engine.encode_tokens(tokens.tolist())
     request = GenerationRequest(
         request_id="bench",
         namespace=engine.namespace(tenant=tenant, scope="tenant"),
         prompt=prompt,
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        sampling=SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, grammar=grammar, ignore_eos=ignore_eos
+        ),
         mode=mode,
         store=store,
     )
     events: list[tuple[float, Event]] = []
     began = time.perf_counter()
     await engine.generate(request, lambda event: events.append((time.perf_counter() - began, event)))
-    await engine.settle()  # no arm pays for storing the prompts of another
+    await engine.settle()
     deltas = [(seconds, event.text) for seconds, event in events if isinstance(event, Delta)]
     return Answer(
         report=next(event.report for _, event in events if isinstance(event, Started)),
         finished=next(event for _, event in events if isinstance(event, Finished)),
-        first_token_s=deltas[0][0] if deltas else float("nan"),
+        token_times_s=[seconds for seconds, _ in deltas],
         text="".join(text for _, text in deltas),
     )
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from delta_tree import Span, TokenIds, token_ids
-from kvshare.bench.direct import SEGMENT, compute, copied
+from kvshare.bench.direct import SEGMENT, compute, copied, scattered_runs
 from kvshare.bench.harness import random_prompt
 from kvshare.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
@@ -39,7 +39,7 @@ def run(*, tokens: int = 400, seed: int = 0) -> dict[str, Any]:
 def _oracles(name: str, num_tokens: int, seed: int) -> dict[str, float]:
     rng = np.random.default_rng(seed)
     tokens, other = (random_prompt(rng, num_tokens, VOCAB_SIZE) for _ in range(2))
-    runs = _scattered(rng, num_tokens)
+    runs = (*scattered_runs(rng, num_tokens), Span(num_tokens - 2, num_tokens))
     model = EmbeddedModel(tiny_model(name, seed=seed), name=name)
     expected = _reference(name, tokens, seed)
     positions = torch.cat([torch.arange(run.start, run.end) for run in runs])
@@ -63,15 +63,6 @@ def _oracles(name: str, num_tokens: int, seed: int) -> dict[str, float]:
         "prefix": _distance(tail, expected[cut:]),
         "moved_layer_0": _moved_error(model, tokens),
     }
-
-
-def _scattered(rng: np.random.Generator, num_tokens: int) -> tuple[Span, ...]:
-    """About 28 runs of 1 to 12 tokens, the last one at the end."""
-    starts = np.unique(rng.integers(1, num_tokens - 16, 28)) // 14 * 14
-    lengths = rng.integers(1, 13, len(starts))
-    runs = {int(start): Span(int(start), int(start + n)) for start, n in zip(starts, lengths, strict=True)}
-    last = Span(num_tokens - 2, num_tokens)
-    return (*(runs[start] for start in sorted(runs) if runs[start].end < last.start), last)
 
 
 def _poisoned(kv: SequenceKV, runs: tuple[Span, ...]) -> SequenceKV:

@@ -82,15 +82,14 @@ def llama(size: str, *, max_position_embeddings: int, vocab_size: int, seed: int
     return _spread(model, 0.08) if size == "small" else model
 
 
-def timing_model(
-    family: str, *, max_position_embeddings: int, vocab_size: int, seed: int = 0
-) -> PreTrainedModel:
+def timing_model(family: str = "llama", *, prompt_tokens: int, seed: int = 0) -> PreTrainedModel:
     """
-    The "timing" Llama, or another family without experts in its size, with windows of 1,024 tokens.
+    The "timing" Llama for prompts of this length, or another family without experts in its size, with windows of
+    1,024 tokens.
 
     Raises:  ConfigError for an unknown family
     """
-    sizes: dict[str, Any] = {"max_position_embeddings": max_position_embeddings, "vocab_size": vocab_size}
+    sizes: dict[str, Any] = {"max_position_embeddings": prompt_tokens + 64, "vocab_size": 16_384}
     if family == "llama":
         return llama("timing", seed=seed, **sizes)
     if family not in _TIMED:

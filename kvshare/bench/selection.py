@@ -24,7 +24,7 @@ from delta_tree import Span, TokenIds, merge, token_ids
 from kvshare.bench.direct import prefilled
 from kvshare.bench.fidelity.shelf import Shelf
 from kvshare.bench.harness import edited, environment, median, random_prompt, rounds
-from kvshare.bench.random_models import llama
+from kvshare.bench.random_models import timing_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.errors import ConfigError
 from kvshare.settings import load_settings
@@ -48,8 +48,7 @@ def run(
     """
     rng = np.random.default_rng(seed)
     draw = partial(random_prompt, rng, vocab_size=_VOCAB_SIZE)
-    network = llama("timing", max_position_embeddings=prompt_tokens + 64, vocab_size=16384, seed=seed)
-    model = EmbeddedModel(network, name="timing")
+    model = EmbeddedModel(timing_model(prompt_tokens=prompt_tokens, seed=seed), name="timing")
     kinds: Mapping[str, Callable[[TokenIds], TokenIds]] = {
         "edited": lambda donor: edited(donor, changed=changed, edits=edits, draw=draw),
         "reordered": lambda donor: reordered(donor, rng, _VOCAB_SIZE),

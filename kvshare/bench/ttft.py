@@ -57,10 +57,7 @@ async def run(
     arms: dict[str, list[Answer]] = {name: [] for name in ("full", "shared", "exact_prefix", _EQUAL_COMPUTE)}
     bounds = []
     given = {} if model is None else {"model.path": model, "model.dtype": "auto"}
-    random_model = None
-    if model is None:
-        length = prompt_tokens + 64
-        random_model = timing_model(family, max_position_embeddings=length, vocab_size=16384, seed=seed)
+    random_model = timing_model(family, prompt_tokens=prompt_tokens, seed=seed) if model is None else None
     async with running_engine(random_model, given) as engine:
         donor, draw = _text(engine, rng, prompt_tokens, is_real=model is not None)
         bound_of = _bounds(engine, prompt_tokens)

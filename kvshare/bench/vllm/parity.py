@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from delta_tree import Span, TokenIds, gaps
+from kvshare.bench.direct import scattered_runs
 from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client, connected
 from kvshare.bench.vllm.prompts import unrelated_prompt
@@ -168,10 +169,8 @@ def _copied(case: str, rng: np.random.Generator, num_tokens: int) -> tuple[Seque
     match case:
         case "all_placeholders":
             return [Span(last - 1, last)], 0
-        case "scattered":  # all but about 28 runs of 1 to 12 tokens
-            starts = np.unique(rng.integers(0, num_tokens // 14, 28)) * 14
-            runs = [Span(int(start), int(start + rng.integers(1, 13))) for start in starts]
-            return gaps([run for run in runs if run.end < last], last), 0
+        case "scattered":
+            return gaps(scattered_runs(rng, num_tokens), last), 0
         case "identity":
             return [Span(0, last)], 0
         case "prefix":
