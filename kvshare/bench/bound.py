@@ -89,7 +89,7 @@ def computed_spans(finished: Finished) -> tuple[Span, ...]:
     """
     The positions of the prompt that vLLM computed for a request: where new KV was stored.
 
-    The answer's KV is stored behind that of the prompt, so only the first `num_computed` positions count.
+    The answer's KV is stored after that of the prompt, so only the first `num_computed` positions count.
     Where less was stored, the first positions of the prompt are taken: they cost the fewest operations.
     """
     stored = merge([Span(each.start, each.start + each.length) for each in finished.stored])

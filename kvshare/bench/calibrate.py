@@ -135,7 +135,7 @@ def _arms(made: Sequence[tuple[Plan, Shape]], rules: Sequence[str]) -> Measured:
     """
     The arms of these rules whose budget limits what they repair.
 
-    Other budgets include what choosing costs, which says nothing about how well is repaired.
+    Other budgets include what choosing costs, which is no property of the repair.
     """
     found = [
         (shape.repaired(arm["b"] * plan.row["tokens"]), arm["kl"], plan.suite, plan.source)

@@ -20,7 +20,7 @@ def prefilled(
     model: EmbeddedModel, tokens: TokenIds, plan: Plan | NoPlan, kv: SequenceKV, *, max_queries: int = 512
 ) -> tuple[Plan | NoPlan, torch.Tensor]:
     """
-    Compute what the plan leaves open, as the engine does; its copies stand in `kv` already.
+    Compute what the plan does not copy, as the engine does. Its copies must be in `kv` already.
 
     Returns the plan with the repairs that were chosen, and the logits (V,) of the answer's first token.
     """
@@ -52,7 +52,7 @@ def greedy(
 
 
 def compute(model: EmbeddedModel, kv: SequenceKV, runs: tuple[Span, ...], tokens: TokenIds) -> torch.Tensor:
-    """One pass over these runs of a prompt. Returns the logits behind each of their positions: (N, V)."""
+    """One pass over these runs of a prompt. Returns the logits after each of their positions: (N, V)."""
     current = PartialPass(kv, runs)
     ids = np.concatenate([tokens[run.start : run.end] for run in runs])
     return model.logits(current, ids, keep=current.num_queries)

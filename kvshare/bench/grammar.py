@@ -34,7 +34,7 @@ async def run(
         request = partial(ask, engine, prompt.token_ids, mode=SharingMode.OFF, ignore_eos=True)
 
         async def tokens_per_s(arm: str) -> float:
-            """Behind the first token: prefill and compiling are over by then."""
+            """After the first token, when prefill and compiling are over."""
             times = (await request(max_tokens=tokens, grammar=grammars[arm])).token_times_s
             return (len(times) - 1) / (times[-1] - times[0])
 

@@ -18,7 +18,7 @@ from vector_index import PromptRecord, PromptText, TextEmbedder
 MIN_TOKENS = 192
 _DIMENSION = 384
 _VOCABULARY = 32_000
-_HEAD, _TAIL = 32, 64  # tokens before and behind the passage that half of the prompts share
+_HEAD, _TAIL = 32, 64  # tokens before and after the passage that half of the prompts share
 _NEAR = 50  # prompts per group of near embeddings
 _NOISE = 0.12  # of a vector in its group: cosine distances of 0.02 to 0.04
 _SAMPLES_PER_BATCH = 8

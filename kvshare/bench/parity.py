@@ -2,7 +2,7 @@
 `kvshare bench parity`: how far KVShare's computation is from the model's own, where both must be the same.
 
 In float32, on random models of every supported architecture. The reference is transformers' forward pass with
-its eager attention and no cache. What is compared with it, if nothing else is said:
+its eager attention and no cache. What is compared with it, unless another reference is named:
     all_placeholders   every position computed in our pass
     scattered          scattered runs computed over correct KV
     left_to_right      runs in one pass, compared with the same runs one by one, over another prompt's KV

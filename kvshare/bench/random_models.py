@@ -84,8 +84,8 @@ def llama(size: str, *, max_position_embeddings: int, vocab_size: int, seed: int
 
 def timing_model(family: str = "llama", *, prompt_tokens: int, seed: int = 0) -> PreTrainedModel:
     """
-    The "timing" Llama for prompts of this length, or another family without experts in its size, with windows of
-    1,024 tokens.
+    The "timing" Llama for prompts of this length, or another family without experts in its size, with windows
+    of 1,024 tokens.
 
     Raises:  ConfigError for an unknown family
     """

@@ -2,7 +2,7 @@
 `kvshare bench selection --engine vllm`: what choosing repairs costs beside computing as many tokens.
 
 Tickets for the same prompts in turns, without a proxy, to a random-weight Llama of about 100 M parameters:
-    chosen       a probe pass, the choice, the repairs behind it
+    chosen       a probe pass, the choice, then the repairs
     unselected   as many tokens without a choice, at the starts of pieces; the time to write copies is
                  subtracted
 Times are those to the first token, at the client.

@@ -148,7 +148,7 @@ class Stack(Pair):
 
 @contextmanager
 def pair(options: StackOptions) -> Iterator[Pair]:
-    """A temporary model and both vLLMs over it. Raises EngineError if one does not come up."""
+    """Both vLLMs; random weights are written before. Raises EngineError if one does not start."""
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
         folder = Path(name)
         token = servers.new_token()
@@ -168,7 +168,7 @@ def pair(options: StackOptions) -> Iterator[Pair]:
 
 @contextmanager
 def stack(options: StackOptions) -> Iterator[Stack]:
-    """All three servers. Raises EngineError if one does not come up."""
+    """All three servers. Raises EngineError if one does not start."""
     with pair(options) as both, with_proxy(both) as whole:
         yield whole
 

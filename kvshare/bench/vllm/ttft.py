@@ -9,8 +9,8 @@ Arms, in turns, each a streamed HTTP request to a random-weight Llama of about 1
     ideal          an equal-compute prefix hit: stock vLLM, where all but as many last tokens as `shared`
                    computed are in the prefix cache (the key is older than the name)
     shared_even, ideal_even   the same two with the edits evenly spread
-Above 8,000 tokens only full, shared and ideal, on a model of the same width with fewer layers. What the proxy
-adds is measured separately, on repetitions that vLLM has in its prefix cache: `front_ms`.
+Above 8,000 tokens only full, shared and ideal are measured, on a model of the same width with fewer layers.
+What the proxy adds is measured separately, on repetitions that vLLM has in its prefix cache: `front_ms`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvshare.bench.vllm.session import Session, run_benchmark, session
 from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, stack
 from kvshare.vllm_protocol.messages import Finished
 
+_EQUAL_COMPUTE = "ideal"  # the arm's key, without its ending
 _BLOCK_SIZE = 128  # of vLLM's CPU backend; a multiple of every other one's
 _FRONT_REPEATS = 20
 _LONG = 8000  # tokens, above which even the smaller model takes minutes
@@ -129,7 +130,7 @@ class _Ttft:
         computed = finished.num_computed
         prompt = prefix_hit(bench.rng, self.donor, num_new=computed, block_size=self.block_size)
         equal_compute = await bench.plain.complete(prompt)
-        found.ttft_s |= {name: shared.ttft_s, f"ideal{ending}": equal_compute.ttft_s}
+        found.ttft_s |= {name: shared.ttft_s, f"{_EQUAL_COMPUTE}{ending}": equal_compute.ttft_s}
         found.computed[name] = computed
         found.equal_computed[name] = len(prompt) - equal_compute.num_cached
         found.bounds[name] = Bound.of(
@@ -210,7 +211,7 @@ def _shared(
         median([tokens[shared] for tokens in each])
         for each in ([repeat.computed for repeat in repeats], [repeat.equal_computed for repeat in repeats])
     )
-    equal_compute_speedup = ttft["full"] / ttft[f"ideal{ending}"]
+    equal_compute_speedup = ttft["full"] / ttft[_EQUAL_COMPUTE + ending]
     ratios = _ratios(ttft, ending)
     each = [
         {**_ratios(own.ttft_s, ending), "of_bound": bound.seconds(own.ttft_s["full"]) / own.ttft_s[shared]}
@@ -233,7 +234,7 @@ def _shared(
 
 def _ratios(ttft: dict[str, float], ending: str) -> dict[str, float]:
     shared = ttft[f"shared{ending}"]
-    of_equal_compute = ttft[f"ideal{ending}"] / shared
+    of_equal_compute = ttft[_EQUAL_COMPUTE + ending] / shared
     return {
         "speedup": ttft["full"] / shared,
         "of_equal_compute": of_equal_compute,
