@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvshare.bench import copies
 from kvshare.bench.random_models import LLAMAS
-from kvshare.bench.vllm import break_even, copies, decoding, gpu, stack, syncs
+from kvshare.bench.vllm import break_even, decoding, gpu, stack, syncs
+from kvshare.bench.vllm.decoding import Decoded
 from kvshare.bench.vllm.servers import Server
 from kvshare.cli import views
 from kvshare.errors import ConfigError, EngineError
@@ -59,7 +61,9 @@ def test_arms_are_compared_with_nothing_else_running() -> None:
     """The gaps of all streams, in milliseconds and over those of `quiet`."""
     gaps = {"quiet": [0.010] * 100, "full": [0.010] * 50 + [0.030] * 50}
     gaps |= {"saves": [0.020] * 100, "loads": [0.010] * 99 + [0.050]}
-    found = decoding.summary(gaps, dict.fromkeys(decoding.ARMS, 1))
+    rounds = {name: [Decoded(own[:50], 1), Decoded(own[50:], 2)] for name, own in gaps.items()}
+    found = decoding.summary(rounds)
+    assert found["arrivals"]["loads"] == 3
     assert found["mean_ratio"]["full"] == pytest.approx(2.0)
     assert found["p99_ratio"]["saves"] == pytest.approx(2.0)
     assert found["max_ratio"]["loads"] == pytest.approx(5.0)
