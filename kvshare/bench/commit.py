@@ -23,6 +23,7 @@ from delta_tree.storage import Storage
 from kvshare.bench.counted_store import CountedStore, Variants
 from kvshare.bench.figures import percentiles
 from kvshare.replay.arms.weightless import WeightlessKV
+from kvshare.telemetry import EvictionCause
 
 _TEMPLATES = 200
 _VARIANTS = (
@@ -102,5 +103,6 @@ class _Store(CountedStore):
         return {
             **percentiles(seconds.ravel().tolist()),
             "num_prompts": self.tree.stats().num_nodes,
-            "evictions_per_commit": self.keeper.counters["evictions"] / seconds.size,
+            "evictions_per_commit": self.keeper.telemetry.counts().evictions.get(EvictionCause.CAPACITY, 0)
+            / seconds.size,
         }

@@ -7,6 +7,8 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvshare.reasons import Reason
+from kvshare.telemetry import Component, EvictionCause, FallbackReason
 from tests.proxy.conftest import Server, chat, eventually, running_server
 from tests.proxy.fake_engine import Behaviour
 
@@ -95,12 +97,14 @@ async def test_failures_and_disconnects_have_their_own_labels() -> None:
 async def test_the_engine_is_asked_at_scrape_time(server: Server) -> None:
     """Tree gauges, evictions, denials and fallbacks are the engine's own figures."""
     await server.post(CHAT, chat())
-    server.engine.counters |= {
-        "evictions": 3,
-        "isolation_denials": 1,
-        "fallback:index:timeout": 2,
-        "shadow_checks": 5,
-    }
+    telemetry = server.engine.telemetry
+    telemetry.evicted(EvictionCause.CAPACITY, 3)
+    telemetry.isolation_denied()
+    for _ in range(2):
+        telemetry.fallback(Component.FINGERPRINT, FallbackReason.TIMEOUT)
+    telemetry.replica_failed("b")
+    telemetry.generated(7)
+    telemetry.unshared(Reason.MULTIMODAL)
     samples = await scrape(server)
     assert value(samples, "kvshare_tree_nodes") == 1
     assert value(samples, "kvshare_tree_depth") == 1
@@ -108,8 +112,10 @@ async def test_the_engine_is_asked_at_scrape_time(server: Server) -> None:
     assert value(samples, "kvshare_queue_depth") == 0
     assert value(samples, "kvshare_evictions_total", reason="capacity") == 3
     assert value(samples, "kvshare_isolation_denials_total") == 1
-    assert value(samples, "kvshare_fallback_total", component="index", reason="timeout") == 2
-    assert value(samples, "kvshare_engine_events_total", event="shadow_checks") == 5
+    assert value(samples, "kvshare_fallback_total", component="fingerprint", reason="timeout") == 2
+    assert value(samples, "kvshare_fallback_total", component="replica", reason="b") == 1
+    assert value(samples, "kvshare_engine_events_total", event="unshared:multimodal") == 1
+    assert value(samples, "kvshare_generated_tokens_total") == 7
     assert total(samples, "kvshare_build_info") == 1
 
 

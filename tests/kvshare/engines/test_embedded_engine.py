@@ -44,6 +44,7 @@ from kvshare.errors import (
 from kvshare.kv.sequence import SequenceKV
 from kvshare.requests import SharingMode
 from kvshare.settings import Settings, load_settings
+from kvshare.telemetry import Component, EvictionCause, FallbackReason
 
 VOCAB = 290
 
@@ -203,7 +204,7 @@ async def test_storing_stays_within_the_budget(tmp_path: Path) -> None:
         assert status.num_nodes == 4
         assert status.kv_bytes <= 500 * bytes_per_token
         assert status.kv_bytes == engine.sharing.tree.stats().num_bytes
-        assert status.counters["evictions"] == 2
+        assert status.counts.evictions == {EvictionCause.CAPACITY: 2}
         newest = await ask(engine, prompt(120, seed=5), mode=SharingMode.APPROX, tenant="t")
         oldest = await ask(engine, prompt(120, seed=0), mode=SharingMode.APPROX, tenant="t")
         assert newest.report is not None
@@ -211,7 +212,7 @@ async def test_storing_stays_within_the_budget(tmp_path: Path) -> None:
         assert (newest.report.num_exact, oldest.report.num_exact) == (119, 0)
         await stored(engine, prompt(600, seed=9))
         assert engine.status().kv_bytes <= 500 * bytes_per_token
-        assert engine.status().counters["fallback:commit:too_large"] == 1
+        assert engine.status().counts.fallbacks == {(Component.COMMIT, FallbackReason.TOO_LARGE): 1}
     finally:
         await engine.stop()
 

@@ -1,0 +1,111 @@
+"""The counters of a server: typed, thread-safe, and complete for all that the index reports."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvshare.reasons import Reason
+from kvshare.requests import Decision
+from kvshare.telemetry import (
+    Component,
+    Counts,
+    EvictionCause,
+    FallbackReason,
+    Telemetry,
+    TicketEvent,
+)
+from vector_index import FailureReason, Nominator
+from vector_index.qdrant_remote import QdrantRemoteIndex
+from vector_index.schema import IndexSchema
+
+_THREADS, _TIMES = 8, 2000
+
+
+@contextmanager
+def hurried_threads() -> Iterator[None]:
+    """Threads change after every few instructions, so that an addition without a lock would lose some."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        (lambda t: t.fallback(Component.COMMIT, FallbackReason.ERROR), lambda c: sum(c.fallbacks.values())),
+        (lambda t: t.evicted(EvictionCause.END), lambda c: c.evictions[EvictionCause.END]),
+        (lambda t: t.isolation_denied(), lambda c: c.num_isolation_denials),
+        (lambda t: t.generated(1), lambda c: c.num_generated_tokens),
+    ],
+    ids=["fallback", "evicted", "isolation_denied", "generated"],
+)
+def test_no_count_is_lost_between_threads(
+    write: Callable[[Telemetry], None], read: Callable[[Counts], int]
+) -> None:
+    """Writers count in several threads while another one reads; the sum is exact, and never shrinks."""
+    telemetry, seen = Telemetry(), []
+
+    def count() -> None:
+        for _ in range(_TIMES):
+            write(telemetry)
+
+    with hurried_threads():
+        threads = [threading.Thread(target=count) for _ in range(_THREADS)]
+        write(telemetry)
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            seen.append(read(telemetry.counts()))
+        for thread in threads:
+            thread.join()
+    assert read(telemetry.counts()) == 1 + _THREADS * _TIMES
+    assert seen == sorted(seen)
+
+
+def test_counts_are_kept_apart_by_what_they_name() -> None:
+    telemetry = Telemetry()
+    telemetry.fallback(Component.COMMIT, FallbackReason.NO_ROOM)
+    telemetry.fallback(Component.TIER, FallbackReason.MISSING)
+    telemetry.replica_failed("a")
+    telemetry.evicted(EvictionCause.LOST, 3)
+    telemetry.executed(Decision.APPROX, Decision.FULL, Reason.SEGMENTS_GONE)
+    telemetry.executed(Decision.EXACT, Decision.EXACT, None)
+    telemetry.unshared(Reason.LORA)
+    telemetry.ticket(TicketEvent.EXPIRED, 2)
+    assert telemetry.counts() == Counts(
+        fallbacks={
+            (Component.COMMIT, FallbackReason.NO_ROOM): 1,
+            (Component.TIER, FallbackReason.MISSING): 1,
+        },
+        replica_failures={"a": 1},
+        evictions={EvictionCause.LOST: 3},
+        executions={
+            (Decision.APPROX, Decision.FULL, Reason.SEGMENTS_GONE): 1,
+            (Decision.EXACT, Decision.EXACT, None): 1,
+        },
+        unshared={Reason.LORA: 1},
+        tickets={TicketEvent.EXPIRED: 2},
+    )
+
+
+def test_counts_that_were_read_stay_as_they_were() -> None:
+    telemetry = Telemetry()
+    telemetry.evicted(EvictionCause.CAPACITY)
+    before = telemetry.counts()
+    telemetry.evicted(EvictionCause.CAPACITY)
+    assert before.evictions == {EvictionCause.CAPACITY: 1}
+
+
+def test_whatever_the_index_reports_can_be_counted() -> None:
+    """Each circuit of the index is a component, and each reason of its failures a reason of a fallback."""
+    schema = IndexSchema(kgram=8, window=9, max_fingerprints=64, embedder="", dimension=0)
+    nominator = Nominator(QdrantRemoteIndex(schema, ":memory:"))
+    assert {Component(part) for part in nominator.circuits} <= set(Component)
+    assert {FallbackReason(reason) for reason in FailureReason} <= set(FallbackReason)
+    nominator.close()
