@@ -172,7 +172,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class NoPlan:
-    """Nothing is shared, and why; without a reason where nobody is told one: all was computed."""
+    """Nothing is copied, and why; the reason is None where no request is answered by it."""
 
     reason: Reason | None = None
     prediction: Prediction | None = None  # of what was refused

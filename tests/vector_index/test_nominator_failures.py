@@ -188,7 +188,7 @@ async def test_a_search_that_blocks_is_the_last_of_its_request(setup: Setup) -> 
     setup.index.mood = "blocks"
     nomination = await setup.nominator.nominate("a", query, None, allow_dense=False)
     assert {candidate.prompt_id for candidate in nomination.candidates} == {1, 2}
-    assert nomination.failures == (Failure("fingerprint", "no answer within 0.02 s"),)
+    assert nomination.failures == (Failure("fingerprint", FailureReason.TIMEOUT),)
     assert setup.index.num_calls == 1
 
 

@@ -122,7 +122,7 @@ def test_what_is_left_leaves_next(keeper: MemoryKeeper[WeightlessKV]) -> None:
     assert keeper.tree.get(first.node_id) is None
     assert keeper.take_evicted() == [("n", first.node_id)]
     assert keeper.take_shortened() == []
-    assert keeper.telemetry.counts().evictions == {EvictionCause.CAPACITY: 1}
+    assert keeper.telemetry.counts().evictions == {EvictionCause.END: 1, EvictionCause.CAPACITY: 1}
 
 
 def test_a_beginning_that_others_hold_is_no_reason_to_stay(keeper: MemoryKeeper[WeightlessKV]) -> None:
