@@ -88,6 +88,30 @@ async def test_a_good_trial_call_closes_the_circuit() -> None:
     assert part.state is not CircuitState.OPEN
 
 
+async def test_the_log_has_one_line_when_a_part_fails_and_one_when_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not one for each call; the first says why and what happens now."""
+    clock = Clock()
+    part = circuit(clock)
+    states = []
+    for now in (0.0, 0.0, 1.0, 10.0, 11.0, 20.0):
+        clock.now = now
+        states.append(part.state)
+        await attempt(part, breaks)
+    clock.now = 30.0
+    await attempt(part, works)
+    await attempt(part, works)
+    closed, is_open, half_open = CircuitState
+    assert states == [closed, closed, is_open, half_open, is_open, half_open]
+    assert part.state is closed
+    assert [record.getMessage() for record in caplog.records] == [
+        "part of the index failed 2 times in a row, the last time: OSError. Prompts are served without it; "
+        "it is tried again every 10 s",
+        "part of the index works again: prompts are served with it",
+    ]
+
+
 async def test_a_bad_trial_call_keeps_the_circuit_open() -> None:
     """One failed trial is enough for another wait."""
     clock = Clock()
