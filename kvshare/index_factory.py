@@ -162,11 +162,12 @@ class ServedIndex:
 
 
 def _bytes_below(folder: Path) -> int:
-    """What the files of a folder take on its disk; those of the index are sparse. Some may go meanwhile."""
+    """What the files of a folder take on its disk; those of the index are sparse, and some vanish meanwhile."""
     num_blocks = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            num_blocks += path.lstat().st_blocks
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                num_blocks += os.lstat(os.path.join(parent, name)).st_blocks
     return num_blocks * _BLOCK_BYTES
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TypeVar
 
@@ -62,17 +62,17 @@ class TicketEvent(StrEnum):
     UNKNOWN = "tickets:unknown"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Counts:
-    """All counts at one moment; they only grow."""
+    """All counts at one moment; what is not in a counter was counted zero times. They only grow."""
 
-    fallbacks: Mapping[tuple[Component, FallbackReason], int] = field(default_factory=dict)
-    replica_failures: Mapping[str, int] = field(default_factory=dict)  # by the name of the replica
-    evictions: Mapping[EvictionCause, int] = field(default_factory=dict)
+    fallbacks: Counter[tuple[Component, FallbackReason]] = field(default_factory=Counter)
+    replica_failures: Counter[str] = field(default_factory=Counter)  # by the name of the replica
+    evictions: Counter[EvictionCause] = field(default_factory=Counter)
     # By what was planned, what was computed, and why less was shared than planned.
-    executions: Mapping[tuple[Decision, Decision, Reason | None], int] = field(default_factory=dict)
-    unshared: Mapping[Reason, int] = field(default_factory=dict)  # requests that could not be planned
-    tickets: Mapping[TicketEvent, int] = field(default_factory=dict)
+    executions: Counter[tuple[Decision, Decision, Reason | None]] = field(default_factory=Counter)
+    unshared: Counter[Reason] = field(default_factory=Counter)  # requests that could not be planned
+    tickets: Counter[TicketEvent] = field(default_factory=Counter)
     num_isolation_denials: int = 0
     num_generated_tokens: int = 0
 
@@ -82,62 +82,46 @@ class Telemetry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._fallbacks: Counter[tuple[Component, FallbackReason]] = Counter()
-        self._replica_failures: Counter[str] = Counter()
-        self._evictions: Counter[EvictionCause] = Counter()
-        self._executions: Counter[tuple[Decision, Decision, Reason | None]] = Counter()
-        self._unshared: Counter[Reason] = Counter()
-        self._tickets: Counter[TicketEvent] = Counter()
-        self._num_isolation_denials = 0
-        self._num_generated_tokens = 0
+        self._counts = Counts()
 
     def fallback(self, component: Component, reason: FallbackReason) -> None:
         """A request was served, or a prompt left unstored, as a part failed."""
-        self._add(self._fallbacks, (component, reason))
+        self._add(self._counts.fallbacks, (component, reason))
 
     def replica_failed(self, name: str) -> None:
         """A replica did not take a request, which then went to another one."""
-        self._add(self._replica_failures, name)
+        self._add(self._counts.replica_failures, name)
 
     def evicted(self, cause: EvictionCause, num_prompts: int = 1) -> None:
         """Prompts, or ends of prompts, left the tree."""
-        self._add(self._evictions, cause, num_prompts)
+        self._add(self._counts.evictions, cause, num_prompts)
 
     def executed(self, planned: Decision, done: Decision, reason: Reason | None) -> None:
         """A replica reported what it made of a plan."""
-        self._add(self._executions, (planned, done, reason))
+        self._add(self._counts.executions, (planned, done, reason))
 
     def unshared(self, reason: Reason) -> None:
         """A request could not be planned."""
-        self._add(self._unshared, reason)
+        self._add(self._counts.unshared, reason)
 
     def ticket(self, event: TicketEvent, num_tickets: int = 1) -> None:
         """Tickets expired, or a report came of one that is not known."""
-        self._add(self._tickets, event, num_tickets)
+        self._add(self._counts.tickets, event, num_tickets)
 
     def isolation_denied(self) -> None:
         """A candidate of another namespace reached planning and was dropped."""
         with self._lock:
-            self._num_isolation_denials += 1
+            self._counts.num_isolation_denials += 1
 
     def generated(self, num_tokens: int) -> None:
         """The engine emitted tokens of an answer."""
         with self._lock:
-            self._num_generated_tokens += num_tokens
+            self._counts.num_generated_tokens += num_tokens
 
     def counts(self) -> Counts:
-        """All counts, taken at one moment."""
+        """A copy, taken at one moment."""
         with self._lock:
-            return Counts(
-                fallbacks=dict(self._fallbacks),
-                replica_failures=dict(self._replica_failures),
-                evictions=dict(self._evictions),
-                executions=dict(self._executions),
-                unshared=dict(self._unshared),
-                tickets=dict(self._tickets),
-                num_isolation_denials=self._num_isolation_denials,
-                num_generated_tokens=self._num_generated_tokens,
-            )
+            return Counts(*(copy(getattr(self._counts, each.name)) for each in fields(Counts)))
 
     def _add(self, counter: Counter[_Key], key: _Key, number: int = 1) -> None:
         with self._lock:

@@ -25,7 +25,7 @@ from kvshare import __version__
 from kvshare.engines.base import EngineStatus, ReplicaStatus
 from kvshare.reasons import Reason
 from kvshare.requests import Decision, SharingMode, SharingReport
-from kvshare.telemetry import Counts, EvictionCause
+from kvshare.telemetry import EvictionCause
 from proxy.request_log import RequestRecord
 from vector_index import CircuitState
 
@@ -197,8 +197,7 @@ class _EngineCollector(Collector):
             "Candidates of another namespace, dropped; alert on any.",
             value=denials,
         )
-        yield from _counted(status.counts)
-        yield _events(status)
+        yield from _counted(status)
 
 
 _REPLICA_GAUGES: tuple[tuple[str, str, Callable[[ReplicaStatus], float]], ...] = (
@@ -229,37 +228,34 @@ def _circuits(states: Mapping[str, CircuitState]) -> Metric:
     return gauge
 
 
-def _counted(counts: Counts) -> Iterable[Metric]:
-    """What the engine counts by component, cause or outcome. All causes of evictions, also with 0."""
-    fallbacks = CounterMetricFamily(
-        "kvshare_fallback", "Requests served without a part that failed.", labels=("component", "reason")
+def _counted(status: EngineStatus) -> Iterable[Metric]:
+    """What the engine counts by fixed words. All causes of evictions are there, also with 0."""
+    counts = status.counts
+    yield _counter(
+        "kvshare_fallback",
+        "Requests served without a part that failed.",
+        ("component", "reason"),
+        {**counts.fallbacks, **{("replica", name): count for name, count in counts.replica_failures.items()}},
     )
-    for failure, count in counts.fallbacks.items():
-        fallbacks.add_metric(failure, count)
-    for name, count in counts.replica_failures.items():
-        fallbacks.add_metric(("replica", name), count)
-    yield fallbacks
-    evictions = CounterMetricFamily("kvshare_evictions", "Prompts evicted from the tree.", labels=("reason",))
-    for cause in EvictionCause:
-        evictions.add_metric((cause,), counts.evictions.get(cause, 0))
-    yield evictions
-    executions = CounterMetricFamily(
+    evictions = {(cause,): counts.evictions[cause] for cause in EvictionCause}
+    yield _counter("kvshare_evictions", "Prompts evicted from the tree.", ("reason",), evictions)
+    yield _counter(
         "kvshare_plans_executed",
         "Planned requests by what vLLM made of them.",
-        labels=("planned", "executed", "reason"),
+        ("planned", "executed", "reason"),
+        {(planned, done, why or ""): count for (planned, done, why), count in counts.executions.items()},
     )
-    for (planned, done, reason), count in counts.executions.items():
-        executions.add_metric((planned, done, reason or ""), count)
-    yield executions
-
-
-def _events(status: EngineStatus) -> Metric:
-    """What only a fleet counts: requests that could not be planned, and tickets that no report settled."""
-    events = CounterMetricFamily("kvshare_engine_events", "What else the engine counts.", labels=("event",))
-    for reason, count in status.counts.unshared.items():
-        events.add_metric((f"unshared:{reason}",), count)
-    for event, count in status.counts.tickets.items():
-        events.add_metric((event,), count)
+    events = {(f"unshared:{reason}",): count for reason, count in counts.unshared.items()}
+    events |= {(event,): count for event, count in counts.tickets.items()}
     if status.num_pending_tickets is not None:
-        events.add_metric(("tickets:pending",), status.num_pending_tickets)
-    return events
+        events["tickets:pending",] = status.num_pending_tickets
+    yield _counter("kvshare_engine_events", "What else the engine counts.", ("event",), events)
+
+
+def _counter(
+    name: str, text: str, labels: Sequence[str], counts: Mapping[tuple[str, ...], int]
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, count in counts.items():
+        family.add_metric(values, count)
+    return family

@@ -100,9 +100,9 @@ class _Store(CountedStore):
 
     def describe(self, seconds: NDArray[np.float64]) -> dict[str, float]:
         """Of all commits, and what is in the store after them."""
+        counts = self.keeper.telemetry.counts()
         return {
             **percentiles(seconds.ravel().tolist()),
             "num_prompts": self.tree.stats().num_nodes,
-            "evictions_per_commit": self.keeper.telemetry.counts().evictions.get(EvictionCause.CAPACITY, 0)
-            / seconds.size,
+            "evictions_per_commit": counts.evictions[EvictionCause.CAPACITY] / seconds.size,
         }

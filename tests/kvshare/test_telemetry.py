@@ -36,8 +36,8 @@ class _Slow(int):
 @pytest.mark.parametrize(
     ("write", "read"),
     [
-        (lambda t: t.evicted(EvictionCause.END, _Slow(1)), lambda c: c.evictions.get(EvictionCause.END, 0)),
-        (lambda t: t.ticket(TicketEvent.EXPIRED, _Slow(1)), lambda c: c.tickets.get(TicketEvent.EXPIRED, 0)),
+        (lambda t: t.evicted(EvictionCause.END, _Slow(1)), lambda c: c.evictions[EvictionCause.END]),
+        (lambda t: t.ticket(TicketEvent.EXPIRED, _Slow(1)), lambda c: c.tickets[TicketEvent.EXPIRED]),
         (lambda t: t.generated(_Slow(1)), lambda c: c.num_generated_tokens),
     ],
     ids=["evicted", "ticket", "generated"],
@@ -68,20 +68,20 @@ def test_counts_are_kept_apart_by_what_they_name() -> None:
     telemetry.executed(Decision.EXACT, Decision.EXACT, None)
     telemetry.unshared(Reason.LORA)
     telemetry.ticket(TicketEvent.EXPIRED, 2)
-    assert telemetry.counts() == Counts(
-        fallbacks={
-            (Component.COMMIT, FallbackReason.NO_ROOM): 1,
-            (Component.TIER, FallbackReason.MISSING): 1,
-        },
-        replica_failures={"a": 1},
-        evictions={EvictionCause.LOST: 3},
-        executions={
-            (Decision.APPROX, Decision.FULL, Reason.SEGMENTS_GONE): 1,
-            (Decision.EXACT, Decision.EXACT, None): 1,
-        },
-        unshared={Reason.LORA: 1},
-        tickets={TicketEvent.EXPIRED: 2},
-    )
+    counts = telemetry.counts()
+    assert counts.fallbacks == {
+        (Component.COMMIT, FallbackReason.NO_ROOM): 1,
+        (Component.TIER, FallbackReason.MISSING): 1,
+    }
+    assert counts.replica_failures == {"a": 1}
+    assert counts.evictions == {EvictionCause.LOST: 3}
+    assert counts.executions == {
+        (Decision.APPROX, Decision.FULL, Reason.SEGMENTS_GONE): 1,
+        (Decision.EXACT, Decision.EXACT, None): 1,
+    }
+    assert counts.unshared == {Reason.LORA: 1}
+    assert counts.tickets == {TicketEvent.EXPIRED: 2}
+    assert (counts.num_isolation_denials, counts.num_generated_tokens) == (0, 0)
 
 
 def test_counts_that_were_read_stay_as_they_were() -> None:

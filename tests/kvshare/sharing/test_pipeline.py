@@ -1,7 +1,7 @@
 """Sharing fails open, keeps its books, and never lets foreign KV through."""
 
 import threading
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import replace
 from typing import ClassVar
 
@@ -121,7 +121,7 @@ def donor_for(sharing: Sharing, model: EmbeddedModel, tokens: TokenIds, **where:
     return node
 
 
-def fallbacks(sharing: Sharing) -> Mapping[tuple[Component, FallbackReason], int]:
+def fallbacks(sharing: Sharing) -> Counter[tuple[Component, FallbackReason]]:
     return sharing.telemetry.counts().fallbacks
 
 
