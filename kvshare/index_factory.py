@@ -162,7 +162,7 @@ class ServedIndex:
 
 
 def _bytes_below(folder: Path) -> int:
-    """What the files of a folder take on its disk; those of the index are sparse, and some vanish meanwhile."""
+    """What the files of a folder take on its disk. Those of the index are sparse; some vanish meanwhile."""
     num_blocks = 0
     for parent, _, names in os.walk(folder):
         for name in names:
