@@ -30,7 +30,7 @@ from delta_tree import (
     UnknownSegmentError,
     align,
 )
-from kvshare.errors import RequestError
+from kvshare.errors import ErrorCode, RequestError
 from kvshare.query_arguments import Digest, Flag, Number
 
 _SORTED_BY = {"bytes": "subtree_bytes", "hits": "num_hits", "age": "age_s", "tokens": "num_tokens"}
@@ -155,7 +155,7 @@ def diff(tree: DeltaTree, /, *, a: Number, b: Number, min_run: Number = 1) -> An
     source, target = _node(tree, "a", a), _node(tree, "b", b)
     if source.namespace != target.namespace:
         raise RequestError(
-            "b: expected a node of the same namespace as a", param="b", code="namespace_mismatch"
+            "b: expected a node of the same namespace as a", param="b", code=ErrorCode.NAMESPACE_MISMATCH
         )
     script = align(source.token_ids, target.token_ids, min_run=min_run)
     prefix = next((keep.length for keep in script.keeps if keep.source == keep.target == 0), 0)
@@ -252,7 +252,7 @@ def _evict_node(tree: DeltaTree, node: Node, *, dry_run: bool) -> Answer:
         else:
             gone = tree.evict(node.node_id)
     except PinnedNodeError as exc:
-        raise RequestError(f"node: {exc}", param="node", code="node_pinned") from exc
+        raise RequestError(f"node: {exc}", param="node", code=ErrorCode.NODE_PINNED) from exc
     except UnknownNodeError as exc:
         raise _not_found("node", node.node_id) from exc
     return _evicted([node], gone, dry_run)
@@ -322,7 +322,7 @@ def _node(tree: DeltaTree, name: str, node_id: int) -> Node:
 
 def _not_found(name: str, node_id: int) -> RequestError:
     message = f"{name}: no node {node_id} is stored; it may have been evicted"
-    return RequestError(message, param=name, code="node_not_found")
+    return RequestError(message, param=name, code=ErrorCode.NODE_NOT_FOUND)
 
 
 def _namespace(tree: DeltaTree, digits: str | None) -> str | None:
@@ -334,6 +334,6 @@ def _namespace(tree: DeltaTree, digits: str | None) -> str | None:
         raise RequestError(
             f"namespace: expected the digest of one stored namespace, {len(found)} begin with {digits}",
             param="namespace",
-            code="namespace_not_found",
+            code=ErrorCode.NAMESPACE_NOT_FOUND,
         )
     return found.pop()

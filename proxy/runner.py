@@ -6,6 +6,7 @@ import logging
 
 from aiohttp import web
 
+from kvshare.errors import ErrorCode
 from proxy.errors import ErrorReply
 
 SERVER_NAME = (
@@ -60,7 +61,8 @@ class _Protocol(web.RequestHandler):
         text = "The server failed to answer; see its log."
         if status < 500:
             text = "This is no HTTP request: expected HTTP/1.1, and lines and headers of at most 8 KB each."
-        response = ErrorReply(status, "bad_request" if status < 500 else "internal_error", text).to_response()
+        code = ErrorCode.BAD_REQUEST if status < 500 else ErrorCode.INTERNAL_ERROR
+        response = ErrorReply(status, code, text).to_response()
         response.headers["Server"] = SERVER_NAME
         response.force_close()
         return response

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvshare.errors import RequestError
+from kvshare.errors import ErrorCode, RequestError
 
 _MAX_QUOTED = 40  # characters of a word, digits of a number
 _MAX_PARAM = 200
@@ -189,7 +189,7 @@ def _unknown_key(problem: _Problem, param: str, model: type[BaseModel]) -> Reque
     models = _models_at(model, problem.place[:-1])
     known = ", ".join(dict.fromkeys(name for each in models for name in each.model_fields))
     return RequestError(
-        f"Unknown key '{param}': expected one of {known}.", param=param, code="unknown_parameter"
+        f"Unknown key '{param}': expected one of {known}.", param=param, code=ErrorCode.UNKNOWN_PARAMETER
     )
 
 

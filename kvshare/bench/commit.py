@@ -22,6 +22,7 @@ from delta_tree.storage import Storage
 from kvshare.bench.counted_store import CountedStore, Variants
 from kvshare.bench.figures import percentiles
 from kvshare.replay.arms.weightless import WeightlessKV
+from kvshare.telemetry import EvictionCause
 
 _TEMPLATES = 200
 _VARIANTS = 50  # of each template in the full store, at the least: so no template is the oldest prompt
@@ -96,8 +97,9 @@ class _Store(CountedStore):
 
     def describe(self, seconds: NDArray[np.float64]) -> dict[str, float]:
         """Percentiles of all commits, and what the store holds after them."""
+        counts = self.keeper.telemetry.counts()
         return {
             **percentiles(seconds.ravel().tolist()),
             "num_prompts": self.tree.stats().num_nodes,
-            "evictions_per_commit": self.keeper.counters["evictions"] / seconds.size,
+            "evictions_per_commit": counts.evictions[EvictionCause.CAPACITY] / seconds.size,
         }

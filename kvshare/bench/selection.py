@@ -67,8 +67,8 @@ def _measured(
     for counts, order in rounds(ARMS, repeats):
         prompts, donor = StoredPrompts(SETTINGS.sharing), draw()
         kv, tokens = model.new_sequence(len(donor)), change(donor)
-        prefilled(model, donor, NoPlan("off"), kv)
-        prompts.store(donor, kv, NoPlan("off"))
+        prefilled(model, donor, NoPlan(), kv)
+        prompts.store(donor, kv, NoPlan())
         recipient = Recipient.of(prompts, tokens)
         for name in order:
             taken = _seconds(model, recipient, is_chosen=name == "chosen")

@@ -111,7 +111,7 @@ def _measured(
     """The shared arm's KV and first logits, compared with a full prefill, along that one's answer."""
     network, size, ends = engine.server.shared_model, len(tokens), engine.server.eos_token_ids
     full = network.new_sequence(size + NUM_FORCED + free_tokens)
-    _, first = prefilled(network, tokens, NoPlan("off"), full)
+    _, first = prefilled(network, tokens, NoPlan(), full)
     answer, exact = greedy(network, full, size, first, limit=max(NUM_FORCED, free_tokens), ends=ends)
     places = enumerate(answer[: NUM_FORCED - 1], size)
     found = [logits, *(network.next_logits(kv, place, token) for place, token in places)]

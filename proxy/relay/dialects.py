@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvshare.reasons import Reason
 from proxy.errors import ErrorReply
 from proxy.sse import DONE, frames, named_events
 from vector_index import PromptText
@@ -19,7 +20,11 @@ Body = Mapping[str, Any]
 
 
 class Unplannable(Exception):
-    """Why a request is relayed without a plan; its text is a fixed word, which is counted."""
+    """Why a request is relayed without a plan."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +61,14 @@ def _text(content: object) -> str:
     if isinstance(content, Sequence):
         return "".join(map(_text, content))
     if not isinstance(content, Mapping) or (place := _TEXT_AT.get(str(content.get("type")))) is None:
-        raise Unplannable("multimodal")
+        raise Unplannable(Reason.MULTIMODAL)
     return _text(content.get(place))
 
 
 def _conversation(turns: object, *before: object) -> PromptText:
     """Of messages and calls of tools, and of what the prompt has before them."""
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise Unplannable("malformed")
+        raise Unplannable(Reason.MALFORMED)
     texts = [_text(turn.get("content", turn.get("output"))) for turn in turns]
     users = [text for text, turn in zip(texts, turns, strict=True) if turn.get("role") == "user"]
     body = [text for text in (*map(_text, before), *texts) if text]
@@ -80,20 +85,20 @@ def _messages_text(document: Body) -> PromptText:
 
 def _responses_text(document: Body) -> PromptText:
     if document.get("previous_response_id") is not None:
-        raise Unplannable("previous_response")  # vLLM has the rest of the prompt
+        raise Unplannable(Reason.PREVIOUS_RESPONSE)  # vLLM has the rest of the prompt
     if document.get("background"):
-        raise Unplannable("background")  # it goes on when its answer is over
+        raise Unplannable(Reason.BACKGROUND)  # it goes on when its answer is over
     given = document.get("input")
     turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return _conversation(turns, document.get("instructions"))
 
 
 def _completion_text(document: Body) -> PromptText:
-    for name in ("prompt_embeds", "suffix"):
-        if document.get(name) is not None:
-            raise Unplannable(name)
+    for reason in (Reason.PROMPT_EMBEDS, Reason.SUFFIX):  # named like the members
+        if document.get(reason) is not None:
+            raise Unplannable(reason)
     if document.get("echo") and document.get("logprobs") is not None:
-        raise Unplannable("prompt_logprobs")
+        raise Unplannable(Reason.PROMPT_LOGPROBS)
     prompt = only_prompt(document)
     return PromptText(last_user_turn="", body=prompt if isinstance(prompt, str) else "")
 
@@ -103,10 +108,10 @@ def only_prompt(document: Body) -> str | list[Any]:
     prompt = document.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
-            raise Unplannable("several_prompts")
+            raise Unplannable(Reason.SEVERAL_PROMPTS)
         prompt = prompt[0]
     if not isinstance(prompt, str | list):
-        raise Unplannable("malformed")
+        raise Unplannable(Reason.MALFORMED)
     return prompt
 
 

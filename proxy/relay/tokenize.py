@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvshare.reasons import Reason
 from proxy.relay.dialects import CHAT, COMPLETION, Dialect, Unplannable, only_prompt
 
 _TEMPLATE_KEYS = (  # of a chat body, that `/tokenize` reads alike
@@ -27,9 +28,9 @@ _COMPLETION_KEYS = ("model", "add_special_tokens")
 def tokenize_body(document: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     """Of the same prompt. Raises Unplannable where `/tokenize` cannot be asked for it."""
     if dialect not in (CHAT, COMPLETION):
-        raise Unplannable("no_render")
+        raise Unplannable(Reason.NO_RENDER)
     if document.get("truncate_prompt_tokens") is not None:
-        raise Unplannable("truncated")
+        raise Unplannable(Reason.TRUNCATED)
     keys = _TEMPLATE_KEYS if dialect is CHAT else _COMPLETION_KEYS
     body = {key: document[key] for key in keys if document.get(key) is not None}
     if dialect is COMPLETION:

@@ -81,7 +81,7 @@ def _stored(turn: Trial, selection: Selection, outcome: Outcome, policy: str) ->
     remains.
     """
     if policy == "re-saved":
-        return NoPlan("off")
+        return NoPlan()
     copies = _uppermost(turn.copies if selection.copies is None else selection.copies)
     is_copied = covered([copy.target for copy in copies], turn.num_tokens)
     is_exact = np.arange(turn.num_tokens) < turn.exact_length

@@ -104,7 +104,7 @@ class Laboratory:
         """The scenario's stored prompts without their KV: enough to plan."""
         stored = StoredPrompts(self.settings.sharing)
         for prompt in (*scenario.stored, *scenario.stages):
-            stored.store(prompt.token_ids, None, NoPlan("off"))
+            stored.store(prompt.token_ids, None, NoPlan())
         return stored
 
     def decode(self, tokens: TokenIds) -> str:

@@ -132,7 +132,7 @@ class StoredPrompts:
 
     def store_full(self, done: Prefill) -> None:
         """Store a prompt that was computed in full, and the attention of its prefill."""
-        node = self.store(done.prompt.token_ids, done.kv, NoPlan("off"))
+        node = self.store(done.prompt.token_ids, done.kv, NoPlan())
         self.prefills[node.node_id] = done
 
     def compose(self, token_ids: TokenIds) -> Composition:

@@ -152,7 +152,7 @@ class Watch:
     @property
     def decisions(self) -> dict[str, int]:
         """Number of requests by decision, and by the reason if less was shared than planned."""
-        found = Counter(event.decision for event in self.seen)
+        found: Counter[str] = Counter(event.decision for event in self.seen)
         found.update(f"reason:{event.reason}" for event in self.seen if event.reason is not None)
         return dict(sorted(found.items()))
 

@@ -114,7 +114,7 @@ async def _times(tickets: TicketWriter, stored: Finished, recipient: Recipient, 
 
 def _planned(donor: TokenIds, tokens: TokenIds) -> Recipient:
     prompts = StoredPrompts(SETTINGS.sharing)
-    prompts.store(donor, None, NoPlan("off"))
+    prompts.store(donor, None, NoPlan())
     recipient = Recipient.of(prompts, tokens)
     num_behind = len(tokens) - recipient.plan.copies[-1].target.end
     if num_behind > MOST_BEHIND:

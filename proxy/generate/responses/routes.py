@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from kvshare.errors import ContextLengthError
+from kvshare.errors import ContextLengthError, ErrorCode
 from proxy.errors import HttpError
 from proxy.generate.chat_requests import chat_request
 from proxy.generate.engine_key import ENGINE
@@ -41,4 +41,4 @@ async def stored_response(request: web.Request) -> web.Response:
         "This server stores no responses, so that none can be read, deleted or continued: "
         "keep what you get, and send the whole conversation as 'input' of POST /v1/responses."
     )
-    raise HttpError(404, "not_found", message)
+    raise HttpError(404, ErrorCode.NOT_FOUND, message)

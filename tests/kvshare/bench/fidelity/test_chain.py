@@ -129,7 +129,7 @@ def third_turn(policy: str) -> Trial:
     for number in (1, 2):
         made = Trial(scenario([], turn(number)), llama(), SETTINGS, stored_prompts)
         done = made.run(RULES["placeholders"].choose(made, 0.0), forced=False)
-        plan = NoPlan("off") if policy == "re-saved" else plan_of(made)
+        plan = NoPlan() if policy == "re-saved" else plan_of(made)
         stored_prompts.store(turn(number).token_ids, done.kv, plan)
     return Trial(scenario([], turn(3)), llama(), SETTINGS, stored_prompts)
 
