@@ -25,7 +25,7 @@ from kvshare.conversation.chat import Chat
 from kvshare.demo.pairs import Pair, near_duplicate_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.text import Detokenizer
-from kvshare.requests import Prompt, SharingMode
+from kvshare.requests import Decision, Prompt, SharingMode
 
 _MAX_TOKENS = 12
 _HELD_OUT_SEED = 20_000
@@ -48,7 +48,7 @@ async def run(*, pairs: int = 150, seed: int = _HELD_OUT_SEED) -> dict[str, Any]
         ),
         "kvshare_computed_fraction": fmean(each.num_missed / each.num_prompt_tokens for each in reports),
         "kvshare_exact_fraction": fmean(each.num_exact / each.num_prompt_tokens for each in reports),
-        "decisions": {decision: decisions.count(decision) for decision in ("approx", "exact", "full")},
+        "decisions": {decision: decisions.count(decision) for decision in Decision},
         "mean_prompt_tokens": fmean(each.num_prompt_tokens for each in reports),
     }
 
