@@ -249,16 +249,16 @@ def _counted(status: EngineStatus) -> Iterable[Metric]:
         [((planned, done, why or ""), count) for (planned, done, why), count in counts.executions.items()],
     )
     events = [((f"unshared:{reason}",), count) for reason, count in counts.unshared.items()]
-    events += [((event,), count) for event, count in counts.tickets.items()]
+    events += [((str(event),), count) for event, count in counts.tickets.items()]
     if status.num_pending_tickets is not None:
         events.append((("tickets:pending",), status.num_pending_tickets))
     yield _counter("kvshare_engine_events", "What else the engine counts.", ("event",), events)
 
 
 def _counter(
-    name: str, text: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], int]]
+    name: str, text: str, labels: Sequence[str], counts: Iterable[tuple[tuple[str, ...], int]]
 ) -> CounterMetricFamily:
     family = CounterMetricFamily(name, text, labels=labels)
-    for values, count in samples:
+    for values, count in counts:
         family.add_metric(values, count)
     return family
