@@ -100,10 +100,10 @@ def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
 ) -> None:
     """To the device and back. Many pieces of a segment are laid next to each other in a batch."""
     import torch
+    from kvshare.vllm_connector.worker.laying import Laying
 
     from kvshare.kv.movement import STAYS
     from kvshare.vllm_connector.worker.device import batches
-    from kvshare.vllm_connector.worker.laying import Laying
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
     def update(_: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
