@@ -75,7 +75,7 @@ def test_host_waits_are_counted_by_place() -> None:
     runner = "/opt/x/site-packages/vllm/v1/worker/gpu/model_runner.py:9: UserWarning:"
     log = "\n".join(
         [
-            "(EngineCore pid=7) /opt/x/site-packages/kvshare/vllm_connector/worker/laying.py:33: "
+            "(EngineCore pid=7) /opt/x/site-packages/kvshare/vllm_connector/worker/copy_writer.py:33: "
             "UserWarning: called a synchronizing CUDA operation (Triggered internally at Functions.cpp:1.)",
             "(EngineCore pid=7)   rows = rows.to(device)",
             f"{runner} called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:1.)",
@@ -87,7 +87,7 @@ def test_host_waits_are_counted_by_place() -> None:
     assert (found["per_step"], found["ours_per_step"]) == (0.3, 0.1)
     assert found["places"] == {
         "vllm/v1/worker/gpu/model_runner.py:9": 2,
-        "kvshare/vllm_connector/worker/laying.py:33": 1,
+        "kvshare/vllm_connector/worker/copy_writer.py:33": 1,
     }
     assert syncs.counted("", 0)["per_step"] == 0
 
@@ -184,7 +184,7 @@ async def test_where_nothing_is_shared_the_other_parts_say_so(monkeypatch: pytes
     """With the connector's own words in the self-test; that is a failure of the backend."""
 
     async def refused(_: object) -> dict[str, Any]:
-        return {"passed": False, "refusals": ["partial attention does not give what a whole prefill gives"]}
+        return {"passed": False, "refusals": ["partial attention does not give the KV of a full prefill"]}
 
     monkeypatch.setattr(gpu, "self_test", refused)
     report = gpu.Report("SOME_ATTN")
