@@ -60,7 +60,7 @@ def _transitions(table: str) -> dict[tuple[State, Event], State]:
 TRANSITIONS = _transitions(TABLE)
 
 # With these reasons the plan is not carried out, but the prompt is computed in full and may be retained.
-_RETAINABLE = (None, "not_private", "rotation_unknown")
+_RETAINABLE = (None, Reason.NOT_PRIVATE, Reason.ROTATION_UNKNOWN)
 
 
 def why_unshared(request: Request, ticket: Ticket, *, may_move_keys: bool) -> Reason | None:
