@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SERVE_STAMP := $(VENV)/.installed-serve
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.installed-vllm
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -10,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 .PHONY: serve test check lint types unit long clients fuzz format clean
 .DEFAULT_GOAL := serve
 
-serve: $(STAMP)
+serve: $(SERVE_STAMP)
 	$(BIN)/kvshare serve $(ARGS)
 
 test: lint types unit
@@ -66,11 +67,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch first and pinned: an unpinned one brings gigabytes of CUDA that a laptop does not need.
-$(STAMP): pyproject.toml constraints.txt
+# torch first and pinned: an unpinned one brings gigabytes of CUDA that a laptop does not need. openai is for examples/.
+$(SERVE_STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV)/: some minutes, 2 GB (on Linux more, if pip's torch brings CUDA)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e '.[embedded]' openai
+	touch $@
+
+$(STAMP): $(SERVE_STAMP)
 	$(PIP_INSTALL) -e '.[dev]'
 	touch $@
 

@@ -21,6 +21,7 @@ import typer
 
 from kvshare.cli.options import Format, OutputFormat
 from kvshare.cli.output import ExitCode, show
+from kvshare.extras import require
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every published figure comes from one of these.")
 
@@ -87,7 +88,9 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
         as_json, output_format = options.pop("as_json"), options.pop("output_format")
         engine = options.pop("engine", EMBEDDED)
         given = {name: value for name, value in options.items() if value is not None}
-        module = importlib.import_module(_chosen(benchmark, engine, given))
+        chosen = _chosen(benchmark, engine, given)
+        require("bench", what="`kvshare bench`")
+        module = importlib.import_module(chosen)
         document = module.run(module.Config(**given)) if engine == VLLM else _run(benchmark, module, given)
         show("bench", document, OutputFormat.JSON if as_json else output_format)
         if document.get("passed") is False:
