@@ -1,12 +1,12 @@
 """
 Runs the benchmarks that the documents quote, and writes the tables that quote them.
 
-    .venv/bin/python scripts/measure.py NAME ...   # runs these, then writes the tables; without a name all: hours
+    .venv/bin/python scripts/measure.py NAME ...   # runs these (without a name all: hours), writes the tables
     .venv/bin/python scripts/measure.py --write    # writes the tables, runs nothing
 
-Each benchmark's document is stored in docs/measured/NAME.json. measure.yaml has the command of each, and the
-template that puts its figures into words. A table stands in README.md or docs/benchmarks.md between two lines,
-`<!-- measured:begin NAME NAME ... -->` and `<!-- measured:end -->`.
+Each benchmark's document is stored in docs/measured/NAME.json. measure.yaml has the command of each, and
+the template that puts its figures into words. In README.md and docs/benchmarks.md a table stands between the
+lines `<!-- measured:begin NAME NAME ... -->` and `<!-- measured:end -->`.
 """
 
 import json
@@ -60,7 +60,7 @@ def filled(text: str) -> str:
 def run(name: str) -> None:
     """Run the benchmark and store its document."""
     kvshare = Path(sys.executable).with_name("kvshare")
-    command = [kvshare, "bench", *ROWS[name]["command"].split(), "--json"]
+    command = [str(kvshare), "bench", *ROWS[name]["command"].split(), "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     (FOLDER / f"{name}.json").write_text(done.stdout, encoding="utf-8")
 
