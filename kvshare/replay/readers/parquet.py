@@ -26,7 +26,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
     (row number from 1, the row as a dictionary), or a reason in place of the row.
 
     What cannot be read costs no other row: a value costs its row, bytes that cannot be decoded the rest of
-    their row group, which is as far as pyarrow lets anybody step over.
+    their row group, as pyarrow can skip no less.
 
     Raises:  LogError if it is no Parquet file after all
     """
