@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.installed-vllm
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test check lint types unit long clients fuzz format clean
+.PHONY: serve test check lint types unit coverage long clients fuzz format clean
 .DEFAULT_GOAL := serve
 
 serve: $(SERVE_STAMP)
@@ -41,6 +41,17 @@ ifeq ($(shell uname -s),Linux)
 else
 	$(BIN)/python -m pytest
 endif
+
+# Branch coverage by package against scripts/coverage_floors.yaml, of both processes' tests and of the commands that they
+# start; into docs/measured/coverage.json. Apart from `make test`, which has no time for it: CI checks the last result.
+COVERAGE := $(BIN)/python -m coverage
+
+coverage: $(VLLM_STAMP)
+	$(COVERAGE) erase
+	$(COVERAGE) run -m pytest -q -m vllm tests/kvshare/vllm_connector
+	$(COVERAGE) run -m pytest -q --ignore=$(COMPILED_TESTS)
+	$(COVERAGE) combine --quiet
+	$(BIN)/python scripts/coverage_floors.py
 
 # The connector's tests once more with compiled models, vLLM's default, and what else CI has no time for.
 long: $(VLLM_STAMP)
