@@ -3,7 +3,7 @@
 
 A command calls `run(**options)` of `kvshare.bench.<name>`, or with vLLM `run(Config(**options))` of
 `kvshare.bench.vllm.<name>`. It passes only options that were given: those functions have the defaults. A
-result with `"passed": false` ends with exit code 1.
+result with `"passed": false` ends with exit code 1. In a git checkout a result carries its `commit`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any, Literal
 
 import typer
 
+from kvshare.cli.checkout import checkout_commit
 from kvshare.cli.options import Format, OutputFormat
 from kvshare.cli.output import ExitCode, show
+from kvshare.extras import require
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every published figure comes from one of these.")
 
@@ -87,8 +89,13 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
         as_json, output_format = options.pop("as_json"), options.pop("output_format")
         engine = options.pop("engine", EMBEDDED)
         given = {name: value for name, value in options.items() if value is not None}
-        module = importlib.import_module(_chosen(benchmark, engine, given))
+        chosen = _chosen(benchmark, engine, given)
+        require("bench", what="`kvshare bench`")
+        module = importlib.import_module(chosen)
+        commit = checkout_commit()
         document = module.run(module.Config(**given)) if engine == VLLM else _run(benchmark, module, given)
+        if commit is not None:
+            document["commit"] = commit
         show("bench", document, OutputFormat.JSON if as_json else output_format)
         if document.get("passed") is False:
             raise typer.Exit(ExitCode.FAILED)
