@@ -15,14 +15,10 @@ Every rule gets the same donors, plans and rotation; only the repair differs. No
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvshare.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvshare.bench.fidelity.shards import Stage
 
 _ALL_DAY = 24 * 60.0
 
@@ -59,20 +55,23 @@ def run(
     from kvshare.bench.fidelity.rules import RULES
     from kvshare.bench.fidelity.shards import STAGES_FILE, Shards, Stage, read_stages
     from kvshare.bench.fidelity.suites import SUITES
+    from kvshare.bench.harness import chosen
     from kvshare.served_model import find_model
     from kvshare.settings import load_settings
 
     if threads is not None:
         torch.set_num_threads(threads)
     if suite is None and (out / STAGES_FILE).exists():
-        stages = _chosen(_list(stage), read_stages(out / STAGES_FILE))
+        known = read_stages(out / STAGES_FILE)
+        wanted = chosen(stage or "", [each.name for each in known], "--stage")
+        stages = [each for each in known if not wanted or each.name in wanted]
     else:
-        names = _list(suite) or [name for name in SUITES if name != "log"]
+        names = chosen(suite or "", SUITES, "--suite") or [name for name in SUITES if name != "log"]
         own = Stage(
             name=stage or f"half-{half}",
             half=half,
             plans=dict.fromkeys(names, plans),
-            rules=tuple(_list(rules) or RULES),
+            rules=tuple(chosen(rules or "", RULES, "--rules") or RULES),
             budgets=_numbers("--budgets", budgets),
             charged=_numbers("--charged", charged),
             rank=rank,
@@ -92,21 +91,9 @@ def run(
     return {**where, **counts, **({"report": publish(out)} if report else {})}
 
 
-def _chosen(names: Sequence[str], stages: Sequence[Stage]) -> list[Stage]:
-    """The stages of these names, or all if there are no names. Raises ConfigError for an unknown one."""
-    known = [stage.name for stage in stages]
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError("--stage", f"no stage {unknown[0]!r}; there are {', '.join(known)}")
-    return [stage for stage in stages if not names or stage.name in names]
-
-
-def _list(names: str | None) -> list[str]:
-    return [name.strip() for name in (names or "").split(",") if name.strip()]
-
-
 def _numbers(option: str, text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(number) for number in _list(text))
+        return tuple(float(number) for number in text.split(",") if number.strip())
     except ValueError:
         raise ConfigError(option, f"expected numbers like 0.1,0.2, got {text!r}") from None
 
