@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ STAGES = {
 }
 
 
-def _failing(stage: str, method: Any) -> Any:
+def _failing(stage: str, method: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(method)
-    def act(*arguments: Any, **options: Any) -> Any:
+    def act(*arguments: object, **options: object) -> object:
         if Path(os.environ["KVSHARE_FAULTS"]).read_text() == f"{get_tp_group().rank_in_group}:{stage}":
             raise RuntimeError("out of memory")
         return method(*arguments, **options)

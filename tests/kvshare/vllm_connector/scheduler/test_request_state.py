@@ -1,8 +1,10 @@
 """The states of a request, and which copies stand in its slots, whatever vLLM does with it. No model."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,12 +20,15 @@ from kvshare.vllm_connector.scheduler.request_state import (
 )
 from kvshare.vllm_protocol.messages import Stored, Ticket, WireCopy, digest_of
 
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.metadata import LoadResult
+
 ROOT = Path(request_state.__file__).parents[3]
 COPIES = (WireCopy(SegmentId(1), 0, 100, 0, 0), WireCopy(SegmentId(2), 0, 180, 120, 50))
 OUTPUT, STORED = (7, 8), (Stored(SegmentId(3), 100, 20, 640),)
 
 
-def result(failed: bool = False, unreadable: tuple[int, ...] = ()) -> Any:
+def result(failed: bool = False, unreadable: tuple[int, ...] = ()) -> LoadResult:
     from kvshare.vllm_connector.metadata import LoadResult
 
     return LoadResult(failed, frozenset(map(SegmentId, unreadable)))
@@ -132,12 +137,17 @@ class TestSlots:
     @pytest.mark.parametrize(
         ("num_local", "held", "placed", "is_mixed"),
         [
-            (300, (), {0, 1}, False),  # both lie before: as they were
-            (120, (0, 1), {0, 1}, False),  # behind: loaded again
-            (120, (0,), {0}, False),  # behind: not loaded, and computed
-            (128, (0, 1), {0, 1}, False),  # across: loaded as before
-            (128, (0,), {0}, True),  # across: its first slots are the segment's, the others computed
-            (50, (1,), {1}, True),
+            (300, (), frozenset({0, 1}), False),  # both lie before: as they were
+            (120, (0, 1), frozenset({0, 1}), False),  # behind: loaded again
+            (120, (0,), frozenset({0}), False),  # behind: not loaded, and computed
+            (128, (0, 1), frozenset({0, 1}), False),  # across: loaded as before
+            (
+                128,
+                (0,),
+                frozenset({0}),
+                True,
+            ),  # across: its first slots are the segment's, the others computed
+            (50, (1,), frozenset({1}), True),
         ],
     )
     def test_a_resumed_request(
@@ -145,7 +155,7 @@ class TestSlots:
         running: TicketedRequest,
         num_local: int,
         held: tuple[int, ...],
-        placed: set[int],
+        placed: frozenset[int],
         is_mixed: bool,
     ) -> None:
         """After a preemption it finds the start of its own blocks in the prefix cache."""
@@ -158,7 +168,7 @@ class TestSlots:
         admit(request, num_local=0, held=(0,))
         request.note_load(result())
         admit(request, num_local=128, held=(0, 1))
-        assert (request.placed, request.is_mixed) == ({0, 1}, True)
+        assert (request.placed, request.is_mixed) == (frozenset({0, 1}), True)
 
     def test_exact_kv_does_not_mix(self) -> None:
         """It is the same wherever it came from."""
@@ -167,7 +177,7 @@ class TestSlots:
         admit(request, num_local=64)
         request.note_load(result())
         admit(request, num_local=128, held=(0,))
-        assert (request.placed, request.is_mixed) == ({0}, False)
+        assert (request.placed, request.is_mixed) == (frozenset({0}), False)
 
     def test_a_siblings_blocks_mix(self) -> None:
         """A new approximate request finds blocks under its salt: those of another choice of its ticket."""
@@ -181,14 +191,14 @@ class TestSlots:
         """The worker finds it: its first slots were placed at an earlier admission."""
         admit(running, num_local=128)
         running.note_load(result(failed, (2,)))
-        assert (running.placed, running.is_mixed) == ({0}, True)
+        assert (running.placed, running.is_mixed) == (frozenset({0}), True)
 
     @pytest.mark.parametrize("failed", [True, False])
     def test_a_copy_behind_that_cannot_be_read_does_not(self, running: TicketedRequest, failed: bool) -> None:
         """All of it was computed."""
         admit(running, num_local=110)
         running.note_load(result(failed, (2,)))
-        assert (running.placed, running.is_mixed) == ({0}, False)
+        assert (running.placed, running.is_mixed) == (frozenset({0}), False)
         assert running.may_load is not failed
 
     def test_a_look_that_admits_nothing_changes_nothing(self) -> None:
@@ -203,7 +213,7 @@ class TestSlots:
 class TestRepairs:
     """What was computed again of the placed copies is known with the load's report."""
 
-    def reported(self, *spans: Span) -> Any:
+    def reported(self, *spans: Span) -> LoadResult:
         return replace(result(), repaired=spans)
 
     def test_they_are_no_reused_tokens(self) -> None:

@@ -163,7 +163,7 @@ def test_a_load_that_fails_is_computed_by_vllm(
     vllm, tokens = driven.vllm, text(600, 204)
     donor = vllm.keep(tokens)
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
