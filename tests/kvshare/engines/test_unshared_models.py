@@ -81,7 +81,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 def network(family: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name and parameter.ndim > 1:
@@ -126,7 +126,7 @@ async def test_greedy_answers_are_those_of_transformers(family: str, tmp_path: P
     model = served(network(family), name=family)
     assert isinstance(model, UnsharedModel)
     prompt = token_ids(np.random.default_rng(0).integers(16, 290, 100))
-    own = network(family).generate(
+    own: torch.Tensor = network(family).generate(  # type: ignore[operator]  # mypy takes it for a submodule
         torch.tensor([prompt.tolist()]), max_new_tokens=12, do_sample=False, pad_token_id=0
     )
     engine = engine_of(tmp_path, model)
@@ -175,7 +175,7 @@ def test_a_cache_that_does_not_continue_a_prompt_is_refused() -> None:
         return forward(*given, **named)
 
     forgetting.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    model.forward = forgetting  # type: ignore[method-assign]
+    model.forward = forgetting
     with pytest.raises(ModelError, match="with its own cache logits differ"):
         served(model, name="forgetful")
 
