@@ -136,7 +136,7 @@ def test_two_vllms_on_one_device_start_one_after_the_other(
         started.append(len(group))
         yield
 
-    monkeypatch.setattr(stack.servers, "running", running)
+    monkeypatch.setattr("kvshare.bench.vllm.servers.running", running)
     options = gpu.stack_options(gpu.Config(model="some/model"), "SOME_ATTN")
     with stack.pair(replace(options, vllm=replace(options.vllm, device_memory=memory))):
         assert started == groups
