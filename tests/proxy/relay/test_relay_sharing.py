@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from kvshare.requests import Decision
 from kvshare.telemetry import Component, FallbackReason, TicketEvent
 from kvshare.vllm_protocol.messages import Stored, digest_of
 from kvshare.vllm_protocol.salts import private_salt
-from tests.fake_vllm import Behaviour, FakeVllm, covered, running_vllm
+from tests.fake_vllm import Behaviour, FakeVllm, Seen, covered, running_vllm
 from tests.proxy.conftest import eventually, key_of, key_settings
 from tests.proxy.relay.relay_server import FORM, LOCAL_SALT, Relay, chat_body, running_relay
 
@@ -284,12 +285,12 @@ async def test_a_prompt_that_vllm_tokenizes_otherwise_is_not_kept(relay: Relay, 
     vllm.behaviour.prefills = False
     original = vllm._end
 
-    def otherwise(seen: object, answer: str) -> None:
+    def otherwise(seen: Seen, answer: str) -> None:
         tokens = vllm.tokens_of
         vllm.tokens_of = lambda body: [1, *tokens(body)]  # type: ignore[method-assign]
-        original(seen, answer)  # type: ignore[arg-type]
+        original(seen, answer)
 
-    vllm._end = otherwise  # type: ignore[method-assign, assignment]
+    vllm._end = otherwise  # type: ignore[method-assign]
     await relay.chat("Rome")
     assert relay.counts.executions[Decision.FULL, Decision.FULL, Reason.PROMPT_MISMATCH] == 1
     assert relay.num_nodes == 0
@@ -300,11 +301,11 @@ async def test_several_choices_send_one_ticket_and_keep_one_node(relay: Relay, v
     vllm.behaviour.prefills = False
     original = vllm._end
 
-    def twice(seen: object, answer: str) -> None:
-        original(seen, answer)  # type: ignore[arg-type]
-        original(seen, answer)  # type: ignore[arg-type]
+    def twice(seen: Seen, answer: str) -> None:
+        original(seen, answer)
+        original(seen, answer)
 
-    vllm._end = twice  # type: ignore[method-assign, assignment]
+    vllm._end = twice  # type: ignore[method-assign]
     await relay.chat("Rome", n=2)
     await eventually(lambda: len(vllm.segments) == 1)
     (node,) = relay.engine.sharing.tree.nodes()
@@ -387,7 +388,8 @@ async def test_an_answer_names_its_plan_and_the_operator_sees_what_was_done(
 async def test_the_operator_sees_what_a_prompt_was_stored_as(relay: Relay) -> None:
     """Once it is reported; what was stored before, is named again; without a ticket there is nothing."""
     stored = []
-    for extra in ({}, {}, {"kvshare": {"mode": "off"}}):
+    extras: list[dict[str, Any]] = [{}, {}, {"kvshare": {"mode": "off"}}]
+    for extra in extras:
         response = await relay.chat("Rome", **extra)
         path = f"/admin/requests/{response.headers['X-KVShare-Request']}"
         stored.append((await (await relay.send(path, method="GET")).json())["stored"])
