@@ -97,7 +97,7 @@ def test_schemas(responses: Any, messages: Any) -> None:
 def test_three_apis_share_one_prompt(server: Server, responses: Any, messages: Any) -> None:
     """The same conversation is the same prompt by each API: the later ones reuse it, and say the same."""
     system, user = "You answer shortly.", "Which of the two books is the longer one? " * 20
-    options = {"model": MODEL, "temperature": 0}
+    options: dict[str, Any] = {"model": MODEL, "temperature": 0}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key("ann")) as client:
         chat = client.chat.completions.create(
             messages=[{"role": "system", "content": system}, {"role": "user", "content": user}],

@@ -52,7 +52,8 @@ def test_a_tool_that_must_be_called_is(client: openai.OpenAI) -> None:
     assert first.choices[0].finish_reason == "tool_calls"
     message = first.choices[0].message
     assert message.content is None
-    (call,) = message.tool_calls or ()
+    assert message.tool_calls is not None
+    (call,) = message.tool_calls
     assert call.type == "function"
     assert call.function.name == "get_weather"
     jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
@@ -85,7 +86,7 @@ def test_a_stream_of_calls_is_joined_to_the_whole_answer(client: openai.OpenAI, 
         joined = stream.get_final_completion()
     for one, other in zip(whole.choices, joined.choices, strict=True):
         assert one.message.tool_calls
-        calls = [(call.function.name, call.function.arguments) for call in one.message.tool_calls]  # type: ignore[union-attr]  # functions only
+        calls = [(call.function.name, call.function.arguments) for call in one.message.tool_calls]
         assert calls == [
             (call.function.name, call.function.arguments) for call in other.message.tool_calls or ()
         ]
@@ -110,7 +111,8 @@ def test_parse_gives_arguments_of_the_class(client: openai.OpenAI) -> None:
         parallel_tool_calls=False,
         max_tokens=200,
     )
-    (call,) = answer.choices[0].message.tool_calls or ()
+    assert answer.choices[0].message.tool_calls is not None
+    (call,) = answer.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Form)
 
 
