@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from delta_tree import TokenIds, token_ids
 from kvshare.bench.random_models import TINY
@@ -35,7 +35,7 @@ STATE: dict[str, Any] = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 8,
 }
-FAMILIES: dict[str, Callable[[], Any]] = {
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-next": lambda: transformers.Qwen3NextConfig(
         **SIZES,
         head_dim=16,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,6 +14,8 @@ from kvshare.vllm_protocol.messages import PROTOCOL, Ticket, budget_of
 if TYPE_CHECKING:
     from delta_tree import SegmentId
     from kvshare.vllm_connector.metadata import LoadRequest
+    from kvshare.vllm_connector.worker.segment_store import Stored
+    from kvshare.vllm_connector.worker.worker import _Load
     from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4
@@ -161,9 +164,11 @@ def test_one_that_is_aborted_while_it_is_loaded(
     ticket = vllm.ticket(tokens, copies(donor, (0, 590)), exact_length=590)
     may_copy, write_copies = threading.Event(), vllm.worker._write_copies
 
-    def write_late(*arguments: Any) -> Any:
+    def write_late(load: _Load, found: Mapping[SegmentId, Stored], mark: object) -> Mapping[str, float]:
         may_copy.wait()
-        return fail() if fails else write_copies(*arguments)
+        if fails:
+            fail()
+        return write_copies(load, found, mark)
 
     with monkeypatch.context() as patch:
         patch.setattr(vllm.worker, "_write_copies", write_late)
