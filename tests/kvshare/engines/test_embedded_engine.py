@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -404,10 +404,10 @@ async def test_a_store_in_use_is_refused_before_the_model_is_loaded(tmp_path: Pa
     await first.start()
     second = engine_at(tmp_path)
 
-    def fail() -> None:
+    def fail(_: Settings, stopping: threading.Event) -> NoReturn:
         raise AssertionError("the model was loaded")
 
-    second._load = fail  # type: ignore[assignment]
+    second._load = fail
     with pytest.raises(StoreError, match="another process has this store open"):
         await second.start()
     await first.stop()

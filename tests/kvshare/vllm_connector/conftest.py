@@ -21,6 +21,7 @@ import pytest
 from kvshare.vllm_protocol.messages import (
     Finished,
     JournalEvent,
+    Prefilled,
     Ticket,
     WireCopy,
     digest_of,
@@ -347,7 +348,9 @@ class Texts(Protocol):
 
 
 class Copies(Protocol):
-    def __call__(self, event: Finished, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]: ...
+    def __call__(
+        self, event: Prefilled | Finished, *spans: tuple[int, int], shift: int = 0
+    ) -> list[WireCopy]: ...
 
 
 @pytest.fixture
@@ -366,7 +369,7 @@ def random_text(length: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB_SIZE, length)]
 
 
-def copies_of(event: Finished, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]:
+def copies_of(event: Prefilled | Finished, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]:
     return [
         WireCopy(segment.segment_id, start - segment.start, end - start, start + shift, start)
         for span in spans

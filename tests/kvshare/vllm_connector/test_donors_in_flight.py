@@ -61,7 +61,7 @@ def test_others_copy_from_it_while_it_runs(
     begin(vllm, tokens, ticket)
     donor = step_until_prefilled(vllm, ticket)
     assert sum(segment.length for segment in donor.stored) == 400
-    planned = vllm.ticket(other, copies(donor, (0, 300)), exact_length=300)  # type: ignore[arg-type]
+    planned = vllm.ticket(other, copies(donor, (0, 300)), exact_length=300)
     answer, _ = vllm.ask((other, planned, vllm.fresh("tenant")))  # and that of the first
     assert answer.distance(vllm.plain(other)) <= LIMIT
     assert vllm.finished(planned).num_computed == 90

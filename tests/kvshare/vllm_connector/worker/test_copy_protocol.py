@@ -51,7 +51,7 @@ class LateCopies:
                 self.run()
             return wait(0)
 
-        job.wait = run_until_done  # type: ignore[method-assign]
+        job.wait = run_until_done  # type: ignore[method-assign]  # nobody else runs it
         return job
 
     def run(self) -> None:
@@ -107,10 +107,10 @@ def new_worker(max_segments: int) -> ConnectorWorker:
     worker._cache = PagedCache(layers, block_size=BLOCK_SIZE)
     assert worker._cache.find_layout(0) is None
     worker._cache.kv_layout = worker._cache.kv_layout.moving([(STAYS, STAYS)] * LAYERS)
-    worker._forward = FakeForward(worker._cache)  # type: ignore[assignment]
+    worker._forward = FakeForward(worker._cache)  # type: ignore[assignment]  # computes no model
     memory = Memory.of_this_rank(max_segments * NUM_TOKENS * BYTES_PER_TOKEN, HEADS)
     worker._store = SegmentStore(memory, worker._cache.kv_layout)
-    worker._copies = LateCopies()  # type: ignore[assignment]
+    worker._copies = LateCopies()  # type: ignore[assignment]  # has no thread
     return worker
 
 
@@ -122,7 +122,8 @@ class Protocol(RuleBasedStateMachine):
         self.ranks = one_rank()
         self.ranks.__enter__()
         self.worker = new_worker(max_segments=4)
-        self.copies: LateCopies = self.worker._copies  # type: ignore[assignment]
+        assert isinstance(self.worker._copies, LateCopies)
+        self.copies = self.worker._copies
         self.free = list(range(1, BLOCKS))
         self.numbers = iter(range(1, 10**6))
         self.blocks: dict[str, tuple[int, ...]] = {}  # of requests that hold some
@@ -279,7 +280,8 @@ class Protocol(RuleBasedStateMachine):
 
     @invariant()
     def every_segment_is_what_was_saved(self) -> None:
-        for segment_id, stored in self.worker._store.find(self.segments).items():  # type: ignore[union-attr]
+        assert self.worker._store is not None
+        for segment_id, stored in self.worker._store.find(self.segments).items():
             assert stored.is_whole
             assert (stored.rows[:, :, 0] == self.segments[segment_id]).all()
 
