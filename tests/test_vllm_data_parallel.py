@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvshare.bench.random_models import write_model
-from kvshare.bench.vllm.prompts import near_duplicate, stranger
+from kvshare.bench.vllm.prompts import near_duplicate, unrelated_prompt
 from kvshare.bench.vllm.servers import Server, VllmOptions, proxy, running, shared_vllm
 from kvshare.bench.vllm.stack import ALWAYS_SHARE
 from kvshare.cli.checks import State
@@ -37,7 +37,7 @@ def test_each_rank_is_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     vllm = two_ranks(tmp_path)
     front = proxy(vllm, tmp_path, token="secret", settings=ALWAYS_SHARE, data_parallel_size=_RANKS)
     rng = np.random.default_rng(0)
-    donors = [stranger(rng, 200) for _ in range(4)]
+    donors = [unrelated_prompt(rng, 200) for _ in range(4)]
     with running([vllm]), running([front]):
         ranks = [rank_info(vllm, rank) for rank in range(_RANKS)]
         assert [info["data_parallel_rank"] for info in ranks] == [0, 1]

@@ -39,6 +39,10 @@ TOOL_PARSER = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 TOOLS_IN_TEMPLATE = "{% if tools %}<|system|>\n{{ tools[0].function.name }}<|end|>{% endif %}"
 
 
+def log_tail(server: Server) -> str:
+    return server.log_path.read_text(errors="replace")[-4000:]
+
+
 @dataclass(frozen=True)
 class Fleet:
     """Two replicas and the proxy before them."""
@@ -57,7 +61,7 @@ class Fleet:
         counted = (
             f"{name} {value:g}" for name, value in self.counters().items() if value and "_bucket" not in name
         )
-        return "\n".join([*counted, self.proxy.log_tail()])
+        return "\n".join([*counted, log_tail(self.proxy)])
 
     def counters(self) -> dict[str, float]:
         """The proxy's metrics by name and labels."""
@@ -160,7 +164,7 @@ def settled(fleet: Fleet, before: float) -> None:
     """Wait until the proxy has kept what was asked since it had `before` prompts."""
     deadline = time.monotonic() + 30
     while num_nodes(fleet) <= before:
-        assert time.monotonic() < deadline, fleet.proxy.log_tail()
+        assert time.monotonic() < deadline, log_tail(fleet.proxy)
         time.sleep(0.05)
     time.sleep(0.5)  # a prompt is in the tree a little before it is in the index
 

@@ -93,7 +93,8 @@ def test_suite(front: Front, suite: str) -> None:
         text=True,
         check=False,
     )
-    assert run.returncode == 0, f"{run.stdout[-8000:]}\n{run.stderr[-2000:]}\n{front.server.log_tail()}"
+    log = front.server.log_path.read_text(errors="replace")[-4000:]
+    assert run.returncode == 0, f"{run.stdout[-8000:]}\n{run.stderr[-2000:]}\n{log}"
 
 
 def environment(suite: str) -> Path:

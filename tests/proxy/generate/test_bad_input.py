@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from yarl import URL
 
-from kvshare.errors import ContextLengthError, EngineError, OverloadedError, RequestError
+from kvshare.errors import ContextLengthError, EngineError, ErrorCode, OverloadedError, RequestError
 from tests.proxy.conftest import Server, chat, running_server
 from tests.proxy.fake_engine import Behaviour
 
@@ -302,7 +302,13 @@ async def test_an_unknown_route_is_answered_with_those_that_exist(server: Server
         (OverloadedError("full"), 429, "rate_limit_error", "queue_full", None),
         (EngineError("broken"), 500, "server_error", "engine_error", None),
         (RuntimeError("SECRET"), 500, "server_error", "engine_error", None),
-        (RequestError("bad", param="seed", code="x"), 400, "invalid_request_error", "x", "seed"),
+        (
+            RequestError("bad", param="seed", code=ErrorCode.BAD_REQUEST),
+            400,
+            "invalid_request_error",
+            "bad_request",
+            "seed",
+        ),
         (
             ContextLengthError(num_prompt_tokens=1, max_tokens=1, max_model_len=1),
             400,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from delta_tree import SegmentId, Span
+from kvshare.reasons import Reason
 from kvshare.vllm_connector.scheduler import request_state
 from kvshare.vllm_connector.scheduler.request_state import (
     TABLE,
@@ -34,7 +35,7 @@ def result(failed: bool = False, unreadable: tuple[int, ...] = ()) -> LoadResult
     return LoadResult(failed, frozenset(map(SegmentId, unreadable)))
 
 
-def new_request(*, exact_length: int = 0, unshared: str | None = None) -> TicketedRequest:
+def new_request(*, exact_length: int = 0, unshared: Reason | None = None) -> TicketedRequest:
     ticket = Ticket("t", "ns", "digest", 400, exact_length=exact_length, copies=COPIES)
     return TicketedRequest(ticket, unshared, is_first=True)
 
@@ -246,7 +247,7 @@ class TestReport:
 
     def test_what_is_lost_while_it_is_saved_is_not_retained(self, running: TicketedRequest) -> None:
         end(running, retains=True)
-        running.note_saved(lost="save_failed")
+        running.note_saved(lost=Reason.SAVE_FAILED)
         event = running.finished()
         assert (event.reason, event.used, event.output_ids, event.stored) == ("save_failed", (), (), ())
         assert event.decision == "approx"
@@ -281,7 +282,7 @@ class TestReport:
 
     def test_why_less_was_shared(self) -> None:
         """What is not supported comes first, then a failed load, then what is missing."""
-        assert new_request(unshared="not_private").finished().reason == "not_private"
+        assert new_request(unshared=Reason.NOT_PRIVATE).finished().reason == "not_private"
         request = new_request()
         admit(request, num_local=0, held=(0,))
         assert (request.finished().reason, request.finished().decision) == ("segments_gone", "approx")
