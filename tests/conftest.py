@@ -57,7 +57,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump({"auth": {"keys": keys}, "store": {"path": str(folder / "store")}}))
     kvshare = Path(sys.executable).with_name("kvshare")
-    command = [kvshare, "serve", "--model", "demo", "--port", "0", "--config", config, "--format", "json"]
+    command = [
+        str(kvshare),
+        "serve",
+        "--model",
+        "demo",
+        "--port",
+        "0",
+        "--config",
+        str(config),
+        "--format",
+        "json",
+    ]
     with (folder / "stderr").open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from delta_tree import SegmentId, Span, gaps, new_segment_id
 from kvshare.vllm_protocol.messages import (
@@ -48,7 +49,8 @@ class Seen:
 
     @property
     def body(self) -> dict[str, Any]:
-        return json.loads(self.raw)
+        document: dict[str, Any] = json.loads(self.raw)
+        return document
 
     @property
     def ticket(self) -> Ticket | None:
@@ -249,6 +251,7 @@ class FakeVllm:
             await self._write(response, events.beginning)
             for number, character in enumerate(self.behaviour.answer):
                 if number == self.behaviour.die_after_chunks:
+                    assert request.transport is not None
                     request.transport.abort()
                     return response
                 await self._pause(seen, number)
@@ -339,7 +342,7 @@ class FakeVllm:
         return app
 
     @web.middleware
-    async def _authorize(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         token = self.behaviour.token
         if token is not None and request.headers.get("Authorization") != f"Bearer {token}":
             return web.json_response({"error": "who are you"}, status=401)

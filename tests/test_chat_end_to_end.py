@@ -9,13 +9,22 @@ import jsonschema
 import openai
 import pytest
 from openai import pydantic_function_tool
+from openai.types.chat import (
+    ChatCompletionFunctionToolParam,
+    ChatCompletionMessageParam,
+    ChatCompletionNamedToolChoiceParam,
+    ChatCompletionToolMessageParam,
+)
+from openai.types.shared_params import FunctionDefinition
 from pydantic import BaseModel, Field
 
 from tests.conftest import Server
 
 MODEL = "kvshare-demo"
-MESSAGES: list[Any] = [{"role": "user", "content": "What is the weather in Paris, and what time is it?"}]
-PARAMETERS = {
+MESSAGES: list[ChatCompletionMessageParam] = [
+    {"role": "user", "content": "What is the weather in Paris, and what time is it?"}
+]
+PARAMETERS: dict[str, object] = {
     "type": "object",
     "properties": {
         "city": {"enum": ["Paris", "Lyon"]},
@@ -24,9 +33,19 @@ PARAMETERS = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-WEATHER = {"name": "get_weather", "description": "The weather of a city", "parameters": PARAMETERS}
-TIME = {"name": "get_time", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
-TOOLS: list[Any] = [{"type": "function", "function": WEATHER}, {"type": "function", "function": TIME}]
+WEATHER: FunctionDefinition = {
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "parameters": PARAMETERS,
+}
+TIME: FunctionDefinition = {
+    "name": "get_time",
+    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+TOOLS: list[ChatCompletionFunctionToolParam] = [
+    {"type": "function", "function": WEATHER},
+    {"type": "function", "function": TIME},
+]
 
 
 class Form(BaseModel):
@@ -45,18 +64,19 @@ def client(server: Server) -> openai.OpenAI:
 def test_a_tool_that_must_be_called_is(client: openai.OpenAI) -> None:
     """Arguments follow the schema, and the transcript with the result is answered, in text if asked."""
     options: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "temperature": 0, "max_tokens": 120}
-    choice: Any = {"type": "function", "function": {"name": "get_weather"}}
+    choice: ChatCompletionNamedToolChoiceParam = {"type": "function", "function": {"name": "get_weather"}}
     first = client.chat.completions.create(
         messages=MESSAGES, tool_choice=choice, parallel_tool_calls=False, **options
     )
     assert first.choices[0].finish_reason == "tool_calls"
     message = first.choices[0].message
     assert message.content is None
-    (call,) = message.tool_calls or ()
+    assert message.tool_calls is not None
+    (call,) = message.tool_calls
     assert call.type == "function"
     assert call.function.name == "get_weather"
     jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
-    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    result: ChatCompletionToolMessageParam = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
     turns = [*MESSAGES, message.model_dump(exclude_none=True), result]
     second = client.chat.completions.create(messages=turns, **options)
     assert first.usage is not None
@@ -85,7 +105,7 @@ def test_a_stream_of_calls_is_joined_to_the_whole_answer(client: openai.OpenAI, 
         joined = stream.get_final_completion()
     for one, other in zip(whole.choices, joined.choices, strict=True):
         assert one.message.tool_calls
-        calls = [(call.function.name, call.function.arguments) for call in one.message.tool_calls]  # type: ignore[union-attr]  # functions only
+        calls = [(call.function.name, call.function.arguments) for call in one.message.tool_calls]
         assert calls == [
             (call.function.name, call.function.arguments) for call in other.message.tool_calls or ()
         ]
@@ -110,7 +130,8 @@ def test_parse_gives_arguments_of_the_class(client: openai.OpenAI) -> None:
         parallel_tool_calls=False,
         max_tokens=200,
     )
-    (call,) = answer.choices[0].message.tool_calls or ()
+    assert answer.choices[0].message.tool_calls is not None
+    (call,) = answer.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Form)
 
 
@@ -127,11 +148,10 @@ def test_any_json_object(client: openai.OpenAI) -> None:
 
 def test_functions_of_old_clients(client: openai.OpenAI) -> None:
     """One call, in the words of the older API."""
-    functions: Any = [WEATHER]
     answer = client.chat.completions.create(
         model=MODEL,
         messages=MESSAGES,
-        functions=functions,
+        functions=[WEATHER],
         function_call={"name": "get_weather"},
         max_tokens=120,
     )
@@ -154,7 +174,7 @@ def test_vllms_sampling_reaches_the_model(client: openai.OpenAI) -> None:
 
 def test_a_message_is_continued(client: openai.OpenAI) -> None:
     """The prompt ends with the message's own text, so it is shorter than the one that asks for another."""
-    begun: list[Any] = [*MESSAGES, {"role": "assistant", "content": "The weather is"}]
+    begun: list[ChatCompletionMessageParam] = [*MESSAGES, {"role": "assistant", "content": "The weather is"}]
     options: dict[str, Any] = {"model": MODEL, "messages": begun, "max_tokens": 2, "temperature": 0}
     extra = {"continue_final_message": True, "add_generation_prompt": False}
     continued = client.chat.completions.create(extra_body=extra, **options)

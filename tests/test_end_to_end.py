@@ -1,5 +1,7 @@
 """First light: the real command, the real model, the real `openai` client, a real socket."""
 
+from typing import Any
+
 import openai
 import pytest
 
@@ -17,9 +19,7 @@ def pair(seed: int) -> Pair:
     return next(near_duplicate_pairs(seed=seed, count=1))
 
 
-def ask(
-    client: openai.OpenAI, messages: list[dict[str, str]], **body: object
-) -> tuple[str, dict[str, object]]:
+def ask(client: openai.OpenAI, messages: list[dict[str, str]], **body: object) -> tuple[str, dict[str, Any]]:
     """The answer's text and its tokens by source."""
     reply = client.chat.completions.create(
         model=MODEL,
@@ -79,9 +79,9 @@ def test_streams_carry_the_same_usage(server: Server) -> None:
     messages = pair(3).donor_messages
     with client_for(server, "ann") as ann:
         chunks = list(
-            ann.chat.completions.create(
+            ann.chat.completions.create(  # type: ignore[call-overload]  # plain dictionaries
                 model=MODEL,
-                messages=messages,  # type: ignore[arg-type]  # plain dictionaries
+                messages=messages,
                 stream=True,
                 stream_options={"include_usage": True},
                 max_tokens=4,

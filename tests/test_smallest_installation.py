@@ -45,7 +45,7 @@ class Installation:
 
     def run(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         """`kvshare` with these arguments, to its end."""
-        command = [self.kvshare, *map(str, arguments)]
+        command = [str(self.kvshare), *map(str, arguments)]
         return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=START_S)
 
 
@@ -109,7 +109,7 @@ async def test_a_proxy_answers_and_plans(installation: Installation, tmp_path: P
 async def _proxy(installation: Installation, vllm: FakeVllm, folder: Path) -> AsyncIterator[str]:
     """The URL of `kvshare serve --engine vllm`, with the default settings."""
     urls = ["--vllm-url", vllm.url, "--vllm-control-url", vllm.control_url]
-    command = ["serve", "--engine", "vllm", *urls, "--port", "0", "--store", folder, "--format", "json"]
+    command = ["serve", "--engine", "vllm", *urls, "--port", "0", "--store", str(folder), "--format", "json"]
     with (folder / "stderr").open("w") as errors:
         process = await asyncio.create_subprocess_exec(
             installation.kvshare, *command, env=_environment(), stdout=subprocess.PIPE, stderr=errors

@@ -9,14 +9,16 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvshare.bench.random_models import write_model
-from kvshare.bench.vllm.prompts import near_duplicate, stranger
+from kvshare.bench.vllm.prompts import near_duplicate, unrelated_prompt
 from kvshare.bench.vllm.servers import Server, VllmOptions, proxy, running, shared_vllm
 from kvshare.bench.vllm.stack import ALWAYS_SHARE
 from kvshare.cli.checks import State
@@ -35,7 +37,7 @@ def test_each_rank_is_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     vllm = two_ranks(tmp_path)
     front = proxy(vllm, tmp_path, token="secret", settings=ALWAYS_SHARE, data_parallel_size=_RANKS)
     rng = np.random.default_rng(0)
-    donors = [stranger(rng, 200) for _ in range(4)]
+    donors = [unrelated_prompt(rng, 200) for _ in range(4)]
     with running([vllm]), running([front]):
         ranks = [rank_info(vllm, rank) for rank in range(_RANKS)]
         assert [info["data_parallel_rank"] for info in ranks] == [0, 1]
@@ -46,7 +48,7 @@ def test_each_rank_is_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert {check.state for check in checks} == {State.OK}, checks
         for number, donor in enumerate(donors, start=1):
             complete(front, donor)
-            wait_until(lambda number=number: stats(front)["num_nodes"] >= number)
+            wait_until(partial(has_prompts, front, number))
         held = [rank_info(vllm, rank)["num_segments"] for rank in range(_RANKS)]
         assert all(held), "requests take turns"
         for donor in donors:
@@ -91,7 +93,11 @@ def stats(front: Server) -> dict[str, Any]:
     return totals
 
 
-def complete(front: Server, prompt: Any) -> dict[str, Any]:
+def has_prompts(front: Server, number: int) -> bool:
+    return bool(stats(front)["num_nodes"] >= number)
+
+
+def complete(front: Server, prompt: NDArray[np.int32]) -> dict[str, Any]:
     body = {
         "model": "bench",
         "prompt": prompt.tolist(),

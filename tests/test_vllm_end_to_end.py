@@ -39,6 +39,10 @@ TOOL_PARSER = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 TOOLS_IN_TEMPLATE = "{% if tools %}<|system|>\n{{ tools[0].function.name }}<|end|>{% endif %}"
 
 
+def log_tail(server: Server) -> str:
+    return server.log_path.read_text(errors="replace")[-4000:]
+
+
 @dataclass(frozen=True)
 class Fleet:
     """Two replicas and the proxy before them."""
@@ -57,7 +61,7 @@ class Fleet:
         counted = (
             f"{name} {value:g}" for name, value in self.counters().items() if value and "_bucket" not in name
         )
-        return "\n".join([*counted, self.proxy.log_tail()])
+        return "\n".join([*counted, log_tail(self.proxy)])
 
     def counters(self) -> dict[str, float]:
         """The proxy's metrics by name and labels."""
@@ -160,7 +164,7 @@ def settled(fleet: Fleet, before: float) -> None:
     """Wait until the proxy has kept what was asked since it had `before` prompts."""
     deadline = time.monotonic() + 30
     while num_nodes(fleet) <= before:
-        assert time.monotonic() < deadline, fleet.proxy.log_tail()
+        assert time.monotonic() < deadline, log_tail(fleet.proxy)
         time.sleep(0.05)
     time.sleep(0.5)  # a prompt is in the tree a little before it is in the index
 
@@ -212,17 +216,18 @@ def ask_messages(fleet: Fleet, messages: list[dict[str, str]], *, stream: bool, 
     with anthropic.Anthropic(
         base_url=fleet.proxy.url, api_key=EmbeddedServer.key("ann"), max_retries=0, timeout=120
     ) as client:
-        raw = client.messages.with_raw_response.create(
-            model=MODEL,
-            max_tokens=12,
-            system=system,
-            messages=[message for message in messages if message["role"] != "system"],  # type: ignore[misc]
-            tools=[tool],  # type: ignore[list-item]  # plain dictionaries
-            stream=stream,
-            extra_body={"temperature": 0, "kvshare": kvshare},
-        )
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": 12,
+            "system": system,
+            "messages": [message for message in messages if message["role"] != "system"],
+            "tools": [tool],
+            "stream": stream,
+            "extra_body": {"temperature": 0, "kvshare": kvshare},
+        }
+        raw: Any = client.messages.with_raw_response.create(**body)  # of a message or of a stream
         if stream:
-            events = [event.model_dump() for event in raw.parse()]  # type: ignore[attr-defined]
+            events = [event.model_dump() for event in raw.parse()]
             text = "".join(event["delta"].get("text", "") for event in events if "delta" in event)
             (usage,) = (event["usage"] for event in events if event["type"] == "message_delta")
         else:
@@ -236,15 +241,16 @@ def ask_responses(fleet: Fleet, messages: list[dict[str, str]], *, stream: bool,
     """By POST /v1/responses and OpenAI's client, with a tool."""
     tool = {"type": "function", "name": "look_up", "parameters": {"type": "object", "properties": {}}}
     with fleet.client("ann") as client:
-        raw = client.responses.with_raw_response.create(
-            model=MODEL,
-            max_output_tokens=12,
-            input=messages,  # type: ignore[arg-type]  # plain dictionaries
-            tools=[tool],  # type: ignore[list-item]
-            temperature=0,
-            stream=stream,
-            extra_body={"kvshare": kvshare},
-        )
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "max_output_tokens": 12,
+            "input": messages,
+            "tools": [tool],
+            "temperature": 0,
+            "stream": stream,
+            "extra_body": {"kvshare": kvshare},
+        }
+        raw: Any = client.responses.with_raw_response.create(**body)  # of a response or of a stream
         if stream:
             *_, last = raw.parse()
             assert last.type == "response.completed"
@@ -326,9 +332,9 @@ def test_streams_are_vllms_own_bytes(fleet: Fleet) -> None:
     messages = pair(13).donor_messages
 
     def chunks(client: openai.OpenAI) -> list[dict[str, Any]]:
-        stream = client.chat.completions.create(
+        stream = client.chat.completions.create(  # type: ignore[call-overload]  # plain dictionaries
             model=MODEL,
-            messages=messages,  # type: ignore[arg-type]  # plain dictionaries
+            messages=messages,
             temperature=0,
             max_tokens=8,
             stream=True,

@@ -19,6 +19,7 @@ import yaml
 from kvshare.bench.vllm import servers
 from kvshare.bench.vllm.servers import Server, VllmOptions
 from kvshare.chat_model.prepare import prepare
+from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.long
 
@@ -47,7 +48,7 @@ def front(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if sys.platform != "linux":
         pytest.skip("vLLM's CPU wheel is built for Linux")
     vllm = shared_vllm(folder)
-    server = servers.proxy(vllm, folder, token=vllm.environment[servers.TOKEN_VARIABLE], settings={})
+    server = servers.proxy(vllm, folder, token=vllm.environment[TOKEN_VARIABLE], settings={})
     with servers.running([vllm]), servers.running([server]):
         yield Front("vllm", server)
 
@@ -92,7 +93,8 @@ def test_suite(front: Front, suite: str) -> None:
         text=True,
         check=False,
     )
-    assert run.returncode == 0, f"{run.stdout[-8000:]}\n{run.stderr[-2000:]}\n{front.server.log_tail()}"
+    log = front.server.log_path.read_text(errors="replace")[-4000:]
+    assert run.returncode == 0, f"{run.stdout[-8000:]}\n{run.stderr[-2000:]}\n{log}"
 
 
 def environment(suite: str) -> Path:
@@ -102,7 +104,15 @@ def environment(suite: str) -> Path:
     wanted = " ".join(["pytest==9.2.0", *SUITES[suite]])
     if not stamp.is_file() or stamp.read_text(encoding="utf-8") != wanted:
         venv.create(folder, with_pip=True, clear=True)
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted.split()]
+        install = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *wanted.split(),
+        ]
         subprocess.run(install, check=True)
         stamp.write_text(wanted, encoding="utf-8")
     return python

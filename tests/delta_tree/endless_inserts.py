@@ -20,14 +20,15 @@ if __name__ == "__main__":
             choice = rng.random()
             added = [rng.randrange(50_000) for _ in range(rng.randrange(1, 300))]
             if choice < 0.4 or not nodes:
-                made = tree.insert(fresh_draft(added)).node.node_id
+                made: int = tree.insert(fresh_draft(added)).node.node_id
             elif choice < 0.8:
                 parent = rng.choice(nodes)
                 kept = rng.randrange(parent.num_tokens + 1)
                 made = tree.insert(child_draft(parent, kept, added)).node.node_id
             elif choice < 0.997:
-                made = -rng.choice(nodes).node_id
-                tree.evict(-made)
+                evicted = rng.choice(nodes).node_id
+                made = -evicted
+                tree.evict(evicted)
             else:
                 tree.purge_all()
                 made = 0

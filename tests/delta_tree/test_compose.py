@@ -144,7 +144,7 @@ def test_compositions_against_brute_force(data: st.DataObject) -> None:
         generations = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
         shelf.add(data.draw(tokens(25, 2, min_size=1)), generations)
     target = data.draw(tokens(30, 2))
-    if shelf.nodes and data.draw(st.booleans()):
+    if bool(shelf.nodes) and data.draw(st.booleans()):
         known = data.draw(st.sampled_from(shelf.nodes)).token_ids.tolist()
         target = known[: data.draw(st.integers(0, len(known)))] + target
     min_run = data.draw(st.integers(1, 6))

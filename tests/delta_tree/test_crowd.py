@@ -1,12 +1,11 @@
 """Candidates' k-grams side by side are what each would say alone."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delta_tree import TokenIds
 from delta_tree import crowd as crowd_module
 from delta_tree.crowd import Crowd
 from delta_tree.kgrams import Sieve, quick_hashes
@@ -14,7 +13,7 @@ from delta_tree.kgrams import Sieve, quick_hashes
 prompts = st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=5)
 
 
-def ids(values: list[int]) -> Any:
+def ids(values: list[int]) -> TokenIds:
     return np.array(values, dtype=np.int32)
 
 

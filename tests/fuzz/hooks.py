@@ -16,7 +16,7 @@ _FEW = 4
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
-@schemathesis.hook
+@schemathesis.hook  # type: ignore[untyped-decorator]  # it lives in an environment of its own
 def map_body(context: Any, body: Any) -> Any:
     """One body, wrong or right, as it is sent."""
     if not isinstance(body, dict):

@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -54,7 +55,8 @@ async def test_the_embedded_engine(tmp_path: Path) -> None:
         serve(settings, engine, on_listening=lambda url: None, on_ready=ready.set_result)
     )
     try:
-        await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [ready, task]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         await fuzz(await ready, tmp_path, model=engine.card.model_id, checks=(*CHECKS, "unsupported_method"))
     finally:
         task.cancel()

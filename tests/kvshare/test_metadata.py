@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,8 +120,8 @@ def test_a_store_that_cannot_be_emptied_means_memory(
     """The disk may be too full for that and not too full for opening."""
     opened = DeltaTree.open
 
-    def without_room(*args: object, **named: object) -> DeltaTree:
-        tree = opened(*args, **named)  # type: ignore[arg-type]
+    def without_room(*args: Any, **named: Any) -> DeltaTree:
+        tree = opened(*args, **named)
         if tree._storage is not None:
             tree._storage._open_connection().execute("PRAGMA query_only = ON")
         return tree

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pydantic
 import pytest
 import yaml
 
@@ -14,7 +15,9 @@ def test_config_yaml_holds_every_setting_and_no_other() -> None:
     """Each key of the file is a field and each field is in the file."""
     tree = yaml.safe_load(default_config_path().read_text(encoding="utf-8"))
 
-    def keys(model: type) -> set[str]:
+    def keys(model: object) -> set[str]:
+        assert isinstance(model, type)
+        assert issubclass(model, pydantic.BaseModel)
         return {field.alias or name for name, field in model.model_fields.items()}
 
     assert set(tree) == keys(Settings)

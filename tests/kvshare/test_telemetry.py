@@ -47,9 +47,12 @@ def test_no_count_is_lost_between_threads(
 ) -> None:
     """Several threads count while another one reads; the sum is exact, and never shrinks."""
     telemetry, seen = Telemetry(), [0]
-    threads = [
-        threading.Thread(target=lambda: [write(telemetry) for _ in range(_TIMES)]) for _ in range(_THREADS)
-    ]
+
+    def write_all() -> None:
+        for _ in range(_TIMES):
+            write(telemetry)
+
+    threads = [threading.Thread(target=write_all) for _ in range(_THREADS)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):

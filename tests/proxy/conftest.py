@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import anthropic
@@ -55,7 +56,7 @@ class Server:
     def lifecycle(self) -> Lifecycle:
         return self.app[SERVER].lifecycle
 
-    def client(self, key: str = "none", **options: object) -> openai.AsyncOpenAI:
+    def client(self, key: str = "none", **options: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
 
     def anthropic(self, key: str = "none") -> anthropic.AsyncAnthropic:
@@ -75,7 +76,7 @@ class Server:
         return response
 
 
-def chat(text: str = "hello", **extra: object) -> dict[str, object]:
+def chat(text: str = "hello", /, **extra: object) -> dict[str, object]:
     """A chat completion body."""
     return {"model": "echo", "messages": [{"role": "user", "content": text}], **extra}
 

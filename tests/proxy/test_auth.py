@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import openai
 import pytest
@@ -22,7 +23,7 @@ async def cached_tokens(server: Server, name: str, **extra: object) -> int:
         "/v1/chat/completions", chat(TEXT, **extra), Authorization=f"Bearer {key_of(name)}"
     )
     assert response.status == 200
-    return (await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return int((await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 async def test_an_unknown_key_is_401(guarded: Server) -> None:
@@ -134,7 +135,7 @@ async def test_without_keys_there_is_one_local_namespace(server: Server) -> None
 @pytest.mark.parametrize("same", ["name", "sha256"])
 def test_keys_that_cannot_be_told_apart_are_refused(same: str) -> None:
     """Two keys with one name would share a private namespace; two with one hash would be one."""
-    entries = [
+    entries: list[dict[str, Any]] = [
         {"name": f"key{number}", "sha256": hashlib.sha256(bytes([number])).hexdigest(), "tenant": "t"}
         for number in range(2)
     ]

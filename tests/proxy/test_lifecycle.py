@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 import pytest
@@ -43,7 +44,8 @@ async def serving(behaviour: Behaviour | None = None, **overrides: object) -> As
     engine = FakeEngine(behaviour)
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serve(settings_with(**overrides), engine, on_listening=listening.set_result))
-    await asyncio.wait({listening, task}, return_when=asyncio.FIRST_COMPLETED)
+    either: list[asyncio.Future[Any]] = [listening, task]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         task.result()
     async with aiohttp.ClientSession() as http:

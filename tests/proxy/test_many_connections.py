@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -54,7 +55,7 @@ async def test_active_requests_among_idle_streams(tmp_path: Path) -> None:
     Before vLLM, with a thousand streams open that say something every ten seconds, others get the very answer
     that one gets alone; and so do the streams.
     """
-    patient = {"vllm__connect_timeout_s": 60.0, "vllm__control_timeout_s": 60.0}
+    patient: dict[str, Any] = {"vllm__connect_timeout_s": 60.0, "vllm__control_timeout_s": 60.0}
     async with running_vllm() as vllm, running_relay(tmp_path, vllm, **patient) as relay, client() as http:
         url = relay.url + CHAT
         alone = await stream(http, url, slow=False)

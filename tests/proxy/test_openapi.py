@@ -56,7 +56,8 @@ def references(document: object) -> Iterator[str]:
 async def fetch(server: Server) -> dict[str, Any]:
     response = await server.get("/openapi.json")
     assert (response.status, response.content_type) == (200, "application/json")
-    return json.loads(await response.read())
+    document: dict[str, Any] = json.loads(await response.read())
+    return document
 
 
 def front(**overrides: object) -> Settings:

@@ -12,7 +12,7 @@ from tests.proxy.relay.relay_server import FORM
 from tests.proxy.test_metrics import scrape, value
 
 CHAT = "/v1/chat/completions"
-RULES = [
+RULES: list[dict[str, object]] = [
     {"name": "nonce", "match": "cch=[0-9a-f]+", "in": ["system"], "action": "pin", "value": "cch=0"},
     {"name": "clock", "match": r"^Current time: .{1,40}$", "action": "move"},
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,12 +113,16 @@ def request(decision: Decision) -> RequestRecord:
     )
 
 
+def _same(status: EngineStatus) -> EngineStatus:
+    return status
+
+
 @pytest.fixture(scope="module")
 def exposed(circuits: Mapping[str, CircuitState]) -> Mapping[str, Mapping[str, set[str]]]:
     """Every metric of a server's registry: its name as it is scraped -> its labels -> their values."""
     found: dict[str, dict[str, set[str]]] = {}
     for status in statuses(circuits):
-        metrics = Metrics(status=lambda status=status: status, num_inflight=lambda: 0)
+        metrics = Metrics(status=partial(_same, status), num_inflight=lambda: 0)
         for decision in Decision:
             metrics.count(request(decision), endpoint="/v1/chat/completions", status=200)
         for family in metrics.registry.collect():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from demo_curriculum import STAGES, next_batch
 from kvshare.demo import MODEL_PATH
@@ -16,6 +16,7 @@ def test_an_untrained_model_already_copies() -> None:
     """The head start finds an earlier run of tokens far better than chance."""
     torch.manual_seed(1)
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     batch = next_batch(random.Random(1), tokenizer, STAGES[0])
     with torch.no_grad():
         _, _, right = answer_losses(build_model(), batch)

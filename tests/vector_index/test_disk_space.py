@@ -3,10 +3,10 @@
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from vector_index import (
     DiskSpace,
@@ -35,11 +35,11 @@ class Disk(DiskSpace):
         return self.free
 
 
-def tokens(seed: int) -> Any:
+def tokens(seed: int) -> NDArray[np.int32]:
     return np.random.default_rng(seed).integers(0, 32_000, 400).astype(np.int32)
 
 
-def with_another_head(seed: int) -> Any:
+def with_another_head(seed: int) -> NDArray[np.int32]:
     return np.concatenate([tokens(10**6)[:8], tokens(seed)[8:]])
 
 
@@ -69,7 +69,7 @@ async def nominator(index: QdrantEdgeIndex) -> AsyncIterator[Nominator]:
     nominator.close()
 
 
-async def found(nominator: Nominator, token_ids: Any) -> list[int]:
+async def found(nominator: Nominator, token_ids: NDArray[np.int32]) -> list[int]:
     nomination = await nominator.nominate("a", token_ids, None, allow_dense=False)
     return [candidate.prompt_id for candidate in nomination.candidates]
 
@@ -104,7 +104,7 @@ async def test_nothing_is_written_without_room(index: QdrantEdgeIndex, disk: Dis
     """Whatever would touch the mapped files for writing is refused before it does."""
     await index.upsert([Entry(1, "a", np.array([1], dtype=np.uint32))])
     disk.free = FLOOR - 1
-    arguments: dict[str, tuple[Any, ...]] = {
+    arguments: dict[str, tuple[object, ...]] = {
         "upsert": ([Entry(2, "a", np.array([2], dtype=np.uint32))],),
         "delete": ("a", [1]),
     }

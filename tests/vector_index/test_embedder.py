@@ -34,7 +34,7 @@ def test_near_texts_are_nearer_than_far_ones(embedder: Embedder) -> None:
 def test_vectors_are_unit_float32(embedder: Embedder) -> None:
     """Shape, type and length are as promised, for more texts than one batch and for none."""
     vectors = embedder.embed([f"text number {i}" for i in range(20)])
-    assert (vectors.shape, vectors.dtype) == ((20, embedder.dimension), np.float32)
+    assert (vectors.shape, vectors.dtype) == ((20, embedder.dimension), np.dtype(np.float32))
     assert np.linalg.norm(vectors, axis=1) == pytest.approx(np.ones(20), abs=1e-5)
     assert embedder.embed([]).shape == (0, embedder.dimension)
     assert embedder.name == "all-MiniLM-L6-v2"

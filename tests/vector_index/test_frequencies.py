@@ -1,12 +1,12 @@
 """Which fingerprints a prompt is stored with and a search asks for, given how common they are."""
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from vector_index.frequencies import FingerprintFrequencies
 
@@ -14,11 +14,11 @@ COMMON = np.arange(50, dtype=np.uint32)
 EVERYTHING = {"max_postings": 10**9, "min_asked": 4, "max_asked": 2048}
 
 
-def rare(prompt: int) -> Any:
+def rare(prompt: int) -> NDArray[np.uint32]:
     return np.arange(1000 + prompt * 50, 1050 + prompt * 50, dtype=np.uint32)
 
 
-def prints(*values: int) -> Any:
+def prints(*values: int) -> NDArray[np.uint32]:
     return np.array(values, dtype=np.uint32)
 
 
@@ -30,7 +30,7 @@ def filled(num_prompts: int, *, max_holders: int = 10**9) -> FingerprintFrequenc
     return frequencies
 
 
-def asked_of(frequencies: FingerprintFrequencies, **limits: int) -> Any:
+def asked_of(frequencies: FingerprintFrequencies, **limits: int) -> NDArray[np.uint32]:
     return frequencies.rarest(np.concatenate([COMMON, rare(7)]), **{**EVERYTHING, **limits})
 
 

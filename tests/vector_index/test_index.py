@@ -1,18 +1,17 @@
 """The suite that every backend passes."""
 
-from typing import Any
-
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from vector_index import Entry, Hit, IndexSchemaError, IndexUnavailableError, VectorIndex
 
 
-def prints(*values: int) -> Any:
+def prints(*values: int) -> NDArray[np.uint32]:
     return np.array(values, dtype=np.uint32)
 
 
-def direction(*values: float) -> Any:
+def direction(*values: float) -> NDArray[np.float32]:
     vector = np.zeros(8, dtype=np.float32)
     vector[: len(values)] = values
     return vector / np.linalg.norm(vector)

@@ -1,10 +1,10 @@
 """What the nominator nominates, in which order, and that it keeps to the namespace."""
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from vector_index import (
     Candidate,
@@ -31,13 +31,13 @@ class TopicEmbedder:
     def __init__(self) -> None:
         self.num_texts = 0
 
-    def embed(self, texts: Sequence[str]) -> Any:
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         self.num_texts += len(texts)
         rows = [[1.0, 0.0] if "weather" in text else [0.0, 1.0] for text in texts]
         return np.array(rows, dtype=np.float32)
 
 
-def tokens(seed: int, size: int = 400) -> Any:
+def tokens(seed: int, size: int = 400) -> NDArray[np.int32]:
     return np.random.default_rng(seed).integers(0, 30_000, size, dtype=np.int32)
 
 
@@ -135,7 +135,7 @@ async def crowded() -> AsyncIterator[Nominator]:
     await index.close()
 
 
-def with_system_prompt(seed: int) -> Any:
+def with_system_prompt(seed: int) -> NDArray[np.int32]:
     """A header of its own, what everybody shares, a question of its own."""
     return np.concatenate([tokens(1000 + seed, 40), tokens(0), tokens(2000 + seed, 100)])
 

@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from vector_index import (
     CircuitState,
@@ -79,7 +79,9 @@ class MoodyIndex(VectorIndex):
         for prompt_id in prompt_ids:
             self.entries.pop(prompt_id, None)
 
-    async def search_fingerprints(self, namespace: str, fingerprints: Any, limit: int) -> list[Hit]:
+    async def search_fingerprints(
+        self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
+    ) -> list[Hit]:
         await self._mood()
         hits = [
             Hit(entry.prompt_id, float(len(np.intersect1d(entry.fingerprints, fingerprints))))
@@ -89,7 +91,7 @@ class MoodyIndex(VectorIndex):
         return [hit for hit in hits if hit.score][:limit]
 
     async def search_embedding(
-        self, namespace: str, embedding: Any, limit: int, max_distance: float
+        self, namespace: str, embedding: NDArray[np.float32], limit: int, max_distance: float
     ) -> list[Hit]:
         await self._mood()
         return [
@@ -116,7 +118,7 @@ class MoodyEmbedder:
         self.mood = "works"
         self.go_on = threading.Event()
 
-    def embed(self, texts: Sequence[str]) -> Any:
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         if self.mood == "fails":
             raise EmbedderError("no weights")
         if self.mood == "quotes":
@@ -134,7 +136,7 @@ class Clock:
         return self.now
 
 
-def tokens(seed: int) -> Any:
+def tokens(seed: int) -> NDArray[np.int32]:
     return np.random.default_rng(seed).integers(0, 30_000, 600, dtype=np.int32)
 
 

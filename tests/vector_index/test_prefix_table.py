@@ -1,19 +1,19 @@
 """The prefix table against a plain dictionary, and its memory."""
 
 import tracemalloc
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from vector_index.prefix_table import PrefixTable
 
 BLOCK = 3
 
 
-def tokens(values: list[int]) -> Any:
+def tokens(values: list[int]) -> NDArray[np.int32]:
     return np.array(values, dtype=np.int32)
 
 

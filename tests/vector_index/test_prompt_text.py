@@ -1,10 +1,10 @@
 """Which parts of a prompt are embedded, and how they become one vector."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from vector_index import EmbedderError, PromptText, embed_prompts, windows
 
@@ -15,15 +15,16 @@ class LetterEmbedder:
     name = "letters"
     dimension = 3
 
-    def embed(self, texts: Sequence[str]) -> Any:
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         counts = np.array([[text.count(c) for c in "abc"] for text in texts], dtype=np.float32)
-        return counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1e-9)
+        unit: NDArray[np.float32] = counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1e-9)
+        return unit
 
 
 class BadEmbedder(LetterEmbedder):
     """Answers with too few vectors."""
 
-    def embed(self, texts: Sequence[str]) -> Any:
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         return super().embed(texts)[:-1]
 
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from vector_index import (
     Entry,
@@ -24,7 +25,7 @@ from vector_index import (
 SLOWLY = "import time; time.sleep(0.5)\n"
 
 
-def prints(*values: int) -> Any:
+def prints(*values: int) -> NDArray[np.uint32]:
     return np.array(values, dtype=np.uint32)
 
 
@@ -77,7 +78,7 @@ asyncio.run(main())
 async def test_another_schema_is_refused(tmp_path: Path, schema: IndexSchema, change: dict[str, Any]) -> None:
     """Other vectors mean nothing here: the message names the field, recreate starts afresh."""
     await filled(tmp_path, schema)
-    other = IndexSchema(**{**schema.as_stamp(), **change})  # type: ignore[arg-type]  # plain values
+    other = IndexSchema(**{**schema.as_stamp(), **change})
     index = QdrantEdgeIndex(other, tmp_path)
     with pytest.raises(IndexSchemaError, match=next(iter(change))):
         await index.open()

@@ -2,29 +2,36 @@
 
 import anthropic
 import pytest
+from anthropic.types import CacheControlEphemeralParam, Message, MessageParam, ToolParam, ToolResultBlockParam
 from common import IS_EMBEDDED, MODEL, PARAMETERS, QUESTION, URL, check_arguments
 
 CLIENT = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
-MESSAGES = [{"role": "user", "content": QUESTION}]
-TOOL = {"name": "weather", "description": "The weather of a city.", "input_schema": PARAMETERS}
+MESSAGES: list[MessageParam] = [{"role": "user", "content": QUESTION}]
+TOOL: ToolParam = {"name": "weather", "description": "The weather of a city.", "input_schema": PARAMETERS}
 
 
-def test_message():
+def text_of(message: Message) -> str:
+    block = message.content[0]
+    assert block.type == "text"
+    return block.text
+
+
+def test_message() -> None:
     answer = CLIENT.messages.create(model=MODEL, messages=MESSAGES, system="Be short.", max_tokens=8)
-    assert answer.content[0].text
+    assert text_of(answer)
     assert answer.stop_reason == "max_tokens"
     assert answer.usage.output_tokens == 8
 
 
-def test_stream():
+def test_stream() -> None:
     with CLIENT.messages.stream(model=MODEL, messages=MESSAGES, max_tokens=8) as stream:
         texts = list(stream.text_stream)
         final = stream.get_final_message()
-    assert "".join(texts) == final.content[0].text
+    assert "".join(texts) == text_of(final)
     assert final.usage.output_tokens == 8
 
 
-def test_tools_in_two_rounds():
+def test_tools_in_two_rounds() -> None:
     first = CLIENT.messages.create(
         model=MODEL,
         messages=MESSAGES,
@@ -35,7 +42,11 @@ def test_tools_in_two_rounds():
     assert first.stop_reason == "tool_use"
     (call,) = [block for block in first.content if block.type == "tool_use"]
     check_arguments(call.input)
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": "It rains, 12 C."}
+    result: ToolResultBlockParam = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": "It rains, 12 C.",
+    }
     second = CLIENT.messages.create(
         model=MODEL,
         messages=[
@@ -47,10 +58,10 @@ def test_tools_in_two_rounds():
         tool_choice={"type": "none"},
         max_tokens=8,
     )
-    assert second.content[0].text
+    assert text_of(second)
 
 
-def test_parallel_calls():
+def test_parallel_calls() -> None:
     answer = CLIENT.messages.create(
         model=MODEL, messages=MESSAGES, tools=[TOOL], tool_choice={"type": "any"}, max_tokens=160
     )
@@ -61,7 +72,7 @@ def test_parallel_calls():
         check_arguments(call.input)
 
 
-def test_streamed_call():
+def test_streamed_call() -> None:
     with CLIENT.messages.stream(
         model=MODEL,
         messages=MESSAGES,
@@ -80,14 +91,14 @@ def test_streamed_call():
     check_arguments(call.input)
 
 
-def test_blocks_as_agents_send_them():
+def test_blocks_as_agents_send_them() -> None:
     """System and contents as blocks with cache marks, a thought in the history, an error of a tool."""
-    mark = {"cache_control": {"type": "ephemeral"}}
+    mark: CacheControlEphemeralParam = {"type": "ephemeral"}
     answer = CLIENT.messages.create(
         model=MODEL,
-        system=[{"type": "text", "text": "Be short.", **mark}],
+        system=[{"type": "text", "text": "Be short.", "cache_control": mark}],
         messages=[
-            {"role": "user", "content": [{"type": "text", "text": QUESTION, **mark}]},
+            {"role": "user", "content": [{"type": "text", "text": QUESTION, "cache_control": mark}]},
             {
                 "role": "assistant",
                 "content": [
@@ -113,24 +124,25 @@ def test_blocks_as_agents_send_them():
                 ],
             },
         ],
-        tools=[{**TOOL, **mark}],
+        tools=[{**TOOL, "cache_control": mark}],
         tool_choice={"type": "none"},
         metadata={"user_id": "somebody"},
         max_tokens=8,
     )
-    assert answer.content[0].text
+    assert text_of(answer)
 
 
-def test_count_tokens():
+def test_count_tokens() -> None:
     counted = CLIENT.messages.count_tokens(model=MODEL, messages=MESSAGES)
     answer = CLIENT.messages.create(model=MODEL, messages=MESSAGES, max_tokens=1)
     assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
 
 
-def test_errors_have_their_classes():
+def test_errors_have_their_classes() -> None:
     with pytest.raises(anthropic.NotFoundError):
         CLIENT.messages.create(model="nobody", messages=MESSAGES, max_tokens=1)
     with pytest.raises(anthropic.BadRequestError) as error:
         CLIENT.messages.create(model=MODEL, messages=[], max_tokens=1)
     if IS_EMBEDDED:  # vLLM has its own words there
+        assert isinstance(error.value.body, dict)
         assert error.value.body["error"]["type"] == "invalid_request_error"

@@ -161,7 +161,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_body(name):
+def test_body(name: str) -> None:
     path, body = BODIES[name]
     headers = {"Content-Type": "application/json", "Authorization": "Bearer none", "x-api-key": "none"}
     request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers=headers)

@@ -1,6 +1,7 @@
 """What the suites share: the server under test, and what they ask it. They run in a client's environment."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 URL = os.environ["KVSHARE_URL"]
@@ -23,7 +24,7 @@ TOOL: dict[str, Any] = {
 }
 
 
-def check_arguments(arguments: Any) -> None:
+def check_arguments(arguments: Mapping[str, object]) -> None:
     """They follow the tool's schema."""
     assert set(arguments) == {"city", "unit"}, arguments
     assert arguments["city"] in ("Bern", "Rome"), arguments

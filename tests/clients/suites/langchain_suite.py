@@ -18,7 +18,7 @@ class Weather(BaseModel):
     degrees: int
 
 
-def chat(**options):
+def chat(**options: object) -> ChatOpenAI:
     return ChatOpenAI(
         base_url=f"{URL}/v1",
         api_key="none",
@@ -30,17 +30,17 @@ def chat(**options):
     )
 
 
-def test_invoke():
+def test_invoke() -> None:
     answer = chat().invoke([HumanMessage(QUESTION)])
     assert answer.content
     assert answer.usage_metadata["output_tokens"] > 0
 
 
-def test_stream():
+def test_stream() -> None:
     assert "".join(chunk.content for chunk in chat().stream(QUESTION))
 
 
-def test_bound_tools_in_two_rounds():
+def test_bound_tools_in_two_rounds() -> None:
     bound = chat().bind_tools([Weather], tool_choice="any", parallel_tool_calls=False)
     first = bound.invoke(QUESTION)
     (call,) = first.tool_calls
@@ -51,7 +51,7 @@ def test_bound_tools_in_two_rounds():
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
-def test_structured_output(method):
+def test_structured_output(method: str) -> None:
     asked = "The weather of Bern as JSON with the keys city (text) and degrees (number)."
     model = chat().with_structured_output(Weather, method=method, include_raw=True)
     if method == "json_mode":  # it promises JSON, not this schema, and a small model may not come to its end
@@ -62,18 +62,18 @@ def test_structured_output(method):
     assert isinstance(found["parsed"], Weather), found["parsing_error"]
 
 
-def test_responses():
+def test_responses() -> None:
     assert chat(use_responses_api=True).invoke(QUESTION).text
 
 
 @pytest.mark.skipif(not IS_EMBEDDED, reason="vLLM embeds only with models for that")
-def test_embeddings():
+def test_embeddings() -> None:
     embeddings = OpenAIEmbeddings(
         base_url=f"{URL}/v1", api_key="none", model=MODEL, check_embedding_ctx_length=False
     )
     assert len(embeddings.embed_query("a house")) == 384
 
 
-def test_errors_have_their_classes():
+def test_errors_have_their_classes() -> None:
     with pytest.raises(openai.BadRequestError):
         chat(top_p=7).invoke(QUESTION)

@@ -1,6 +1,7 @@
 """`litellm`: OpenAI's and Anthropic's ways, streams, tools, JSON, errors."""
 
 import json
+from typing import Any
 
 import litellm
 import pydantic
@@ -19,20 +20,20 @@ class Weather(pydantic.BaseModel):
 
 
 @WAYS
-def test_chat(way):
+def test_chat(way: dict[str, Any]) -> None:
     answer = litellm.completion(**way, messages=MESSAGES, max_tokens=8)
     assert answer.choices[0].message.content
     assert answer.usage.completion_tokens == 8
 
 
 @WAYS
-def test_stream(way):
+def test_stream(way: dict[str, Any]) -> None:
     chunks = litellm.completion(**way, messages=MESSAGES, max_tokens=8, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
 @WAYS
-def test_tools_in_two_rounds(way):
+def test_tools_in_two_rounds(way: dict[str, Any]) -> None:
     first = litellm.completion(
         **way,
         messages=MESSAGES,
@@ -52,7 +53,7 @@ def test_tools_in_two_rounds(way):
 
 
 @WAYS
-def test_streamed_call(way):
+def test_streamed_call(way: dict[str, Any]) -> None:
     chunks = litellm.completion(
         **way,
         messages=MESSAGES,
@@ -67,23 +68,23 @@ def test_streamed_call(way):
     check_arguments(json.loads(call.function.arguments))
 
 
-def test_json_schema():
+def test_json_schema() -> None:
     answer = litellm.completion(**OPENAI, messages=MESSAGES, response_format=Weather, max_tokens=96)
     Weather.model_validate_json(answer.choices[0].message.content)
 
 
-def test_responses():
+def test_responses() -> None:
     answer = litellm.responses(**OPENAI, input=QUESTION, max_output_tokens=16)
     assert answer.output
 
 
 @pytest.mark.skipif(not IS_EMBEDDED, reason="vLLM embeds only with models for that")
-def test_embedding():
+def test_embedding() -> None:
     answer = litellm.embedding(**OPENAI, input=["a house"])
     assert len(answer.data[0]["embedding"]) == 384
 
 
-def test_errors_have_their_classes():
+def test_errors_have_their_classes() -> None:
     with pytest.raises(litellm.BadRequestError):
         litellm.completion(**OPENAI, messages=MESSAGES, extra_body={"temperature": 9})
     with pytest.raises(litellm.ContextWindowExceededError):

@@ -11,7 +11,7 @@ from common import IS_EMBEDDED, MODEL, URL
 
 
 @pytest.fixture(scope="module", autouse=True)
-def models(tmp_path_factory):
+def models(tmp_path_factory: pytest.TempPathFactory) -> None:
     """`extra-openai-models.yaml`, as llm's documentation has it."""
     folder = tmp_path_factory.mktemp("llm")
     os.environ["LLM_USER_PATH"] = str(folder)
@@ -25,25 +25,25 @@ def models(tmp_path_factory):
     (folder / "extra-openai-models.yaml").write_text("\n".join(entry) + "\n", encoding="utf-8")
 
 
-def llm(*arguments):
+def llm(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("llm")), *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     assert run.returncode == 0, run.stderr
     return run
 
 
-def test_prompt():
+def test_prompt() -> None:
     assert llm("-m", "here", "Say hello.", "-o", "max_tokens", "8", "--key", "none").stdout.strip()
 
 
-def test_without_stream_and_with_usage():
+def test_without_stream_and_with_usage() -> None:
     run = llm("-m", "here", "Say hello.", "-o", "max_tokens", "8", "--no-stream", "-u", "--key", "none")
     assert "output" in run.stderr
     if IS_EMBEDDED:
         assert "kvshare" in run.stderr
 
 
-def test_schema():
+def test_schema() -> None:
     """With room for nothing endless: a small model writes free text until its tokens run out."""
     limits = {"city": {"enum": ["Bern", "Rome"]}, "degrees": {"type": "integer", "minimum": 0, "maximum": 40}}
     schema = {"type": "object", "properties": limits, "required": [*limits], "additionalProperties": False}
@@ -53,13 +53,13 @@ def test_schema():
     assert set(json.loads(run.stdout)) == {"city", "degrees"}
 
 
-def test_tools():
+def test_tools() -> None:
     """The model decides whether to call: both ways must end well."""
     code = "def weather(city: str) -> str:\n    'The weather of a city.'\n    return 'rain'\n"
     arguments = ("-m", "here", "Weather in Bern?", "--functions", code, "-o", "max_tokens", "32")
     llm(*arguments, "--key", "none", "--chain-limit", "3")
 
 
-def test_conversation():
+def test_conversation() -> None:
     llm("-m", "here", "My name is Ann.", "-o", "max_tokens", "8", "--key", "none")
     assert llm("-c", "What is my name?", "-o", "max_tokens", "8", "--key", "none").stdout.strip()

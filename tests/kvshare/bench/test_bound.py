@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, LlamaForCausalLM
 
-from delta_tree import Span
+from delta_tree import SegmentId, Span
 from kvshare.bench.bound import Bound, ModelSize, computed_spans, spans_of, throughput_bound
 from kvshare.bench.copies import copied_bytes_per_s
 from kvshare.bench.random_models import llama_config
@@ -70,7 +70,7 @@ def test_windows_and_chunks_bound_what_a_token_attends_to() -> None:
 
 def finished(*stored: tuple[int, int], num_computed: int, num_local: int = 0) -> Finished:
     """What a connector reports; rows are start and length."""
-    segments = tuple(Stored(number + 1, *row, 0) for number, row in enumerate(stored))
+    segments = tuple(Stored(SegmentId(number + 1), *row, 0) for number, row in enumerate(stored))
     return Finished("1", "approx", None, num_computed=num_computed, num_local=num_local, stored=segments)
 
 

@@ -1,6 +1,7 @@
 """The pieces of the vLLM benchmarks that need no server."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvshare.replay.workloads import generate, write_rows
 
 def answer(*token_ids: int, margin: float = 1.0, aborted: bool = False) -> Answer:
     """Tokens whose second choice is `margin` less likely."""
-    tops = [{token: -0.5, token + 1: -0.5 - margin} for token in token_ids]
+    tops: list[Mapping[int, float]] = [{token: -0.5, token + 1: -0.5 - margin} for token in token_ids]
     return Answer(token_ids=list(token_ids), logprobs=[-0.5] * len(tops), tops=tops, aborted=aborted)
 
 

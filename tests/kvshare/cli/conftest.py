@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from delta_tree import DeltaTree
 from kvshare.errors import RequestError
@@ -154,7 +155,7 @@ def admin_app(tree: DeltaTree, explained: list[dict[str, Any]]) -> web.Applicati
     """The routes that the HTTP front has, with its error bodies."""
 
     @web.middleware
-    async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.headers.get("Authorization") != f"Bearer {ADMIN_KEY}":
             return refusal(401, "Incorrect or missing API key.")
         try:
@@ -163,7 +164,7 @@ def admin_app(tree: DeltaTree, explained: list[dict[str, Any]]) -> web.Applicati
             return refusal(400, str(exc))
         return answer
 
-    def question(what: str) -> Any:
+    def question(what: str) -> Handler:
         async def handler(request: web.Request) -> web.Response:
             arguments = await request.json() if request.method == "POST" else request.query
             return web.json_response(QUESTIONS[what](tree, {**arguments, **request.match_info}).document)

@@ -38,10 +38,10 @@ BYTES_PER_TOKEN = 1000
 class Family:
     """The ids of the nodes."""
 
-    root: int
-    child: int
-    grand: int
-    stranger: int
+    root: NodeId
+    child: NodeId
+    grand: NodeId
+    stranger: NodeId
 
 
 def grow(tree: DeltaTree) -> Family:

@@ -18,7 +18,7 @@ from kvshare.cli.checks import State
 from kvshare.settings import Settings, load_settings
 from tests.kvshare.cli.family import write_store
 
-_TINY = {
+_TINY: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -196,7 +196,7 @@ def test_every_finding_can_be_told() -> None:
             if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("found"):
                 words = {str(word.arg) for word in call.keywords}
                 literals = (each.value for each in ast.walk(call.args[0]) if isinstance(each, ast.Constant))
-                asked |= {name: words for name in literals if re.fullmatch(r"[\w-]+\.[\w ]+", str(name))}
+                asked |= {name: words for name in map(str, literals) if re.fullmatch(r"[\w-]+\.[\w ]+", name)}
     told = {
         f"{name}.{kind}": text for name, kinds in checks._FINDINGS.items() for kind, text in kinds.items()
     }

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import typer
+from typer.core import TyperGroup
 
 from kvshare.cli import main, replay
 from tests.kvshare.cli.conftest import Outcome
@@ -193,15 +194,18 @@ def test_the_manual_has_every_option() -> None:
     """docs/cli.md lists what `kvshare replay --help` offers."""
     manual = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
     section = manual.split("## kvshare replay")[1].split("## ")[0]
-    command = typer.main.get_command(replay.app).commands["run"]  # type: ignore[attr-defined]
-    options = [name for option in command.params for name in option.opts if name.startswith("--")]
+    group = typer.main.get_command(replay.app)
+    assert isinstance(group, TyperGroup)
+    options = [
+        name for option in group.commands["run"].params for name in option.opts if name.startswith("--")
+    ]
     assert [name for name in options if f"`{name}" not in section] == []
 
 
 def test_reading_has_its_own_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read so far, without a total; then the replay's bar begins at nothing."""
     terminal = io.StringIO()
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    terminal.isatty = lambda: True  # type: ignore[method-assign]  # as if it were one
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")

@@ -50,9 +50,10 @@ def has_distribution(name: str) -> bool:
     return True
 
 
-def transfer(words: list[str]) -> Any:
+def transfer(words: list[str]) -> dict[str, Any]:
     """The connector's configuration in a command."""
-    return json.loads(words[words.index("--kv-transfer-config") + 1])
+    document: dict[str, Any] = json.loads(words[words.index("--kv-transfer-config") + 1])
+    return document
 
 
 def extra(words: list[str]) -> Mapping[str, Any]:

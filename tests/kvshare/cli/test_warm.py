@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.core import TyperGroup
 
 from kvshare.cli.main import app
 from kvshare.demo import MODEL_PATH
@@ -258,8 +259,11 @@ def test_the_manual_has_every_option() -> None:
     """docs/cli.md lists what `kvshare warm --help` offers."""
     manual = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
     section = manual.split("## kvshare warm")[1].split("## ")[0]
-    command = typer.main.get_command(app).commands["warm"]  # type: ignore[attr-defined]
-    options = [name for option in command.params for name in option.opts if name.startswith("--")]
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    options = [
+        name for option in group.commands["warm"].params for name in option.opts if name.startswith("--")
+    ]
     assert len(options) == 7
     assert [name for name in options if f"`{name}" not in section] == []
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,8 @@ class Vocabulary:
         self.added: Mapping[str, int] = {}
         if has_markers:
             tokenizer.add_tokens([AddedToken(marker, special=marker[0] == "[") for marker in MARKERS])
-            self.added = {marker: tokenizer.token_to_id(marker) for marker in MARKERS}
+            numbers = {marker: tokenizer.token_to_id(marker) for marker in MARKERS}
+            self.added = {marker: number for marker, number in numbers.items() if number is not None}
         self._tokenizer = tokenizer
         self.llguidance = LLTokenizer(tokenizer.to_str())
 
@@ -120,16 +122,17 @@ def test_every_grammar_compiles(chat: Chat, fmt: ToolFormat, markers: bool) -> N
 @pytest.mark.parametrize("fmt", [HERMES, LLAMA3, XML])
 def test_arguments_follow_the_schema(fmt: ToolFormat, markers: bool) -> None:
     """What is required is there, types and values are the schema's, and so is the order."""
-    good = {"city": "Rome", "days": 3, "unit": "C", "hourly": None, "place": {"x": 1.5}}
+    good: dict[str, object] = {"city": "Rome", "days": 3, "unit": "C", "hourly": None, "place": {"x": 1.5}}
     for arguments in (good, {"city": "Rome"}, {"city": "Rome", "unit": "F"}):
         assert accepts(REQUIRED, fmt, written(fmt, arguments), markers=markers)
-    for arguments in (
+    bad: list[dict[str, object]] = [
         {},
         {"days": 3},
         {"city": "Rome", "days": "x"},
         {"city": "Rome", "unit": "K"},
         {"city": "R", "z": 1},
-    ):
+    ]
+    for arguments in bad:
         assert not accepts(REQUIRED, fmt, written(fmt, arguments), markers=markers)
 
 
@@ -271,7 +274,7 @@ HINTS = {
     MISTRAL: ['"}', "}]", "</think>"],
     XML: ["</parameter>\n", "</function>\n</tool_call>", "</think>"],
 }
-SHORT = {
+SHORT: dict[str, Any] = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "maxLength": 6},

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -29,7 +30,7 @@ MISTRAL = (
 GENERATION = "{% generation %}{{ tools }}{% endgeneration %}"  # a statement that only transformers knows
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Genève"}}}
-HISTORY = (
+HISTORY: tuple[dict[str, Any], ...] = (
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "How is it?"},
     {"role": "assistant", "content": "I look.", "tool_calls": [CALL, CALL | {"id": "aBcDe1234"}]},

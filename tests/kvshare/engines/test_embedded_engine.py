@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ from kvshare.errors import (
     StoreError,
 )
 from kvshare.kv.sequence import SequenceKV
-from kvshare.requests import SharingMode
+from kvshare.requests import SharingMode, SharingReport
 from kvshare.settings import Settings, load_settings
 from kvshare.telemetry import Component, EvictionCause, FallbackReason
 from vector_index import CircuitState
@@ -74,7 +75,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[EmbeddedEngine]:
 
 
 async def request(
-    engine: EmbeddedEngine, tokens: TokenIds, *, tenant: str = "t", **sampling: object
+    engine: EmbeddedEngine, tokens: TokenIds, *, tenant: str = "t", **sampling: Any
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id="r",
@@ -104,6 +105,11 @@ async def events(engine: EmbeddedEngine, wanted: GenerationRequest) -> list[Even
     return found
 
 
+def report_of(event: Event) -> SharingReport:
+    assert isinstance(event, Started | Finished)
+    return event.report
+
+
 def tokens_of(found: list[Event]) -> list[str]:
     return [event.text for event in found if isinstance(event, Delta)]
 
@@ -118,7 +124,7 @@ async def test_an_exact_hit_gives_the_answer_of_a_full_prefill(engine: EmbeddedE
     wanted = await request(engine, tokens)
     first, second = await events(engine, wanted), await events(engine, wanted)
     assert tokens_of(first) == tokens_of(second)
-    report = second[0].report
+    report = report_of(second[0])
     assert (report.num_exact, report.num_repaired, report.decision) == (199, 1, "exact")
 
 
@@ -132,8 +138,8 @@ async def test_the_next_turn_of_a_chat_is_an_exact_prefix(engine: EmbeddedEngine
     assert len(generated) == 8
     turn = token_ids(np.concatenate([tokens, np.asarray(generated), prompt(30, seed=1)]))
     found = await events(engine, await request(engine, turn))
-    assert found[0].report.num_exact == 107
-    assert found[0].report.num_recomputed == 31
+    assert report_of(found[0]).num_exact == 107
+    assert report_of(found[0]).num_recomputed == 31
 
 
 async def test_an_edited_prompt_is_answered_from_the_donors_kv(engine: EmbeddedEngine) -> None:
@@ -257,7 +263,7 @@ async def test_sampling_is_reproducible_by_seed_and_choices_differ(engine: Embed
 async def test_logit_bias_stop_and_length_end_a_choice(engine: EmbeddedEngine) -> None:
     """A forced token repeats until the limit; as a stop string it is not shown; as EOS it ends the answer."""
     letter = engine.server.encoder.backend.encode("a", add_special_tokens=False).ids[0]
-    forced = {"logit_bias": {letter: 100.0}}
+    forced: dict[str, Any] = {"logit_bias": {letter: 100.0}}
     limited = await events(engine, await request(engine, prompt(50), **forced))
     assert "".join(tokens_of(limited)) == "a" * 8
     assert [e.finish_reason for e in limited if isinstance(e, Delta)][-1] is FinishReason.LENGTH
@@ -314,7 +320,7 @@ async def test_a_closed_stream_frees_its_slot_at_once(tmp_path: Path) -> None:
         assert isinstance((await asyncio.wait_for(waiting, timeout=10))[-1], Finished)
         assert engine.status().num_running == 0
         again = await events(engine, await request(engine, prompt(60)))
-        assert again[0].report.num_exact == 59
+        assert report_of(again[0]).num_exact == 59
     finally:
         await engine.stop()
 
@@ -398,10 +404,10 @@ async def test_a_store_in_use_is_refused_before_the_model_is_loaded(tmp_path: Pa
     await first.start()
     second = engine_at(tmp_path)
 
-    def fail() -> None:
+    def fail(_: Settings, stopping: threading.Event) -> NoReturn:
         raise AssertionError("the model was loaded")
 
-    second._load = fail  # type: ignore[assignment]
+    second._load = fail
     with pytest.raises(StoreError, match="another process has this store open"):
         await second.start()
     await first.stop()
@@ -412,7 +418,8 @@ async def test_no_store_at_all_shares_as_ever(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.chdir(tmp_path)
-    engine = engine_at(tmp_path, **{"store.path": None})
+    no_store: dict[str, Any] = {"store.path": None}
+    engine = engine_at(tmp_path, **no_store)
     await engine.start()
     assert list((tmp_path / "temporary").glob("kvshare-index-*"))
     await stored(engine, prompt(200))
@@ -482,7 +489,8 @@ async def test_repairs_that_are_chosen_are_counted_and_stored(tmp_path: Path) ->
     as far as the copies that the probe pass attended to.
     """
     for rule in ("windows", "attention"):
-        engine = engine_at(tmp_path / rule, **{"repair.rule": rule})
+        changed: dict[str, Any] = {"repair.rule": rule}
+        engine = engine_at(tmp_path / rule, **changed)
         await engine.start()
         donor = prompt(200)
         edited = token_ids(np.concatenate([donor[:60], prompt(10, seed=5), donor[70:]]))
@@ -509,7 +517,7 @@ async def test_near_duplicates_at_once_are_computed_once(engine: EmbeddedEngine)
         forms.append(token_ids(tokens))
     wanted = [await request(engine, tokens, max_tokens=4) for tokens in forms]
     found = await asyncio.gather(*(events(engine, each) for each in wanted))
-    reports = [each[-1].report for each in found]
+    reports = [report_of(each[-1]) for each in found]
     assert sorted(report.decision for report in reports) == ["approx"] * 5 + ["full"]
     for report, each in zip(reports, found, strict=True):
         assert isinstance(each[-1], Finished)

@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from delta_tree import Copy, NodeId, SegmentId, Span, token_ids
 from kvshare.bench.random_models import VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
+from kvshare.kv.sequence import SequenceKV
 
 TOKENS, SHIFT = 60, 41
 BASES = (10_000.0, 500.0, 1_000_000.0)
@@ -32,7 +34,7 @@ class Table(torch.nn.Module):
         return angles.cos(), angles.sin()
 
 
-def odd_model(*, named: bool) -> Any:
+def odd_model(*, named: bool) -> PreTrainedModel:
     """A Llama with three tables; in the last layer half of the pairs stand still."""
     model = tiny_model("llama")
     for layer, base in zip(model.model.layers, BASES, strict=True):
@@ -50,7 +52,7 @@ def odd_model(*, named: bool) -> Any:
     return model
 
 
-def computed(model: EmbeddedModel, tokens: np.ndarray) -> Any:
+def computed(model: EmbeddedModel, tokens: np.ndarray) -> SequenceKV:
     kv = model.new_sequence(len(tokens))
     model.compute(PartialPass(kv, (Span(0, len(tokens)),)), tokens)
     return kv

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from delta_tree import TokenIds, token_ids
 from kvshare.bench.random_models import TINY
@@ -35,7 +35,7 @@ STATE: dict[str, Any] = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 8,
 }
-FAMILIES: dict[str, Callable[[], Any]] = {
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-next": lambda: transformers.Qwen3NextConfig(
         **SIZES,
         head_dim=16,
@@ -81,7 +81,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 def network(family: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name and parameter.ndim > 1:
@@ -126,7 +126,7 @@ async def test_greedy_answers_are_those_of_transformers(family: str, tmp_path: P
     model = served(network(family), name=family)
     assert isinstance(model, UnsharedModel)
     prompt = token_ids(np.random.default_rng(0).integers(16, 290, 100))
-    own = network(family).generate(
+    own: torch.Tensor = network(family).generate(  # type: ignore[operator]  # mypy takes it for a submodule
         torch.tensor([prompt.tolist()]), max_new_tokens=12, do_sample=False, pad_token_id=0
     )
     engine = engine_of(tmp_path, model)
@@ -174,8 +174,8 @@ def test_a_cache_that_does_not_continue_a_prompt_is_refused() -> None:
                     break
         return forward(*given, **named)
 
-    forgetting.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    model.forward = forgetting  # type: ignore[method-assign]
+    forgetting.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # of functions
+    model.forward = forgetting
     with pytest.raises(ModelError, match="with its own cache logits differ"):
         served(model, name="forgetful")
 

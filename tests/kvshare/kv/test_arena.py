@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,13 +20,13 @@ def new_arena() -> Arena:
 
 
 @given(st.lists(st.one_of(st.integers(1, 20_000), st.none()), max_size=60), st.randoms(use_true_random=False))
-def test_whatever_is_allocated_and_freed(actions: list[int | None], random: object) -> None:
+def test_whatever_is_allocated_and_freed(actions: list[int | None], random: Random) -> None:
     """A number allocates so many bytes, None frees one of the extents."""
     arena, taken = new_arena(), list[Extent]()
     for num_bytes in actions:
         if num_bytes is None:
             if taken:
-                arena.free(taken.pop(random.randrange(len(taken))))  # type: ignore[attr-defined]
+                arena.free(taken.pop(random.randrange(len(taken))))
         elif (extent := arena.allocate(num_bytes)) is not None:
             assert num_bytes <= len(extent) < num_bytes + 512
             assert all(extent.end <= other.start or other.end <= extent.start for other in taken)

@@ -31,7 +31,8 @@ def test_it_hears_what_eager_attention_has(family: str, max_queries: int) -> Non
     rows = [place for span in LISTENING for place in range(span.start, span.end)]
     expected = eager(family)[:, rows].mean(dim=1)
     model = EmbeddedModel(tiny_model(family), name=family)
-    kv, remaining = model.new_sequence(len(TOKENS)), (Span(0, len(TOKENS)),)
+    kv = model.new_sequence(len(TOKENS))
+    remaining: tuple[Span, ...] = (Span(0, len(TOKENS)),)
     listener = Listener(
         LISTENING, num_layers=model.layout.num_layers, num_slots=len(TOKENS), device=torch.device("cpu")
     )

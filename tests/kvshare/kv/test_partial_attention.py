@@ -29,7 +29,8 @@ def reference(name: str, tokens: np.ndarray, dtype: torch.dtype = torch.float32)
     model = tiny_model(name, dtype=dtype)
     model.set_attn_implementation("eager")
     with torch.inference_mode():
-        return model(torch.as_tensor(tokens.astype(np.int64))[None]).logits[0].float()
+        logits: torch.Tensor = model(torch.as_tensor(tokens.astype(np.int64))[None]).logits
+        return logits[0].float()
 
 
 def embedded(name: str, dtype: torch.dtype = torch.float32) -> EmbeddedModel:

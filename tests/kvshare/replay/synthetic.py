@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,9 +50,9 @@ def request(
     )
 
 
-def stream(prompts: Sequence[Tokens], **options: str) -> list[TokenizedRequest]:
+def stream(prompts: Sequence[Tokens], **options: Any) -> list[TokenizedRequest]:
     """One request a prompt."""
-    return [request(index, tokens, **options) for index, tokens in enumerate(prompts)]  # type: ignore[arg-type]
+    return [request(index, tokens, **options) for index, tokens in enumerate(prompts)]
 
 
 def random_tokens(rng: np.random.Generator, length: int) -> list[int]:

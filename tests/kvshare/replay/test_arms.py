@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +35,7 @@ prompts = st.lists(st.tuples(few_tokens, few_tokens), max_size=8)
 
 
 def run(
-    spec: str, requests: Sequence[TokenizedRequest], capacity: int | None = None, **bench: bool
+    spec: str, requests: Sequence[TokenizedRequest], capacity: int | None = None, **bench: Any
 ) -> list[Outcome]:
     """What an arm made of a stream."""
     (parsed,) = parse_arms(spec)

@@ -167,7 +167,7 @@ def test_histogram_buckets_are_half_open() -> None:
 def test_gram_table_is_a_dictionary() -> None:
     """Over many levels: what was put last is found, what was never put is not."""
     rng = np.random.default_rng(1)
-    table, expected = GramTable(), {}
+    table, expected = GramTable(), dict[int, int]()
     for start in range(0, 60_000, 3000):
         hashes = rng.integers(0, 40_000, 3000).astype(np.uint64) * np.uint64(2**40 + 15)
         positions = np.arange(start, start + 3000, dtype=np.int64)

@@ -35,7 +35,7 @@ def test_figures_2_and_4(tmp_path: Path) -> None:
         settings=load_settings(),
         tokenizer="demo",
     )
-    reported: list[tuple[int, int]] = []
+    reported: list[tuple[int, int | None]] = []
     document = replay_paper(
         options, embedder=FakeEmbedder(), report=lambda done, total: reported.append((done, total))
     )

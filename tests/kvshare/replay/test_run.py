@@ -1,7 +1,6 @@
 """From files to files: the same twice, the same when interrupted, and without a word of the prompts."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ class Interrupt:
     def __init__(self, after: int) -> None:
         self._after = after
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int | None) -> None:
         if done == self._after:
             raise KeyboardInterrupt
 
@@ -190,8 +189,11 @@ def _assert_nothing_told(tmp_path: Path) -> None:
 
 def test_limit_takes_the_first_requests(log: Path, tmp_path: Path) -> None:
     """And the seen total is told to the progress bar."""
-    seen: list[tuple[int, int]] = []
-    report: Callable[[int, int], None] = lambda done, total: seen.append((done, total))  # noqa: E731
+    seen: list[tuple[int, int | None]] = []
+
+    def report(done: int, total: int | None) -> None:
+        seen.append((done, total))
+
     document = replay(options(log, tmp_path / "out", "prefix", limit=10), report=report)
     assert document["data"]["num_requests"] == 10
     assert seen[-1] == (10, 10)

@@ -61,6 +61,7 @@ def test_the_stream_is_a_causal_permutation_in_time_order(
     assert _prompts(again) == _prompts(requests)
     latest: dict[str, int] = {}
     for request in requests:
+        assert request.turn is not None
         assert latest.get(request.conversation, 0) <= request.turn
         latest[request.conversation] = request.turn
     _check_times(files, requests)
@@ -73,7 +74,8 @@ def _check_times(files: list[list[dict[str, Any]]], requests: Sequence[LoggedReq
         time_s = float("-inf")
         for row in rows:
             time_s = own[row["prompt"]] = row.get("timestamp", time_s)
-    effective, latest = [], {}
+    effective: list[float] = []
+    latest: dict[str, float] = {}
     for request in requests:
         assert request.prompt is not None
         time_s = max(own[request.prompt], latest.get(request.conversation, float("-inf")))
@@ -116,10 +118,14 @@ def test_a_clock_that_went_backwards_breaks_no_conversation(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["prompts", "plain", "openai"])
 def test_turns_without_a_number_are_counted(tmp_path: Path, name: str) -> None:
     """Per session, in the files' order; a row of no session is a first prompt."""
-    more = {"prompts": {"output_tokens": 4}, "plain": {}, "openai": {"model": "m"}}[name]
+    examples: dict[str, dict[str, object]] = {
+        "prompts": {"output_tokens": 4},
+        "plain": {},
+        "openai": {"model": "m"},
+    }
     sessions = ["s", "t", "s", None, "s", "t"]
     rows = [
-        {"prompt": f"p{number}", "session_id": session, "timestamp": number, **more}
+        {"prompt": f"p{number}", "session_id": session, "timestamp": number, **examples[name]}
         for number, session in enumerate(sessions)
     ]
     with RequestStream(_write(tmp_path, [rows[:3], rows[3:]])) as stream:

@@ -13,6 +13,7 @@ from kvshare.bench.random_models import tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.memory_tier import MemoryTier
+from kvshare.kv.segment import SegmentKV
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings
@@ -111,18 +112,24 @@ def keep(
     kv = model.new_sequence(len(tokens))
     kv.k.zero_()
     kv.v.zero_()
-    return sharing.keeper.commit(Computed(namespace, tokens, plan or NoPlan(Reason.NO_CANDIDATES), kv))
+    return keeper_of(sharing).commit(Computed(namespace, tokens, plan or NoPlan(Reason.NO_CANDIDATES), kv))
 
 
-def donor_for(sharing: Sharing, model: EmbeddedModel, tokens: TokenIds, **where: str) -> Node:
-    node = keep(sharing, model, tokens, **where)
+def donor_for(sharing: Sharing, model: EmbeddedModel, tokens: TokenIds, *, namespace: str = "ns") -> Node:
+    node = keep(sharing, model, tokens, namespace=namespace)
     assert node is not None
-    sharing.nominator.node_ids = (node.node_id,)  # type: ignore[attr-defined]  # FixedNominator
+    assert isinstance(sharing.nominator, FixedNominator)
+    sharing.nominator.node_ids = (node.node_id,)
     return node
 
 
 def fallbacks(sharing: Sharing) -> Counter[tuple[Component, FallbackReason]]:
     return sharing.telemetry.counts().fallbacks
+
+
+def keeper_of(sharing: Sharing) -> MemoryKeeper[SegmentKV]:
+    assert isinstance(sharing.keeper, MemoryKeeper)
+    return sharing.keeper
 
 
 async def look_up(sharing: Sharing, wanted: Prompt, *, namespace: str = "ns") -> Lookup:
@@ -250,6 +257,7 @@ async def test_the_same_prompt_twice_is_stored_once(model: EmbeddedModel) -> Non
     assert keep(sharing, model, tokens) is not None
     assert keep(sharing, model, tokens) is None
     assert sharing.tree.stats().num_nodes == 1
+    assert isinstance(sharing.tier, MemoryTier)
     assert len(sharing.tier) == 1
     assert sharing.tier.num_bytes == 100 * model.layout.bytes_per_token
 
@@ -261,9 +269,9 @@ async def test_a_donor_in_use_is_not_evicted(model: EmbeddedModel) -> None:
     wanted = prompt(100)
     donor = donor_for(sharing, model, wanted.token_ids)
     lookup = await look_up(sharing, wanted)
-    sharing.keeper.hold(lookup.plan)
+    keeper_of(sharing).hold(lookup.plan)
     assert keep(sharing, model, prompt(200, seed=1).token_ids) is None
-    sharing.keeper.release(lookup.plan)
+    keeper_of(sharing).release(lookup.plan)
     assert sharing.tree.node(donor.node_id).num_tokens == 100
     assert keep(sharing, model, prompt(200, seed=1).token_ids) is not None
     assert sharing.tree.node(donor.node_id).num_tokens <= 50
@@ -304,7 +312,7 @@ async def test_an_exact_prefix_of_an_evicted_donor_is_kept_only_where_all_of_it_
     kv.lay_out(lookup.plan.copies, lookup.segments, computed=lookup.plan.may_compute)
     model.compute(PartialPass(kv, (Span(150, 200),)), wanted[150:])
     sharing.tier.drop(sharing.tree.evict(donor.node_id).freed_segments)
-    node = sharing.keeper.commit(Computed("ns", wanted, lookup.plan, kv))
+    node = keeper_of(sharing).commit(Computed("ns", wanted, lookup.plan, kv))
     if family == "llama":
         assert node is not None
         assert not kv.k[:, :200].isnan().any()
@@ -343,9 +351,9 @@ async def test_the_index_hears_of_a_prompt_that_lost_its_end(model: EmbeddedMode
 
     class Recorder(FixedNominator):
         async def remember(
-            self, prompt_id: int, namespace: str, token_ids: TokenIds, text: object
+            self, prompt_id: int, namespace: str, token_ids: TokenIds, prompt_text: PromptText | None = None
         ) -> tuple[()]:
-            remembered.append((len(token_ids), text))
+            remembered.append((len(token_ids), prompt_text))
             return ()
 
     sharing = sharing_with(Recorder(), model, max_bytes=1000 * model.layout.bytes_per_token)
@@ -366,10 +374,10 @@ async def test_a_prompt_that_loses_its_end_while_it_is_embedded_is_indexed_short
 
     class Slow(FixedNominator):
         async def remember(
-            self, prompt_id: int, namespace: str, token_ids: TokenIds, text: object
+            self, prompt_id: int, namespace: str, token_ids: TokenIds, prompt_text: PromptText | None = None
         ) -> tuple[()]:
-            remembered.append((len(token_ids), text))
-            if text is not None:
+            remembered.append((len(token_ids), prompt_text))
+            if prompt_text is not None:
                 sharing.tree.shorten(NodeId(prompt_id), 256)
             return ()
 

@@ -186,11 +186,11 @@ def test_two_donors_fill_each_others_gaps(tree: DeltaTree) -> None:
 @pytest.mark.parametrize(
     ("recipient", "reason"),
     [
-        (prompt(20), "short_prompt"),
-        (prompt(400, seed=7), "nothing_in_common"),
+        (prompt(20), Reason.SHORT_PROMPT),
+        (prompt(400, seed=7), Reason.NOTHING_IN_COMMON),
     ],
 )
-def test_refusals_have_a_reason(tree: DeltaTree, recipient: TokenIds, reason: str) -> None:
+def test_refusals_have_a_reason(tree: DeltaTree, recipient: TokenIds, reason: Reason) -> None:
     """What cannot be shared is NoPlan with a fixed word, never an exception."""
     assert plan_for(tree, recipient, stored(tree, prompt(400))) == NoPlan(reason)
 

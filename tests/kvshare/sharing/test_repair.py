@@ -1,5 +1,7 @@
 """The structural repair set: where windows are put, and how they shrink."""
 
+from typing import Any
+
 from delta_tree import Copy, NodeId, SegmentId, Span
 from kvshare.settings import RepairSettings, load_settings
 from kvshare.sharing.plan import cut, small_shift
@@ -20,7 +22,13 @@ def copy(target: int, length: int, *, donor: int = 1, donor_start: int | None = 
 
 
 def settings(**changes: float) -> RepairSettings:
-    defaults = {"rule": "auto", "edit_window": 20, "relocated_head": 10, "tail": 5, "max_budget": 1.0}
+    defaults: dict[str, Any] = {
+        "rule": "auto",
+        "edit_window": 20,
+        "relocated_head": 10,
+        "tail": 5,
+        "max_budget": 1.0,
+    }
     return RepairSettings(**{**defaults, **changes})
 
 

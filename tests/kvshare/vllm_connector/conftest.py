@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import pytest
 from kvshare.vllm_protocol.messages import (
     Finished,
     JournalEvent,
+    Prefilled,
     Ticket,
     WireCopy,
     digest_of,
@@ -28,6 +29,7 @@ from kvshare.vllm_protocol.messages import (
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:  # they import vLLM
+    import torch
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
@@ -155,7 +157,7 @@ class Vllm:
         assert connector._worker is not None
         return connector._worker
 
-    def tables(self) -> list[Any]:
+    def tables(self) -> list[torch.Tensor]:
         """The model's rotary frequencies, as the connector reads them."""
         from kvshare.vllm_connector.worker.model import frequency_tables
 
@@ -165,7 +167,7 @@ class Vllm:
         return f"{word}-{next(self._ids)}"
 
     def ticket(self, tokens: Sequence[int], copies: Sequence[WireCopy] = (), **fields: Any) -> Ticket:
-        known = {
+        known: dict[str, Any] = {
             "request_id": self.fresh(),
             "namespace": NAMESPACE,
             "prompt_digest": digest_of(list(tokens)),
@@ -244,6 +246,7 @@ class Vllm:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
         held = set(self.side.segments.ids())
+        assert self.worker._store is not None
         stored = set(self.worker._store.ids()) - set(scheduler._drops)
         assert held == stored
         assert self.side.segments.num_bytes <= self.side.segments.max_bytes
@@ -269,7 +272,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """`checkpoint("llama")` is a folder with a random model; heads are 32 wide, as vLLM's CPU kernels ask."""
     folder = tmp_path_factory.mktemp("checkpoints")
 
@@ -304,7 +307,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def start(checkpoint: Callable[..., Path], mode: str) -> Iterator[Callable[..., Vllm]]:
+def start(checkpoint: Checkpoint, mode: str) -> Iterator[Start]:
     """`start("llama", **options)`: a vLLM; the one before it is closed unless it is the very same."""
     current: list[tuple[object, Vllm]] = []
 
@@ -325,11 +328,19 @@ def start(checkpoint: Callable[..., Path], mode: str) -> Iterator[Callable[..., 
 
 
 @pytest.fixture
-def vllm(start: Callable[..., Vllm]) -> Iterator[Vllm]:
+def vllm(start: Start) -> Iterator[Vllm]:
     """The usual one: Llama in float32. Afterwards nothing may be left over."""
     machine = start()
     yield machine
     machine.check_idle()
+
+
+class Checkpoint(Protocol):
+    def __call__(self, name: str, **changes: Any) -> Path: ...
+
+
+class Start(Protocol):
+    def __call__(self, name: str | Path = "llama", **options: Any) -> Vllm: ...
 
 
 class Texts(Protocol):
@@ -337,7 +348,9 @@ class Texts(Protocol):
 
 
 class Copies(Protocol):
-    def __call__(self, event: Finished, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]: ...
+    def __call__(
+        self, event: Prefilled | Finished, *spans: tuple[int, int], shift: int = 0
+    ) -> list[WireCopy]: ...
 
 
 @pytest.fixture
@@ -353,10 +366,10 @@ def copies() -> Copies:
 
 
 def random_text(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist()
+    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB_SIZE, length)]
 
 
-def copies_of(event: Finished, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]:
+def copies_of(event: Prefilled | Finished, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]:
     return [
         WireCopy(segment.segment_id, start - segment.start, end - start, start + shift, start)
         for span in spans

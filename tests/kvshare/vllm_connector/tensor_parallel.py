@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from delta_tree import SegmentId
 from kvshare.vllm_protocol.messages import Finished, WireCopy, WireOrder, WireSpan
 from kvshare.vllm_protocol.salts import private_salt
 from tests.kvshare.vllm_connector.conftest import Answer, Vllm, copies_of, random_text
@@ -69,7 +70,8 @@ class Scenario:
 
     def _held(self) -> list[list[int]]:
         self.vllm.ask((random_text(50, 0), None, None))  # the next step carries the drops
-        return self.vllm.llm.collective_rpc("segments")
+        held: list[list[int]] = self.vllm.llm.collective_rpc("segments")
+        return held
 
     def _planned(self) -> tuple[Answer, Answer, Finished]:
         """An edited prompt, by plan and in full."""
@@ -130,7 +132,7 @@ class Scenario:
         os._exit(0)  # vLLM has nothing left to shut down in order
 
 
-def first_segment(vllm: Vllm, tokens: Sequence[int]) -> int:
+def first_segment(vllm: Vllm, tokens: Sequence[int]) -> SegmentId:
     return vllm.keep(tokens).stored[0].segment_id
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from kvshare.vllm_protocol.messages import Finished, WireCopy, WireOrder, WireSp
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Answer, Copies, Texts, Vllm
+    from tests.kvshare.vllm_connector.conftest import Answer, Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4  # log-probability, float32
 NUM_REPAIRED = 60
@@ -84,7 +84,7 @@ def places(spans: Sequence[WireSpan]) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def architecture(request: pytest.FixtureRequest, start: Callable[..., Vllm]) -> Vllm:
+def architecture(request: pytest.FixtureRequest, start: Start) -> Vllm:
     return start(request.param)
 
 
@@ -177,6 +177,7 @@ def test_a_segment_that_is_gone_is_computed_and_the_rest_is_repaired(
     donor = vllm.keep(tokens)
     made = scene(donor, tokens, text, copies)
     gone = made.copies[0].segment_id
+    assert vllm.worker._store is not None
     vllm.worker._store.drop([gone])
     _, event = made.ask(vllm)
     kept = (copy.target for copy in made.copies if copy.segment_id != gone)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Copies, Texts, Vllm
+    from vllm.v1.request import Request
+
+    from kvshare.vllm_connector.worker.choosing import Choosing
+    from kvshare.vllm_connector.worker.worker import _Load, _Passed
+    from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
@@ -145,9 +149,7 @@ def test_generated_tokens_are_kept(vllm: Vllm, text: Texts, copies: Copies) -> N
     ],
     ids=["chunked", "unchunked", "async", "chunked-async"],
 )
-def test_scheduling_modes(
-    start: Callable[..., Vllm], text: Texts, copies: Copies, options: dict[str, Any]
-) -> None:
+def test_scheduling_modes(start: Start, text: Texts, copies: Copies, options: dict[str, Any]) -> None:
     """Placeholders beyond the step's token limit, long tails, chunked prefill on and off, steps in flight."""
     from kvshare.vllm_protocol.salts import private_salt
 
@@ -168,7 +170,9 @@ def test_scheduling_modes(
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_preemption(start: Callable[..., Vllm], text: Texts, copies: Copies, async_scheduling: bool) -> None:
+def test_preemption(
+    start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
     """A KV cache too small for all: preempted requests find their plan again and end as they should."""
     from kvshare.vllm_protocol.salts import private_salt
 
@@ -186,23 +190,26 @@ def test_preemption(start: Callable[..., Vllm], text: Texts, copies: Copies, asy
     assert before == 14
     preempted: list[str] = []
     preempt = vllm.scheduler._preempt_request
-    vllm.scheduler._preempt_request = lambda request, *a, **k: (
-        preempted.append(request.request_id),
-        preempt(request, *a, **k),
-    )
+
+    def noted_preempt(request: Request, *rest: Any, **options: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *rest, **options)
+
+    monkeypatch.setattr(vllm.scheduler, "_preempt_request", noted_preempt)
     requests = []
     for tokens, donor in zip(texts, donors, strict=True):
         ticket = vllm.ticket(tokens, copies(donor, (0, 20), (26, 50)))
         requests.append((tokens, ticket, private_salt(ticket.request_id)))
     answers = vllm.ask(*requests, max_tokens=60)
-    vllm.scheduler._preempt_request = preempt
     assert preempted
     for answer, truth in zip(answers, truths, strict=True):
         assert answer.distance(truth) <= LIMIT
     vllm.check_idle()
 
 
-def test_planned_requests_wait_their_turn(start: Callable[..., Vllm], text: Texts, copies: Copies) -> None:
+def test_planned_requests_wait_their_turn(
+    start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of six that arrive together each is computed in a step of its own, in order, and all are right."""
     from kvshare.vllm_protocol.salts import private_salt
 
@@ -212,10 +219,12 @@ def test_planned_requests_wait_their_turn(start: Callable[..., Vllm], text: Text
     truths = [vllm.plain(tokens) for tokens in texts]
     computed: list[list[str]] = []
     compute = vllm.worker._compute
-    vllm.worker._compute = lambda loads, choosing: (
-        computed.append([load.request.request_id for load in loads]),
-        compute(loads, choosing),
-    )[1]
+
+    def noted_compute(loads: Sequence[_Load], choosing: Mapping[str, Choosing]) -> dict[str, _Passed]:
+        computed.append([load.request.request_id for load in loads])
+        return compute(loads, choosing)
+
+    monkeypatch.setattr(vllm.worker, "_compute", noted_compute)
     requests = []
     for tokens, donor in zip(texts, donors, strict=True):
         ticket = vllm.ticket(tokens, copies(donor, (0, 90), (100, 180)))

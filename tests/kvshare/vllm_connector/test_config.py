@@ -1,12 +1,17 @@
 """The connector's settings, and what of vLLM's configuration is not supported."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.kvshare.vllm_connector.conftest import Start
 
-def config(**changes: Any) -> Any:
+
+def config(**changes: Any) -> SimpleNamespace:
     """As much of a VllmConfig as `unsupported_reasons` reads; everything supported but for the changes."""
     parallel = SimpleNamespace(
         pipeline_parallel_size=1,
@@ -95,7 +100,7 @@ def test_ranks_without_experts_are_supported() -> None:
     assert message == "the model has no KV cache"
 
 
-def test_vllms_own_settings_are_read_right(start: Any, monkeypatch: Any) -> None:
+def test_vllms_own_settings_are_read_right(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the configuration that vLLM made itself, set as it sets it for a model with images, or for XPU."""
     from vllm.config import MultiModalConfig
     from vllm.platforms import current_platform
@@ -127,7 +132,7 @@ def test_vllms_own_settings_are_read_right(start: Any, monkeypatch: Any) -> None
         ({"control_token": "s3cret"}, "control_token"),
     ],
 )
-def test_settings_name_what_is_wrong(given: Any, word: str) -> None:
+def test_settings_name_what_is_wrong(given: object, word: str) -> None:
     from kvshare.vllm_connector.config import ConnectorSettings
 
     with pytest.raises(ValueError, match=word):

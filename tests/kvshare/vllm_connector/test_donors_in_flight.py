@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvshare.vllm_protocol.messages import Prefilled, Ticket
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Copies, Texts, Vllm
+    from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4
 LONG = 40  # tokens of an answer that runs on
@@ -53,7 +52,7 @@ def finish(vllm: Vllm) -> None:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_others_copy_from_it_while_it_runs(
-    start: Callable[..., Vllm], text: Texts, copies: Copies, *, async_scheduling: bool
+    start: Start, text: Texts, copies: Copies, *, async_scheduling: bool
 ) -> None:
     """What they copy is what a whole prefill gives; the answer's KV comes behind it."""
     vllm = start("llama", async_scheduling=async_scheduling)
@@ -62,7 +61,7 @@ def test_others_copy_from_it_while_it_runs(
     begin(vllm, tokens, ticket)
     donor = step_until_prefilled(vllm, ticket)
     assert sum(segment.length for segment in donor.stored) == 400
-    planned = vllm.ticket(other, copies(donor, (0, 300)), exact_length=300)  # type: ignore[arg-type]
+    planned = vllm.ticket(other, copies(donor, (0, 300)), exact_length=300)
     answer, _ = vllm.ask((other, planned, vllm.fresh("tenant")))  # and that of the first
     assert answer.distance(vllm.plain(other)) <= LIMIT
     assert vllm.finished(planned).num_computed == 90
@@ -105,7 +104,7 @@ def test_one_that_is_aborted_leaves_its_prompt(vllm: Vllm, text: Texts, copies: 
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
 
 
-def test_one_that_is_preempted_is_not_saved_twice(start: Callable[..., Vllm], text: Texts) -> None:
+def test_one_that_is_preempted_is_not_saved_twice(start: Start, text: Texts) -> None:
     """It comes back, and its answer is added to what was saved."""
     vllm = start("llama")
     tokens = text(400, 6)
@@ -130,7 +129,7 @@ def test_a_save_that_fails_is_tried_again_with_the_answer(
     begin(vllm, tokens, ticket)
     with monkeypatch.context() as patch:
 
-        def fail(*_: Any) -> None:
+        def fail(*_: object) -> None:
             raise RuntimeError("no memory")
 
         patch.setattr(vllm.worker, "_copy_out", fail)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,7 +12,11 @@ from delta_tree import segment_tokens
 from kvshare.vllm_protocol.messages import PROTOCOL, Ticket, budget_of
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Copies, Texts, Vllm
+    from delta_tree import SegmentId
+    from kvshare.vllm_connector.metadata import LoadRequest
+    from kvshare.vllm_connector.worker.segment_store import Stored
+    from kvshare.vllm_connector.worker.worker import _Load
+    from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
@@ -22,10 +26,11 @@ def dropped(vllm: Vllm) -> set[int]:
     return {i for event in vllm.events() if event.kind == "dropped" for i in event.segment_ids}
 
 
-def corrupt(vllm: Vllm, segment_id: int) -> None:
+def corrupt(vllm: Vllm, segment_id: SegmentId) -> None:
     """One row of the stored keys is no longer what was put there."""
     import torch
 
+    assert vllm.worker._store is not None
     stored = vllm.worker._store.find([segment_id])[segment_id]
     with torch.inference_mode():
         stored.rows[:, 1, 0, 250] += 1.0
@@ -82,7 +87,7 @@ def test_corrupt_bytes_found_in_a_requests_last_step(
     assert bad.stored[0].segment_id not in {tuple(plan)[i].segment_id for i in event.used}
 
 
-def fail(*_: Any) -> None:
+def fail(*_: object) -> None:
     raise RuntimeError("out of memory, say")
 
 
@@ -118,7 +123,7 @@ def test_a_load_that_breaks_off(
 
 @pytest.mark.parametrize("stage", ["_write_copies", "_compute"])
 def test_a_load_that_breaks_off_with_a_step_in_flight(
-    start: Callable[..., Vllm], text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str
+    start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     """The next step is scheduled before vLLM hears of it, and without this request: nothing is lost."""
     vllm = start("llama", async_scheduling=True)
@@ -132,7 +137,7 @@ def test_a_load_that_breaks_off_with_a_step_in_flight(
     vllm.check_idle()
 
 
-def load(tokens: list[int]) -> Any:
+def load(tokens: list[int]) -> LoadRequest:
     """A request without copies."""
     from kvshare.vllm_connector.metadata import LoadRequest
 
@@ -159,9 +164,11 @@ def test_one_that_is_aborted_while_it_is_loaded(
     ticket = vllm.ticket(tokens, copies(donor, (0, 590)), exact_length=590)
     may_copy, write_copies = threading.Event(), vllm.worker._write_copies
 
-    def write_late(*arguments: Any) -> Any:
+    def write_late(load: _Load, found: Mapping[SegmentId, Stored], mark: object) -> Mapping[str, float]:
         may_copy.wait()
-        return fail() if fails else write_copies(*arguments)
+        if fails:
+            fail()
+        return write_copies(load, found, mark)
 
     with monkeypatch.context() as patch:
         patch.setattr(vllm.worker, "_write_copies", write_late)
@@ -217,7 +224,7 @@ def test_a_segment_that_leaves_while_its_copy_is_in_use(vllm: Vllm, text: Texts,
     assert (event.reason, event.used, event.stored) == ("segments_gone", (), ())
 
 
-def test_a_segment_that_leaves_before_it_is_saved(start: Callable[..., Vllm], text: Texts) -> None:
+def test_a_segment_that_leaves_before_it_is_saved(start: Start, text: Texts) -> None:
     """Two prompts end in one step, the second needs the room of the first: one is told of and held."""
     vllm = start("llama", max_bytes=1536 * 800)
     prompts = [text(500, 60 + number) for number in range(2)]
@@ -305,7 +312,7 @@ def test_a_copy_beyond_its_segment_is_not_laid(vllm: Vllm, text: Texts) -> None:
         {"copies": "none"},
     ],
 )
-def test_a_ticket_that_cannot_be_read(vllm: Vllm, text: Texts, document: Any) -> None:
+def test_a_ticket_that_cannot_be_read(vllm: Vllm, text: Texts, document: object) -> None:
     """Rubbish in kv_transfer_params is logged and ignored."""
     from vllm import SamplingParams
 
@@ -347,9 +354,7 @@ class TestAborts:
         answer, _ = vllm.shared(tokens, copies(donor, *SCATTERED))
         assert answer.distance(vllm.plain(tokens)) <= LIMIT
 
-    def test_in_the_middle_of_a_long_prefill(
-        self, start: Callable[..., Vllm], text: Texts, copies: Copies
-    ) -> None:
+    def test_in_the_middle_of_a_long_prefill(self, start: Start, text: Texts, copies: Copies) -> None:
         """An unfinished prefill is not kept."""
         vllm = start("llama", max_num_batched_tokens=128)
         tokens = text(900, 21)
@@ -364,7 +369,7 @@ class TestAborts:
         vllm.check_idle()
 
 
-def test_the_store_is_bounded(start: Callable[..., Vllm], text: Texts, copies: Copies) -> None:
+def test_the_store_is_bounded(start: Start, text: Texts, copies: Copies) -> None:
     """Least recently used segments leave; a donor in use stays; the cap holds all along."""
     vllm = start("llama", max_bytes=1536 * 2000)
     first = vllm.keep(text(500, 30))
@@ -378,7 +383,7 @@ def test_the_store_is_bounded(start: Callable[..., Vllm], text: Texts, copies: C
     assert first.stored[0].segment_id in vllm.side.segments
 
 
-def test_segments_are_cut_by_what_the_proxy_lets_it_hold(start: Callable[..., Vllm], text: Texts) -> None:
+def test_segments_are_cut_by_what_the_proxy_lets_it_hold(start: Start, text: Texts) -> None:
     """As the embedded engine cuts them where the store has as many bytes; the last has what is left over."""
     vllm = start("llama", max_bytes=1536 * 24_000)
     stored = vllm.keep(text(500, 77)).stored
@@ -391,7 +396,7 @@ def test_segments_are_cut_by_what_the_proxy_lets_it_hold(start: Callable[..., Vl
     vllm.check_idle()
 
 
-def test_a_prompt_larger_than_the_store(start: Callable[..., Vllm], text: Texts) -> None:
+def test_a_prompt_larger_than_the_store(start: Start, text: Texts) -> None:
     """It is served and not kept, and nobody is evicted for it."""
     vllm = start("llama", max_bytes=1536 * 400)
     kept = vllm.keep(text(300, 40))
@@ -401,7 +406,7 @@ def test_a_prompt_larger_than_the_store(start: Callable[..., Vllm], text: Texts)
     vllm.check_idle()
 
 
-def test_an_answer_that_finds_no_room_leaves_its_prompt(start: Callable[..., Vllm], text: Texts) -> None:
+def test_an_answer_that_finds_no_room_leaves_its_prompt(start: Start, text: Texts) -> None:
     vllm = start("llama", max_bytes=1536 * 320)
     tokens = text(300, 42)
     ticket = vllm.ticket(tokens)
@@ -413,7 +418,7 @@ def test_an_answer_that_finds_no_room_leaves_its_prompt(start: Callable[..., Vll
     vllm.check_idle()
 
 
-def test_new_weights_drop_everything(start: Callable[..., Vllm], text: Texts, copies: Copies) -> None:
+def test_new_weights_drop_everything(start: Start, text: Texts, copies: Copies) -> None:
     """`reset_prefix_cache(reset_connector=True)`, as after a weight update."""
     vllm = start("llama")
     tokens = text(600, 50)
@@ -434,4 +439,5 @@ def test_reloaded_weights_take_their_segments_with_them(vllm: Vllm, text: Texts,
     assert event.used == ()
     assert donor.stored[0].segment_id in dropped(vllm)
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
+    assert vllm.side.scheduler is not None
     vllm.side.scheduler.reset_cache()  # what else was held

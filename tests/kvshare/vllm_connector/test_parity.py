@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Copies, Texts, Vllm
+    from kvshare.vllm_protocol.messages import Ticket
+    from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
 
 ARCHITECTURES = [
     "llama",
@@ -30,7 +30,7 @@ SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def architecture(request: pytest.FixtureRequest, start: Callable[..., Vllm]) -> Vllm:
+def architecture(request: pytest.FixtureRequest, start: Start) -> Vllm:
     """Of module scope, so that each vLLM is started once."""
     vllm = start(request.param, disable_hybrid_kv_cache_manager=True)
     # vLLM 0.32's CPU backend with experts: on several threads the same prompt has several answers.
@@ -84,7 +84,7 @@ class TestExactness:
         vllm = architecture
         texts = [text(500 + 30 * seed, 10 + seed) for seed in range(4)]
         donors = [vllm.keep(tokens) for tokens in texts]
-        requests = []
+        requests: list[tuple[list[int], Ticket | None, str]] = []
         for tokens, donor in zip(texts, donors, strict=True):
             ticket = vllm.ticket(tokens, copies(donor, (0, 64), (90, 300), (310, 480)))
             requests.append((tokens, ticket, private_salt(ticket.request_id)))
@@ -97,7 +97,7 @@ class TestExactness:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_bfloat16(start: Callable[..., Vllm], text: Texts, copies: Copies, name: str) -> None:
+def test_bfloat16(start: Start, text: Texts, copies: Copies, name: str) -> None:
     """In bfloat16 the same plans give what rounding allows, and the layout is understood there, too."""
     vllm, tokens = start(name, dtype="bfloat16"), text(600)
     assert vllm.side.info().can_move_keys
@@ -110,9 +110,7 @@ def test_bfloat16(start: Callable[..., Vllm], text: Texts, copies: Copies, name:
     assert all(abs(first[t] - shared.logprobs[0][t]) < 0.1 for t in first.keys() & shared.logprobs[0].keys())
 
 
-def test_moved_copies_equal_the_embedded_engine(
-    start: Callable[..., Vllm], text: Texts, copies: Copies
-) -> None:
+def test_moved_copies_equal_the_embedded_engine(start: Start, text: Texts, copies: Copies) -> None:
     """Two engines that share no attention code give the same approximate answer for the same plan."""
     import numpy as np
     import torch

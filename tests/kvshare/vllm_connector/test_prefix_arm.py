@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -11,11 +10,16 @@ import pytest
 from kvshare.replay.arms import make_arm, parse_arms
 from tests.kvshare.replay.synthetic import request, workbench
 
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    from tests.kvshare.vllm_connector.conftest import Start
+
 BLOCK = 16
 _END = 1  # what ends an answer; sampled last, so it has no KV
 
 
-def _manager(num_blocks: int) -> Any:
+def _manager(num_blocks: int) -> KVCacheManager:
     import torch
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -29,7 +33,7 @@ def _manager(num_blocks: int) -> Any:
     return KVCacheManager(config, max_model_len=8192, scheduler_block_size=BLOCK, hash_block_size=BLOCK)
 
 
-def _serve(manager: Any, number: int, prompt: list[int], answer: list[int]) -> int:
+def _serve(manager: KVCacheManager, number: int, prompt: list[int], answer: list[int]) -> int:
     """Prefill, then a step a token, then free; the prompt tokens that vLLM found cached."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
@@ -81,7 +85,7 @@ def test_hits_are_vllms(num_blocks: int) -> None:
     assert num_hits > 50
 
 
-def test_hits_are_those_that_vllm_counts(start: Callable[..., Any]) -> None:
+def test_hits_are_those_that_vllm_counts(start: Start) -> None:
     """A real engine answers the same requests; its metrics say what it looked up and what it found."""
     block_size = 32  # the smallest of vLLM's CPU backend
     vllm = start("llama", block_size=block_size, disable_log_stats=False)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Texts, Vllm
+    from tests.kvshare.vllm_connector.conftest import Checkpoint, Start, Texts, Vllm
 
 
 @pytest.mark.parametrize(
@@ -26,12 +24,12 @@ if TYPE_CHECKING:
     ],
 )
 def test_a_refused_model_is_served_unshared(
-    start: Callable[..., Vllm],
-    checkpoint: Callable[..., Path],
+    start: Start,
+    checkpoint: Checkpoint,
     text: Texts,
     name: str,
-    changes: Any,
-    options: Any,
+    changes: dict[str, object],
+    options: dict[str, object],
     word: str,
 ) -> None:
     """The real thing starts, says why, and ignores tickets."""
@@ -48,7 +46,7 @@ def assert_served_unshared(vllm: Vllm, tokens: list[int]) -> None:
     assert vllm.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > 0
 
 
-def test_inside_another_connector_nothing_is_shared(start: Callable[..., Vllm], text: Texts) -> None:
+def test_inside_another_connector_nothing_is_shared(start: Start, text: Texts) -> None:
     """vLLM's MultiConnector hands neither the model nor our metadata on as we need them; we say so."""
     ours = {
         "kv_connector": "KVShareConnector",
@@ -66,7 +64,7 @@ def test_inside_another_connector_nothing_is_shared(start: Callable[..., Vllm], 
 
 
 def test_a_taken_control_port_stops_nothing(
-    start: Callable[..., Vllm], text: Texts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    start: Start, text: Texts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM serves on without sharing, and its log says in one line what to do."""
     from kvshare.vllm_connector.scheduler import lifecycle
@@ -83,7 +81,7 @@ def test_a_taken_control_port_stops_nothing(
         assert_served_unshared(served, text(300))
 
 
-def test_each_rank_has_its_own_control_port(start: Callable[..., Vllm]) -> None:
+def test_each_rank_has_its_own_control_port(start: Start) -> None:
     """Counted from the one of the settings; the only engine of a vLLM is no rank."""
     from kvshare.vllm_connector.config import ConnectorSettings
     from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
@@ -106,7 +104,7 @@ def test_each_rank_has_its_own_control_port(start: Callable[..., Vllm]) -> None:
 
 
 def test_without_the_worker_class_nothing_is_shared(
-    checkpoint: Callable[..., Path], start: Callable[..., Vllm], text: Texts
+    checkpoint: Checkpoint, start: Start, text: Texts
 ) -> None:
     """Plain `vllm serve` with the connector but without --worker-cls says what is missing."""
     vllm = start("llama", worker_cls="auto")
@@ -126,7 +124,7 @@ def test_an_open_control_server_needs_a_token(monkeypatch: pytest.MonkeyPatch) -
         SchedulerSide(SimpleNamespace(), ConnectorSettings(control_host="0.0.0.0"), ())
 
 
-def test_other_weights_are_another_namespace(start: Callable[..., Vllm]) -> None:
+def test_other_weights_are_another_namespace(start: Start) -> None:
     """A model that is called the same but was trained on is told apart by its weights."""
     import torch
 
@@ -146,7 +144,7 @@ def test_other_weights_are_another_namespace(start: Callable[..., Vllm]) -> None
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_both_engines_know_a_model_by_the_same_fingerprint(
-    start: Callable[..., Vllm], checkpoint: Callable[..., Path], name: str
+    start: Start, checkpoint: Checkpoint, name: str
 ) -> None:
     """A calibration is found by it, whoever measured and whoever serves, in whatever dtype."""
     from kvshare.engines.embedded.stored_model import stored_fingerprint

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Vllm
+    from tests.kvshare.vllm_connector.conftest import Checkpoint, Start
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 1e-4
@@ -61,7 +60,7 @@ def run(model: Path, folder: Path, fault: str = "") -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcome(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def outcome(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """All that can be tried with one start."""
     return run(checkpoint("llama"), tmp_path_factory.mktemp("ranks"))
 
@@ -74,7 +73,7 @@ def test_planned_requests_are_answered_as_in_full(outcome: Outcome) -> None:
         assert decision == "approx"
 
 
-def test_the_same_repairs_are_chosen_as_on_one_rank(outcome: Outcome, start: Callable[..., Vllm]) -> None:
+def test_the_same_repairs_are_chosen_as_on_one_rank(outcome: Outcome, start: Start) -> None:
     """Each rank has half of the heads; scores are summed before the choice."""
     from tests.kvshare.vllm_connector.conftest import random_text
     from tests.kvshare.vllm_connector.tensor_parallel import MAX_BYTES, ask_chosen
@@ -90,9 +89,7 @@ def test_the_same_repairs_are_chosen_as_on_one_rank(outcome: Outcome, start: Cal
     )
 
 
-def test_what_is_stored_does_not_depend_on_the_number_of_ranks(
-    outcome: Outcome, start: Callable[..., Vllm]
-) -> None:
+def test_what_is_stored_does_not_depend_on_the_number_of_ranks(outcome: Outcome, start: Start) -> None:
     """Both see whole heads in one memory, which are those of a single rank."""
     from tests.kvshare.vllm_connector.conftest import random_text
     from tests.kvshare.vllm_connector.tensor_parallel import MAX_BYTES, first_segment
@@ -142,9 +139,7 @@ def test_a_rank_that_fails_in_a_pass_takes_vllm_with_it(outcome: Outcome) -> Non
 
 
 @pytest.mark.long
-def test_a_rank_that_cannot_be_prepared_is_served_unshared(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_rank_that_cannot_be_prepared_is_served_unshared(checkpoint: Checkpoint, tmp_path: Path) -> None:
     found = run(checkpoint("llama"), tmp_path, "1:prepare")
     (refusals,) = found.said["refusals"]
     assert any("RuntimeError" in reason for reason in refusals), refusals
@@ -152,9 +147,7 @@ def test_a_rank_that_cannot_be_prepared_is_served_unshared(
 
 
 @pytest.mark.long
-def test_a_rank_that_fails_in_the_self_test_ends_the_start(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_rank_that_fails_in_the_self_test_ends_the_start(checkpoint: Checkpoint, tmp_path: Path) -> None:
     found = run(checkpoint("llama"), tmp_path, "1:self-test")
     assert not found.said
     assert found.log.count("kvshare: rank 1 failed in the self-test") == 1

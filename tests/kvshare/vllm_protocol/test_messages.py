@@ -130,7 +130,8 @@ def test_a_ticket_without_a_field_names_it(ticket: Ticket, data: st.DataObject) 
     """Whatever is missing or of another type is told by name."""
     document = sent(ticket)
     name = data.draw(st.sampled_from(sorted(document)))
-    for wrong in (None, {}, -1, [[1, 2]], "" if name in ("protocol", "keep") else True):
+    wrongs: list[object] = [None, {}, -1, [[1, 2]], "" if name in ("protocol", "keep") else True]
+    for wrong in wrongs:
         if (name, wrong) == ("order", None):
             continue  # there is nothing to choose
         with pytest.raises(WireError, match=name):

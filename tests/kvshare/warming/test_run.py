@@ -116,7 +116,7 @@ async def test_a_wrong_key_and_nobody_there_are_said(guarded: Server) -> None:
 
 async def test_each_failure_has_its_line_and_a_word(server: Server) -> None:
     """The server's code, or the status and the field; never the text, nor the server's message."""
-    entries = [
+    entries: list[Entry | Unreadable] = [
         Unreadable(Place("file", 1), Reason.BAD_JSON),
         entry("SECRET " * 300, 2),
         entry("SECRET", 3, model="another"),

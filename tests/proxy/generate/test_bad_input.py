@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import openai
@@ -16,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from yarl import URL
 
-from kvshare.errors import ContextLengthError, EngineError, OverloadedError, RequestError
+from kvshare.errors import ContextLengthError, EngineError, ErrorCode, OverloadedError, RequestError
 from tests.proxy.conftest import Server, chat, running_server
 from tests.proxy.fake_engine import Behaviour
 
@@ -44,7 +46,7 @@ async def check_refused(
     assert response.headers["X-Request-Id"]
     assert not any(server.engine.stored.values())
     assert (await server.get("/health")).status == 200
-    return error["message"]
+    return str(error["message"])
 
 
 @pytest.mark.parametrize(
@@ -237,10 +239,10 @@ async def test_the_client_sees_typed_errors(server: Server) -> None:
 async def test_large_bodies_are_refused(server: Server) -> None:
     """10 MB is a 413, also when it comes in chunks or grows out of a small compressed body."""
     large = json.dumps(chat("x" * 10_000_000)).encode()
-    too_large = {"status": 413, "code": "request_too_large"}
+    too_large: dict[str, Any] = {"status": 413, "code": "request_too_large"}
     await check_refused(server, await server.post(CHAT, large), **too_large)
 
-    async def pieces():  # type: ignore[no-untyped-def]
+    async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, len(large), 1 << 16):
             yield large[start : start + (1 << 16)]
 
@@ -269,10 +271,10 @@ async def test_bodies_must_say_that_they_are_json(server: Server) -> None:
 
 async def test_unknown_routes_and_methods_answer_in_json(server: Server) -> None:
     """404 and 405 have the error shape too."""
-    missing = {"status": 404, "code": "not_found"}
+    missing: dict[str, Any] = {"status": 404, "code": "not_found"}
     await check_refused(server, await server.get("/v1/unknown"), **missing)
     await check_refused(server, await server.get("/nothing"), **missing)
-    not_allowed = {"status": 405, "code": "method_not_allowed"}
+    not_allowed: dict[str, Any] = {"status": 405, "code": "method_not_allowed"}
     response = await server.post("/health", {})
     message = await check_refused(server, response, **not_allowed)
     assert message == "This route does not take POST: expected GET, HEAD."
@@ -300,7 +302,13 @@ async def test_an_unknown_route_is_answered_with_those_that_exist(server: Server
         (OverloadedError("full"), 429, "rate_limit_error", "queue_full", None),
         (EngineError("broken"), 500, "server_error", "engine_error", None),
         (RuntimeError("SECRET"), 500, "server_error", "engine_error", None),
-        (RequestError("bad", param="seed", code="x"), 400, "invalid_request_error", "x", "seed"),
+        (
+            RequestError("bad", param="seed", code=ErrorCode.BAD_REQUEST),
+            400,
+            "invalid_request_error",
+            "bad_request",
+            "seed",
+        ),
         (
             ContextLengthError(num_prompt_tokens=1, max_tokens=1, max_model_len=1),
             400,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
+from openai.types import CompletionUsage
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.proxy.conftest import Server, chat, running_server
 from tests.proxy.fake_engine import Behaviour
 
-MESSAGES = [{"role": "user", "content": "hello"}]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 
 
 async def test_chat_completion_answers_whole(server: Server) -> None:
@@ -24,18 +28,33 @@ async def test_chat_completion_answers_whole(server: Server) -> None:
     assert answer.choices[0].logprobs is None
 
 
+def num_cached(usage: CompletionUsage | None) -> int | None:
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    return usage.prompt_tokens_details.cached_tokens
+
+
+def shared(usage: CompletionUsage | None) -> dict[str, Any]:
+    """What the server adds to the usage."""
+    assert usage is not None
+    assert usage.model_extra is not None
+    found: dict[str, Any] = usage.model_extra["kvshare"]
+    return found
+
+
 async def test_usage_always_accounts_for_the_prompt(server: Server) -> None:
     """cached_tokens is a number on a miss and on a hit, and the kvshare counts add up to the prompt."""
     async with server.client() as client:
         miss = await client.chat.completions.create(model="echo", messages=MESSAGES)
         hit = await client.chat.completions.create(model="echo", messages=MESSAGES)
-    assert miss.usage.prompt_tokens_details.cached_tokens == 0
-    assert miss.usage.kvshare["decision"] == "full"
-    assert miss.usage.kvshare["reason"] == "no_candidates"
-    assert hit.usage.prompt_tokens_details.cached_tokens == 10
-    assert hit.usage.kvshare["decision"] == "exact"
+    assert num_cached(miss.usage) == 0
+    assert shared(miss.usage)["decision"] == "full"
+    assert shared(miss.usage)["reason"] == "no_candidates"
+    assert num_cached(hit.usage) == 10
+    assert shared(hit.usage)["decision"] == "exact"
     for usage in (miss.usage, hit.usage):
-        counts = [usage.kvshare[name] for name in ("exact", "copied", "recomputed", "repaired")]
+        assert usage is not None
+        counts = [shared(usage)[name] for name in ("exact", "copied", "recomputed", "repaired")]
         assert sum(counts) == usage.prompt_tokens == 11
         assert usage.completion_tokens == 5
         assert usage.total_tokens == 16
@@ -73,8 +92,9 @@ async def test_include_usage_adds_one_last_chunk(server: Server) -> None:
         chunks = [chunk async for chunk in stream]
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * 7
     assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 5
-    assert chunks[-1].usage.kvshare["decision"] == "full"
+    assert shared(chunks[-1].usage)["decision"] == "full"
 
 
 async def test_sse_bytes_of_a_stream(server: Server) -> None:
@@ -108,12 +128,14 @@ async def test_several_choices_are_told_apart(server: Server) -> None:
 
 async def test_chat_logprobs(server: Server) -> None:
     """Each token has its bytes, a finite logprob and as many alternatives as asked for."""
-    options = {"model": "echo", "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+    options: dict[str, Any] = {"model": "echo", "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
     async with server.client() as client:
         whole = await client.chat.completions.create(**options)
         stream = await client.chat.completions.create(**options, stream=True)
         chunks = [chunk async for chunk in stream]
+    assert whole.choices[0].logprobs is not None
     tokens = whole.choices[0].logprobs.content
+    assert tokens is not None
     assert [token.token for token in tokens] == list("hello")
     assert tokens[0].bytes == [104]
     assert tokens[0].logprob == -9999.0
@@ -155,9 +177,7 @@ async def test_completion_ends_after_sixteen_tokens_unless_told(server: Server) 
         ([[104, 105], [106]], ["hi", "j"]),
     ],
 )
-async def test_completion_takes_every_form_of_prompt(
-    server: Server, prompt: object, texts: list[str]
-) -> None:
+async def test_completion_takes_every_form_of_prompt(server: Server, prompt: Any, texts: list[str]) -> None:
     """Lists of texts and of token ids answer in order, n choices for each."""
     async with server.client() as client:
         whole = await client.completions.create(model="echo", prompt=prompt, n=2)
@@ -168,6 +188,7 @@ async def test_completion_takes_every_form_of_prompt(
     expected = [text for text in texts for _ in range(2)]
     assert [choice.text for choice in whole.choices] == streamed == expected
     assert [choice.index for choice in whole.choices] == list(range(len(expected)))
+    assert whole.usage is not None
     assert whole.usage.prompt_tokens == sum(len(text) for text in texts)
 
 
@@ -181,12 +202,14 @@ async def test_more_prompts_than_slots(server: Server) -> None:
 
 async def test_completion_logprobs(server: Server) -> None:
     """Tokens, logprobs, alternatives and offsets are parallel lists, running on through a stream."""
-    options = {"model": "echo", "prompt": "abc", "logprobs": 1}
+    options: dict[str, Any] = {"model": "echo", "prompt": "abc", "logprobs": 1}
     async with server.client() as client:
         whole = await client.completions.create(**options)
         stream = await client.completions.create(**options, stream=True)
         chunks = [chunk async for chunk in stream]
     logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.top_logprobs is not None
     assert logprobs.tokens == ["a", "b", "c"]
     assert logprobs.text_offset == [0, 1, 2]
     assert logprobs.top_logprobs[1] == {"a": -1.0, "b": -9999.0}
@@ -227,19 +250,26 @@ async def test_sampling_reaches_the_engine(server: Server) -> None:
 
 async def test_content_parts_and_developer_messages(server: Server) -> None:
     """Text parts are joined, and a developer speaks as system."""
-    messages = [
+    messages: list[ChatCompletionMessageParam] = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]},
     ]
     async with server.client() as client:
         answer = await client.chat.completions.create(model="echo", messages=messages)
     assert answer.choices[0].message.content == "hello"
+    assert answer.usage is not None
     assert answer.usage.prompt_tokens == len("<system>be brief<user>hello")
 
 
 async def test_unknown_parameters_pass(server: Server) -> None:
     """What clients send beside the contract is no reason to refuse."""
-    extra = {"user": "u1", "metadata": {"a": "b"}, "prompt_cache_key": "k", "x_anything": [1], "tools": []}
+    extra: dict[str, object] = {
+        "user": "u1",
+        "metadata": {"a": "b"},
+        "prompt_cache_key": "k",
+        "x_anything": [1],
+        "tools": [],
+    }
     response = await server.post("/v1/chat/completions", chat(**extra))
     assert response.status == 200
 
@@ -261,7 +291,7 @@ async def test_models(server: Server) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             await client.models.retrieve("org/other")
     assert [entry.id for entry in listed.data] == ["echo"]
-    assert card.max_model_len == 1000
+    assert card.to_dict()["max_model_len"] == 1000
     assert caught.value.code == "model_not_found"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.proxy.conftest import Server
@@ -11,7 +13,7 @@ from tests.proxy.conftest import Server
     ("prompt", "texts"),
     [("ab", ["ab"]), ([104, 105], ["hi"]), (["ab", "cd"], ["ab", "cd"]), ([[104], [105]], ["h", "i"])],
 )
-async def test_choices_begin_with_their_prompt(server: Server, prompt: object, texts: list[str]) -> None:
+async def test_choices_begin_with_their_prompt(server: Server, prompt: Any, texts: list[str]) -> None:
     """Whole and streamed, for every choice of every prompt."""
     async with server.client() as client:
         whole = await client.completions.create(model="echo", prompt=prompt, echo=True, n=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from typing import Any
+from typing import Literal
 
 import openai
 import pytest
@@ -16,7 +16,7 @@ from tests.proxy.fake_engine import Behaviour
 @pytest.mark.parametrize("encoding", ["float", openai.omit])
 @pytest.mark.parametrize(("given", "lengths"), [("abc", [3]), (["a", "bb"], [1, 2])])
 async def test_texts_become_vectors(
-    server: Server, encoding: Any, given: str | list[str], lengths: list[int]
+    server: Server, encoding: Literal["float"] | openai.Omit, given: str | list[str], lengths: list[int]
 ) -> None:
     """In order, with the tokens that were read. Left to itself the client asks for base64 and decodes it."""
     async with server.client() as client:

@@ -10,14 +10,14 @@ import re
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionChunk
+from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 
 from kvshare.errors import EngineError
 from tests.proxy.conftest import Server, chat, eventually, running_server
 from tests.proxy.fake_engine import Behaviour
 
 CHAT = "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "hello"}]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ async def test_the_client_raises_when_a_stream_fails() -> None:
 
     async def read(stream: openai.AsyncStream[ChatCompletionChunk]) -> None:
         async for chunk in stream:
-            texts.append(chunk.choices[0].delta.content)
+            texts.append(chunk.choices[0].delta.content or "")
 
     async with running_server(Behaviour(fail_after_tokens=2)) as server, server.client() as client:
         stream = await client.chat.completions.create(model="echo", messages=MESSAGES, stream=True)

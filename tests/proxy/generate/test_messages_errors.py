@@ -32,7 +32,8 @@ async def error_of(response: aiohttp.ClientResponse) -> dict[str, str]:
     assert body["type"] == "error"
     assert body["error"].keys() == {"type", "message"}
     assert body["request_id"] == response.headers["request-id"] == response.headers["X-Request-Id"]
-    return body["error"]
+    error: dict[str, str] = body["error"]
+    return error
 
 
 def said(*content: object, role: str = "user") -> dict[str, Any]:

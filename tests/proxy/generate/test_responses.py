@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from openai.types.responses import ResponseFunctionToolCall, ResponseReasoningItem
 
 from kvshare.conversation.chat import ToolChoice, ToolUse
 from tests.proxy.conftest import Server, running_server
@@ -27,9 +28,14 @@ def call_text(name: str, city: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'city': city}})}\n</tool_call>"
 
 
-TOOLS = [tool("weather"), tool("time")]
+TOOLS: list[Any] = [tool("weather"), tool("time")]  # without `strict`, which the client's type asks for
 ONE = call_text("weather", "Paris")
 TWO = f"{ONE}\n{call_text('time', 'Lyon')}"
+
+
+def call_of(item: object) -> ResponseFunctionToolCall:
+    assert isinstance(item, ResponseFunctionToolCall)
+    return item
 
 
 async def events_of(server: Server, **extra: object) -> list[dict[str, Any]]:
@@ -113,13 +119,14 @@ async def test_a_stream_adds_up_to_the_whole() -> None:
             streamed = await stream.get_final_response()
     for answer in (whole, streamed):
         assert answer.output_text.strip() == "I look."
-        _, *calls = answer.output
+        calls = [call_of(item) for item in answer.output[1:]]
         assert [(call.type, call.name, json.loads(call.arguments)) for call in calls] == [
             ("function_call", "weather", {"city": "Paris"}),
             ("function_call", "time", {"city": "Lyon"}),
         ]
         assert len({call.call_id for call in calls}) == len({call.id for call in calls}) == 2
-        assert {item.status for item in answer.output} == {"completed"}
+        assert {item.to_dict()["status"] for item in answer.output} == {"completed"}
+        assert answer.usage is not None
         assert answer.usage.output_tokens == len(f"I look.\n{TWO}")
 
 
@@ -149,7 +156,7 @@ async def test_two_rounds_of_tools() -> None:
             for call in calls
         ]
         server.engine.behaviour.says = "It is fine."
-        history = [{"role": "user", "content": "hello"}, *first.output, *outputs]
+        history: list[Any] = [{"role": "user", "content": "hello"}, *first.output, *outputs]
         second = await client.responses.create(model="echo", input=history, tools=TOOLS)
     assert second.output_text == "It is fine."
     user, assistant, weather, time = server.engine.chats[-1].messages
@@ -246,8 +253,13 @@ async def test_reasoning_is_an_item_of_its_own() -> None:
         whole = await client.responses.create(**ASK, reasoning={"effort": "low", "summary": "auto"})
         async with client.responses.stream(**ASK, reasoning={"effort": "none"}) as stream:
             events = [event async for event in stream]
-    for answer in (whole, events[-1].response):
+    last = events[-1]
+    assert last.type == "response.completed"
+    for answer in (whole, last.response):
         thought, _ = answer.output
+        assert isinstance(thought, ResponseReasoningItem)
+        assert thought.content is not None
+        assert answer.usage is not None
         assert (thought.type, thought.summary) == ("reasoning", [])
         assert thought.content[0].text.strip() == "Hm."
         assert answer.output_text == "Yes."
@@ -272,6 +284,7 @@ async def test_an_answer_of_a_schema() -> None:
         await client.responses.create(**ASK, text={"format": {"type": "json_object"}})
     assert parsed.output_parsed == streamed.output_parsed == Capital(name="Paris")
     first, _, last = server.engine.chats
+    assert first.answer_schema is not None
     assert first.answer_schema["properties"].keys() == {"name"}
     assert last.answer_schema == {"type": "object"}
 

@@ -90,7 +90,7 @@ async def test_stored_conversations_are_refused_with_the_way_out(server: Server,
     """The client learns what to send instead."""
     async with server.client() as client:
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.responses.create(**ASK, **{name: "x"})
+            await client.responses.create(**{**ASK, name: "x"})
     assert caught.value.code == "unsupported_parameter"
     assert "send the whole conversation as 'input'" in caught.value.message
 

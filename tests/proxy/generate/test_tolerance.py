@@ -11,7 +11,7 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 
 
-async def sampling(server: Server, path: str = CHAT, **given: object) -> SamplingParams:
+async def sampling(server: Server, path: str = CHAT, /, **given: object) -> SamplingParams:
     """What the engine is asked for a body with these parameters."""
     response = await server.post(path, chat() | {"prompt": "a"} | given)
     assert response.status == 200, await response.text()

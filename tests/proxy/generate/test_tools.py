@@ -6,6 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.chat import (
+    ChatCompletionFunctionToolParam,
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionMessageParam,
+)
+from openai.types.chat.chat_completion_assistant_message_param import FunctionCall
+from openai.types.shared_params import FunctionDefinition
 
 from kvshare.conversation.chat import ToolChoice, ToolUse
 from tests.proxy.conftest import Server, chat, running_server
@@ -14,12 +22,16 @@ from tests.proxy.fake_engine import Behaviour
 CHAT = "/v1/chat/completions"
 
 
-def function(name: str) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+def function(name: str) -> FunctionDefinition:
+    parameters: dict[str, object] = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    }
     return {"name": name, "description": f"The {name} of a city", "parameters": parameters}
 
 
-def tool(name: str) -> dict[str, Any]:
+def tool(name: str) -> ChatCompletionFunctionToolParam:
     return {"type": "function", "function": function(name)}
 
 
@@ -29,10 +41,16 @@ def call_text(name: str, city: str) -> str:
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
-TOOLS = [tool("weather"), tool("time")]
-MESSAGES = [{"role": "user", "content": "What about Paris?"}]
+TOOLS: list[ChatCompletionFunctionToolParam] = [tool("weather"), tool("time")]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What about Paris?"}]
 ONE = call_text("weather", "Paris")
 TWO = f"{ONE}\n{call_text('time', 'Lyon')}"
+
+
+def calls_of(message: ChatCompletionMessage) -> list[ChatCompletionMessageFunctionToolCall]:
+    calls = [call for call in message.tool_calls or () if call.type == "function"]
+    assert len(calls) == len(message.tool_calls or ())
+    return calls
 
 
 async def test_a_call_is_no_text() -> None:
@@ -42,7 +60,7 @@ async def test_a_call_is_no_text() -> None:
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
-    (call,) = choice.message.tool_calls
+    (call,) = calls_of(choice.message)
     assert call.type == "function"
     assert call.id
     assert call.function.name == "weather"
@@ -54,9 +72,10 @@ async def test_text_before_calls_stays_text() -> None:
     async with running_server(Behaviour(says=f"Let me see.\n{TWO}")) as server, server.client() as client:
         answer = await client.chat.completions.create(model="echo", messages=MESSAGES, tools=TOOLS)
     (choice,) = answer.choices
-    assert choice.message.content.strip() == "Let me see."
-    assert [call.function.name for call in choice.message.tool_calls] == ["weather", "time"]
-    assert len({call.id for call in choice.message.tool_calls}) == 2
+    assert (choice.message.content or "").strip() == "Let me see."
+    calls = calls_of(choice.message)
+    assert [call.function.name for call in calls] == ["weather", "time"]
+    assert len({call.id for call in calls}) == 2
 
 
 async def test_a_stream_has_the_deltas_that_clients_join() -> None:
@@ -70,10 +89,14 @@ async def test_a_stream_has_the_deltas_that_clients_join() -> None:
     deltas = [call for choice in choices for call in choice.delta.tool_calls or ()]
     for index, name, city in ((0, "weather", "Paris"), (1, "time", "Lyon")):
         first, *rest = [delta for delta in deltas if delta.index == index]
+        assert first.function is not None
         assert (first.type, first.function.name, first.function.arguments) == ("function", name, "")
         assert first.id
-        assert all(delta.id is None and delta.function.name is None for delta in rest)
-        assert json.loads("".join(delta.function.arguments for delta in rest)) == {"city": city}
+        pieces = [delta.function for delta in rest if delta.function is not None]
+        assert len(pieces) == len(rest)
+        assert all(delta.id is None for delta in rest)
+        assert all(piece.name is None for piece in pieces)
+        assert json.loads("".join(piece.arguments or "" for piece in pieces)) == {"city": city}
     assert not "".join(choice.delta.content or "" for choice in choices).strip()
 
 
@@ -88,15 +111,15 @@ async def test_the_client_joins_a_stream_to_the_whole_answer() -> None:
     for one, other in zip(whole.choices, joined.choices, strict=True):
         assert one.finish_reason == other.finish_reason == "tool_calls"
         assert one.message.content == other.message.content
-        functions = [call.function for call in one.message.tool_calls]
+        functions = [call.function for call in calls_of(one.message)]
         assert [(each.name, each.arguments) for each in functions] == [
-            (each.function.name, each.function.arguments) for each in other.message.tool_calls
+            (each.function.name, each.function.arguments) for each in calls_of(other.message)
         ]
 
 
 async def test_the_second_round_reaches_the_template() -> None:
     """A transcript with calls continues; arguments are objects, results have their tool's name."""
-    messages = [
+    messages: list[ChatCompletionMessageParam] = [
         *MESSAGES,
         {
             "role": "assistant",
@@ -166,7 +189,12 @@ async def test_what_the_engine_is_asked(
 async def test_without_a_need_to_call_text_is_text() -> None:
     """What looks like a call is text for who forbids calls, or has no tools."""
     async with running_server(Behaviour(says=ONE)) as server:
-        for given in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {"tools": None}):
+        asked: list[dict[str, object]] = [
+            {"tools": TOOLS, "tool_choice": "none"},
+            {"tools": []},
+            {"tools": None},
+        ]
+        for given in asked:
             document = await (await server.post(CHAT, chat(**given))).json()
             assert document["choices"][0]["message"] == {
                 "role": "assistant",
@@ -201,8 +229,8 @@ async def test_functions_of_old_clients() -> None:
 
 async def test_messages_of_old_clients(server: Server) -> None:
     """A function's call and its result are a tool's, by the same id."""
-    call = {"name": "weather", "arguments": "{}"}
-    messages = [
+    call: FunctionCall = {"name": "weather", "arguments": "{}"}
+    messages: list[ChatCompletionMessageParam] = [
         *MESSAGES,
         {"role": "assistant", "content": None, "function_call": call},
         {"role": "function", "name": "weather", "content": "rain"},

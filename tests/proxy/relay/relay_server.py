@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -94,7 +95,7 @@ class Relay:
         return response
 
 
-def chat_body(place: str, **extra: object) -> dict[str, object]:
+def chat_body(place: str, **extra: object) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": FORM.format(place=place)}], **extra}
 
 

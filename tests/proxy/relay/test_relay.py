@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 from yarl import URL
 
 from kvshare.namespace import Owner
@@ -44,7 +45,7 @@ async def test_a_stream_is_relayed_untouched(relay: Relay, vllm: FakeVllm) -> No
 async def test_the_openai_client_is_served(relay: Relay, vllm: FakeVllm) -> None:
     """Whole and streamed."""
     async with relay.client() as client:
-        messages = [{"role": "user", "content": "hello " * 20}]
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello " * 20}]
         stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         assert text == vllm.behaviour.answer

@@ -148,7 +148,7 @@ async def test_rules_act_before_a_body_is_rendered(vllm: FakeVllm, tmp_path: Pat
 async def test_a_truncated_prompt_is_planned_as_vllm_cuts_it(relay: Relay, vllm: FakeVllm) -> None:
     """What is rendered is what is computed; a prompt of tokens is rendered for that, too."""
     cut = list(FORM.encode())[-200:]
-    vllm.tokens_of = lambda body: cut  # type: ignore[method-assign]
+    vllm.tokens_of = lambda body: cut  # type: ignore[method-assign]  # the fake's own
     for prompt in (FORM, list(FORM.encode())):
         await relay.send("/v1/completions", {"prompt": prompt, "truncate_prompt_tokens": 200})
     assert [ticket.prompt_digest for ticket in vllm.tickets] == [digest_of(cut)] * 2
@@ -260,7 +260,8 @@ async def test_the_proxys_own_errors_are_in_the_routes_words(vllm: FakeVllm, tmp
                 await client.messages.create(
                     **body_of("/v1/messages", "Rome"), extra_body={"kvshare": {"mode": "maybe"}}
                 )
-    assert error.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    assert isinstance(error.value.body, dict)
+    assert error.value.body["error"]["type"] == "invalid_request_error"
     assert vllm.seen == []
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -418,7 +419,7 @@ async def test_a_damaged_store_is_moved_aside_and_told(
 
 async def test_a_paused_index_shows_in_ready_and_metrics(vllm: FakeVllm, tmp_path: Path) -> None:
     """A disk with too little room costs no request; what is kept waits for the index."""
-    floor = {"index__backend": "edge", "store__min_free_bytes": 2**60}
+    floor: dict[str, Any] = {"index__backend": "edge", "store__min_free_bytes": 2**60}
     async with running_relay(tmp_path, vllm, **floor) as relay:
         await relay.chat("Rome")
         await relay.chat("Oslo")

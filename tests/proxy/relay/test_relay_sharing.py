@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from delta_tree import Span
 from kvshare.reasons import Reason
 from kvshare.requests import Decision
 from kvshare.telemetry import Component, FallbackReason, TicketEvent
-from kvshare.vllm_protocol.messages import Stored, digest_of
+from kvshare.vllm_protocol.messages import Stored, Ticket, digest_of
 from kvshare.vllm_protocol.salts import private_salt
-from tests.fake_vllm import Behaviour, FakeVllm, covered, running_vllm
+from tests.fake_vllm import Behaviour, FakeVllm, Seen, covered, running_vllm
 from tests.proxy.conftest import eventually, key_of, key_settings
 from tests.proxy.relay.relay_server import FORM, LOCAL_SALT, Relay, chat_body, running_relay
 
@@ -191,14 +193,14 @@ async def test_a_report_that_cannot_be_true_is_refused(
 ) -> None:
     """Segments that leave a hole are dropped over there, and nothing becomes a node."""
     vllm.behaviour.prefills = prefills
-    vllm.tokens_of = lambda body: list(range(100, 200))  # type: ignore[method-assign]
+    vllm.tokens_of = lambda body: list(range(100, 200))  # type: ignore[method-assign]  # the fake's own
     original = vllm._store
 
-    def with_a_hole(*arguments: object) -> Stored:
-        stored = original(*arguments)  # type: ignore[arg-type]
+    def with_a_hole(ticket: Ticket, tokens: list[int], span: Span) -> Stored:
+        stored = original(ticket, tokens, span)
         return stored._replace(start=stored.start + 1)
 
-    vllm._store = with_a_hole  # type: ignore[method-assign, assignment]
+    vllm._store = with_a_hole  # type: ignore[method-assign]  # the fake's own
     await relay.chat("Rome")
     await eventually(lambda: not vllm.segments)
     assert relay.num_nodes == 0
@@ -284,12 +286,12 @@ async def test_a_prompt_that_vllm_tokenizes_otherwise_is_not_kept(relay: Relay, 
     vllm.behaviour.prefills = False
     original = vllm._end
 
-    def otherwise(seen: object, answer: str) -> None:
+    def otherwise(seen: Seen, answer: str) -> None:
         tokens = vllm.tokens_of
-        vllm.tokens_of = lambda body: [1, *tokens(body)]  # type: ignore[method-assign]
-        original(seen, answer)  # type: ignore[arg-type]
+        vllm.tokens_of = lambda body: [1, *tokens(body)]  # type: ignore[method-assign]  # the fake's own
+        original(seen, answer)
 
-    vllm._end = otherwise  # type: ignore[method-assign, assignment]
+    vllm._end = otherwise  # type: ignore[method-assign]  # the fake's own
     await relay.chat("Rome")
     assert relay.counts.executions[Decision.FULL, Decision.FULL, Reason.PROMPT_MISMATCH] == 1
     assert relay.num_nodes == 0
@@ -300,11 +302,11 @@ async def test_several_choices_send_one_ticket_and_keep_one_node(relay: Relay, v
     vllm.behaviour.prefills = False
     original = vllm._end
 
-    def twice(seen: object, answer: str) -> None:
-        original(seen, answer)  # type: ignore[arg-type]
-        original(seen, answer)  # type: ignore[arg-type]
+    def twice(seen: Seen, answer: str) -> None:
+        original(seen, answer)
+        original(seen, answer)
 
-    vllm._end = twice  # type: ignore[method-assign, assignment]
+    vllm._end = twice  # type: ignore[method-assign]  # the fake's own
     await relay.chat("Rome", n=2)
     await eventually(lambda: len(vllm.segments) == 1)
     (node,) = relay.engine.sharing.tree.nodes()
@@ -327,7 +329,7 @@ async def test_a_ticket_without_news_expires(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokens", [[2**40] * 100, [-1] * 100, ["x"], None])
 async def test_tokens_that_are_none_cost_the_plan_only(relay: Relay, vllm: FakeVllm, tokens: object) -> None:
     """Whatever `/tokenize` says, the request is served."""
-    vllm.tokens_of = lambda body: tokens  # type: ignore[method-assign, assignment, return-value]
+    vllm.tokens_of = lambda body: tokens  # type: ignore[method-assign, assignment, return-value]  # rubbish
     response = await relay.send("/v1/chat/completions", chat_body("Rome"))
     assert response.status == 200
     assert vllm.generated[0].ticket is None
@@ -387,7 +389,8 @@ async def test_an_answer_names_its_plan_and_the_operator_sees_what_was_done(
 async def test_the_operator_sees_what_a_prompt_was_stored_as(relay: Relay) -> None:
     """Once it is reported; what was stored before, is named again; without a ticket there is nothing."""
     stored = []
-    for extra in ({}, {}, {"kvshare": {"mode": "off"}}):
+    extras: list[dict[str, Any]] = [{}, {}, {"kvshare": {"mode": "off"}}]
+    for extra in extras:
         response = await relay.chat("Rome", **extra)
         path = f"/admin/requests/{response.headers['X-KVShare-Request']}"
         stored.append((await (await relay.send(path, method="GET")).json())["stored"])

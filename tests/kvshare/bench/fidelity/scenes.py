@@ -138,7 +138,7 @@ def trial(scene: str, num_layers: int = 4) -> Trial:
 
 
 def places(mask: np.ndarray) -> list[int]:
-    return np.flatnonzero(mask).tolist()
+    return [int(place) for place in np.flatnonzero(mask)]
 
 
 def best(scores: np.ndarray, allowed: np.ndarray, count: int) -> list[int]:
@@ -197,6 +197,7 @@ def dense(
     """
     network = model.model.network
     config = network.config
+    assert isinstance(config, LlamaConfig)
     weights = {name: value.double() for name, value in network.state_dict().items()}
     k, v, attention = k.double().clone(), v.double().clone(), []
     x = weights["model.embed_tokens.weight"][torch.from_numpy(tokens.astype(np.int64))[rows]]
@@ -232,7 +233,9 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def _rotated(rows: torch.Tensor, positions: Rows, config: LlamaConfig) -> torch.Tensor:
     """Each pair (i, i + D/2) of a head as a complex number, turned by its position."""
     half = rows.shape[-1] // 2
+    assert config.rope_parameters is not None
     theta = config.rope_parameters["rope_theta"]
+    assert theta is not None
     frequencies = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
     turns = torch.polar(torch.ones(1, dtype=torch.float64), positions.double()[:, None] * frequencies)
     turned = torch.complex(rows[..., :half], rows[..., half:]) * turns[:, None, :]

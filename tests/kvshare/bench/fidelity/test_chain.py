@@ -154,10 +154,14 @@ def test_a_chain_is_its_turns_one_by_one(policy: str) -> None:
 
 def test_a_layout_of_its_own_is_stored() -> None:
     """Where two copies cover a position, the later one lies on top, in the sequence and in what is stored."""
-    low = Copy(NodeId("low"), SegmentId("low"), 0, 30, 10, 100, 100)
-    high = Copy(NodeId("high"), SegmentId("high"), 5, 10, 20, 7, 7)
+    low = Copy(NodeId(1), SegmentId(1), 0, 30, 10, 100, 100)
+    high = Copy(NodeId(2), SegmentId(2), 5, 10, 20, 7, 7)
     found = [(copy.donor, copy.target, copy.offset) for copy in _uppermost([low, high])]
-    assert found == [("low", Span(10, 20), 0), ("high", Span(20, 30), 5), ("low", Span(30, 40), 20)]
+    assert found == [
+        (low.donor, Span(10, 20), 0),
+        (high.donor, Span(20, 30), 5),
+        (low.donor, Span(30, 40), 20),
+    ]
     assert _uppermost([high, low]) == (low,)
 
 

@@ -1,7 +1,9 @@
 """The lab's report on made rows: what is merged, what is compared, and what the files show."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -9,31 +11,31 @@ import pytest
 
 from kvshare.bench.fidelity.comparison import comparisons
 from kvshare.bench.fidelity.report import markdown, report, write
-from kvshare.bench.fidelity.rows import Setting, pairs, read_plans, setting_of
+from kvshare.bench.fidelity.rows import Row, Setting, pairs, read_plans, setting_of
 from kvshare.errors import LogError
 
 FACTORS = {"epic": 3.0, "cacheblend": 1.0, "query": 1.5, "edit-windows": 0.9}
 
 
-def arm(rule, kl, budget=0.1, by="b", **more):
+def arm(rule: str, kl: float, budget: float = 0.1, by: str = "b", **more: object) -> Row:
     """One arm of a row."""
     measured = {"b": budget, "charged": budget + 0.05, "kl_first": kl / 2, "top1": 0.95, "runs": 9}
     return {"rule": rule, "budget": budget, "by": by, "kl": kl, **measured, **more}
 
 
-def row(number, arms, suite="rag", **more):
+def row(number: int, arms: Sequence[Row], suite: str = "rag", **more: object) -> Row:
     """One line of a file."""
     known = {"suite": suite, "half": 0, "number": number, "source": f"question:{number // 2}"}
     numbers = {"tokens": 800, "exact": 40, "copied": 610, "computed": 150, "pieces": 7, "moved": 0.6}
     return {**known, "labels": {"hops": 1 + number % 2}, "model": "small", **numbers, "arms": arms, **more}
 
 
-def unable(rule):
+def unable(rule: str) -> Row:
     """An arm whose selection costs more than a tenth."""
     return {"rule": rule, "budget": 0.1, "by": "charged", "cannot": True}
 
 
-def made_rows(suite, base, seed):
+def made_rows(suite: str, base: float, seed: int) -> list[Row]:
     """40 plans: EPIC is three times as bad as ours, CacheBlend the same but for noise."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -51,13 +53,13 @@ def made_rows(suite, base, seed):
     return rows
 
 
-def saved(folder, name, rows):
+def saved(folder: Path, name: str, rows: Sequence[Row]) -> None:
     """As a file of lines."""
     (folder / name).write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def document(tmp_path_factory):
+def document(tmp_path_factory: pytest.TempPathFactory) -> Row:
     """The report of two suites."""
     folder = tmp_path_factory.mktemp("rows")
     saved(folder, "shard-1.jsonl", made_rows("template", 0.01, 1))
@@ -75,7 +77,7 @@ def document(tmp_path_factory):
     return report(folder, bounds=bounds)
 
 
-def the(rows, **wanted):
+def the(rows: Sequence[Row], **wanted: object) -> Row:
     """The only row with these values."""
     (found,) = [one for one in rows if wanted.items() <= one.items()]
     return found
@@ -119,7 +121,7 @@ def test_a_measure_that_is_no_number_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("half", 1), ("model", "large")])
-def test_halves_and_models_are_not_mixed(tmp_path: Path, name: str, value: object) -> None:
+def test_halves_and_models_are_not_mixed(tmp_path: Path, name: str, value: Any) -> None:
     """One is chosen, or it is an error."""
     saved(tmp_path, "1.jsonl", [row(0, [arm("epic", 0.1)]), row(0, [arm("epic", 0.2)], **{name: value})])
     with pytest.raises(LogError, match=name):
@@ -176,7 +178,7 @@ def test_results_hold_what_was_measured(tmp_path: Path) -> None:
     assert (result["top1"], result["charged"], result["runs"]) == pytest.approx((0.95, 0.15, 9))
 
 
-def test_the_comparison_finds_the_worse_rule_and_not_the_equal_one(document) -> None:
+def test_the_comparison_finds_the_worse_rule_and_not_the_equal_one(document: Row) -> None:
     """In each suite, and over both."""
     found = the(document["comparisons"], by="b", budget=0.1)
     verdicts = {(one["suite"], one["rule"]): one["verdict"] for one in found["suites"]}
@@ -189,7 +191,7 @@ def test_the_comparison_finds_the_worse_rule_and_not_the_equal_one(document) -> 
     assert over["epic"]["ratio"]["value"] == pytest.approx(1 / 3, rel=0.2)
 
 
-def test_holms_family_is_all_rules_and_suites(document) -> None:
+def test_holms_family_is_all_rules_and_suites(document: Row) -> None:
     """Four rules in two suites: the smallest of the eight p is multiplied by eight."""
     rows = [one for one in the(document["comparisons"], by="b")["suites"] if one["p"] is not None]
     least = min(rows, key=lambda one: one["p"])
@@ -204,7 +206,7 @@ def test_a_worse_rule_of_ours_is_called_so(tmp_path: Path) -> None:
     assert the(the(found, by="b")["suites"], rule="kvshare")["verdict"] == "worse"
 
 
-def test_a_rule_beyond_the_charged_budget_cannot_run(document) -> None:
+def test_a_rule_beyond_the_charged_budget_cannot_run(document: Row) -> None:
     """It has no p and does not count in Holm's family."""
     found = the(document["comparisons"], by="charged")
     rows = [one for one in found["suites"] if one["rule"] == "cacheblend"]
@@ -212,7 +214,7 @@ def test_a_rule_beyond_the_charged_budget_cannot_run(document) -> None:
     assert the(document["results"], suite="rag", rule="cacheblend", by="charged")["cannot"] == 40
 
 
-def test_bounds_are_on_the_upper_end_of_the_interval(document) -> None:
+def test_bounds_are_on_the_upper_end_of_the_interval(document: Row) -> None:
     """A quarter on each plan is within .5 and misses .2 by .05; what was not run is neither."""
     reached, missed, not_run, full, no_suite, *_ = document["bounds"]
     assert (reached["reached"], reached["missed_by"], reached["plans"]) == (True, None, 40)
@@ -222,7 +224,7 @@ def test_bounds_are_on_the_upper_end_of_the_interval(document) -> None:
     assert full["reached"] is True
 
 
-def test_a_value_is_reached_where_the_interval_holds_it(document) -> None:
+def test_a_value_is_reached_where_the_interval_holds_it(document: Row) -> None:
     """Every arm has a top-1 of .95; the mean KL of placeholders on `rag` is four times .05, not .1."""
     kl, top1, two_hops = document["bounds"][5:]
     assert (two_hops["reached"], two_hops["plans"]) == (True, 20)
@@ -232,7 +234,7 @@ def test_a_value_is_reached_where_the_interval_holds_it(document) -> None:
     assert (top1["found"]["low"], top1["found"]["high"]) == (pytest.approx(0.95), pytest.approx(0.95))
 
 
-def test_labels_noise_answers_and_regimes(document) -> None:
+def test_labels_noise_answers_and_regimes(document: Row) -> None:
     """Odd plans have two hops; the margin is half a nat below full prefill's; windows win by .6."""
     one, two = (the(document["labels"], suite="rag", value=hops, rule="epic") for hops in (1, 2))
     assert (one["plans"], two["plans"], two["label"]) == (20, 20, "hops")
@@ -243,7 +245,7 @@ def test_labels_noise_answers_and_regimes(document) -> None:
     assert the(document["regimes"], suite="rag")["ratio"]["value"] == pytest.approx(1.5 / 0.9, rel=0.2)
 
 
-def test_the_files_are_complete_and_show_titles(document, tmp_path: Path) -> None:
+def test_the_files_are_complete_and_show_titles(document: Row, tmp_path: Path) -> None:
     """JSON without NaN, Markdown with "after EPIC", and figures that name the rules."""
     out = tmp_path / "report"
     write(document, out)
@@ -259,7 +261,7 @@ def test_the_files_are_complete_and_show_titles(document, tmp_path: Path) -> Non
     assert "after EPIC (chunk heads)</text>" in (out / "kl-by-b.svg").read_text(encoding="utf-8")
 
 
-def test_every_row_of_a_markdown_table_has_the_heads_columns(document) -> None:
+def test_every_row_of_a_markdown_table_has_the_heads_columns(document: Row) -> None:
     """Whatever is left out."""
     for block in markdown(document).split("\n\n"):
         if block.startswith("|"):

@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
@@ -14,7 +14,15 @@ from kvshare.conversation.grammar import grammar_of
 from kvshare.conversation.parser import joined, parser_for
 from kvshare.conversation.parts import CallArguments, CallBegins
 from kvshare.demo.pairs import near_duplicate_pairs
-from kvshare.engines.base import Delta, Event, FinishReason, GenerationRequest, Grammar, SamplingParams
+from kvshare.engines.base import (
+    Delta,
+    Event,
+    FinishReason,
+    GenerationRequest,
+    Grammar,
+    SamplingParams,
+    Started,
+)
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.errors import RequestError
 from kvshare.requests import Prompt
@@ -51,13 +59,14 @@ class Answered:
     def __init__(self, events: list[Event], num_choices: int) -> None:
         deltas = [event for event in events if isinstance(event, Delta)]
         choices = [[delta for delta in deltas if delta.choice == number] for number in range(num_choices)]
-        self.report = events[0].report  # type: ignore[union-attr]
+        assert isinstance(events[0], Started)
+        self.report = events[0].report
         self.texts = ["".join(delta.text for delta in choice) for choice in choices]
         self.tokens = [[entry.token_id for delta in choice for entry in delta.logprobs] for choice in choices]
         self.ends = [choice[-1].finish_reason for choice in choices]
 
 
-async def ask(engine: EmbeddedEngine, prompt: Prompt | None = None, **sampling: object) -> Answered:
+async def ask(engine: EmbeddedEngine, prompt: Prompt | None = None, **sampling: Any) -> Answered:
     params = SamplingParams(**{"max_tokens": 100, "temperature": 0.0, "logprobs": 0, **sampling})
     events: list[Event] = []
     request = GenerationRequest(
@@ -201,7 +210,7 @@ async def test_texts_are_embedded_by_the_index_embedder(tmp_path: Path) -> None:
         )
     finally:
         await engine.stop()
-    assert (found.vectors.shape, found.vectors.dtype) == ((4, 384), np.float32)
+    assert (found.vectors.shape, found.vectors.dtype) == ((4, 384), np.dtype(np.float32))
     np.testing.assert_allclose(np.linalg.norm(found.vectors, axis=1), 1.0, atol=1e-5)
     assert found.vectors[0] @ found.vectors[1] > found.vectors[0] @ found.vectors[2] + 0.2
     assert found.num_tokens == (7, 7, 5, 256)

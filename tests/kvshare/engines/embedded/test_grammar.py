@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
@@ -109,6 +109,7 @@ def test_an_answer_may_end_where_its_grammar_may(grammars: Grammars) -> None:
 def test_special_tokens_can_be_part_of_a_grammar(grammars: Grammars) -> None:
     """As formats of tool calls need; their text alone is not the token."""
     special = TOKENIZER.convert_tokens_to_ids("<|user|>")
+    assert isinstance(special, int)
     constraint = grammars.compile(Grammar('start: <|user|> "ok"'))
     assert (~constraint.forbidden()).nonzero().flatten().tolist() == [special]
     assert not constraint.take(special)
@@ -169,7 +170,7 @@ async def test_what_cannot_be_followed_is_refused(grammars: Grammars, grammar: G
 
 def test_a_grammar_with_too_many_symbols_is_too_large(grammars: Grammars) -> None:
     """Where llguidance counts no further, it says so in many lines; the client reads four words."""
-    many = {"anyOf": [{"properties": {f"{j}": {} for j in range(30)}} for _ in range(900)]}
+    many: dict[str, Any] = {"anyOf": [{"properties": {f"{j}": {} for j in range(30)}} for _ in range(900)]}
     with pytest.raises(RequestError, match="format: it is too large;"):
         grammars.compile(of_schema(many))
 

@@ -1,6 +1,7 @@
 """How the next token is drawn: as vLLM and Hugging Face define each parameter."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def random_logits(seed: int, size: int = VOCAB) -> torch.Tensor:
 
 
 def sampler(
-    draw: Draw | None = None, *, prompt: tuple[int, ...] = (), ends: tuple[int, ...] = (), **params: object
+    draw: Draw | None = None, *, prompt: tuple[int, ...] = (), ends: tuple[int, ...] = (), **params: Any
 ) -> Sampler:
     given = SamplingParams(**params)
     return Sampler(given, draw or resolve(given, {}), choice=0, prompt=token_ids(np.array(prompt)), ends=ends)
@@ -88,7 +89,8 @@ def test_tokens_are_drawn_as_transformers_draws_them(draw: Draw) -> None:
         steps.append(TopPLogitsWarper(draw.top_p))
     for seed in range(5):
         logits = random_logits(seed)
-        expected = steps(NO_IDS, logits.clone().unsqueeze(0))[0].softmax(dim=-1)
+        scores = steps(NO_IDS, logits.clone().unsqueeze(0))  # type: ignore[arg-type]  # plain tensors
+        expected = scores[0].softmax(dim=-1)
         torch.testing.assert_close(probabilities(logits, draw), expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from kvshare.replay.measures import arm_results, arm_times, similarity, waterfal
 from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Store, Tree, arm_label
 from kvshare.replay.rows import SCHEMA, write_rows
 
-STORES = (
+Stores = Sequence[tuple[str, str, int | None]]
+"""Arm, family and capacity."""
+
+STORES: Stores = (
     ("nothing", "nothing", None),
     ("prefix", "prefix", None),
     ("prefix", "prefix", 1000),
@@ -70,7 +74,7 @@ def row(index: int, arm: str, capacity: int | None, hit: float, **changes: Any) 
 
 
 def results(
-    num_requests: int = 60, *, hit: float = 0.8, stores: Any = STORES, **changes: Any
+    num_requests: int = 60, *, hit: float = 0.8, stores: Stores = STORES, **changes: Any
 ) -> dict[str, Any]:
     """`results.json` of so many requests; `hit` is what the oracle covers of every second one."""
     rows = list(rows_of(num_requests, hit=hit, stores=stores))
@@ -115,7 +119,7 @@ def results(
     return {**document, **changes}
 
 
-def rows_of(num_requests: int, *, hit: float = 0.8, stores: Any = STORES) -> Any:
+def rows_of(num_requests: int, *, hit: float = 0.8, stores: Stores = STORES) -> Iterator[dict[str, Any]]:
     """The rows of `requests.parquet`, in order."""
     share = {"nothing": 0.0, "response": 0.0, "prefix": 0.4, "chunks": 0.6, "kvshare": 0.7}
     for index in range(num_requests):

@@ -175,7 +175,7 @@ def test_single_requests_come_from_the_parquet_file(tmp_path: Path) -> None:
     """Distance of the response cache, overlap of the oracle; the first request has no earlier one."""
     points = read_report(write_results(tmp_path, results(60), 60)).points
     assert len(points) == 59
-    assert points[0] == (pytest.approx(0.1), pytest.approx(0.8))
+    assert points[0] == pytest.approx((0.1, 0.8))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "replay-live"}', '{"kind": "replay"}'])

@@ -1,27 +1,36 @@
 """The control server over a real socket."""
 
+from __future__ import annotations
+
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
 from delta_tree import SegmentId
 
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.scheduler.control_server import ControlServer
+
+
+class Serve(Protocol):
+    def __call__(self, token: str | None = None) -> ControlServer: ...
+
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Any]]:
+def serve() -> Iterator[Serve]:
     """`serve(token=...)`: a running server over a small segment index and event log."""
     from kvshare.vllm_connector.scheduler.control_server import ControlServer, ControlState
     from kvshare.vllm_connector.scheduler.event_log import EventLog
     from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
     from kvshare.vllm_protocol.messages import Dropped, ReplicaInfo
 
-    servers = []
+    servers: list[ControlServer] = []
 
-    def begin(token: str | None = None) -> Any:
+    def begin(token: str | None = None) -> ControlServer:
         events, segments = EventLog(), SegmentIndex(1000)
         for number in (1, 2):
             segments.add(SegmentId(number), HeldSegment("a", 10, 100))
@@ -49,7 +58,7 @@ def serve() -> Iterator[Callable[..., Any]]:
         server.close()
 
 
-def call(server: Any, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
+def call(server: ControlServer, path: str, body: object = None, token: str | None = None) -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", data=data, headers=headers)
@@ -61,22 +70,22 @@ def call(server: Any, path: str, body: Any = None, token: str | None = None) -> 
             return exc.code, json.load(exc)
 
 
-def test_routes_answer(serve: Any) -> None:
+def test_routes_answer(serve: Serve) -> None:
     """info, journal, segments and drop speak the documents that the proxy reads."""
-    from kvshare.vllm_protocol.messages import Journal, ReplicaInfo
+    from kvshare.vllm_protocol.messages import Dropped, Journal, ReplicaInfo
 
     server = serve()
     info = ReplicaInfo.from_json(call(server, "/info")[1])
     journal = Journal.from_json(call(server, "/journal?after=0")[1])
     assert info.epoch == journal.epoch
-    assert journal.events[0].segment_ids == (9,)
+    assert journal.events == (Dropped((SegmentId(9),)),)
     segments = call(server, "/segments")[1]
     assert (segments["last"], segments["segment_ids"]) == (1, [1, 2])
     assert call(server, "/drop", {"segment_ids": [2, 3]}) == (200, {"num_dropped": 1})
     assert call(server, "/segments")[1]["segment_ids"] == [1]
 
 
-def test_the_token_opens_it(serve: Any) -> None:
+def test_the_token_opens_it(serve: Serve) -> None:
     """Without the right token nothing is answered, and nothing dropped."""
     server = serve(token="secret")
     for token in (None, "", "Secret", "secret2"):
@@ -98,7 +107,7 @@ def test_the_token_opens_it(serve: Any) -> None:
     ],
 )
 def test_bad_requests_are_told_what_was_expected(
-    serve: Any, path: str, body: Any, status: int, word: str
+    serve: Serve, path: str, body: object, status: int, word: str
 ) -> None:
     got, document = call(serve(), path, body)
     assert got == status

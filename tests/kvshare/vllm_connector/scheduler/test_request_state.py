@@ -1,12 +1,15 @@
 """The states of a request, and which copies stand in its slots, whatever vLLM does with it. No model."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from delta_tree import SegmentId, Span
+from kvshare.reasons import Reason
 from kvshare.vllm_connector.scheduler import request_state
 from kvshare.vllm_connector.scheduler.request_state import (
     TABLE,
@@ -18,18 +21,21 @@ from kvshare.vllm_connector.scheduler.request_state import (
 )
 from kvshare.vllm_protocol.messages import Stored, Ticket, WireCopy, digest_of
 
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.metadata import LoadResult
+
 ROOT = Path(request_state.__file__).parents[3]
 COPIES = (WireCopy(SegmentId(1), 0, 100, 0, 0), WireCopy(SegmentId(2), 0, 180, 120, 50))
 OUTPUT, STORED = (7, 8), (Stored(SegmentId(3), 100, 20, 640),)
 
 
-def result(failed: bool = False, unreadable: tuple[int, ...] = ()) -> Any:
+def result(failed: bool = False, unreadable: tuple[int, ...] = ()) -> LoadResult:
     from kvshare.vllm_connector.metadata import LoadResult
 
     return LoadResult(failed, frozenset(map(SegmentId, unreadable)))
 
 
-def new_request(*, exact_length: int = 0, unshared: str | None = None) -> TicketedRequest:
+def new_request(*, exact_length: int = 0, unshared: Reason | None = None) -> TicketedRequest:
     ticket = Ticket("t", "ns", "digest", 400, exact_length=exact_length, copies=COPIES)
     return TicketedRequest(ticket, unshared, is_first=True)
 
@@ -150,7 +156,7 @@ class TestSlots:
     ) -> None:
         """After a preemption it finds the start of its own blocks in the prefix cache."""
         admit(running, num_local=num_local, held=held, loads=num_local < 300)
-        assert (running.placed, running.is_mixed) == (placed, is_mixed)
+        assert (set(running.placed), running.is_mixed) == (placed, is_mixed)
 
     def test_a_copy_that_was_computed_and_is_loaded_now(self) -> None:
         """Its first slots were computed, the others are the segment's."""
@@ -158,7 +164,7 @@ class TestSlots:
         admit(request, num_local=0, held=(0,))
         request.note_load(result())
         admit(request, num_local=128, held=(0, 1))
-        assert (request.placed, request.is_mixed) == ({0, 1}, True)
+        assert (set(request.placed), request.is_mixed) == ({0, 1}, True)
 
     def test_exact_kv_does_not_mix(self) -> None:
         """It is the same wherever it came from."""
@@ -167,7 +173,7 @@ class TestSlots:
         admit(request, num_local=64)
         request.note_load(result())
         admit(request, num_local=128, held=(0,))
-        assert (request.placed, request.is_mixed) == ({0}, False)
+        assert (set(request.placed), request.is_mixed) == ({0}, False)
 
     def test_a_siblings_blocks_mix(self) -> None:
         """A new approximate request finds blocks under its salt: those of another choice of its ticket."""
@@ -181,14 +187,14 @@ class TestSlots:
         """The worker finds it: its first slots were placed at an earlier admission."""
         admit(running, num_local=128)
         running.note_load(result(failed, (2,)))
-        assert (running.placed, running.is_mixed) == ({0}, True)
+        assert (set(running.placed), running.is_mixed) == ({0}, True)
 
     @pytest.mark.parametrize("failed", [True, False])
     def test_a_copy_behind_that_cannot_be_read_does_not(self, running: TicketedRequest, failed: bool) -> None:
         """All of it was computed."""
         admit(running, num_local=110)
         running.note_load(result(failed, (2,)))
-        assert (running.placed, running.is_mixed) == ({0}, False)
+        assert (set(running.placed), running.is_mixed) == ({0}, False)
         assert running.may_load is not failed
 
     def test_a_look_that_admits_nothing_changes_nothing(self) -> None:
@@ -203,7 +209,7 @@ class TestSlots:
 class TestRepairs:
     """What was computed again of the placed copies is known with the load's report."""
 
-    def reported(self, *spans: Span) -> Any:
+    def reported(self, *spans: Span) -> LoadResult:
         return replace(result(), repaired=spans)
 
     def test_they_are_no_reused_tokens(self) -> None:
@@ -241,7 +247,7 @@ class TestReport:
 
     def test_what_is_lost_while_it_is_saved_is_not_retained(self, running: TicketedRequest) -> None:
         end(running, retains=True)
-        running.note_saved(lost="save_failed")
+        running.note_saved(lost=Reason.SAVE_FAILED)
         event = running.finished()
         assert (event.reason, event.used, event.output_ids, event.stored) == ("save_failed", (), (), ())
         assert event.decision == "approx"
@@ -276,7 +282,7 @@ class TestReport:
 
     def test_why_less_was_shared(self) -> None:
         """What is not supported comes first, then a failed load, then what is missing."""
-        assert new_request(unshared="not_private").finished().reason == "not_private"
+        assert new_request(unshared=Reason.NOT_PRIVATE).finished().reason == "not_private"
         request = new_request()
         admit(request, num_local=0, held=(0,))
         assert (request.finished().reason, request.finished().decision) == ("segments_gone", "approx")

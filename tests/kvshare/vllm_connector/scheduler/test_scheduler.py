@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from delta_tree import SegmentId, Span
-from kvshare.vllm_protocol.messages import TICKET_KEY, Ticket, WireCopy, digest_of
+from kvshare.vllm_protocol.messages import TICKET_KEY, Finished, Ticket, WireCopy, digest_of
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def test_weights_that_change_end_what_is_stored() -> None:
     request.num_computed_tokens = len(TOKENS)
     assert not scheduler.request_finished(request, [1, 2])
     *_, finished = scheduler.events.read(0).events
+    assert isinstance(finished, Finished)
     assert finished.stored == ()
 
 

@@ -1,7 +1,10 @@
 """Which segments are held, which leave, and what the event log remembers. No model."""
 
+from __future__ import annotations
+
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -9,14 +12,18 @@ from hypothesis import strategies as st
 
 from delta_tree import SegmentId
 
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
+    from kvshare.vllm_protocol.messages import Dropped
 
-def segment(num_bytes: int, namespace: str = "a") -> object:
+
+def segment(num_bytes: int, namespace: str = "a") -> HeldSegment:
     from kvshare.vllm_connector.scheduler.segment_index import HeldSegment
 
     return HeldSegment(namespace, num_tokens=10, num_bytes=num_bytes)
 
 
-def index(max_bytes: int, **sizes: int) -> object:
+def index(max_bytes: int, **sizes: int) -> SegmentIndex:
     from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
 
     made = SegmentIndex(max_bytes)
@@ -85,7 +92,7 @@ def test_bytes_are_always_the_sum_and_within_the_cap(steps: list[tuple[int, int,
         assert set(held.ids()) == set(sizes)
 
 
-def event(number: int) -> object:
+def event(number: int) -> Dropped:
     from kvshare.vllm_protocol.messages import Dropped
 
     return Dropped((SegmentId(number),))
@@ -99,7 +106,7 @@ def test_a_reader_gets_what_came_after() -> None:
     for number in range(1, 6):
         log.append(event(number))
     read = log.read(2)
-    assert [e.segment_ids for e in read.events] == [(3,), (4,), (5,)]
+    assert read.events == (event(3), event(4), event(5))
     assert (read.last, read.gap, log.read(5).events) == (5, False, ())
 
 

@@ -17,6 +17,7 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheTensor,
@@ -54,7 +55,7 @@ class Case:
 class AttentionModel(torch.nn.Module):
     """Called as vLLM's models are."""
 
-    def __init__(self, case: Case, config: VllmConfig, backend: Any) -> None:
+    def __init__(self, case: Case, config: VllmConfig, backend: type[AttentionBackend]) -> None:
         super().__init__()
         self._case = case
         width, kv_width = case.num_heads * case.head_size, case.num_kv_heads * case.head_size
@@ -119,7 +120,7 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 class Setting:
     """One case with a backend: the model, its caches, and our two classes over them."""
 
-    def __init__(self, case: Case, backend: Any, folder: Path) -> None:
+    def __init__(self, case: Case, backend: type[AttentionBackend], folder: Path) -> None:
         self.case = case
         self.config = vllm_config(case, folder)
         self.model = AttentionModel(case, self.config, backend)

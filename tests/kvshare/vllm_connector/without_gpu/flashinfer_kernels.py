@@ -112,9 +112,9 @@ def _install() -> None:
         module.__spec__ = ModuleSpec(name, None, is_package=name == "flashinfer")
         vars(module).update(attributes)
         sys.modules[name] = module
-    torch.ops._C_cache_ops = SimpleNamespace(reshape_and_cache_flash=write)
+    vars(torch.ops)["_C_cache_ops"] = SimpleNamespace(reshape_and_cache_flash=write)
 
 
 _install()
 
-from vllm.v1.attention.backends.flashinfer import FlashInferBackend  # noqa: E402, F401  needs the package
+from vllm.v1.attention.backends.flashinfer import FlashInferBackend as FlashInferBackend  # noqa: E402  needs the package

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 from unittest.mock import patch
 
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from delta_tree import Span, gaps
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
@@ -25,6 +25,9 @@ from tests.kvshare.vllm_connector.without_gpu.attention_model import (
 
 Spans = Mapping[str, Sequence[Span]]
 """What is to be computed, by request."""
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, CommonAttentionMetadata]
+"""Of a pass: token ids, positions, slots and what attention needs."""
 
 Fault = Callable[[Setting], AbstractContextManager[None]]
 
@@ -152,15 +155,17 @@ def _error(found: torch.Tensor, want: torch.Tensor) -> float:
     return float(difference.square().mean(dim=-1).sqrt().max() / want.float().std())
 
 
-def fault_in_metadata(change: Callable[[Any], Any]) -> Fault:
+def fault_in_metadata(
+    change: Callable[[CommonAttentionMetadata], CommonAttentionMetadata],
+) -> Fault:
     """What `PartialForward` hands to vLLM's builder is not what it made."""
 
     @contextmanager
     def faulty(_: Setting) -> Iterator[None]:
         inputs = PartialForward._inputs
 
-        def changed(*arguments: Any) -> Any:
-            *others, metadata = inputs(*arguments)
+        def changed(forward: PartialForward, runs: Sequence[Run]) -> Inputs:
+            *others, metadata = inputs(forward, runs)
             return *others, change(metadata)
 
         with patch.object(PartialForward, "_inputs", changed):
@@ -174,8 +179,8 @@ def fault_in_slots(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
     def faulty(_: Setting) -> Iterator[None]:
         inputs = PartialForward._inputs
 
-        def changed(*arguments: Any) -> Any:
-            token_ids, positions, slots, metadata = inputs(*arguments)
+        def changed(forward: PartialForward, runs: Sequence[Run]) -> Inputs:
+            token_ids, positions, slots, metadata = inputs(forward, runs)
             slots = change(slots)
             return token_ids, positions, slots, replace(metadata, slot_mapping=slots)
 

@@ -9,14 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from tests.kvshare.vllm_connector.without_gpu.attention_model import Setting
+    from tests.kvshare.vllm_connector.without_gpu.flash_attention_kernels import Kernels
 
 LIMIT = 1e-6  # the stand-ins round as dense attention does
 WRONG = 1.0
 
-Make = Callable[..., tuple[Any, Any]]
+
+class Make(Protocol):
+    def __call__(self, **changes: Any) -> tuple[Setting, Kernels]: ...
 
 
 @pytest.fixture
@@ -92,7 +101,7 @@ def test_what_the_kernels_cannot_refuse_is_seen(make: Make, fault: str) -> None:
     ],
 )
 def test_metadata_that_is_not_as_the_kernels_want_it(
-    make: Make, change: Callable[[Any], dict[str, Any]], refusal: str
+    make: Make, change: Callable[[CommonAttentionMetadata], dict[str, Any]], refusal: str
 ) -> None:
     """What the stand-ins demand, they notice: the tests above would fail with any of these."""
     from tests.kvshare.vllm_connector.without_gpu.demands import Refused
@@ -112,7 +121,7 @@ def test_metadata_that_is_not_as_the_kernels_want_it(
     ],
 )
 def test_slots_that_are_not_as_the_kernels_want_them(
-    make: Make, change: Callable[[Any], Any], refusal: str
+    make: Make, change: Callable[[torch.Tensor], torch.Tensor], refusal: str
 ) -> None:
     from tests.kvshare.vllm_connector.without_gpu.demands import Refused
     from tests.kvshare.vllm_connector.without_gpu.scattered_runs import LONG, fault_in_slots, try_out

@@ -15,6 +15,10 @@ import pytest
 from kvshare.vllm_protocol.messages import Finished
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    from kvshare.vllm_connector.metadata import StepMetadata
     from tests.kvshare.vllm_connector.conftest import Copies, Texts, Vllm
 
 LIMIT = 1e-4  # log-probability, float32
@@ -38,11 +42,11 @@ class Driven:
         layers = config.compilation_config.static_forward_context
         self.vllm = vllm
         self.steps: list[Step] = []
-        self.metadata: list[Any] = []  # of each step
-        self.outputs: list[Any] = []  # what each step reported
+        self.metadata: list[StepMetadata] = []  # of each step
+        self.outputs: list[KVConnectorOutput] = []  # what each step reported
         self._full_graph = full_graph
         self._driver = ActiveKVConnector(config, {name: layer.kv_cache for name, layer in layers.items()})
-        self._pending: tuple[Any, Any] | None = None
+        self._pending: tuple[KVConnectorOutput, set[str]] | None = None
         patch.setattr(KVConnectorModelRunnerMixin, "maybe_get_kv_connector_output", self._around_forward)
         patch.setattr(KVConnectorModelRunnerMixin, "kv_connector_no_forward", self._no_forward)
         forward, sample = GPUModelRunner._model_forward, GPUModelRunner.sample_tokens
@@ -72,12 +76,14 @@ class Driven:
 
         return act
 
-    def _begin(self, scheduled: Any) -> None:
+    def _begin(self, scheduled: SchedulerOutput) -> None:
         self.steps.append([])
         self.metadata.append(scheduled.kv_connector_metadata)
 
     @contextmanager
-    def _around_forward(self, scheduled: Any, defer_finalize: bool = False) -> Iterator[Any]:
+    def _around_forward(
+        self, scheduled: SchedulerOutput, defer_finalize: bool = False
+    ) -> Iterator[KVConnectorOutput]:
         from vllm.forward_context import override_forward_context
         from vllm.v1.outputs import KVConnectorOutput
 
@@ -102,7 +108,7 @@ class Driven:
             vars(output).update(vars(self._driver.post_forward(finished_req_ids)))
             self.outputs.append(output)
 
-    def _no_forward(self, scheduled: Any, _: Any) -> Any:
+    def _no_forward(self, scheduled: SchedulerOutput, _: object) -> ModelRunnerOutput:
         from vllm.v1.outputs import KVConnectorOutput
 
         self._begin(scheduled)
@@ -163,7 +169,7 @@ def test_a_load_that_fails_is_computed_by_vllm(
     vllm, tokens = driven.vllm, text(600, 204)
     donor = vllm.keep(tokens)
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:

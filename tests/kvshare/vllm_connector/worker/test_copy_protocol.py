@@ -9,7 +9,7 @@ are read, what is laid is what was saved, and everything that was begun is repor
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
     from kvshare.vllm_connector.worker.copying import Job
+    from kvshare.vllm_connector.worker.paged_cache import PagedCache
+    from kvshare.vllm_connector.worker.partial_forward import Run
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
 BLOCKS, BLOCK_SIZE, HEADS, DIM, LAYERS = 24, 8, 2, 4, 3
@@ -49,7 +51,7 @@ class LateCopies:
                 self.run()
             return wait(0)
 
-        job.wait = run_until_done  # type: ignore[method-assign]
+        job.wait = run_until_done  # type: ignore[method-assign]  # nobody else runs it
         return job
 
     def run(self) -> None:
@@ -59,11 +61,11 @@ class LateCopies:
 class FakeForward:
     """Computes a row that says at which position it stands."""
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: PagedCache) -> None:
         self.cache = cache
         self.listening = None
 
-    def compute(self, runs: Any, *, watching: Any = None) -> None:
+    def compute(self, runs: Sequence[Run], *, watching: object = None) -> None:
         import torch
 
         for run in runs:
@@ -89,7 +91,7 @@ def new_worker(max_segments: int) -> ConnectorWorker:
     from kvshare.vllm_connector.worker.segment_store import Memory, SegmentStore
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
-    def update(_: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
+    def update(_: object, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         cache[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = torch.cat([k, v], dim=-1)
 
     layers = {
@@ -99,16 +101,16 @@ def new_worker(max_segments: int) -> ConnectorWorker:
         )
         for number in range(LAYERS)
     }
-    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=NUM_TOKENS))
-    spec: Any = SimpleNamespace(block_size=BLOCK_SIZE)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=NUM_TOKENS))
+    spec = SimpleNamespace(block_size=BLOCK_SIZE)
     worker = ConnectorWorker(config, ConnectorSettings(), spec, list(layers))
     worker._cache = PagedCache(layers, block_size=BLOCK_SIZE)
     assert worker._cache.find_layout(0) is None
     worker._cache.kv_layout = worker._cache.kv_layout.moving([(STAYS, STAYS)] * LAYERS)
-    worker._forward = FakeForward(worker._cache)  # type: ignore[assignment]
+    worker._forward = FakeForward(worker._cache)  # type: ignore[assignment]  # computes no model
     memory = Memory.of_this_rank(max_segments * NUM_TOKENS * BYTES_PER_TOKEN, HEADS)
     worker._store = SegmentStore(memory, worker._cache.kv_layout)
-    worker._copies = LateCopies()  # type: ignore[assignment]
+    worker._copies = LateCopies()  # type: ignore[assignment]  # has no thread
     return worker
 
 
@@ -120,7 +122,8 @@ class Protocol(RuleBasedStateMachine):
         self.ranks = one_rank()
         self.ranks.__enter__()
         self.worker = new_worker(max_segments=4)
-        self.copies: LateCopies = self.worker._copies  # type: ignore[assignment]
+        assert isinstance(self.worker._copies, LateCopies)
+        self.copies = self.worker._copies
         self.free = list(range(1, BLOCKS))
         self.numbers = iter(range(1, 10**6))
         self.blocks: dict[str, tuple[int, ...]] = {}  # of requests that hold some
@@ -244,7 +247,8 @@ class Protocol(RuleBasedStateMachine):
 
         made, self.step = self.step, {key: type(value)() for key, value in self.step.items()}
         preempted = frozenset(made.pop("preempted"))
-        step = StepMetadata(**{key: tuple(value) for key, value in made.items()}, preempted=preempted)
+        own: dict[str, Any] = {key: tuple(value) for key, value in made.items()}
+        step = StepMetadata(**own, preempted=preempted)
         self.worker.begin(step)
         for name in preempted:
             if name in self.blocks:
@@ -276,7 +280,8 @@ class Protocol(RuleBasedStateMachine):
 
     @invariant()
     def every_segment_is_what_was_saved(self) -> None:
-        for segment_id, stored in self.worker._store.find(self.segments).items():  # type: ignore[union-attr]
+        assert self.worker._store is not None
+        for segment_id, stored in self.worker._store.find(self.segments).items():
             assert stored.is_whole
             assert (stored.rows[:, :, 0] == self.segments[segment_id]).all()
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from delta_tree import Span
 
 if TYPE_CHECKING:
+    import torch
+
     from kvshare.vllm_connector.worker.device import CudaDevice
 
 HEADS, LAYERS, DIM = 2, 3, 4
@@ -24,10 +26,10 @@ SEGMENT_BYTES = HEADS * LAYERS * 2 * 16 * DIM * 4  # of 16 tokens
 class Stream:
     """`done`: what happened in it, in order."""
 
-    def __init__(self, _: Any = None) -> None:
+    def __init__(self, _: object = None) -> None:
         self.done: list[str] = []
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: Event) -> None:
         self.done.append(f"after {event.name}")
 
     def synchronize(self) -> None:
@@ -37,7 +39,7 @@ class Stream:
 class Event:
     name = "a mark that was never set"
 
-    def record(self, stream: Any) -> None:
+    def record(self, stream: str) -> None:
         self.name = f"a mark in {stream}"
 
 
@@ -60,21 +62,22 @@ def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     return device.CudaDevice(torch.device("cpu"))
 
 
-def segments(count: int, num_tokens: int = 16) -> list[Any]:
+def segments(count: int, num_tokens: int = 16) -> list[torch.Tensor]:
     import torch
 
     return [torch.randn(HEADS, LAYERS, 2, num_tokens, DIM) for _ in range(count)]
 
 
-def test_work_beside_comes_after_its_mark_and_is_over_at_the_end(device: Any) -> None:
+def test_work_beside_comes_after_its_mark_and_is_over_at_the_end(device: CudaDevice) -> None:
     mark = device.mark()
     with pytest.raises(ValueError, match="stop"), device.beside(mark):
         raise ValueError("stop")
+    assert isinstance(device._stream, Stream)
     assert device._stream.done == ["used", "after a mark in vLLM's stream", "synchronised"]
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, []), (1, [1]), (2, [2]), (5, [2, 2, 1])])
-def test_batches_fit_the_staging(device: Any, count: int, expected: list[int]) -> None:
+def test_batches_fit_the_staging(device: CudaDevice, count: int, expected: list[int]) -> None:
     from kvshare.vllm_connector.worker.device import batches
 
     rows = segments(count)
@@ -83,7 +86,7 @@ def test_batches_fit_the_staging(device: Any, count: int, expected: list[int]) -
     assert [id(each) for batch in found for each in batch] == [id(each) for each in rows]
 
 
-def test_a_segment_larger_than_the_staging_has_a_batch_and_memory_of_its_own(device: Any) -> None:
+def test_a_segment_larger_than_the_staging_has_a_batch_and_memory_of_its_own(device: CudaDevice) -> None:
     import torch
 
     from kvshare.vllm_connector.worker.device import batches
@@ -96,7 +99,7 @@ def test_a_segment_larger_than_the_staging_has_a_batch_and_memory_of_its_own(dev
 
 
 def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
-    device: Any, monkeypatch: pytest.MonkeyPatch
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the device and back. Many pieces of a segment are laid next to each other in a batch."""
     import torch
@@ -106,7 +109,7 @@ def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
     from kvshare.vllm_connector.worker.device import batches
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
-    def update(_: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
+    def update(_: object, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         cache[slots // 8, :, slots % 8] = torch.cat([k, v], dim=-1)
 
     impl = SimpleNamespace(do_kv_cache_update=update)
@@ -119,7 +122,7 @@ def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
     copied: list[bool] = []
     copy = torch.Tensor.copy_
 
-    def counted(target: Any, source: Any, non_blocking: bool = False) -> Any:
+    def counted(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         copied.append(non_blocking)
         return copy(target, source, non_blocking)
 
@@ -162,7 +165,7 @@ def test_inputs_of_a_pass_are_one_copy() -> None:
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_memory_that_cuda_cannot_register_makes_copies_slow(
-    device: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     """They are made all the same, and the operator reads what to do."""
     import torch

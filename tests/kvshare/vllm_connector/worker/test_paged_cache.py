@@ -1,11 +1,19 @@
 """Layouts of vLLM's blocks are found by writing through the backend."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from delta_tree import Span
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvshare.vllm_connector.worker.paged_cache import WriteRows
+    from tests.kvshare.vllm_connector.conftest import Start
 
 
 class TestLayouts:
@@ -13,12 +21,12 @@ class TestLayouts:
 
     N, H, D = 32, 2, 32
 
-    def block(self, permutation: Any = None) -> tuple[Any, Any]:
+    def block(self, permutation: torch.Tensor | None = None) -> tuple[torch.Tensor, WriteRows]:
         import torch
 
         block = torch.zeros(self.H, self.N, 2 * self.D)
 
-        def write(k: Any, v: Any) -> None:
+        def write(k: torch.Tensor, v: torch.Tensor) -> None:
             rows = torch.cat([k, v], dim=-1).permute(1, 0, 2)  # (H, N, 2 D): the content layout
             flat = rows.flatten()
             block.copy_((flat if permutation is None else flat[permutation]).view_as(block))
@@ -48,13 +56,13 @@ class TestLayouts:
 
         block, write = self.block()
 
-        def write_rounded(k: Any, v: Any) -> None:
+        def write_rounded(k: torch.Tensor, v: torch.Tensor) -> None:
             write(k, v)
             block.round_()
 
         assert find_layout(block, write_rounded) is None
 
-    def test_vllms_own(self, start: Any) -> None:
+    def test_vllms_own(self, start: Start) -> None:
         assert start("llama").side.info().settings["attention_backend"] == "CPU_ATTN/transposed"
 
 
@@ -78,7 +86,9 @@ class TestRows:
         layers = {}
         for name, cache in zip(names, self.caches(memory, len(names)), strict=True):
 
-            def update(_: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
+            def update(
+                _: object, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+            ) -> None:
                 """Of whole blocks, as a kernel of this layout writes them."""
                 k, v = (rows.unflatten(0, (-1, self.N)).transpose(1, 2) for rows in (k, v))  # (B, H, N, D)
                 rows = torch.cat([k, v], dim=-1)
@@ -105,7 +115,7 @@ class TestRows:
         assert torch.equal(found_v, v[:, places])
         assert torch.equal(paged.keys(1, paged.table(block_ids, 17), 17), k[1, :17])
 
-    def caches(self, memory: str, count: int) -> list[Any]:
+    def caches(self, memory: str, count: int) -> list[torch.Tensor]:
         """(B, H, N, 2 D) each."""
         import torch
 

@@ -1,20 +1,33 @@
 """The self-test at start, made to fail."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from delta_tree import Span
+    from kvshare.vllm_connector.worker.paged_cache import PagedCache
+    from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
+    from kvshare.vllm_connector.worker.self_test import SelfTest
+    from tests.kvshare.vllm_connector.conftest import Checkpoint, Start, Vllm
+    from tests.kvshare.vllm_connector.without_gpu.scattered_runs import Inputs
 
 
 class TestSelfTest:
     """A check that cannot fail tests nothing: each is made to."""
 
-    def self_test(self, vllm: Any) -> Any:
+    def self_test(self, vllm: Vllm) -> SelfTest:
         from kvshare.vllm_connector.worker.self_test import SelfTest
 
         return SelfTest(vllm.worker._cache, vllm.worker._forward, vocab_size=300, max_model_len=1024)
 
-    def test_they_hold(self, start: Any) -> None:
+    def test_they_hold(self, start: Start) -> None:
         self_test = self.self_test(vllm := start("llama"))
         assert self_test.check_layout() is None
         assert self_test.check_partial_attention() is None
@@ -22,24 +35,26 @@ class TestSelfTest:
         proofs = [proof for layer in self_test.movements(vllm.tables()) for proof in layer]
         assert all(proof.movement is not None for proof in proofs)
 
-    def test_weights_that_are_not_the_kernels_are_found(self, start: Any, monkeypatch: Any) -> None:
+    def test_weights_that_are_not_the_kernels_are_found(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Another scale, as of a model that scales its queries by itself."""
         vllm = start("llama")
         scaling = vllm.worker._forward.scaling
         monkeypatch.setattr(vllm.worker._forward, "scaling", lambda layer: 1.2 * scaling(layer))
-        assert "attention does not follow" in self.self_test(vllm).check_listening()
+        assert "attention does not follow" in str(self.self_test(vllm).check_listening())
 
     def test_kernels_that_are_not_called_where_we_stand_in_are_found(
-        self, start: Any, monkeypatch: Any
+        self, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As they would be in a captured graph."""
         from contextlib import nullcontext
 
         vllm = start("llama")
         monkeypatch.setattr(vllm.worker._forward, "_watched", lambda watch: nullcontext())
-        assert "cannot be watched" in self.self_test(vllm).check_listening()
+        assert "cannot be watched" in str(self.self_test(vllm).check_listening())
 
-    def test_an_error_is_a_reason_not_to_listen(self, start: Any, monkeypatch: Any) -> None:
+    def test_an_error_is_a_reason_not_to_listen(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nothing else depends on it: windows are repaired all the same."""
         vllm = start("llama")
 
@@ -47,22 +62,22 @@ class TestSelfTest:
             raise AttributeError("no scale")
 
         monkeypatch.setattr(vllm.worker._forward, "scaling", scaling)
-        assert "AttributeError: no scale" in self.self_test(vllm).check_listening()
+        assert "AttributeError: no scale" in str(self.self_test(vllm).check_listening())
 
-    def test_watching_leaves_no_trace(self, start: Any) -> None:
+    def test_watching_leaves_no_trace(self, start: Start) -> None:
         vllm = start("llama")
         self.self_test(vllm).check_listening()
         layers = vllm.worker._cache.layers.values()
         assert all("forward" not in vars(layer.impl) for layer in layers)
 
-    def test_wrong_frequencies_are_found(self, start: Any) -> None:
+    def test_wrong_frequencies_are_found(self, start: Start) -> None:
         vllm = start("llama")
         (table,) = vllm.tables()
         right, wrong = (self.self_test(vllm).movements([t]) for t in (table, table * 1.01))
         assert all(k.movement is not None and v.movement is not None for k, v in right)
         assert all(k.movement is None for k, _ in wrong)
 
-    def test_a_layer_without_positions_is_found(self, start: Any, monkeypatch: Any) -> None:
+    def test_a_layer_without_positions_is_found(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its rows stay where all others turn."""
         import torch
 
@@ -74,7 +89,9 @@ class TestSelfTest:
         self_test, tables = self.self_test(vllm), vllm.tables()
 
         class NoPositions(torch.nn.Module):
-            def forward(self, positions: Any, q: Any, k: Any) -> Any:
+            def forward(
+                self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+            ) -> tuple[torch.Tensor, torch.Tensor]:
                 return q, k
 
         with monkeypatch.context() as patch:
@@ -83,7 +100,9 @@ class TestSelfTest:
         assert [k.movement == STAYS for k, _ in found] == [False, True, False]
         assert not any(k.movement == STAYS for k, _ in self_test.movements(tables))
 
-    def test_a_mask_that_sees_later_keys_is_found(self, start: Any, monkeypatch: Any) -> None:
+    def test_a_mask_that_sees_later_keys_is_found(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The shortcut of the published CacheBlend code: recomputed tokens see what comes after them."""
         from kvshare.vllm_connector.worker.partial_forward import PartialForward
 
@@ -91,18 +110,18 @@ class TestSelfTest:
         self_test = self.self_test(vllm)
         inputs = PartialForward._inputs
 
-        def shortcut(forward: Any, runs: Any) -> Any:
+        def shortcut(forward: PartialForward, runs: Sequence[Run]) -> Inputs:
             *others, metadata = inputs(forward, runs)
             metadata.causal = False
             return *others, metadata
 
         with monkeypatch.context() as patch:
             patch.setattr(PartialForward, "_inputs", shortcut)
-            assert "partial attention" in self_test.check_partial_attention()
+            assert "partial attention" in str(self_test.check_partial_attention())
 
 
 @pytest.fixture(scope="session")
-def outliers(checkpoint: Any) -> Path:
+def outliers(checkpoint: Checkpoint) -> Path:
     """A Qwen2 whose keys have a few channels that are large and hardly vary, as the published ones do."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -114,7 +133,7 @@ def outliers(checkpoint: Any) -> Path:
         for layer in model.model.layers:
             bias = layer.self_attn.k_proj.bias
             bias[torch.randperm(len(bias), generator=generator)[:6]] = 200.0
-    folder: Path = source.with_name("outliers")
+    folder = source.with_name("outliers")
     model.save_pretrained(folder)
     return folder
 
@@ -123,19 +142,19 @@ class TestMutations:
     """One small thing is wrong, on keys of which the largest value says nothing: each is found."""
 
     @pytest.fixture
-    def vllm(self, start: Any, outliers: Path) -> Any:
+    def vllm(self, start: Start, outliers: Path) -> Vllm:
         return start(outliers)
 
-    def self_test(self, vllm: Any) -> Any:
+    def self_test(self, vllm: Vllm) -> SelfTest:
         from kvshare.vllm_connector.worker.self_test import SelfTest
 
         return SelfTest(vllm.worker._cache, vllm.worker._forward, vocab_size=300, max_model_len=1024)
 
-    def test_right_is_right(self, vllm: Any) -> None:
+    def test_right_is_right(self, vllm: Vllm) -> None:
         assert vllm.side.info().refusals == ()
         assert vllm.side.info().can_move_keys
 
-    def test_it_reaches_far(self, vllm: Any) -> None:
+    def test_it_reaches_far(self, vllm: Vllm) -> None:
         """More than three blocks, far apart and in no order; runs of 1, 17 and more than 512 tokens."""
         self_test = self.self_test(vllm)
         ids = self_test._block_ids
@@ -146,12 +165,12 @@ class TestMutations:
         assert lengths > {1, 17}
         assert max(lengths) > 512
 
-    def test_two_blocks_in_the_wrong_order(self, vllm: Any, monkeypatch: Any) -> None:
+    def test_two_blocks_in_the_wrong_order(self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
         from kvshare.vllm_connector.worker.partial_forward import PartialForward
 
         inputs = PartialForward._inputs
 
-        def exchanged(forward: Any, runs: Any) -> Any:
+        def exchanged(forward: PartialForward, runs: Sequence[Run]) -> Inputs:
             *others, metadata = inputs(forward, runs)
             table = metadata.block_table_tensor
             if table.shape[1] > 1:
@@ -159,30 +178,30 @@ class TestMutations:
             return *others, metadata
 
         monkeypatch.setattr(PartialForward, "_inputs", exchanged)
-        assert "partial attention" in self.self_test(vllm).check_partial_attention()
+        assert "partial attention" in str(self.self_test(vllm).check_partial_attention())
 
-    def test_a_slot_off_by_one(self, vllm: Any, monkeypatch: Any) -> None:
+    def test_a_slot_off_by_one(self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
         from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
         slots = PagedCache.slots
         monkeypatch.setattr(PagedCache, "slots", lambda *arguments: slots(*arguments).roll(1))
-        assert "not read back" in self.self_test(vllm).check_layout()
+        assert "not read back" in str(self.self_test(vllm).check_layout())
 
-    def test_a_slot_off_by_one_where_a_pass_writes(self, vllm: Any, monkeypatch: Any) -> None:
+    def test_a_slot_off_by_one_where_a_pass_writes(self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
         from kvshare.vllm_connector.worker.partial_forward import PartialForward
 
         inputs = PartialForward._inputs
 
-        def beside(forward: Any, runs: Any) -> Any:
+        def beside(forward: PartialForward, runs: Sequence[Run]) -> Inputs:
             token_ids, positions, slots, metadata = inputs(forward, runs)
             if len(runs) > 1:
                 slots[:] = slots.roll(1)  # the metadata's, too
             return token_ids, positions, slots, metadata
 
         monkeypatch.setattr(PartialForward, "_inputs", beside)
-        assert "partial attention" in self.self_test(vllm).check_partial_attention()
+        assert "partial attention" in str(self.self_test(vllm).check_partial_attention())
 
-    def test_a_rotation_of_the_wrong_sign(self, vllm: Any, monkeypatch: Any) -> None:
+    def test_a_rotation_of_the_wrong_sign(self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
         from kvshare.kv.movement import Movement
 
         angles = Movement.angles
@@ -190,19 +209,21 @@ class TestMutations:
         found = self.self_test(vllm).movements(vllm.tables())
         assert all(k.movement is None for k, _ in found)
 
-    def test_two_heads_taken_for_each_other(self, vllm: Any, monkeypatch: Any) -> None:
+    def test_two_heads_taken_for_each_other(self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
         from kvshare.kv.segment import SegmentKV
         from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
         read = PagedCache.read
 
-        def exchanged(*arguments: Any) -> SegmentKV:
-            return SegmentKV(tuple(plane.roll(1, dims=2) for plane in read(*arguments).planes))
+        def exchanged(cache: PagedCache, block_ids: Sequence[int], span: Span) -> SegmentKV:
+            return SegmentKV(tuple(plane.roll(1, dims=2) for plane in read(cache, block_ids, span).planes))
 
         monkeypatch.setattr(PagedCache, "read", exchanged)
-        assert "not read back" in self.self_test(vllm).check_layout()
+        assert "not read back" in str(self.self_test(vllm).check_layout())
 
-    def test_a_model_without_attention_proves_nothing(self, vllm: Any, monkeypatch: Any) -> None:
+    def test_a_model_without_attention_proves_nothing(
+        self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Where what stands before a run makes no difference, a pass that never looked would be right too."""
         for layer in vllm.worker._cache.layers.values():
             forward = layer.impl.forward
@@ -212,7 +233,7 @@ class TestMutations:
                 return output.zero_()
 
             monkeypatch.setattr(layer.impl, "forward", silent, raising=False)
-        assert "does not depend" in self.self_test(vllm).check_partial_attention()
+        assert "does not depend" in str(self.self_test(vllm).check_partial_attention())
 
 
 @pytest.mark.parametrize(
@@ -236,11 +257,11 @@ def test_the_measure_sees_small_channels_beside_large_ones(wrong: str, limit: fl
     assert error <= limit if limit < 0.1 else error >= limit
 
 
-def test_a_worker_that_cannot_even_look_refuses(start: Any, monkeypatch: Any) -> None:
+def test_a_worker_that_cannot_even_look_refuses(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend whose metadata cannot be built does not keep vLLM from starting."""
     from kvshare.vllm_connector.worker import worker
 
-    def fail(*_: Any) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("no such backend")
 
     given = start("llama").worker

@@ -8,6 +8,7 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,7 +126,7 @@ def test_every_third_agent_is_asked_for_the_changed_figure(library: Library) -> 
 
 def write_questions(folder: Path, num: int = 40) -> None:
     """Each shares its first step, and that step's passage, with the next one; strangers come ten times."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number in range(num):
         subject, passages = number // 2, [number // 2, 100 + number, *range(200 + number, 210 + number)]
         rows.append(
