@@ -29,7 +29,7 @@ def paged_cache(*num_blocks: int, block_size: int = N) -> Any:
     [
         (lambda: paged_cache(4, 5), "different shapes"),
         (lambda: paged_cache(4, 4, block_size=N + 1), "do not divide 9"),
-        (lambda: paged_cache(4, 4), "layout of the attention backend's KV cache is not understood"),
+        (lambda: paged_cache(4, 4), "layout of the attention backend's KV cache is unknown"),
     ],
 )
 def test_the_reason_is_stated(cache: Any, reason: str) -> None:
