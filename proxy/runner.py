@@ -12,6 +12,8 @@ SERVER_NAME = (
     "kvshare"  # of the header Server: which libraries run here, and which versions, is nobody's concern
 )
 
+log = logging.getLogger("proxy.middleware")  # where requests are logged
+
 # aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
 _aiohttp_log = logging.getLogger("proxy.aiohttp")
 _aiohttp_log.setLevel(logging.CRITICAL + 1)
@@ -58,6 +60,7 @@ class _Protocol(web.RequestHandler):
         """Bytes that are no HTTP request. aiohttp would answer as text, with these bytes in it."""
         super().handle_error(request, status, exc, message)  # closes the connection where an answer has begun
         text = "The server failed to answer; see its log."
+        log.info("request - key=- client=%s %d: bytes that are no HTTP request", request.remote or "-", status)
         if status < 500:
             text = "This is no HTTP request: expected HTTP/1.1, and lines and headers of at most 8 KB each."
         response = ErrorReply(status, "bad_request" if status < 500 else "internal_error", text).to_response()

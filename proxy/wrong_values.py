@@ -91,15 +91,16 @@ def to_request_error(
     every = error.errors(include_url=False)
     problems = [_Problem.at(details, document) for details in every[:_MAX_PROBLEMS]]
     first, same = _meant(problems)
-    param = _param(first.place)
+    param, quoted = _param(first.place), first.quoted
     if first.kind == _UNKNOWN:
         return _unknown_key(first, param, model)
     if first.kind in _ABSENT:
         return RequestError(f"'{param}' is missing, and this request needs it.", param=param)
     if first.kind not in EXPECTED:  # a field's own validator: it says both
-        return RequestError(f"Invalid '{param}': {first.details['msg']}.", param=param)
+        return RequestError(f"Invalid '{param}': {first.details['msg']}.", param=param, quoted=quoted)
     expected = " or ".join(dict.fromkeys(problem.expected for problem in same))
-    return RequestError(f"Invalid '{param}': expected {expected}, got {first.found}.", param=param)
+    message = f"Invalid '{param}': expected {expected}, got {first.found}."
+    return RequestError(message, param=param, quoted=quoted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,13 @@ class _Problem:
         if self.kind == "union_tag_invalid":
             return _quoted(self.details["ctx"]["tag"])
         return _quoted(value) if self.kind in _OF_WORDS and isinstance(value, str) else found(value)
+
+    @property
+    def quoted(self) -> Sequence[str]:
+        """The client's own text in the message."""
+        if self.kind in EXPECTED:
+            return [self.found] if self.found.startswith("'") else []
+        return [str(word) for name, word in self.details.get("ctx", {}).items() if name == "quoted"]
 
 
 def _ways(location: _Path, here: object, at: int = 0) -> Iterator[tuple[_Path, _Path, object]]:
@@ -188,9 +196,8 @@ def _meant(problems: Sequence[_Problem]) -> tuple[_Problem, list[_Problem]]:
 def _unknown_key(problem: _Problem, param: str, model: type[BaseModel]) -> RequestError:
     models = _models_at(model, problem.place[:-1])
     known = ", ".join(dict.fromkeys(name for each in models for name in each.model_fields))
-    return RequestError(
-        f"Unknown key '{param}': expected one of {known}.", param=param, code="unknown_parameter"
-    )
+    message = f"Unknown key '{param}': expected one of {known}."
+    return RequestError(message, param=param, code="unknown_parameter", quoted=[param])
 
 
 def _models_at(model: type[BaseModel], place: _Path) -> list[type[BaseModel]]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from kvshare.engines.base import Engine
     from kvshare.settings import Settings
 
+
+log = logging.getLogger(__name__)
 
 Mode = Literal["off", "exact", "approx"]
 EngineKind = Literal["embedded", "vllm"]
@@ -154,15 +157,18 @@ def _run(settings: Settings, output_format: OutputFormat) -> None:
 
         engine, doing = EmbeddedEngine(settings), "loading the model"
 
+    def listening(url: str) -> None:
+        if settings.logging.json_lines:
+            log.info("listening on %s, %s", url, doing)
+        else:
+            note(f"listening on {url}, {doing}")
+
     def announce(url: str) -> None:
         ready_s = time.perf_counter() - started
         show("ready", {"url": url, "model": engine.card.model_id, "ready_s": ready_s}, output_format)
 
     try:
-        serving = serve_http(
-            settings, engine, on_listening=lambda url: note(f"listening on {url}, {doing}"), on_ready=announce
-        )
-        asyncio.run(serving)
+        asyncio.run(serve_http(settings, engine, on_listening=listening, on_ready=announce))
     except OSError as exc:
         where = f"{settings.server.host}:{settings.server.port}"
         raise EngineError(

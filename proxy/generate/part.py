@@ -46,8 +46,9 @@ def of_types(*types: str, default: str | None = None, hint: str) -> Callable[[ob
         if given is None and default is not None:
             return {**part, "type": default}
         if given not in types:
-            words = {"got": f"'{given[:_MAX_QUOTED]}'" if isinstance(given, str) else found(given)}
-            raise PydanticCustomError("part_type", f"expected type {names}, got {{got}}; {hint}", words)
+            name = "quoted" if isinstance(given, str) else "found"
+            words = {name: f"'{given[:_MAX_QUOTED]}'" if isinstance(given, str) else found(given)}
+            raise PydanticCustomError("part_type", f"expected type {names}, got {{{name}}}; {hint}", words)
         return part
 
     return check

@@ -62,7 +62,7 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
     """Any other route under /v1, of vLLM's choice."""
     check_path(request.rel_url.raw_path_qs)
     if is_for_operators(request.rel_url.raw_path_qs):
-        request.app[SERVER].keyring.require(request, Role.ADMIN)
+        request.app[SERVER].keyring.check_role(request, request[RECORD].caller, Role.ADMIN)
     router, routed = request.app[ENGINE].server.router, RoutedRequest(request[RECORD].caller.owner)
     if request.content_type == "application/json" and request.can_read_body:
         body, document = await _read_json(request)
