@@ -5,7 +5,7 @@ computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
 
@@ -15,21 +15,25 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree
 
 from kvshare.cli import gpu_view, replay_views
 from kvshare.cli.templates import Document, Templates
 
 _WIDTH_OFF_TERMINAL = 140
+_MOST_INDENTED = 4  # levels; what is further below is indented as much
 _STATE_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _TEMPLATES = Templates(Path(__file__).with_suffix(".yaml"))
 
 
-def draw(view: str, document: Document) -> None:
-    """Write the document to stdout; colours only on a terminal and without NO_COLOR."""
+def draw(view: str, document: Document, *, width: int | None = None) -> None:
+    """
+    Write the document to stdout; colours only on a terminal and without NO_COLOR.
+
+    `width`: columns; None is the terminal's, which is at least 80.
+    """
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH_OFF_TERMINAL
+    if width is not None or not console.is_terminal:
+        console.width = width or _WIDTH_OFF_TERMINAL
     with console.capture() as captured:
         for part in VIEWS[view](document):
             console.print(part)
@@ -62,9 +66,15 @@ def _origin(costs: Document) -> str:
 
 
 def tree(document: Document) -> list[RenderableType]:
+    """A table for each namespace; prompts are indented below those that they were edited from."""
     if not document["roots"]:
         return ["the store is empty"]
-    return [_branch(root, Tree(_node_label(root))) for root in document["roots"]]
+    parts: list[RenderableType] = []
+    for namespace in dict.fromkeys(root["namespace"] for root in document["roots"]):
+        roots = [root for root in document["roots"] if root["namespace"] == namespace]
+        rows = [row for root in roots for row in _branch(root, level=0)]
+        parts += [f"[bold]namespace {namespace:.12}[/]", _TEMPLATES.table("tree", rows), ""]
+    return parts[:-1]
 
 
 def node(document: Document) -> list[RenderableType]:
@@ -125,7 +135,7 @@ def explain(document: Document) -> list[RenderableType]:
 
 def warm(document: Document) -> list[RenderableType]:
     """The sums; then what failed, and which prompt is which node where it was pinned."""
-    parts: list[RenderableType] = [_TEMPLATES.table("warm", [document])]
+    parts: list[RenderableType] = [_facts(_TEMPLATES.cells("warm", document))]
     if failures := [_with_label(entry) for entry in document["failures"]]:
         parts += ["\n[bold]failed[/]", _TEMPLATES.table("warm failures", failures)]
     if nodes := [_with_label(entry) for entry in document["prompts"] if entry["pinned"]]:
@@ -163,7 +173,7 @@ def verify(document: Document) -> list[RenderableType]:
 
 
 def _times(control: float) -> str:
-    return "" if control == inf else f"{control:,.0f} times as far off"
+    return "" if control == inf else f"{control:,.0f}x"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -217,17 +227,15 @@ def _facts(rows: Mapping[str, object]) -> Table:
     return table
 
 
-def _branch(entry: Document, into: Tree) -> Tree:
+def _branch(entry: Document, level: int) -> Iterator[Document]:
+    """A prompt's row, then those of what is below it."""
+    indent = "  " * min(level, _MOST_INDENTED)
+    yield {**entry, "prompt": f"{indent}{entry['id']}", "pin": "yes" if entry["pinned"] else ""}
     for child in entry["children"]:
-        _branch(child, into.add(_node_label(child)))
-    hidden = entry["num_children"] - len(entry["children"])
-    if hidden:
-        into.add(f"[dim]... {hidden} more below; see --depth[/]")
-    return into
-
-
-def _node_label(entry: Document) -> str:
-    return _TEMPLATES.fill("tree", entry) + (" [yellow]pinned[/]" if entry["pinned"] else "")
+        yield from _branch(child, level + 1)
+    if hidden := entry["num_children"] - len(entry["children"]):
+        counted = {key: None for key in (*entry, "pin")}
+        yield {**counted, "prompt": f"{indent}  {hidden} more"}
 
 
 def _edit_table(edits: Document) -> RenderableType:
