@@ -60,7 +60,9 @@ class _Protocol(web.RequestHandler):
         """Bytes that are no HTTP request. aiohttp would answer as text, with these bytes in it."""
         super().handle_error(request, status, exc, message)  # closes the connection where an answer has begun
         text = "The server failed to answer; see its log."
-        log.info("request - key=- client=%s %d: bytes that are no HTTP request", request.remote or "-", status)
+        log.info(
+            "request - key=- client=%s %d: bytes that are no HTTP request", request.remote or "-", status
+        )
         if status < 500:
             text = "This is no HTTP request: expected HTTP/1.1, and lines and headers of at most 8 KB each."
         response = ErrorReply(status, "bad_request" if status < 500 else "internal_error", text).to_response()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -21,41 +22,8 @@ _MAX_QUOTED = 40  # characters of a word, digits of a number
 _MAX_PARAM = 200
 _MAX_PROBLEMS = 200  # that are looked at: a long list of wrong entries has one for each
 
-# pydantic's error type -> what was expected, filled from the error's context.
-EXPECTED: Mapping[str, str] = MappingProxyType(
-    {
-        "string_type": "a string",
-        "string_unicode": "a string of Unicode text",
-        "string_too_short": "a string of {min_length} or more characters",
-        "string_too_long": "a string of at most {max_length} characters",
-        "string_pattern_mismatch": "text that matches {pattern}",
-        "int_type": "an integer",
-        "int_from_float": "an integer",
-        "int_parsing": "an integer",
-        "float_type": "a number",
-        "float_parsing": "a number",
-        "finite_number": "a finite number",
-        "multiple_of": "a multiple of {multiple_of}",
-        "greater_than": "a number above {gt}",
-        "greater_than_equal": "at least {ge}",
-        "less_than": "a number below {lt}",
-        "less_than_equal": "at most {le}",
-        "bool_type": "true or false",
-        "bool_parsing": "true or false",
-        "list_type": "a list",
-        "tuple_type": "a list",
-        "too_short": "a list of {min_length} or more",
-        "too_long": "a list of at most {max_length}",
-        "dict_type": "an object",
-        "mapping_type": "an object",
-        "model_type": "an object",
-        "model_attributes_type": "an object",
-        "none_required": "null",
-        "literal_error": "{expected}",
-        "enum": "{expected}",
-        "union_tag_invalid": "one of {expected_tags}",
-    }
-)
+# pydantic's type of an error -> what was expected.
+EXPECTED: Mapping[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 _OF_WORDS = ("literal_error", "enum")  # their values are words of a few, not text
 _ABSENT = ("missing", "union_tag_not_found")
 _UNKNOWN = "extra_forbidden"

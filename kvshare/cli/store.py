@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvshare.cli.options import NamespaceDigest
+from kvshare.cli.options import NamespaceDigest, argument, option
 from kvshare.cli.output import note
 from kvshare.cli.source import Ask, asking
 
@@ -23,9 +23,9 @@ def stats(ask: Ask, namespace: NamespaceDigest = None) -> None:
 @asking
 def tree(
     ask: Ask,
-    root: Annotated[int | None, typer.Argument(help="Only this node and what hangs below it.")] = None,
-    depth: Annotated[int, typer.Option("--depth", min=1, help="Levels shown.")] = 4,
-    sort: Annotated[TreeOrder, typer.Option("--sort", help="Which siblings come first.")] = "bytes",
+    root: Annotated[int | None, argument("tree", "root")] = None,
+    depth: Annotated[int, option("tree", "--depth", min=1)] = 4,
+    sort: Annotated[TreeOrder, option("tree", "--sort")] = "bytes",
     namespace: NamespaceDigest = None,
 ) -> None:
     """The stored prompts as a tree. Who was edited from whom, and what that costs."""
@@ -33,9 +33,7 @@ def tree(
 
 
 @asking
-def node(
-    ask: Ask, node_id: Annotated[int, typer.Argument(metavar="ID", help="A node of `kvshare tree`.")]
-) -> None:
+def node(ask: Ask, node_id: Annotated[int, argument("node", "node_id", metavar="ID")]) -> None:
     """One stored prompt. Its parents, its edits, where its KV lies and who shares it; never its text."""
     ask("node", {"id": node_id})
 
@@ -43,11 +41,9 @@ def node(
 @asking
 def diff(
     ask: Ask,
-    a: Annotated[int, typer.Argument(help="The node to start from.")],
-    b: Annotated[int, typer.Argument(help="The node to arrive at.")],
-    min_run: Annotated[
-        int, typer.Option("--min-run", min=1, help="A shorter match counts as a change; see sharing.min_run.")
-    ] = 1,
+    a: Annotated[int, argument("diff", "a")],
+    b: Annotated[int, argument("diff", "b")],
+    min_run: Annotated[int, option("diff", "--min-run", min=1)] = 1,
 ) -> None:
     """The edits between two stored prompts, as spans and counts."""
     ask("diff", {"a": a, "b": b, "min_run": min_run})
@@ -56,13 +52,11 @@ def diff(
 @asking
 def evict(
     ask: Ask,
-    node_id: Annotated[int | None, typer.Argument(metavar="[ID]", help="The node to drop.")] = None,
+    node_id: Annotated[int | None, argument("evict", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every namespace.")] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Really drop a whole namespace or everything.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would be freed.")] = False,
+    everything: Annotated[bool, option("evict", "--all")] = False,
+    yes: Annotated[bool, option("evict", "--yes", "-y")] = False,
+    dry_run: Annotated[bool, option("evict", "--dry-run", "-n")] = False,
 ) -> None:
     """Drop stored prompts and the KV that nobody else uses. More than one node: a dry run unless --yes."""
     if (node_id is not None) + (namespace is not None) + everything != 1:
@@ -78,7 +72,7 @@ def evict(
 @asking
 def pin(
     ask: Ask,
-    node_id: Annotated[int | None, typer.Argument(metavar="[ID]", help="The node to pin.")] = None,
+    node_id: Annotated[int | None, argument("pin", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
 ) -> None:
     """Keep a stored prompt from eviction, or all that a namespace has now. At most half of the memory."""
@@ -90,9 +84,9 @@ def pin(
 @asking
 def unpin(
     ask: Ask,
-    node_id: Annotated[int | None, typer.Argument(metavar="[ID]", help="The node to unpin.")] = None,
+    node_id: Annotated[int | None, argument("unpin", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every pinned prompt.")] = False,
+    everything: Annotated[bool, option("unpin", "--all")] = False,
 ) -> None:
     """Let pinned prompts be evicted again when there is no room. Nothing is dropped now."""
     if (node_id is not None) + (namespace is not None) + everything != 1:
@@ -103,16 +97,9 @@ def unpin(
 @asking
 def explain(
     ask: Ask,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="One user message.")] = None,
+    prompt: Annotated[str | None, option("explain", "--prompt", "-p")] = None,
     file: Annotated[
-        typer.FileText | None,
-        typer.Option(
-            "--file",
-            "-f",
-            metavar="<path>",
-            encoding="utf-8",
-            help="A chat request or its messages as JSON; - reads stdin.",
-        ),
+        typer.FileText | None, option("explain", "--file", "-f", metavar="<path>", encoding="utf-8")
     ] = None,
 ) -> None:
     """The plan that a prompt would get. Which donors, why not others, what is copied and computed."""

@@ -22,8 +22,8 @@ class Templates(Formatter):
     """
     The templates of one file, by name: a line, or the columns of a table.
 
-    Beside Python's format specs there are `bytes`, `ago`, `idle` and `duration` of seconds, and `count WORD`, which
-    adds its plural. None is empty.
+    Beside Python's format specs there are `bytes`, `ago`, `idle` and `duration` of seconds, and `count WORD`,
+    which adds its plural. None is empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +64,9 @@ class Templates(Formatter):
         style = {"box": box, "header_style": "bold", "padding": padding, "pad_edge": box is not None}
         table = Table(title=title, title_justify="left", **style)
         for number, column in enumerate(self._templates[name]):
-            is_prose = any(" " in cell.strip() and len(cell) > _LONG_WORDS for cell in columns.get(column, ()))
+            is_prose = any(
+                " " in cell.strip() and len(cell) > _LONG_WORDS for cell in columns.get(column, ())
+            )
             table.add_column(column, justify="right" if number else "left", no_wrap=not is_prose)
         for line in lines:
             table.add_row(*line)
@@ -106,4 +108,9 @@ def _idle(duration_s: float) -> str:
     return _ago(duration_s).removesuffix(" ago")
 
 
-_UNITS: Mapping[str, Callable[[float], str]] = {"bytes": _bytes, "ago": _ago, "idle": _idle, "duration": _seconds}
+_UNITS: Mapping[str, Callable[[float], str]] = {
+    "bytes": _bytes,
+    "ago": _ago,
+    "idle": _idle,
+    "duration": _seconds,
+}

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from kvshare.cli.options import Format, OutputFormat
+from kvshare.cli.options import Format, OutputFormat, argument, option
 from kvshare.cli.output import show
 
 
 def verify(
-    model: Annotated[str, typer.Argument(help="A folder, a Hugging Face name, default or demo.")] = "default",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    model: Annotated[str, argument("verify", "model")] = "default",
+    dtype: Annotated[str, option("verify", "--dtype")] = "float32",
+    device: Annotated[str, option("verify", "--device")] = "auto",
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """

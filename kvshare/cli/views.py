@@ -234,7 +234,7 @@ def _branch(entry: Document, level: int) -> Iterator[Document]:
     for child in entry["children"]:
         yield from _branch(child, level + 1)
     if hidden := entry["num_children"] - len(entry["children"]):
-        counted = {key: None for key in (*entry, "pin")}
+        counted = dict.fromkeys((*entry, "pin"))
         yield {**counted, "prompt": f"{indent}  {hidden} more"}
 
 

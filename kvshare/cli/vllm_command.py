@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvshare.cli.options import argument, option
 from kvshare.cli.output import note
 from kvshare.errors import EngineError
 
@@ -29,26 +30,17 @@ _VLLM_PORT = 8000  # where vLLM listens if it is not told
 _TAKEN = ("kv-transfer-config", "worker-cls", "kv-offloading-size")
 _ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 _RENDERS = "--enable-scale-out"  # vLLM's /render routes, which say what tokens a request has
-# vLLM's short options for data parallelism; and those that put ranks behind APIs of their own or on several
-# machines.
+# vLLM's options for data parallelism by their short names.
 _SHORT = {
-    "-dp": "data-parallel-size",
-    "-dpn": "data-parallel-rank",
-    "-dpr": "data-parallel-start-rank",
-    "-dpl": "data-parallel-size-local",
-    "-dph": "data-parallel-hybrid-lb",
-    "-dpe": "data-parallel-external-lb",
-    "-dpm": "data-parallel-multi-port-external-lb",
-    "-dpb": "data-parallel-backend",
+    f"-dp{letter}": f"data-parallel-{end}"
+    for letter, end in [
+        *(("", "size"), ("n", "rank"), ("r", "start-rank"), ("l", "size-local"), ("b", "backend")),
+        *(("h", "hybrid-lb"), ("e", "external-lb"), ("m", "multi-port-external-lb")),
+    ]
 }
-_SPREAD = (
-    "data-parallel-rank",
-    "data-parallel-start-rank",
-    "data-parallel-size-local",
-    "data-parallel-hybrid-lb",
-    "data-parallel-external-lb",
-    "data-parallel-multi-port-external-lb",
-)
+_SPREAD = [_SHORT[f"-dp{letter}"] for letter in "nrlhem"]  # ranks behind several APIs or on several machines
+
+
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for suffix, base in (("b", 1000), ("ib", 1024))
@@ -67,29 +59,13 @@ def parse_bytes(text: object) -> int:
 
 def vllm(
     context: typer.Context,
-    arguments: Annotated[
-        list[str], typer.Argument(metavar="MODEL", help="The model, then any options of `vllm serve`.")
-    ],
-    control_host: Annotated[
-        str, typer.Option("--control-host", help="Where the connector answers KVShare's server.")
-    ] = "127.0.0.1",
-    control_port: Annotated[
-        int | None,
-        typer.Option("--control-port", min=1, max=65535, help="Its port. [default: vLLM's --port plus 1]"),
-    ] = None,
+    arguments: Annotated[list[str], argument("vllm", "arguments", metavar="MODEL")],
+    control_host: Annotated[str, option("vllm", "--control-host")] = "127.0.0.1",
+    control_port: Annotated[int | None, option("vllm", "--control-port", min=1, max=65535)] = None,
     kv_bytes: Annotated[
-        int,
-        typer.Option(
-            "--kv-bytes",
-            parser=parse_bytes,
-            metavar="SIZE",
-            show_default=False,
-            help="Host memory for KV that is kept. [default: 4GiB]",
-        ),
+        int, option("vllm", "--kv-bytes", parser=parse_bytes, metavar="SIZE", show_default=False)
     ] = 4 * 1024**3,
-    print_command: Annotated[
-        bool, typer.Option("--print-command", help="Print the command for a shell, and stop.")
-    ] = False,
+    print_command: Annotated[bool, option("vllm", "--print-command")] = False,
 ) -> None:
     """
     Start `vllm serve` with KVShare's connector. Options that are not listed here are vLLM's.
@@ -179,9 +155,9 @@ def given_options(arguments: Sequence[str]) -> dict[str, Any]:
     those for data parallelism count.
     """
     given: dict[str, Any] = {}
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, equals, value = argument.partition("=")
-        if argument.startswith("--") or name in _SHORT:
+    for each, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = each.partition("=")
+        if each.startswith("--") or name in _SHORT:
             given[_SHORT.get(name) or _name(name)] = value if equals else following
     return {**_file_options(given.get("config")), **given}
 

@@ -8,41 +8,21 @@ from typing import Annotated
 
 import typer
 
-from kvshare.cli.options import OutputFormat
+from kvshare.cli.options import OutputFormat, argument, option
 from kvshare.cli.output import ExitCode, is_quiet, note, show
 
 _INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
 
 def warm(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...",
-            exists=True,
-            dir_okay=False,
-            help='.txt and .md: a document each; else a request body a line: {"messages"} or {"prompt"}.',
-        ),
-    ],
-    url: Annotated[str | None, typer.Option("--url", help="The running server. [env: KVSHARE_URL]")] = None,
-    key: Annotated[
-        str | None,
-        typer.Option("--key", envvar="KVSHARE_API_KEY", help="An API key: its users find what is stored."),
-    ] = None,
-    pin: Annotated[
-        bool, typer.Option("--pin", help="Pin what is stored, and print the nodes. Needs an admin key.")
-    ] = False,
-    admin_key: Annotated[
-        str | None,
-        typer.Option(
-            "--admin-key", envvar="KVSHARE_ADMIN_KEY", help="To ask what was stored. [default: the same key]"
-        ),
-    ] = None,
-    admin_url: Annotated[
-        str | None, typer.Option("--admin-url", help="Where server.admin_port is set. [default: --url]")
-    ] = None,
-    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests at a time.")] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, for programs.")] = False,
+    files: Annotated[list[Path], argument("warm", "files", metavar="FILE...", exists=True, dir_okay=False)],
+    url: Annotated[str | None, option("warm", "--url")] = None,
+    key: Annotated[str | None, option("warm", "--key", envvar="KVSHARE_API_KEY")] = None,
+    pin: Annotated[bool, option("warm", "--pin")] = False,
+    admin_key: Annotated[str | None, option("warm", "--admin-key", envvar="KVSHARE_ADMIN_KEY")] = None,
+    admin_url: Annotated[str | None, option("warm", "--admin-url")] = None,
+    concurrency: Annotated[int, option("warm", "--concurrency", min=1)] = 4,
+    as_json: Annotated[bool, option("warm", "--json")] = False,
 ) -> None:
     """
     Compute documents and prompts ahead and store them, for all users of a key.

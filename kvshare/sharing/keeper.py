@@ -131,8 +131,8 @@ class Keeper(Generic[TierT]):
         self._num_unstored += 1
         if self._num_unstored == 1:
             log.warning(
-                "prompts are not stored until the store's file can be written: %s. Free some space; no restart "
-                "is needed",
+                "prompts are not stored until the store can be written: %s. Free some space, no restart is "
+                "needed",
                 exc,
             )
 

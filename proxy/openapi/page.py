@@ -16,19 +16,9 @@ from urllib.parse import urlencode
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from proxy.openapi.table import WORDS
+
 _TEMPLATES = Path(__file__).with_name("templates")
-_LIMITS = {
-    "minimum": "at least {}",
-    "exclusiveMinimum": "above {}",
-    "maximum": "at most {}",
-    "exclusiveMaximum": "below {}",
-    "minLength": "{} or more characters",
-    "maxLength": "at most {} characters",
-    "minItems": "{} or more",
-    "maxItems": "at most {}",
-    "pattern": "like {}",
-    "default": "default {}",
-}
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -63,7 +53,11 @@ def _kind(schema: Mapping[str, Any]) -> Markup:
 
 def _limits(schema: Mapping[str, Any]) -> str:
     """What a value must keep to, also that of the one branch that has limits."""
-    found = [text.format(_plain(schema[key])) for key, text in _LIMITS.items() if schema.get(key) is not None]
+    found = [
+        text.format(_plain(schema[key]))
+        for key, text in WORDS["limits"].items()
+        if schema.get(key) is not None
+    ]
     branches = [*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])]
     return ", ".join([*found, *filter(None, map(_limits, branches))])
 

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _MAX_ERROR = 16 * 1024  # bytes of vLLM's own error that are looked at
 _WORD = re.compile(r"[\w.\[\]-]{1,60}")
 
+
 @dataclass(eq=False)
 class RelayedRequest:
     """One request on its way to vLLM and back."""

@@ -16,7 +16,6 @@ from kvshare.engines.base import SamplingParams
 from kvshare.errors import RequestError, UnsupportedParameterError
 from proxy.generate.chat.formats import answer_schema
 from proxy.generate.chat.template import TemplateBody
-from proxy.generate.chat.unsupported import refuse_unsupported
 from proxy.generate.fields import (
     INT32,
     NO_LIMIT,
@@ -29,6 +28,7 @@ from proxy.generate.fields import (
     TokenLimit,
     Whole,
 )
+from proxy.generate.unsupported import refuse_unsupported
 from proxy.request_options import KVShareField
 
 MAX_CHOICES = 8
@@ -86,7 +86,7 @@ class GenerationBody(Body):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raises RequestError."""
-        refuse_unsupported(self.model_extra or {})
+        refuse_unsupported("chat", self.model_extra or {})
         if self.stream_options is not None and not self.stream:
             raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
         return self

@@ -13,7 +13,6 @@ from pydantic_core import PydanticCustomError
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engines.base import SamplingParams
-from kvshare.errors import UnsupportedParameterError
 from proxy.generate.fields import INT32, Stops, Whole
 from proxy.generate.messages.content import Message, Text, joined
 from proxy.generate.part import (
@@ -30,10 +29,10 @@ from proxy.generate.part import (
     template_tool,
 )
 from proxy.generate.turns import Turns
+from proxy.generate.unsupported import refuse_unsupported
 from proxy.request_body import at_most
 from proxy.request_options import KVShareField
 
-_REFUSED = ("container", "mcp_servers")  # what Anthropic's own servers run
 _USES = {"auto": ToolUse.AUTO, "any": ToolUse.REQUIRED, "tool": ToolUse.REQUIRED, "none": ToolUse.NONE}
 _Custom = of_types("custom", default="custom", hint="this server runs no tools itself")
 
@@ -103,9 +102,7 @@ class CountTokensBody(Part):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raises RequestError."""
-        for name in _REFUSED:
-            if (self.model_extra or {}).get(name):
-                raise UnsupportedParameterError(name, "not implemented by this server")
+        refuse_unsupported("messages", self.model_extra or {})
         choice = self.tool_choice
         check_tools(
             [tool.name for tool in self.tools], chosen=choice.name, required=choice.type in ("any", "tool")

@@ -28,18 +28,10 @@ from proxy.generate.part import (
 )
 from proxy.generate.responses.items import Input
 from proxy.generate.turns import Turns
+from proxy.generate.unsupported import refuse_unsupported
 from proxy.request_body import at_most
 from proxy.request_options import KVShareField
 
-_SEND_ALL = "this server stores no responses; send the whole conversation as 'input'"
-_REFUSED = {
-    "previous_response_id": _SEND_ALL,
-    "conversation": _SEND_ALL,
-    "prompt": "this server stores no prompts; send 'instructions' and 'input'",
-    "background": "this server answers while the client waits; leave it out or stream",
-    "top_logprobs": "not implemented for responses; use /v1/chat/completions",
-    "moderation": "not implemented by this server",
-}
 _LOGPROBS = "message.output_text.logprobs"
 _Function = of_types("function", hint="this server runs no tools itself")
 
@@ -137,11 +129,10 @@ class ResponsesBody(Part):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raises RequestError."""
-        for name, problem in _REFUSED.items():
-            if (self.model_extra or {}).get(name):
-                raise UnsupportedParameterError(name, problem)
+        refuse_unsupported("responses", self.model_extra or {})
         if _LOGPROBS in self.include:
-            raise UnsupportedParameterError("include", f"'{_LOGPROBS}': {_REFUSED['top_logprobs']}")
+            problem = f"'{_LOGPROBS}': not implemented for responses; use /v1/chat/completions"
+            raise UnsupportedParameterError("include", problem)
         names = [tool.name for tool in self.tools]
         choice = self._tool_choice
         check_tools(names, chosen=choice.name, required=choice.use is ToolUse.REQUIRED)

@@ -75,14 +75,23 @@ DONOR = {
 }
 SPAN = {"start": 130_000, "end": 131_072, "kind": "placeholder", "donor": NODE, "shift": -131_072}
 PREDICTION = {
-    **{"expected": 0.0123, "inherited": 0.001, "limit": 0.02, "rule": "windows", "repaired": 1234},
-    **{"calibration": "smollm2-135m-instruct", "caution": 4.0},
+    "expected": 0.0123,
+    "inherited": 0.001,
+    "limit": 0.02,
+    "rule": "windows",
+    "repaired": 1234,
+    "calibration": "smollm2-135m-instruct",
+    "caution": 4.0,
 }
 MISSED = {"type": "deviates_too_much", "message": "Text at other places was not reused, as it deviates."}
 PLACE = {"file": "prompts/of/the/house.jsonl", "line": 123_456, "label": "contract of the tenants"}
 WARM = {
     **dict.fromkeys(("tokens", "computed", "exact", "copied"), 123_456_789),
-    **{"entries": 12_345, "stored": 12_345, "known": 12_345, "failed": 1, "seconds": 12_345.6},
+    "entries": 12_345,
+    "stored": 12_345,
+    "known": 12_345,
+    "failed": 1,
+    "seconds": 12_345.6,
     "failures": [{**PLACE, "reason": "http_400 messages[0].content"}],
     "prompts": [{**PLACE, "node": NODE, "tokens": 131_072, "pinned": True}],
 }
@@ -96,8 +105,14 @@ LAYER = {
     ],
 }
 VERIFIED = {
-    **{"model": "SmolLM2-135M-Instruct", "dtype": "bfloat16", "max_model_len": 131_072, "why": None},
-    **{"bytes_per_token": 123_456, "shares": "everything", "repairs": "any", "attention_error": 1e-5},
+    "model": "SmolLM2-135M-Instruct",
+    "dtype": "bfloat16",
+    "max_model_len": 131_072,
+    "why": None,
+    "bytes_per_token": 123_456,
+    "shares": "everything",
+    "repairs": "any",
+    "attention_error": 1e-5,
     "layers": [{**LAYER, "layer": number} for number in (0, 1, 2, 3, 7, 9)],
 }
 CHECKS = [asdict(found("geometry.fixed", reason="keys cannot be moved")), asdict(found("vllm.none"))]
@@ -107,19 +122,31 @@ DOCUMENTS: Mapping[str, Any] = {
     "stats": {"totals": MANY, "namespaces": [{**MANY, "namespace": DIGEST}], "pins": PINS, "costs": COSTS},
     "tree": {"roots": [prompt(prompt(prompt(prompt(num_children=34)))), prompt()]},
     "node": {
-        **{**prompt(), "parents": [NODE, NODE], "children": [NODE] * 9, "edits": EDITS},
-        **{"pieces": [PIECE], "shared_with": [{"id": NODE, "num_tokens": 131_072}]},
+        **prompt(),
+        "parents": [NODE, NODE],
+        "children": [NODE] * 9,
+        "edits": EDITS,
+        "pieces": [PIECE],
+        "shared_with": [{"id": NODE, "num_tokens": 131_072}],
     },
     "diff": {
-        **{"a": NODE, "b": NODE, "edits": EDITS, "num_common_prefix": 131_000},
-        **{"kept_share_of_a": 0.987, "kept_share_of_b": 0.987},
+        "a": NODE,
+        "b": NODE,
+        "edits": EDITS,
+        "num_common_prefix": 131_000,
+        "kept_share_of_a": 0.987,
+        "kept_share_of_b": 0.987,
     },
     "evict": {"dry_run": True, "num_nodes": 1, "num_segments": 2, "freed_bytes": 123_456_789},
     "pin": {"num_nodes": 12_345, "num_bytes": 123_456_789_012},
     "unpin": {"num_nodes": 12_345, "num_bytes": 123_456_789_012},
     "explain": {
-        **{**EXPLANATION, "spans": [SPAN], "donors": [DONOR, {**DONOR, "outcome": "too little in common"}]},
-        **{"prediction": PREDICTION, "cache_miss_reason": MISSED, "rules": ["nonce", "clock"]},
+        **EXPLANATION,
+        "spans": [SPAN],
+        "donors": [DONOR, {**DONOR, "outcome": "too little in common"}],
+        "prediction": PREDICTION,
+        "cache_miss_reason": MISSED,
+        "rules": ["nonce", "clock"],
     },
     "warm": WARM,
     "verify": VERIFIED,
