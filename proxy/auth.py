@@ -23,10 +23,8 @@ from proxy.errors import HttpError, forbidden
 
 
 class Role(StrEnum):
-    """What a key is for. An admin key may also infer."""
-
     INFER = "infer"
-    ADMIN = "admin"
+    ADMIN = "admin"  # may also infer
 
 
 @dataclass(frozen=True, slots=True)

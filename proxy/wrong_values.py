@@ -37,6 +37,11 @@ def wrong(expected: str, value: object) -> PydanticCustomError:
     return PydanticCustomError("wrong_value", "expected {expected}, got {found}", words)
 
 
+def invalid(param: str, problem: str) -> RequestError:
+    """The error of a check that concerns more than one field, or a shape that no model describes."""
+    return RequestError(f"Invalid '{param}': {problem}.", param=param)
+
+
 def found(value: object) -> str:
     """A value's type in JSON's words, or a short number itself."""
     if value is None:

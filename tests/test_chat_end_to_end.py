@@ -12,18 +12,10 @@ from openai import pydantic_function_tool
 from pydantic import BaseModel, Field
 
 from tests.conftest import Server
+from tests.weather import PARAMETERS
 
 MODEL = "kvshare-demo"
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the weather in Paris, and what time is it?"}]
-PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Paris", "Lyon"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 WEATHER = {"name": "get_weather", "description": "The weather of a city", "parameters": PARAMETERS}
 TIME = {"name": "get_time", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
 TOOLS: list[Any] = [{"type": "function", "function": WEATHER}, {"type": "function", "function": TIME}]

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
 
 class State(StrEnum):
-    """ok: fine; warn: it serves, but not as it could; fail: it does not serve."""
-
     OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
+    WARN = "warn"  # it serves, but not as it could
+    FAIL = "fail"  # it does not serve
 
 
 @dataclass(frozen=True, slots=True)

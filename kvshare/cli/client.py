@@ -92,8 +92,11 @@ class AdminClient(JsonClient):
     def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The document of a question, as `kvshare.cli.source` puts it."""
         if what == "explain":
-            model = arguments.get("model") or self.get("/v1/models")["data"][0]["id"]
-            return self.post("/admin/explain", {**arguments, "model": model})
+            request = {name: value for name, value in arguments.items() if name != "api"}
+            model = request.get("model") or self.get("/v1/models")["data"][0]["id"]
+            return self.post(
+                f"/admin/explain?api={arguments.get('api', 'chat')}", {**request, "model": model}
+            )
         if what in ("evict", "pin", "unpin"):
             return self.post(f"/admin/{what}", arguments)
         if what == "node":

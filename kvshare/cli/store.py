@@ -11,6 +11,7 @@ from kvshare.cli.options import NamespaceDigest, argument, option
 from kvshare.cli.output import note
 from kvshare.cli.source import Ask, asking
 
+Api = Literal["chat", "completions", "responses", "messages"]
 TreeOrder = Literal["bytes", "hits", "age", "tokens"]  # the heaviest, the busiest, the oldest, the longest
 
 
@@ -101,23 +102,26 @@ def explain(
     file: Annotated[
         typer.FileText | None, option("explain", "--file", "-f", metavar="<path>", encoding="utf-8")
     ] = None,
+    api: Annotated[Api, option("explain", "--api")] = "chat",
 ) -> None:
     """The plan that a prompt would get. Which donors, why not others, what is copied and computed."""
     if (prompt is None) == (file is None):
         raise typer.BadParameter("expected exactly one of --prompt and --file")
     one_turn = {"messages": [{"role": "user", "content": prompt}]}
-    ask("explain", one_turn if file is None else _read_request(file))
+    if file is None and api != "chat":
+        raise typer.BadParameter("expected --file with a request of this API", param_hint="--api")
+    request = one_turn if file is None else _read_request(file, is_chat=api == "chat")
+    ask("explain", {**request, **({} if api == "chat" else {"api": api})})
 
 
-def _read_request(file: typer.FileText) -> dict[str, Any]:
-    """A request with `messages` from a file that holds the request, or only the messages."""
+def _read_request(file: typer.FileText, *, is_chat: bool) -> dict[str, Any]:
+    """A request from a file that holds the request or, of a chat, only its messages."""
     try:
         document = json.load(file)
     except (OSError, ValueError) as exc:
         raise typer.BadParameter(f"{file.name} cannot be read as JSON: {exc}", param_hint="--file") from exc
     request = {"messages": document} if isinstance(document, list) else document
-    if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
-        raise typer.BadParameter(
-            f'{file.name}: expected a list of messages or an object with "messages"', param_hint="--file"
-        )
+    if not isinstance(request, dict) or (is_chat and not isinstance(request.get("messages"), list)):
+        expected = 'a list of messages or an object with "messages"' if is_chat else "an object"
+        raise typer.BadParameter(f"{file.name}: expected {expected}", param_hint="--file")
     return request

@@ -61,8 +61,8 @@ class Templates(Formatter):
         widths = [max(map(len, (*header.split(), *cells))) for header, cells in columns.items()]
         gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= _WIDTH else 1
         padding = (0, gap, 0, 0) if box is None else (0, 1)
-        style = {"box": box, "header_style": "bold", "padding": padding, "pad_edge": box is not None}
-        table = Table(title=title, title_justify="left", **style)
+        table = Table(title=title, title_justify="left", box=box, header_style="bold", padding=padding)
+        table.pad_edge = box is not None
         for number, column in enumerate(self._templates[name]):
             is_prose = any(
                 " " in cell.strip() and len(cell) > _LONG_WORDS for cell in columns.get(column, ())

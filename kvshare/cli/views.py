@@ -6,6 +6,7 @@ computes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -98,14 +99,6 @@ def evict(document: Document) -> list[RenderableType]:
     verb = "would drop" if document["dry_run"] else "dropped"
     line = "evict unreadable" if "unreadable" in document else "evict"
     return [_TEMPLATES.say(line, {**document, "verb": verb})]
-
-
-def pin(document: Document) -> list[RenderableType]:
-    return [_TEMPLATES.say("pin", document)]
-
-
-def unpin(document: Document) -> list[RenderableType]:
-    return [_TEMPLATES.say("unpin", document)]
 
 
 def explain(document: Document) -> list[RenderableType]:
@@ -210,14 +203,14 @@ def settings(document: Document) -> list[RenderableType]:
     return [Text(yaml.safe_dump(dict(document), sort_keys=False).rstrip())]
 
 
-def ready(document: Document) -> list[RenderableType]:
-    return [_TEMPLATES.say("ready", document)]
-
-
 def bench(document: Document) -> list[RenderableType]:
     if document["benchmark"] == "gpu":
         return gpu_view.gpu(document)
     return [_facts(dict(_flat(document)))]
+
+
+def _line(name: str, document: Document) -> list[RenderableType]:
+    return [_TEMPLATES.say(name, document)]
 
 
 def _facts(rows: Mapping[str, object]) -> Table:
@@ -258,12 +251,10 @@ def _flat(document: Document, at: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-_OWN = (
-    *(stats, tree, node, diff, evict, pin, unpin, explain),
-    *(warm, verify, doctor, version, key, settings, ready, bench),
-)
+_OWN = (*(stats, tree, node, diff, evict, explain, warm, verify, doctor, version, key, settings, bench),)
 VIEWS: Mapping[str, Callable[[Document], list[RenderableType]]] = {
     **{view.__name__: view for view in _OWN},
+    **{name: partial(_line, name) for name in ("pin", "unpin", "ready")},
     "replay": replay_views.replay,
     "replay-diff": replay_views.diff,
     "replay-live": replay_views.live,

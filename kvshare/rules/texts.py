@@ -50,19 +50,18 @@ class BodyShape:
 
 
 CHAT = BodyShape({}, "messages")
-_SHAPES: Mapping[str, BodyShape] = {
+SHAPES: Mapping[str, BodyShape] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": BodyShape({"prompt": "user"}),
     "/v1/responses": BodyShape({"instructions": "system"}, "input", "input_text"),
     "/v1/messages": BodyShape({"system": "system"}, "messages"),
-    "/admin/explain": CHAT,
 }
 
 
 def shape_of(path: str) -> BodyShape | None:
     """Of bodies sent to a route or below it, such as `/v1/messages/count_tokens`. None: it has no prompt."""
     return next(
-        (shape for route, shape in _SHAPES.items() if path == route or path.startswith(f"{route}/")), None
+        (shape for route, shape in SHAPES.items() if path == route or path.startswith(f"{route}/")), None
     )
 
 

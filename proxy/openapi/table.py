@@ -47,8 +47,8 @@ def _read(name: str) -> dict[str, Any]:
 
 def _operations(rows: Mapping[str, Mapping[str, Any]]) -> tuple[Operation, ...]:
     """Rows by their keys, such as "GET /health"."""
-    named = [(*key.split(" ", 1), row) for key, row in rows.items()]
-    return tuple(Operation(method=method, route=route, **row) for method, route, row in named)
+    named = [(key.partition(" "), row) for key, row in rows.items()]
+    return tuple(Operation(method=method, route=route, **row) for (method, _, route), row in named)
 
 
 _TABLE = _read("routes.yaml")

@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
-from kvshare.conversation.parser import AnswerParser
-from kvshare.engines.base import Delta, FinishReason, GenerationRequest
+from kvshare.engines.base import Delta, FinishReason
 from proxy.errors import ErrorReply
-from proxy.generate.answer import Answer, Usage
-from proxy.generate.blocks import Blocks
+from proxy.generate.answer import Usage
+from proxy.generate.blocks import BlockAnswer
+from proxy.generate.requests import ChatRequest
+from proxy.generate.responses.bodies import ResponsesBody
 from proxy.generate.responses.output import Output
 from proxy.sse import named_events
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(BlockAnswer):
     """One response: items of output, each an assistant's message, its thoughts or a call of a function."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        parser: AnswerParser,
-        *,
-        model: str,
-        is_stream: bool,
-        echo: Mapping[str, Any],
-    ) -> None:
-        """`echo`: what the response says of its request."""
-        self.requests = [request]
-        self.is_stream = is_stream
-        head = {"id": f"resp_{request.request_id}", "object": "response", "created_at": int(time.time())}
-        self._head = {**head, "model": model, **echo}
-        self._blocks = Blocks(parser)
-        self._output = Output(request.request_id)
+    def __init__(self, asked: ChatRequest, body: ResponsesBody, *, model: str) -> None:
+        super().__init__(asked, is_stream=body.stream)
+        request_id = asked.generation.request_id
+        head = {"id": f"resp_{request_id}", "object": "response", "created_at": int(time.time())}
+        self._head = {**head, "model": model, **body.echo}
+        self._output = Output(request_id)
         self._num_events = 0
-
-    def collect(self, delta: Delta) -> None:
-        self._blocks.add(delta)
 
     def whole(self, usage: Usage) -> dict[str, Any]:
         is_cut = self._blocks.finish_reason is FinishReason.LENGTH
@@ -72,10 +59,6 @@ class ResponseAnswer(Answer):
         return self._events(
             {"type": "error", **error, **reply.body}, {"type": "response.failed", "response": response}
         )
-
-    @property
-    def has_calls(self) -> bool:
-        return self._blocks.has_calls
 
     def _response(self, status: str) -> dict[str, Any]:
         output = [self._output.item(block) for block in self._blocks.all]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.generate.blocks import Began, Block, BlockKind, Change, Grew
+from proxy.generate.blocks import Block, BlockKind, Change
 
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
 _EVENTS = {
@@ -30,11 +30,11 @@ class Output:
     def events(self, change: Change) -> Iterator[dict[str, Any]]:
         """Without sequence numbers."""
         block = change.block
-        if isinstance(change, Began):
+        if change.kind == "began":
             yield self._of_item("added", block, self._item(block, "in_progress", "", []))
             if block.kind is not BlockKind.CALL:
                 yield self._of_part("added", block, "")
-        elif isinstance(change, Grew):
+        elif change.kind == "grew":
             yield {**self._of_text("delta", block), "delta": change.text}
         else:
             yield {**self._of_text("done", block), **_final(block)}
