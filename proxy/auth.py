@@ -1,5 +1,5 @@
 """
-API key -> caller: whose KV a request may share, and whether it may ask the operator's questions.
+API key -> caller: which KV a request may share, and whether it may use the operator's routes.
 
 Only hashes of keys are known here. Identity comes from the key and from nothing in the body.
 """

@@ -44,7 +44,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Runs when a response's headers go out: who answers which request, and what was planned for it."""
+    """Runs before a response's headers are sent: adds the request's id and what was planned for it."""
     response.headers["Server"] = SERVER_NAME
     add_cors_headers(request, response, request.app[SERVER].settings.server.cors_origins)
     if RECORD not in request:
@@ -93,7 +93,7 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
 
 def _admit(request: web.Request, server: ServerContext) -> None:
     """
-    Record whose key this is, and check that it may use the matched route now.
+    Record the caller, and check that it may use the matched route now.
 
     A route asks for a key, and is closed while the server starts or drains, unless it is listed here.
     """

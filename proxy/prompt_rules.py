@@ -44,7 +44,7 @@ async def behind_rules(request: web.Request, body: dict[str, Any]) -> dict[str, 
 
 def api_of(request: web.Request) -> str:
     """
-    The route whose API a request's body follows: of /admin/explain that which its `api` names.
+    The path of the API that a request's body follows. For /admin/explain the argument `api` names it.
 
     Raises:  RequestError for another `api`
     """

@@ -8,9 +8,7 @@ from aiohttp import web
 
 from proxy.errors import ErrorReply
 
-SERVER_NAME = (
-    "kvshare"  # of the header Server: which libraries run here, and which versions, is nobody's concern
-)
+SERVER_NAME = "kvshare"  # in the header Server; aiohttp's default would show its version and Python's
 
 log = logging.getLogger("proxy.middleware")  # where requests are logged
 

@@ -87,8 +87,8 @@ class _Problem:
     @classmethod
     def at(cls, details: ErrorDetails, document: object) -> _Problem:
         """
-        pydantic's location names branches of unions among the keys, and a branch may be called as a key is:
-        of what it can mean, that counts at whose end the wrong value stands.
+        pydantic's location has the branches of unions among the keys, and a branch may have the name of a
+        key. Of the ways to read it, the one that leads to the wrong value counts.
         """
         location, kind = details["loc"], details["type"]
         absent = location[-1:] if kind == "missing" else ()

@@ -80,8 +80,8 @@ class JsonClient:
         error = document.get("error") if isinstance(document, dict) else None
         message = error.get("message") if isinstance(error, dict) else error  # the connector's are plain text
         hint = self._key_hint if response.status in (401, 403) else ""
-        told = message or response.reason or "no reason given"
-        raise AnswerError(self._url, response.status, f"{told}{hint}")
+        problem = message or response.reason or "no reason given"
+        raise AnswerError(self._url, response.status, f"{problem}{hint}")
 
 
 class AdminClient(JsonClient):

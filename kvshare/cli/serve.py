@@ -50,7 +50,7 @@ def serve(
     dry_run: Annotated[bool, option("serve", "--dry-run")] = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
-    """Serve a model over an OpenAI-shaped API. Listens on loopback unless told otherwise."""
+    """Serve a model over an OpenAI-shaped API. Listens on loopback by default."""
     from kvshare import safe_logging
     from kvshare.settings import load_settings
 
@@ -140,5 +140,5 @@ def _run(settings: Settings, output_format: OutputFormat) -> None:
     except OSError as exc:
         where = f"{settings.server.host}:{settings.server.port}"
         raise EngineError(
-            f"cannot serve on {where}: {exc.strerror or exc}; `kvshare doctor` tells more"
+            f"cannot serve on {where}: {exc.strerror or exc}; `kvshare doctor` says more"
         ) from exc

@@ -35,7 +35,7 @@ def tree(
 
 @asking
 def node(ask: Ask, node_id: Annotated[int, argument("node", "node_id", metavar="ID")]) -> None:
-    """One stored prompt. Its parents, its edits, where its KV lies and who shares it; never its text."""
+    """One stored prompt. Its parents, edits, pieces of KV and the prompts that share it; never its text."""
     ask("node", {"id": node_id})
 
 
@@ -59,7 +59,7 @@ def evict(
     yes: Annotated[bool, option("evict", "--yes", "-y")] = False,
     dry_run: Annotated[bool, option("evict", "--dry-run", "-n")] = False,
 ) -> None:
-    """Drop stored prompts and the KV that nobody else uses. More than one node: a dry run unless --yes."""
+    """Evict stored prompts, and free KV that no other prompt uses. More than one needs --yes."""
     if (node_id is not None) + (namespace is not None) + everything != 1:
         raise typer.BadParameter("expected exactly one of ID, --namespace and --all")
     if yes and dry_run:
@@ -67,7 +67,7 @@ def evict(
     only_show = dry_run or (node_id is None and not yes)
     ask("evict", {"node": node_id, "namespace": namespace, "all": everything, "dry_run": only_show})
     if only_show:
-        note("dry run: nothing was dropped" + ("" if dry_run else "; add --yes to do it"))
+        note("dry run: nothing was evicted" + ("" if dry_run else "; add --yes to do it"))
 
 
 @asking

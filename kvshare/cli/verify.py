@@ -1,4 +1,4 @@
-"""`kvshare verify`: what of a model's KV can be shared, proved on the model itself, layer by layer."""
+"""`kvshare verify`: which KV of a model can be shared, tested on the model itself, layer by layer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def verify(
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """
-    Load a model and show how each layer's KV moves to other positions, how far the layer sees, and the proof.
+    Load a model and test how each layer's KV moves to other positions, and how far the layer sees.
 
-    A model with a state, or with an attention that is not ours, is served and shares nothing. vLLM proves the
+    A model with a state, or with another kind of attention, is served and shares nothing. vLLM tests the
     same on its own model when it starts; `kvshare doctor --vllm-url` says what came of it.
     """
     if dtype not in (allowed := ("float32", "bfloat16", "float16", "auto")):

@@ -96,7 +96,7 @@ def diff(document: Document) -> list[RenderableType]:
 
 
 def evict(document: Document) -> list[RenderableType]:
-    verb = "would drop" if document["dry_run"] else "dropped"
+    verb = "would evict" if document["dry_run"] else "evicted"
     line = "evict unreadable" if "unreadable" in document else "evict"
     return [_TEMPLATES.say(line, {**document, "verb": verb})]
 

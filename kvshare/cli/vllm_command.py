@@ -25,7 +25,7 @@ from kvshare.errors import EngineError
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "help_option_names": []}  # also -dph is vLLM's, no -h
 
 _HELP = ("--help", "-h")
-_VLLM_PORT = 8000  # where vLLM listens if it is not told
+_VLLM_PORT = 8000  # vLLM's default
 # What this command gives itself, and an option with which vLLM would replace the connector.
 _TAKEN = ("kv-transfer-config", "worker-cls", "kv-offloading-size")
 _ONE_GROUP = "--disable-hybrid-kv-cache-manager"
@@ -70,7 +70,7 @@ def vllm(
     """
     Start `vllm serve` with KVShare's connector. Options that are not listed here are vLLM's.
 
-    --help after MODEL shows vLLM's. With KVSHARE_VLLM_TOKEN set, the connector answers only who has it.
+    --help after MODEL shows vLLM's. With KVSHARE_VLLM_TOKEN set, the connector asks for that token.
     """
     from kvshare.vllm_protocol.versions import program
 
@@ -91,7 +91,7 @@ def vllm(
     num_models = 0 if arguments[0].startswith("-") else 1
     if _has_some_windows(arguments[0] if num_models else given.get("model", ""), given):
         settings.append(_ONE_GROUP)
-        note(f"{_ONE_GROUP}: KV is shared only where vLLM keeps all of it, in layers with a window, too")
+        note(f"{_ONE_GROUP}: KV is shared only if vLLM retains that of windowed layers, too")
     command = [*program(), "serve", *arguments[:num_models], *settings, *arguments[num_models:]]
     if print_command:
         typer.echo(shlex.join(command))
@@ -100,8 +100,8 @@ def vllm(
     note(f"the connector will answer on http://{host}:{port}")
     if ranks > 1:
         note(
-            f"and on the ports up to {port + ranks - 1}, one for each rank, which keeps its own KV. Tell the "
-            f"proxy: kvshare serve --vllm-data-parallel-size {ranks}, or data_parallel_size: {ranks} in "
+            f"and on the ports up to {port + ranks - 1}, one for each rank, which has its own KV. Start the "
+            f"proxy with: kvshare serve --vllm-data-parallel-size {ranks}, or data_parallel_size: {ranks} in "
             "vllm.replicas"
         )
     _become(command)
@@ -111,8 +111,8 @@ def _has_some_windows(model: object, given: Mapping[str, Any]) -> bool:
     """
     Whether some layers of a model see all earlier tokens and the others a window.
 
-    vLLM keeps the KV of such layers apart and gives away what is out of sight, unless it is told not to. A
-    model that cannot be looked at is vLLM's business.
+    By default vLLM manages the KV of such layers apart and frees what is outside the window. Of a model whose
+    configuration cannot be read vLLM reports the error.
     """
     if any(name.endswith(_ONE_GROUP.removeprefix("--")) for name in given):
         return False
@@ -218,7 +218,7 @@ def _refuse_open(host: str) -> None:
 
     if not is_loopback(host) and not os.environ.get(TOKEN_VARIABLE):
         raise typer.BadParameter(
-            f"{host} can be reached from other machines, and the connector tells what was generated: set "
+            f"{host} can be reached from other machines, and the connector reports what was generated: set "
             f"{TOKEN_VARIABLE} to a secret, here and for `kvshare serve`, or stay on 127.0.0.1",
             param_hint="--control-host",
         )

@@ -1,4 +1,4 @@
-"""`kvshare warm`: documents and prompts are computed ahead, so that the first user already finds them."""
+"""`kvshare warm`: compute documents and prompts before the first user asks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def warm(
     """
     Compute documents and prompts ahead and store them, for all users of a key.
 
-    A document is sent as a chat whose only message it is: prompts that contain it later copy it. Where it
-    will stand behind a fixed system prompt and heading, they copy more, and deviate less, if a line of JSON
-    has it behind the same. Each line is sent as it is, but for one token of answer, and shares only equal
-    prefixes, so that what is stored is not off itself, unless it has "kvshare" of its own.
+    A document is sent as a chat with one message. Later prompts that contain it copy its KV. If these have a
+    fixed system prompt and heading before it, give it as a line of JSON with the same ones: more is copied
+    then, and answers deviate less. Each line is sent unchanged, except that the answer has one token and only
+    equal prefixes are shared, so that the stored KV is exact; its own "kvshare" takes precedence.
     """
     from rich.console import Console
 

@@ -82,7 +82,7 @@ def not_found(name: str, node_id: int) -> RequestError:
 
 
 def namespace_of(tree: DeltaTree, digits: str | None) -> str | None:
-    """The stored namespace whose digest is, or begins with, what was given."""
+    """The stored namespace with this digest, or with a digest that begins so."""
     if digits is None:
         return None
     found = {node.namespace for node in tree.nodes() if node.namespace.startswith(digits)}

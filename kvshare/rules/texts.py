@@ -25,7 +25,7 @@ _TEXT_PARTS = ("text", "input_text")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text of a body, whose role its place says."""
+    """One text of a body, and its role."""
 
     role: Role
     path: Path
@@ -119,7 +119,7 @@ def with_text(body: Any, path: Path, text: str, *, new_part: str | None = None) 
 
 
 def _contents(messages: object, name: str) -> Iterator[tuple[Path, Role, object]]:
-    """Of each message that is not the model's: where its content is, who wrote it, and the content."""
+    """Of each message that is not the model's: the path of its content, its role, and the content."""
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, Mapping):
             continue

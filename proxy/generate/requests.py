@@ -66,15 +66,15 @@ def check_model(engine: GeneratingEngine, name: str | None) -> None:
 
 async def chat_request(request: web.Request, body: ChatBody) -> ChatRequest:
     """Raises RequestError if the template refuses the chat, or nothing can follow its schemas."""
-    engine, chat = request.app[ENGINE], body.chat
-    encoding, fmt = engine.encode_chat(chat), engine.tool_format
-    (generation,) = await engine_requests(request, [encoding], body.sampling, body.kvshare)
+    engine, chat, sampling = request.app[ENGINE], body.chat, body.sampling
+    fmt = engine.tool_format
+    (generation,) = await engine_requests(request, [engine.encode_chat(chat)], sampling, body.kvshare)
     reasons = generation.prompt.text.body.rstrip().endswith("<think>")
     sampling = replace(
-        generation.sampling,
+        sampling,
         grammar=grammar_of(chat, fmt, added_tokens=engine.added_tokens, reasons=reasons),
         # Some models' calls begin with a special token.
-        skip_special_tokens=generation.sampling.skip_special_tokens and not chat.may_call,
+        skip_special_tokens=sampling.skip_special_tokens and not chat.may_call,
     )
     return ChatRequest(
         replace(generation, sampling=sampling),

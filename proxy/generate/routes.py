@@ -22,9 +22,9 @@ from kvshare.engines.base import GeneratingEngine
 from kvshare.errors import ContextLengthError, RequestError
 from proxy.errors import HttpError
 from proxy.generate.answer import Answer
+from proxy.generate.chat.answers import CompletionAnswer
 from proxy.generate.chat.bodies import ChatBody, CompletionBody
 from proxy.generate.chat.chat_answer import ChatAnswer
-from proxy.generate.chat.completion_answer import CompletionAnswer
 from proxy.generate.embeddings import embeddings
 from proxy.generate.messages.answers import MessageAnswer
 from proxy.generate.messages.bodies import CountTokensBody, MessagesBody

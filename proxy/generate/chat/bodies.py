@@ -34,7 +34,7 @@ from proxy.wrong_values import invalid
 
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
-_SAMPLING = {  # whose names and meanings are the engine's
+_SAMPLING = {  # passed to the engine as they are
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "n", "min_tokens", "ignore_eos", "skip_special_tokens"),
 }

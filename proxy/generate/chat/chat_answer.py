@@ -18,7 +18,7 @@ _THOUGHTS = "<think>"  # how they begin where a model writes them by itself
 
 @dataclass(slots=True)
 class _Voice:
-    """How a choice is read. `unsent`: tokens whose text a parser holds back."""
+    """How a choice is read. `unsent`: tokens that were not sent, as the parser waits for more text."""
 
     parser: AnswerParser | None
     has_begun: bool = False

@@ -87,7 +87,7 @@ def _documented(block: Block, *, text: str, arguments: dict[str, Any]) -> dict[s
     if block.kind is BlockKind.CALL:
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
     if block.kind is BlockKind.REASONING:
-        return {"type": "thinking", "thinking": text, "signature": ""}  # nobody signs here
+        return {"type": "thinking", "thinking": text, "signature": ""}  # this server signs nothing
     return {"type": "text", "text": text}
 
 
