@@ -30,7 +30,7 @@ _WRITTEN = {  # of a request's fields those that are not written as name=value
     "endpoint": "{}",
     "status": "{}",
     "finish_reason": "{}",
-    "ms": "{} ms",
+    "duration_ms": "{} ms",
     "error_message": '"{}"',
 }
 
@@ -133,7 +133,7 @@ def log_request(record: RequestRecord, endpoint: str, status: int, client: str) 
     fields |= {} if record.mode is None else _generated(record)
     if record.rules:
         fields["rules"] = ",".join(record.rules)
-    fields |= {"ms": round(record.duration_s * 1e3, 1), "client": client}
+    fields |= {"duration_ms": round(record.duration_s * 1e3, 1), "client": client}
     if (failure := record.failure) is not None:
         fields |= {"error": failure.code, "param": failure.param, "error_message": failure.message}
     fields = {name: value for name, value in fields.items() if value is not None}

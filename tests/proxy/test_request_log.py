@@ -44,7 +44,7 @@ async def test_a_request_as_json(server: Server, caplog: pytest.LogCaptureFixtur
         "client": "127.0.0.1",
     }
     assert {name: line[name] for name in expected} == expected
-    assert line["ms"] >= 0
+    assert line["duration_ms"] >= 0
     assert "error" not in line
     assert line["message"].startswith("request trace-1 id=")
 
