@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CIRCUIT_OPEN = "circuit open"  # the reason of a call that was not made
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -63,7 +61,7 @@ class Circuit:
         Cancellation from outside passes through, and IndexPausedError, which is no failure.
         """
         if self.is_open:
-            return Failure(self.component, CIRCUIT_OPEN)
+            return Failure(self.component, "circuit open")
         if self._in_a_row >= self._failures_to_open:
             # The trial call: others stay out until it is decided, or for another while if it
             # is cancelled and never decided.
@@ -84,8 +82,6 @@ class Circuit:
             log.debug("%s failed: %s\n%s", self.component, type(error).__name__, places)
             detail = f": {error}" if isinstance(error, VectorIndexError) else ""
             return self._failed(type(error).__name__ + detail)
-        if self._in_a_row >= self._failures_to_open:
-            log.warning("%s of the index works again: prompts are served with it", self.component)
         self._in_a_row = 0
         return result
 
@@ -94,12 +90,5 @@ class Circuit:
         if self._in_a_row >= self._failures_to_open:
             self._closed_at = self._clock() + self._open_s
         if self._in_a_row == self._failures_to_open:
-            log.warning(
-                "%s of the index failed %d times in a row, the last time: %s. Prompts are served without it; "
-                "it is tried again every %g s",
-                self.component,
-                self._in_a_row,
-                reason,
-                self._open_s,
-            )
+            log.warning("%s failed %d times in a row", self.component, self._in_a_row)
         return Failure(self.component, reason)

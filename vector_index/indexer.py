@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vector_index.backlog import Backlog
 from vector_index.base import Entry, VectorIndex
-from vector_index.circuit import CIRCUIT_OPEN, Circuit, Failure
+from vector_index.circuit import Circuit, Failure
 from vector_index.errors import IndexPausedError
 from vector_index.fingerprints import bind, fingerprints
 from vector_index.frequencies import FingerprintFrequencies
@@ -218,7 +218,5 @@ def _batches(records: Iterable[PromptRecord], size: int) -> Iterator[list[Prompt
 
 def _logged(verb: str, failures: Sequence[Failure]) -> tuple[Failure, ...]:
     for failure in failures:
-        if failure.reason == CIRCUIT_OPEN:
-            continue  # the circuit has logged that, once for all prompts
         log.warning("could not %s in full: %s: %s", verb, failure.component, failure.reason)
     return tuple(failures)

@@ -138,7 +138,5 @@ def _run(settings: Settings, output_format: OutputFormat) -> None:
     try:
         asyncio.run(serve_http(settings, engine, on_listening=listening, on_ready=announce))
     except OSError as exc:
-        where = f"{settings.server.host}:{settings.server.port}"
-        raise EngineError(
-            f"cannot serve on {where}: {exc.strerror or exc}; `kvshare doctor` says more"
-        ) from exc
+        # asyncio's text has the address, which may be the admin port's.
+        raise EngineError(f"cannot serve: {exc.strerror or exc}; `kvshare doctor` says more") from exc

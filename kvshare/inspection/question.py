@@ -57,7 +57,7 @@ def question(answer: Callable[..., Answer]) -> Question:
         except ValidationError as exc:
             wrong = exc.errors(include_url=False)[0]
             param = str(wrong["loc"][0])
-            problem = f"{wrong['msg']}, got {wrong['input']!r}"
+            problem = f"{wrong['msg'].replace('Input should be', 'expected')}, got {wrong['input']!r}"
             if param not in known:
                 problem = f"unknown argument; expected one of: {', '.join(known)}"
             elif param not in given:

@@ -129,8 +129,9 @@ def _headers(operation: Operation) -> dict[str, Any]:
     return {name: {"description": WORDS["headers"][name], "schema": {"type": "string"}} for name in names}
 
 
-def _schema(component: str) -> dict[str, Any]:
-    return {"schema": _reference(component)} if component else {}
+def _schema(component: object) -> dict[str, Any]:
+    """Of a component by its name; empty for none."""
+    return {"schema": _reference(str(component))} if component else {}
 
 
 def _reference(component: str) -> dict[str, str]:

@@ -112,17 +112,3 @@ async def test_only_one_trial_call_goes_through() -> None:
         await trial
     clock.now = 20.0
     assert await attempt(part, works) == "fine"
-
-
-async def test_a_part_that_fails_and_is_back_is_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
-    """One line when the circuit opens, which says why, and one when a trial call works; none in between."""
-    clock = Clock()
-    part = circuit(clock)
-    for _ in range(4):
-        await attempt(part, breaks)
-    clock.now = 11.0
-    await attempt(part, works)
-    await attempt(part, works)
-    opened, closed = (record.getMessage() for record in caplog.records)
-    assert opened.startswith("part of the index failed 2 times in a row, the last time: OSError.")
-    assert closed.startswith("part of the index works again")
