@@ -25,8 +25,47 @@ A sharing plan that is refused is no error: it is `NoPlan(reason)`. The packages
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum, auto
 
 _MAX_QUOTED = 100  # characters of a client's value in a message
+
+
+class ErrorCode(StrEnum):
+    """The `code` of every error that a client can get; docs/reference.md says when."""
+
+    # The request is wrong.
+    BAD_PATH = auto()
+    BAD_REQUEST = auto()
+    CONTEXT_LENGTH_EXCEEDED = auto()
+    MODEL_NOT_FOUND = auto()
+    NO_EMBEDDER = auto()
+    REQUEST_TIMEOUT = auto()
+    REQUEST_TOO_LARGE = auto()
+    UNKNOWN_PARAMETER = auto()
+    UNSUPPORTED_FORMAT = auto()
+    UNSUPPORTED_MEDIA_TYPE = auto()
+    UNSUPPORTED_PARAMETER = auto()
+    # No such route, or not for this key.
+    INVALID_API_KEY = auto()
+    METHOD_NOT_ALLOWED = auto()
+    NOT_FOUND = auto()
+    PERMISSION_DENIED = auto()
+    # Admin routes.
+    KV_NOT_AT_HAND = auto()
+    NAMESPACE_MISMATCH = auto()
+    NAMESPACE_NOT_FOUND = auto()
+    NODE_NOT_FOUND = auto()
+    NODE_PINNED = auto()
+    TOO_MUCH_PINNED = auto()
+    # The server cannot answer now, or failed.
+    ENGINE_ERROR = auto()
+    INTERNAL_ERROR = auto()
+    NO_REPLICA = auto()
+    NOT_READY = auto()
+    QUEUE_FULL = auto()
+    SHUTTING_DOWN = auto()
+    UPSTREAM_ERROR = auto()
+    UPSTREAM_TIMEOUT = auto()
 
 
 class KVShareError(Exception):
@@ -61,7 +100,12 @@ class RequestError(KVShareError):
     """The request cannot be served as it stands."""
 
     def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, quoted: Sequence[str] = ()
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: ErrorCode | None = None,
+        quoted: Sequence[str] = (),
     ) -> None:
         """`quoted`: the client's own text in `message` and `param`, which logs leave out."""
         super().__init__(message)
@@ -79,7 +123,7 @@ class ContextLengthError(RequestError):
             f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the messages, "
             f"{max_tokens} in the completion). Please reduce the length of the messages or completion.",
             param="messages",
-            code="context_length_exceeded",
+            code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
         )
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
@@ -91,7 +135,7 @@ class UnsupportedParameterError(RequestError):
 
     def __init__(self, param: str, detail: str) -> None:
         super().__init__(
-            f"Unsupported parameter: '{param}': {detail}", param=param, code="unsupported_parameter"
+            f"Unsupported parameter: '{param}': {detail}", param=param, code=ErrorCode.UNSUPPORTED_PARAMETER
         )
 
 
@@ -103,7 +147,7 @@ class ModelNotFoundError(RequestError):
         super().__init__(
             f"The model '{shown}' is not served here: expected '{served}'. GET /v1/models lists what is.",
             param="model",
-            code="model_not_found",
+            code=ErrorCode.MODEL_NOT_FOUND,
         )
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 5.0  # whether a pause is over
 _MAINTAIN_EVERY = 6  # looks
+_BLOCK_BYTES = 512  # of st_blocks, whatever the file system has
 
 
 class ServedIndex:
@@ -52,6 +54,7 @@ class ServedIndex:
         self._settings = settings
         self._store = store
         self._space: DiskSpace | None = None
+        self._store_bytes: int | None = None
         self._opened = False
         self._problem: str | None = None  # why the index could not be opened, as logged
 
@@ -67,6 +70,7 @@ class ServedIndex:
         self.nominator = Nominator(self._index, embedder=self.embedder, settings=settings)
         self._forgotten = list(forgotten)
         await self._try_open()
+        await self._measure_store()
         self._maintenance = asyncio.create_task(self._maintain())
         return self.nominator
 
@@ -86,6 +90,9 @@ class ServedIndex:
             paused=self._index.why_paused(),
             num_waiting=self.nominator.num_waiting,
             free_bytes=None if self._space is None else self._space.free_bytes(),
+            store_bytes=self._store_bytes,
+            num_foreign_hits=self._index.foreign_hits,
+            circuits={part: circuit.state for part, circuit in self.nominator.circuits.items()},
         )
 
     async def _try_open(self) -> None:
@@ -128,6 +135,11 @@ class ServedIndex:
                 await self._catch_up()
             if look % _MAINTAIN_EVERY == 0:
                 await (self._keep_in_shape() if self._opened else self._try_open())
+                await self._measure_store()
+
+    async def _measure_store(self) -> None:
+        if self._store.path is not None:
+            self._store_bytes = await asyncio.to_thread(_bytes_below, Path(self._store.path))
 
     async def _catch_up(self) -> None:
         try:
@@ -161,6 +173,16 @@ class ServedIndex:
             problem = "expected a Qdrant server's address for backend 'server', got null"
             raise ConfigError("index.url", problem)
         return QdrantRemoteIndex(schema, url, api_key=key, collection=self._settings.collection)
+
+
+def _bytes_below(folder: Path) -> int:
+    """What the files of a folder take on its disk. Those of the index are sparse; some vanish meanwhile."""
+    num_blocks = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                num_blocks += os.lstat(os.path.join(parent, name)).st_blocks
+    return num_blocks * _BLOCK_BYTES
 
 
 def _writable(folder: Path) -> Path | None:

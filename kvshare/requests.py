@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from delta_tree import TokenIds
+from kvshare.reasons import Reason
 
 if TYPE_CHECKING:
     from vector_index import PromptText  # plans are made with this file inside vLLM, too, which has no index
@@ -18,6 +19,14 @@ class SharingMode(StrEnum):
     OFF = "off"
     EXACT = "exact"
     APPROX = "approx"
+
+
+class Decision(StrEnum):
+    """What a prompt shared: edited KV, an equal prefix, or nothing, so that all of it was computed."""
+
+    APPROX = "approx"
+    EXACT = "exact"
+    FULL = "full"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +72,8 @@ class SharingReport:
     num_copied: int  # equal tokens of another context, laid into place
     num_recomputed: int  # tokens nobody had
     num_repaired: int  # tokens somebody had, computed again because their context changed
-    decision: str  # "exact" | "approx" | "full"
-    reason: str | None = None  # why not more was shared; a fixed word, see `NoPlan`
+    decision: Decision
+    reason: Reason | None = None  # why not more was shared
     donors: tuple[int, ...] = ()  # node ids: for admins only
     prediction: Prediction | None = None  # of what is approximate, used or refused
     first_difference: int | None = None  # first position that is computed; None for several prompts together

@@ -24,6 +24,7 @@ from kvshare.sharing.cost import CostModel
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.planner import PlannerLimits
+from kvshare.telemetry import Component, FallbackReason
 from vector_index import PromptText
 
 _T = TypeVar("_T")
@@ -59,7 +60,7 @@ class Runtime(Generic[KeeperT]):
         """Index a new node by its tokens now; by its meaning later, unless embedding lags behind."""
         await self.sharing.remember(node, None)
         if len(self.embedding) >= _MAX_EMBEDDING:
-            self.sharing.counters["fallback:embedding:backlog"] += 1
+            self.sharing.telemetry.fallback(Component.EMBEDDING, FallbackReason.BACKLOG)
         else:
             self.embedding.spawn(self.sharing.remember(node, text))
 
@@ -81,7 +82,8 @@ class Runtime(Generic[KeeperT]):
             num_segments=stats.num_segments,
             kv_bytes=self.keeper.tier.num_bytes,
             max_depth=stats.max_depth,
-            counters=dict(self.sharing.counters),
+            counts=self.sharing.telemetry.counts(),
+            num_embedding=len(self.embedding),
             index=self.index.status(),
         )
 

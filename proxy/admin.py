@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvshare.errors import RequestError
+from kvshare.errors import ErrorCode, RequestError
 from proxy.context import SERVER
 from proxy.errors import HttpError
 from proxy.lifecycle import Phase
@@ -100,5 +100,5 @@ async def request_by_id(request: web.Request) -> web.Response:
         message = (
             "No request with this id is known; only the latest are. Ids are in the header X-KVShare-Request."
         )
-        raise HttpError(404, "not_found", message)
+        raise HttpError(404, ErrorCode.NOT_FOUND, message)
     return web.json_response(found)

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from aiohttp import web
 
-from kvshare.errors import ConfigError
+from kvshare.errors import ConfigError, ErrorCode
 from kvshare.loopback import is_loopback
 from kvshare.namespace import Owner
 from kvshare.settings import KeySettings
@@ -66,7 +66,7 @@ class Keyring:
                 "Incorrect or missing API key. Send it as 'Authorization: Bearer <key>' "
                 "or as 'x-api-key: <key>'."
             )
-            raise HttpError(401, "invalid_api_key", message, {"WWW-Authenticate": "Bearer"})
+            raise HttpError(401, ErrorCode.INVALID_API_KEY, message, {"WWW-Authenticate": "Bearer"})
         return caller
 
     def check_role(self, request: web.Request, caller: Caller, role: Role) -> None:

@@ -21,6 +21,7 @@ from aiohttp import web
 
 from kvshare.errors import (
     EngineError,
+    ErrorCode,
     KVShareError,
     ModelNotFoundError,
     NoReplicaError,
@@ -47,7 +48,7 @@ class ErrorReply:
     """An error as it goes out, as a response of its own or as the last event of a stream."""
 
     status: int
-    code: str | None = None
+    code: ErrorCode | None = None
     message: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     param: str | None = None
@@ -89,14 +90,14 @@ class HttpError(KVShareError):
     """A refusal that concerns HTTP alone; carries the whole reply."""
 
     def __init__(
-        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
+        self, status: int, code: ErrorCode, message: str, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
         self.reply = ErrorReply(status, code, message, headers or {})
 
 
 def forbidden(message: str) -> HttpError:
-    return HttpError(403, "permission_denied", message)
+    return HttpError(403, ErrorCode.PERMISSION_DENIED, message)
 
 
 # The first row whose class matches counts, so a class stands before its parents.
@@ -105,18 +106,18 @@ _TABLE: tuple[tuple[type[KVShareError], ErrorReply], ...] = (
     (RequestError, ErrorReply(400)),
     (
         OverloadedError,
-        ErrorReply(429, "queue_full", headers={"Retry-After": "1", "retry-after-ms": "1000"}),
+        ErrorReply(429, ErrorCode.QUEUE_FULL, headers={"Retry-After": "1", "retry-after-ms": "1000"}),
     ),
-    (ShuttingDownError, ErrorReply(503, "shutting_down", headers={"Retry-After": "5"})),
-    (NoReplicaError, ErrorReply(503, "no_replica", headers={"Retry-After": "1"})),
-    (UpstreamError, ErrorReply(502, "upstream_error")),
-    (EngineError, ErrorReply(500, "engine_error")),
-    (KVShareError, ErrorReply(500, "internal_error")),
+    (ShuttingDownError, ErrorReply(503, ErrorCode.SHUTTING_DOWN, headers={"Retry-After": "5"})),
+    (NoReplicaError, ErrorReply(503, ErrorCode.NO_REPLICA, headers={"Retry-After": "1"})),
+    (UpstreamError, ErrorReply(502, ErrorCode.UPSTREAM_ERROR)),
+    (EngineError, ErrorReply(500, ErrorCode.ENGINE_ERROR)),
+    (KVShareError, ErrorReply(500, ErrorCode.INTERNAL_ERROR)),
 )
 
 _HTTP = {
-    404: ("not_found", "This server has no such route."),
-    413: ("request_too_large", "The request body is larger than this server accepts."),
+    404: (ErrorCode.NOT_FOUND, "This server has no such route."),
+    413: (ErrorCode.REQUEST_TOO_LARGE, "The request body is larger than this server accepts."),
 }
 
 
@@ -133,7 +134,7 @@ def to_reply(exc: Exception) -> ErrorReply:
             message = str(exc) or (type(exc).__doc__ or "").strip() or "The request cannot be answered."
             reply = replace(reply, message=message)
             return replace(reply, code=exc.code, param=exc.param) if isinstance(exc, RequestError) else reply
-    return ErrorReply(500, "internal_error", "The server failed to answer; see its log.")
+    return ErrorReply(500, ErrorCode.INTERNAL_ERROR, "The server failed to answer; see its log.")
 
 
 def _http_reply(exc: web.HTTPException) -> ErrorReply:
@@ -141,6 +142,6 @@ def _http_reply(exc: web.HTTPException) -> ErrorReply:
     if isinstance(exc, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(exc.allowed_methods))
         message = f"This route does not take {exc.method[:_MAX_QUOTED]}: expected {allowed}."
-        return ErrorReply(405, "method_not_allowed", message, {"Allow": allowed})
+        return ErrorReply(405, ErrorCode.METHOD_NOT_ALLOWED, message, {"Allow": allowed})
     code, message = _HTTP.get(exc.status, (None, f"{HTTPStatus(exc.status).phrase}."))
     return ErrorReply(exc.status, code, message)

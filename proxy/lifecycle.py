@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from enum import StrEnum
 
 from kvshare.engines.base import Engine
-from kvshare.errors import ShuttingDownError
+from kvshare.errors import ErrorCode, ShuttingDownError
 from proxy.errors import HttpError
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Lifecycle:
                 "the model is being loaded" if self.phase is Phase.STARTING else "the engine did not start"
             )
             message = f"The server cannot answer yet: {detail}."
-            raise HttpError(503, "not_ready", message, {"Retry-After": "1"})
+            raise HttpError(503, ErrorCode.NOT_READY, message, {"Retry-After": "1"})
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

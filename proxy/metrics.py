@@ -1,22 +1,33 @@
 """
 The Prometheus metrics: what each request adds to, and what the engine is asked at scrape time.
 
-One registry per server. Label values come from fixed sets: route patterns, statuses, the engine's own
-words; never from what a client sends.
+One registry per server, which also has the process's own figures. Label values come from fixed sets: route
+patterns, statuses, enums, the operator's names of rules and replicas; never from what a client sends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvshare import __version__
 from kvshare.engines.base import EngineStatus, ReplicaStatus
-from kvshare.requests import SharingMode, SharingReport
+from kvshare.reasons import Reason
+from kvshare.requests import Decision, SharingMode, SharingReport
+from kvshare.telemetry import EvictionCause
 from proxy.request_log import RequestRecord
+from vector_index import CircuitState
 
 
 def _edges(text: str) -> tuple[float, ...]:
@@ -91,6 +102,8 @@ class Metrics:
         )
         inflight.set_function(num_inflight)
         registry.register(_EngineCollector(status))
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -129,12 +142,12 @@ class Metrics:
         self._histograms["kvshare_recompute_fraction"].observe(fraction)
         lookups = self._counters["kvshare_lookup_requests"]
         if mode is SharingMode.OFF:
-            lookups.labels("skipped", "off").inc()
+            lookups.labels("skipped", Reason.OFF).inc()
             return
-        result = report.decision if report.decision in ("exact", "approx") else "miss"
+        result = "miss" if report.decision == Decision.FULL else report.decision
         lookups.labels(result, report.reason or "").inc()
         if (prediction := report.prediction) is not None:
-            taken = "used" if report.decision == "approx" else "refused"
+            taken = "used" if report.decision == Decision.APPROX else "refused"
             deviations = self._histograms["kvshare_expected_deviation_nats"]
             deviations.labels(taken, prediction.rule).observe(prediction.expected)
         self._counters["kvshare_lookup_tokens_requested"].inc(report.num_prompt_tokens)
@@ -159,23 +172,37 @@ class _EngineCollector(Collector):
             "kvshare_tree_depth": ("Longest chain of edits.", status.max_depth),
             "kvshare_tree_bytes": ("Bytes of KV in memory.", status.kv_bytes),
             "kvshare_tree_budget_bytes": ("Bytes of KV that may be in memory.", status.kv_budget_bytes),
+            "kvshare_embedding_backlog": ("Stored prompts that wait to be embedded.", status.num_embedding),
         }
         if (index := status.index) is not None:
             gauges |= {
                 "kvshare_index_paused": ("1 while the index is not written.", index.paused is not None),
                 "kvshare_index_waiting_prompts": ("Prompts that a paused index misses.", index.num_waiting),
-                "kvshare_index_disk_free_bytes": ("Room on the index's disk.", index.free_bytes),
+                "kvshare_index_disk_free_bytes": ("Free bytes on the index's disk.", index.free_bytes),
+                "kvshare_store_disk_bytes": ("Bytes on disk of metadata and index.", index.store_bytes),
             }
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(name, text, value=float(value))
-        yield from _replica_gauges(status.replicas)
-        yield from _counters(status.counters)
+        if index is not None:
+            yield _circuits(index.circuits)
+        if status.replicas:
+            yield from _replica_gauges(status.replicas)
+        else:  # vLLM counts the tokens that it generates
+            tokens = status.counts.num_generated_tokens
+            yield CounterMetricFamily("kvshare_generated_tokens", "Tokens of answers.", value=tokens)
+        denials = status.counts.num_isolation_denials + (0 if index is None else index.num_foreign_hits)
+        yield CounterMetricFamily(
+            "kvshare_isolation_denials",
+            "Candidates of another namespace, dropped; alert on any.",
+            value=denials,
+        )
+        yield from _counted(status)
 
 
 _REPLICA_GAUGES: tuple[tuple[str, str, Callable[[ReplicaStatus], float]], ...] = (
     ("kvshare_replica_up", "Whether the replica takes requests.", lambda one: one.serves),
-    ("kvshare_replica_sharing", "Whether its connector is heard and shares.", lambda one: one.shares),
+    ("kvshare_replica_sharing", "Whether its connector is connected and shares.", lambda one: one.shares),
     ("kvshare_replica_inflight", "Requests being answered by the replica.", lambda one: one.num_inflight),
     ("kvshare_replica_segments", "KV segments that the replica holds.", lambda one: one.num_segments),
     ("kvshare_replica_kv_bytes", "Bytes of those segments.", lambda one: one.kv_bytes),
@@ -184,45 +211,51 @@ _REPLICA_GAUGES: tuple[tuple[str, str, Callable[[ReplicaStatus], float]], ...] =
 
 def _replica_gauges(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
     """Of each vLLM behind the proxy; names are the operator's."""
-    for name, text, figure in _REPLICA_GAUGES if replicas else ():
+    for name, text, figure in _REPLICA_GAUGES:
         gauge = GaugeMetricFamily(name, text, labels=("replica",))
         for replica in replicas:
             gauge.add_metric((replica.name,), float(figure(replica)))
         yield gauge
 
 
-# What the engine counts: "kind", or "kind:label:label". Other kinds are events, by their whole key.
-_ENGINE_COUNTERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-    ("evictions", "kvshare_evictions", "Prompts dropped from the tree.", ("reason",)),
-    (
-        "isolation_denials",
-        "kvshare_isolation_denials",
-        "Foreign candidates that reached planning; alert on any.",
-        (),
-    ),
-    ("fallback", "kvshare_fallback", "Requests served without a part that failed.", ("component", "reason")),
-    (
-        "executed",
+def _circuits(states: Mapping[str, CircuitState]) -> Metric:
+    gauge = GaugeMetricFamily(
+        "kvshare_circuit_state", "1 for the state of each circuit breaker.", labels=("component", "state")
+    )
+    for component, current in states.items():
+        for state in CircuitState:
+            gauge.add_metric((component, state), float(state is current))
+    return gauge
+
+
+def _counted(status: EngineStatus) -> Iterable[Metric]:
+    """What the engine counts by fixed words. All causes of evictions are there, also with 0."""
+    counts = status.counts
+    yield _counter(
+        "kvshare_fallback",
+        "Requests served without a part that failed.",
+        ("component", "reason"),
+        {**counts.fallbacks, **{("replica", name): count for name, count in counts.replica_failures.items()}},
+    )
+    evictions = {(cause,): counts.evictions[cause] for cause in EvictionCause}
+    yield _counter("kvshare_evictions", "Prompts evicted from the tree.", ("reason",), evictions)
+    yield _counter(
         "kvshare_plans_executed",
         "Planned requests by what vLLM made of them.",
         ("planned", "executed", "reason"),
-    ),
-)
+        {(planned, done, why or ""): count for (planned, done, why), count in counts.executions.items()},
+    )
+    events = {(f"unshared:{reason}",): count for reason, count in counts.unshared.items()}
+    events |= {(event,): count for event, count in counts.tickets.items()}
+    if status.num_pending_tickets is not None:
+        events["tickets:pending",] = status.num_pending_tickets
+    yield _counter("kvshare_engine_events", "What else the engine counts.", ("event",), events)
 
 
-def _counters(counts: Mapping[str, int]) -> Iterable[Metric]:
-    """The engine's counters as metrics; evictions and denials also where there were none."""
-    families = {
-        kind: (CounterMetricFamily(name, text, labels=labels), len(labels))
-        for kind, name, text, labels in _ENGINE_COUNTERS
-    }
-    others = CounterMetricFamily("kvshare_engine_events", "What else the engine counts.", labels=("event",))
-    for key, count in ({"evictions": 0, "isolation_denials": 0} | dict(counts)).items():
-        kind = key.partition(":")[0]
-        if kind not in families:
-            others.add_metric((key,), count)
-            continue
-        family, num_labels = families[kind]
-        values = key.split(":", num_labels)[1:]
-        family.add_metric(values or ("capacity",), count)  # evictions without a reason were for room
-    return (*(family for family, _ in families.values()), others)
+def _counter(
+    name: str, text: str, labels: Sequence[str], counts: Mapping[tuple[str, ...], int]
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, count in counts.items():
+        family.add_metric(values, count)
+    return family

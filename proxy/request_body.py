@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
-from kvshare.errors import RequestError
+from kvshare.errors import ErrorCode, RequestError
 from proxy.errors import HttpError
 from proxy.prompt_rules import behind_rules
 from proxy.wrong_values import to_request_error, wrong
@@ -42,7 +42,7 @@ def check_is_json(request: web.Request) -> None:
             f"not '{request.content_type[:40]}'" if "Content-Type" in request.headers else "not without it"
         )
         message = f"Send the body with 'Content-Type: application/json', {found}."
-        raise HttpError(415, "unsupported_media_type", message)
+        raise HttpError(415, ErrorCode.UNSUPPORTED_MEDIA_TYPE, message)
 
 
 async def read_raw(request: web.Request) -> bytes:
@@ -52,7 +52,7 @@ async def read_raw(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         message = f"The request body did not arrive within {BODY_TIMEOUT_S:g} s."
-        raise HttpError(408, "request_timeout", message) from None
+        raise HttpError(408, ErrorCode.REQUEST_TIMEOUT, message) from None
 
 
 def parse_object(raw: bytes, *, strict: bool = True) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from aiohttp import web
 
 from kvshare.engines.base import Delta, Finished
 from kvshare.errors import RequestError
-from kvshare.requests import Prediction, SharingMode, SharingReport
+from kvshare.reasons import Reason
+from kvshare.requests import Decision, Prediction, SharingMode, SharingReport
 from kvshare.safe_logging import classes_and_places
 from proxy.auth import ANONYMOUS, Caller
 from proxy.errors import ErrorReply
@@ -24,7 +25,6 @@ from proxy.errors import ErrorReply
 log = logging.getLogger("proxy.middleware")  # the name that operators know
 
 _QUIET = ("/health", "/ready", "/metrics")
-_BY_BOLDNESS = ("approx", "exact", "full")
 _WRITTEN = {  # of a request's fields those that are not written as name=value
     "request_id": "request {}",
     "endpoint": "{}",
@@ -68,7 +68,7 @@ class RequestRecord:
     failure: Failure | None = None
     disconnected: bool = False
     rules: tuple[str, ...] = ()  # those that rewrote its body
-    unplanned: str | None = None  # why nothing could be planned for it; a fixed word
+    unplanned: Reason | None = None  # why nothing could be planned for it
     executed: Callable[[], Mapping[str, Any]] = dict  # what the engine says was done, beside the plan
     _last_token: dict[int, float] = field(default_factory=dict)
 
@@ -77,8 +77,8 @@ class RequestRecord:
         return perf_counter() - self.started
 
     @property
-    def reason(self) -> str | None:
-        """Why not more was shared, of several prompts the first reason; a fixed word."""
+    def reason(self) -> Reason | None:
+        """Why not more was shared; of several prompts the first reason."""
         return combine(self.reports.values()).reason if self.reports else self.unplanned
 
     @property
@@ -114,7 +114,7 @@ def combine(reports: Collection[SharingReport]) -> SharingReport:
         num_copied=sum(report.num_copied for report in reports),
         num_recomputed=sum(report.num_recomputed for report in reports),
         num_repaired=sum(report.num_repaired for report in reports),
-        decision=next((decision for decision in _BY_BOLDNESS if decision in decisions), "full"),
+        decision=next((decision for decision in Decision if decision in decisions), Decision.FULL),
         reason=next((report.reason for report in reports if report.reason is not None), None),
         prediction=_worst([r for r in reports if r.decision == "approx"]) or _worst(reports),
     )

@@ -6,6 +6,7 @@ import logging
 
 from aiohttp import web
 
+from kvshare.errors import ErrorCode
 from proxy.errors import ErrorReply
 
 SERVER_NAME = "kvshare"  # in the header Server; aiohttp's default would show its version and Python's
@@ -63,7 +64,8 @@ class _Protocol(web.RequestHandler):
         )
         if status < 500:
             text = "This is no HTTP request: expected HTTP/1.1, and lines and headers of at most 8 KB each."
-        response = ErrorReply(status, "bad_request" if status < 500 else "internal_error", text).to_response()
+        code = ErrorCode.BAD_REQUEST if status < 500 else ErrorCode.INTERNAL_ERROR
+        response = ErrorReply(status, code, text).to_response()
         response.headers["Server"] = SERVER_NAME
         response.force_close()
         return response

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from aiohttp import web
 
+from kvshare.errors import ErrorCode
 from proxy.errors import HttpError
 
 _LIKE = 0.7  # difflib's ratio: "/chat/completions" and "/v1/chat/completions" have 0.92
@@ -20,7 +21,7 @@ def unknown_route(request: web.Request) -> HttpError:
     like = difflib.get_close_matches(request.path[:_MAX_COMPARED], routes, n=1, cutoff=_LIKE)
     hint = f" Did you mean {routes[like[0]]} {like[0]}?" if like else ""
     listed = ", ".join(f"{methods} {path}" for path, methods in routes.items())
-    return HttpError(404, "not_found", f"This server has no such route.{hint} It has: {listed}.")
+    return HttpError(404, ErrorCode.NOT_FOUND, f"This server has no such route.{hint} It has: {listed}.")
 
 
 def _routes(app: web.Application) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvshare.errors import RequestError
+from kvshare.errors import ErrorCode, RequestError
 
 _MAX_QUOTED = 40  # characters of a word, digits of a number
 _MAX_PARAM = 200
@@ -170,7 +170,7 @@ def _unknown_key(problem: _Problem, param: str, model: type[BaseModel]) -> Reque
     models = _models_at(model, problem.place[:-1])
     known = ", ".join(dict.fromkeys(name for each in models for name in each.model_fields))
     message = f"Unknown key '{param}': expected one of {known}."
-    return RequestError(message, param=param, code="unknown_parameter", quoted=[param])
+    return RequestError(message, param=param, code=ErrorCode.UNKNOWN_PARAMETER, quoted=[param])
 
 
 def _models_at(model: type[BaseModel], place: _Path) -> list[type[BaseModel]]:

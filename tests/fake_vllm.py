@@ -306,7 +306,7 @@ class FakeVllm:
         finished = Finished(
             ticket.request_id,
             decision="full" if not used else "exact" if is_exact else "approx",
-            reason=None if fits else "another_prompt",
+            reason=None if fits else "prompt_mismatch",
             num_computed=len(tokens) - num_copied,
             stage_seconds={"lay": 0.001, "pass": 0.01, "save": 0.001},
         )

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vector_index.base import Entry, Hit, VectorIndex
-from vector_index.circuit import Failure
+from vector_index.circuit import CircuitState, Failure, FailureReason
 from vector_index.disk_space import DiskSpace, megabytes
 from vector_index.errors import (
     EmbedderError,
@@ -43,11 +43,13 @@ def __getattr__(name: str) -> object:
 
 __all__ = [
     "Candidate",
+    "CircuitState",
     "DiskSpace",
     "Embedder",
     "EmbedderError",
     "Entry",
     "Failure",
+    "FailureReason",
     "Hit",
     "IndexPausedError",
     "IndexSchema",

@@ -1,11 +1,12 @@
 """
-Keeping a failing or slow part out of the way: a time limit and a circuit breaker around a call.
+A time limit and a circuit breaker around the calls of one part, so that a failing or slow one costs little.
 
-After several failures in a row the circuit opens and calls fail at once, for free. After a while
-one call is let through; if it works the circuit closes, else it stays open for another while.
+    closed     calls go through; after several failures in a row -> open
+    open       calls fail at once, for free; after `open_s` -> half open
+    half open  one trial call goes through, others fail as if open; it works -> closed, it fails -> open
 
-A call that blocks the event loop, as a search of an index in this process does, cannot be broken
-off. It counts as late afterwards: so a slow index delays a few requests and not all of them.
+A call that blocks the event loop, as a search of an index in this process does, cannot be cancelled. It
+counts as late afterwards: so a slow index delays a few requests and not all of them.
 """
 
 import asyncio
@@ -13,7 +14,8 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TypeVar
 
 from vector_index.errors import IndexPausedError, VectorIndexError
@@ -23,12 +25,25 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class CircuitState(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class FailureReason(StrEnum):
+    CIRCUIT_OPEN = "circuit open"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A part that did not contribute, and why; without text or tokens of anybody's prompt."""
+    """A part that did not contribute, and why; `detail` for the log has no text or tokens of any prompt."""
 
     component: str
-    reason: str
+    reason: FailureReason
+    detail: str = field(default="", compare=False)
 
 
 class Circuit:
@@ -47,12 +62,14 @@ class Circuit:
         self._open_s = open_s
         self._clock = clock
         self._in_a_row = 0
-        self._closed_at = 0.0
+        self._next_trial_at = 0.0
 
     @property
-    def is_open(self) -> bool:
-        """Whether a call now would be refused."""
-        return self._in_a_row >= self._failures_to_open and self._clock() < self._closed_at
+    def state(self) -> CircuitState:
+        """What the next call meets."""
+        if self._in_a_row < self._failures_to_open:
+            return CircuitState.CLOSED
+        return CircuitState.OPEN if self._clock() < self._next_trial_at else CircuitState.HALF_OPEN
 
     async def attempt(self, call: Callable[[], Awaitable[T]], *, timeout_s: float) -> T | Failure:
         """
@@ -60,12 +77,12 @@ class Circuit:
 
         Cancellation from outside passes through, and IndexPausedError, which is no failure.
         """
-        if self.is_open:
-            return Failure(self.component, "circuit open")
-        if self._in_a_row >= self._failures_to_open:
-            # The trial call: others stay out until it is decided, or for another while if it
-            # is cancelled and never decided.
-            self._closed_at = self._clock() + self._open_s
+        state = self.state
+        if state is CircuitState.OPEN:
+            return Failure(self.component, FailureReason.CIRCUIT_OPEN)
+        if state is CircuitState.HALF_OPEN:
+            # Others stay out until this trial call is decided, or for another `open_s` if it is cancelled.
+            self._next_trial_at = self._clock() + self._open_s
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 result = await call()
@@ -75,20 +92,29 @@ class Circuit:
         except IndexPausedError:
             raise
         except TimeoutError:
-            return self._failed(f"no answer within {timeout_s} s")
+            return self._failed(FailureReason.TIMEOUT, f"no answer within {timeout_s} s")
         except Exception as error:  # noqa: BLE001  logged, without its message
             # Our own messages are written to be logged; others might quote what they choked on.
             places = "".join(traceback.format_tb(error.__traceback__))
             log.debug("%s failed: %s\n%s", self.component, type(error).__name__, places)
             detail = f": {error}" if isinstance(error, VectorIndexError) else ""
-            return self._failed(type(error).__name__ + detail)
+            return self._failed(FailureReason.ERROR, type(error).__name__ + detail)
+        if self._in_a_row >= self._failures_to_open:
+            log.warning("%s of the index works again: prompts are served with it", self.component)
         self._in_a_row = 0
         return result
 
-    def _failed(self, reason: str) -> Failure:
+    def _failed(self, reason: FailureReason, detail: str) -> Failure:
         self._in_a_row += 1
         if self._in_a_row >= self._failures_to_open:
-            self._closed_at = self._clock() + self._open_s
+            self._next_trial_at = self._clock() + self._open_s
         if self._in_a_row == self._failures_to_open:
-            log.warning("%s failed %d times in a row", self.component, self._in_a_row)
-        return Failure(self.component, reason)
+            log.warning(
+                "%s of the index failed %d times in a row, the last time: %s. Prompts are served without it; "
+                "it is tried again every %g s",
+                self.component,
+                self._in_a_row,
+                detail,
+                self._open_s,
+            )
+        return Failure(self.component, reason, detail)

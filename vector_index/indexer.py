@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vector_index.backlog import Backlog
 from vector_index.base import Entry, VectorIndex
-from vector_index.circuit import Circuit, Failure
+from vector_index.circuit import Circuit, Failure, FailureReason
 from vector_index.errors import IndexPausedError
 from vector_index.fingerprints import bind, fingerprints
 from vector_index.frequencies import FingerprintFrequencies
@@ -218,5 +218,7 @@ def _batches(records: Iterable[PromptRecord], size: int) -> Iterator[list[Prompt
 
 def _logged(verb: str, failures: Sequence[Failure]) -> tuple[Failure, ...]:
     for failure in failures:
-        log.warning("could not %s in full: %s: %s", verb, failure.component, failure.reason)
+        if failure.reason is FailureReason.CIRCUIT_OPEN:
+            continue  # the circuit has logged that, once for all prompts
+        log.warning("could not %s in full: %s: %s", verb, failure.component, failure.detail or failure.reason)
     return tuple(failures)

@@ -23,6 +23,7 @@ from delta_tree.storage import Storage
 from kvshare.bench.counted_store import CountedStore, Variants
 from kvshare.bench.figures import percentiles
 from kvshare.replay.arms.weightless import WeightlessKV
+from kvshare.telemetry import EvictionCause
 
 _TEMPLATES = 200
 _VARIANTS = (
@@ -99,8 +100,9 @@ class _Store(CountedStore):
 
     def describe(self, seconds: NDArray[np.float64]) -> dict[str, float]:
         """Of all commits, and what is in the store after them."""
+        counts = self.keeper.telemetry.counts()
         return {
             **percentiles(seconds.ravel().tolist()),
             "num_prompts": self.tree.stats().num_nodes,
-            "evictions_per_commit": self.keeper.counters["evictions"] / seconds.size,
+            "evictions_per_commit": counts.evictions[EvictionCause.CAPACITY] / seconds.size,
         }

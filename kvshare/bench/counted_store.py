@@ -27,7 +27,7 @@ from vector_index import Nominator, NominatorSettings, QdrantEdgeIndex, TextEmbe
 
 NAMESPACE = "bench"
 RATES = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1024)
-_NO_DONOR = NoPlan("no_candidates")
+_NO_DONOR = NoPlan()
 _VOCAB_SIZE = 32_000
 _CHANGED, _EDITS = 0.1, 5
 

@@ -49,7 +49,8 @@ async def run(
         build_s = time.perf_counter() - began
         memory = per_prompt(grown(before), stored)
         times = await _measure(rng, sharing, prompts, long, short, queries)
-        failures = {name: count for name, count in sharing.counters.items() if name.startswith("fallback:")}
+        fallbacks = sharing.telemetry.counts().fallbacks
+        failures = {f"fallback:{part}:{reason}": count for (part, reason), count in fallbacks.items()}
     return {
         "workload": "agent",
         "edits": prompts.num_edits,

@@ -80,7 +80,7 @@ def _measured(
         shelf, donor = Shelf(settings.sharing), random_prompt(rng, num_tokens, _VOCAB_SIZE)
         stored = model.new_sequence(num_tokens)
         _compute(model, stored, donor, (Span(0, num_tokens),), settings)
-        shelf.store(donor, stored, NoPlan("off"))
+        shelf.store(donor, stored, NoPlan())
         tokens = change(donor)
         plan = ordered(shelf.plan(tokens, settings, can_probe=True))
         for name in order:

@@ -122,7 +122,7 @@ def _measured(
 ) -> dict[str, float]:
     network, size = engine.server.shared_model, len(tokens)
     full = network.new_sequence(size + _FORCED + free_tokens)
-    truth = Prefill(network, tokens, NoPlan("off"), full)
+    truth = Prefill(network, tokens, NoPlan(), full)
     first = None
     while first is None:
         _, first = truth.advance(max_queries=512)

@@ -21,6 +21,8 @@ from kvshare.conversation.chat import Chat
 from kvshare.conversation.tools import ToolFormat
 from kvshare.namespace import Namespace
 from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
+from kvshare.telemetry import Counts
+from vector_index import CircuitState
 
 
 class FinishReason(StrEnum):
@@ -165,6 +167,9 @@ class IndexStatus:
     paused: str | None  # why nothing is written for now
     num_waiting: int  # prompts that it will get afterwards
     free_bytes: int | None  # None: not on this machine
+    store_bytes: int | None = None  # on disk, of metadata and index; None: there is no folder for them
+    num_foreign_hits: int = 0  # hits of another namespace, which were dropped
+    circuits: Mapping[str, CircuitState] = field(default_factory=dict)  # by the part that each guards
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +185,9 @@ class EngineStatus:
     kv_bytes: int = 0
     kv_budget_bytes: int = 0
     max_depth: int = 0
-    counters: Mapping[str, int] = field(default_factory=dict)  # monotonic: evictions, fallbacks ...
+    counts: Counts = field(default_factory=Counts)
+    num_embedding: int | None = None  # stored prompts that wait to be embedded; None: not known yet
+    num_pending_tickets: int | None = None  # requests that a replica has not reported yet; None: no replicas
     replicas: tuple[ReplicaStatus, ...] = ()
     index: IndexStatus | None = None
 

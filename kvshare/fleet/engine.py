@@ -124,7 +124,7 @@ class VllmEngine(Engine):
             detail=f"{len(serving)} of {len(replicas)} replicas serve, {len(sharing)} share",
             num_running=sum(replica.num_inflight for replica in replicas),
             kv_budget_bytes=sum(replica.info.max_bytes for replica in replicas if replica.info is not None),
-            counters={**stored.counters, "tickets:pending": len(self._running.in_flight)},
+            num_pending_tickets=len(self._running.in_flight),
             replicas=tuple(_status(replica, runtime.keeper.tier.at(replica.name)) for replica in replicas),
         )
 

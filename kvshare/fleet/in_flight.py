@@ -16,6 +16,7 @@ from typing import Any
 
 from delta_tree import Node, NodeId
 from kvshare.namespace import Owner
+from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
 from kvshare.sharing.arrivals import Arrival, Arrivals
 from kvshare.sharing.pipeline import Lookup
@@ -23,7 +24,7 @@ from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.vllm_protocol.messages import TICKET_KEY, Finished, Ticket
 from kvshare.vllm_protocol.salts import owner_salt, private_salt
 
-_UNPLANNED = NoPlan("off")
+_UNPLANNED = NoPlan(Reason.OFF)
 
 
 @dataclass(slots=True, eq=False)

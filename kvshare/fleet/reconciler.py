@@ -19,10 +19,13 @@ from kvshare.errors import UpstreamError
 from kvshare.fleet.in_flight import InFlight, RoutedRequest
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
+from kvshare.reasons import Reason
+from kvshare.requests import Decision
 from kvshare.runtime import Runtime
 from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.plan import Plan
 from kvshare.sharing.planner import PlannerLimits
+from kvshare.telemetry import TicketEvent
 from kvshare.vllm_protocol.messages import Dropped, Finished, JournalEvent, Prefilled, ReplicaInfo
 from vector_index import PromptRecord
 
@@ -39,7 +42,7 @@ class Reconciler:
         self._sharing = runtime.sharing
         self._keeper = runtime.keeper
         self._in_flight = in_flight
-        self._counters = runtime.keeper.counters
+        self._telemetry = runtime.keeper.telemetry
         self._fingerprint: str | None = None  # of the model whose calibration is in use
         self._orphans_due: dict[str, float] = {}  # by replica: when segments without a prompt are dropped
         self._replicas = {replica.name: replica for replica in fleet.replicas}
@@ -108,7 +111,7 @@ class Reconciler:
 
     async def tidy(self, replica: Replica) -> None:
         """Expire requests, and let the replica drop what no prompt refers to."""
-        self._counters["tickets:expired"] += self._in_flight.expire()
+        self._telemetry.ticket(TicketEvent.EXPIRED, self._in_flight.expire())
         if time.monotonic() >= self._orphans_due.get(replica.name, math.inf):
             del self._orphans_due[replica.name]
             await self._runtime.write(self._keeper.drop_orphans, replica.name)
@@ -143,7 +146,7 @@ class Reconciler:
     async def _on_finished(self, replica: Replica, finished: Finished) -> None:
         request = self._in_flight.take(finished.request_id, replica.name)
         if request is None:
-            self._counters["tickets:unknown"] += 1
+            self._telemetry.ticket(TicketEvent.UNKNOWN)
             await self._runtime.write(self._keeper.refuse, replica.name, finished)
             return
         request.execution.finished = replace(finished, used=(), output_ids=(), stored=(), repaired=())
@@ -188,8 +191,9 @@ class Reconciler:
 
     def _count(self, request: RoutedRequest, finished: Finished) -> None:
         """What was planned against what was computed, and what its times say of the cost rates."""
-        planned = request.plan.decision if isinstance(request.plan, Plan) else "full"
-        self._counters[f"executed:{planned}:{finished.decision}:{finished.reason or ''}"] += 1
+        planned = request.plan.decision if isinstance(request.plan, Plan) else Decision.FULL
+        reason = None if finished.reason is None else Reason.of(finished.reason)
+        self._telemetry.executed(planned, Decision(finished.decision), reason)
         if planned != finished.decision:
             log.info(
                 "request id=%s: planned %s, computed %s (%s)",

@@ -29,6 +29,7 @@ from kvshare.sharing.budget import Budget
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.telemetry import Component, EvictionCause, FallbackReason
 from kvshare.vllm_protocol.messages import Finished, Prefilled
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
             self._note_refused(exc)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.warning("a prompt is not stored: %s", classes_and_places(exc))
-            self.counters["fallback:commit:error"] += 1
+            self.telemetry.fallback(Component.COMMIT, FallbackReason.ERROR)
         return None
 
     def refuse(self, replica: str, report: Prefilled | Finished) -> None:
@@ -127,7 +128,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
                 if node.node_id not in self._unclaimed and not gone.isdisjoint(node.pieces.segment_ids):
                     self.tree.unpin(node.node_id)
                     self._evict(node)
-                    self.counters["evictions"] += 1
+                    self.telemetry.evicted(EvictionCause.CAPACITY)
 
     def claim(self, replica: str, held: Iterable[SegmentId], max_bytes: int) -> list[Node]:
         """
@@ -188,7 +189,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         self.tree.discard_missing(alive, lazily=True)
         for node in leaving:
             self.note_evicted(node.namespace, int(node.node_id))
-        self.counters["evictions:lost"] += len(leaving)
+        self.telemetry.evicted(EvictionCause.LOST, len(leaving))
         freed = {entry for node in leaving for entry in node.pieces.segment_ids if entry in self.tier}
         self.drop_unreferenced(freed)
 
@@ -299,7 +300,7 @@ def draft_of(
 def _carried_out(plan: Plan | NoPlan, used: Sequence[int], repaired: Sequence[Span]) -> Plan | NoPlan:
     """The plan with the copies that were used and what was repaired of them; all else was computed."""
     if not used:
-        return NoPlan("computed")
+        return NoPlan()
     if isinstance(plan, NoPlan) or len(set(used)) != len(used) or max(used) >= len(plan.copies):
         raise BadReportError("copies used that are not in the ticket")
     carried_out = replace(plan, copies=tuple(plan.copies[index] for index in sorted(used)))

@@ -21,12 +21,14 @@ from kvshare.errors import NoReplicaError, UpstreamError
 from kvshare.fleet.client import NO_ROUTE, RenderedPrompt
 from kvshare.fleet.in_flight import InFlight, RoutedRequest
 from kvshare.fleet.replica import Fleet, Replica
+from kvshare.reasons import Reason
 from kvshare.requests import SharingMode
 from kvshare.safe_logging import classes_and_places
 from kvshare.settings import VllmSettings
 from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.telemetry import Component, FallbackReason
 from kvshare.vllm_protocol.messages import Ticket, WireCopy, WireOrder, WireSpan, digest_of
 
 log = logging.getLogger(__name__)
@@ -76,12 +78,12 @@ class Router:
         Raises:  NoReplicaError
         """
         prompt = request.prompt
-        reason = "off" if request.mode is SharingMode.OFF else "short_prompt"
+        reason = Reason.OFF if request.mode is SharingMode.OFF else Reason.SHORT_PROMPT
         if prompt is not None and request.mode is not SharingMode.OFF:
             # One too short to look up goes the same way: its answer may make it long enough to be stored.
             if self._sharing.wants(prompt, request.mode):
                 await self._in_flight.wait_reconciled(request.owner, timeout_s=_RECONCILE_S)
-                reason = "no_connector"  # unless there is a lookup
+                reason = Reason.NO_CONNECTOR  # unless there is a lookup
             try:
                 replica, lookup = await self._found_or_waited_for(request)
                 if replica is not None and replica.serves and lookup is not None:
@@ -90,8 +92,8 @@ class Router:
                     return replica
             except Exception as exc:  # noqa: BLE001  logged, without its message
                 log.warning("planning failed, the request is served without it: %s", classes_and_places(exc))
-                self._sharing.counters["fallback:planning:error"] += 1
-                reason = "lookup_failed"
+                self._sharing.telemetry.fallback(Component.PLANNING, FallbackReason.ERROR)
+                reason = Reason.LOOKUP_FAILED
         request.plan, request.ticket = NoPlan(reason), None
         return self._next_replica()
 
@@ -102,8 +104,8 @@ class Router:
         The last one gets no more requests until vLLM answers again. Raises NoReplicaError.
         """
         tried[-1].models = None
-        self._sharing.counters[f"fallback:replica:{tried[-1].name}"] += 1
-        request.plan, request.ticket = NoPlan("replica_gone"), None
+        self._sharing.telemetry.replica_failed(tried[-1].name)
+        request.plan, request.ticket = NoPlan(Reason.REPLICA_GONE), None
         return self._next_replica(without=tried)
 
     @contextmanager
@@ -120,15 +122,15 @@ class Router:
             replica.num_inflight -= 1
             self._in_flight.end(request)
 
-    def note_unshared(self, reason: str) -> None:
+    def note_unshared(self, reason: Reason) -> None:
         """Count a request that cannot be planned, and why."""
-        self._sharing.counters[f"unshared:{reason}"] += 1
+        self._sharing.telemetry.unshared(reason)
 
     async def explain(self, request: RoutedRequest) -> dict[str, Any]:
         """The plan this request would get, and where; a JSON-ready document. Nothing is sent."""
         assert request.prompt is not None, "only what is tokenized can be explained"
         replica, found = await self._find(request)
-        lookup = found or Lookup(NoPlan("no_connector"))
+        lookup = found or Lookup(NoPlan(Reason.NO_CONNECTOR))
         document = await asyncio.to_thread(
             explain_lookup, self._sharing, request.prompt, lookup, request.mode
         )
@@ -144,7 +146,7 @@ class Router:
         async def look_up() -> Lookup:
             nonlocal replica, found
             replica, found = await self._find(request)
-            return found or Lookup(NoPlan("no_connector"))
+            return found or Lookup(NoPlan(Reason.NO_CONNECTOR))
 
         namespaces = [entry.namespace(request.owner).digest for entry in self._fleet.sharing()]
         lookup = await self._in_flight.arrivals.waited(

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from delta_tree import DeltaTree, Eviction, Node, PinnedNodeError, UnknownNodeError
-from kvshare.errors import RequestError
+from kvshare.errors import ErrorCode, RequestError
 from kvshare.inspection.question import Answer, namespace_of, node_of, not_found, question
 from kvshare.query_arguments import Digest, Flag, Number
 
@@ -84,7 +84,7 @@ def _evict_node(tree: DeltaTree, node: Node, *, dry_run: bool) -> Answer:
         else:
             gone = tree.evict(node.node_id)
     except PinnedNodeError as exc:
-        raise RequestError(f"node: {exc}", param="node", code="node_pinned") from exc
+        raise RequestError(f"node: {exc}", param="node", code=ErrorCode.NODE_PINNED) from exc
     except UnknownNodeError as exc:
         raise not_found("node", node.node_id) from exc
     return _evicted([node], gone, dry_run)

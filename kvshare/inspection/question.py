@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError, validate_call
 
 from delta_tree import DeltaTree, Node, NodeId, SegmentId
-from kvshare.errors import RequestError
+from kvshare.errors import ErrorCode, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def node_of(tree: DeltaTree, name: str, node_id: int) -> Node:
 
 def not_found(name: str, node_id: int) -> RequestError:
     message = f"{name}: no node {node_id} is stored; it may have been evicted"
-    return RequestError(message, param=name, code="nodenot_found")
+    return RequestError(message, param=name, code=ErrorCode.NODE_NOT_FOUND)
 
 
 def namespace_of(tree: DeltaTree, digits: str | None) -> str | None:
@@ -90,6 +90,6 @@ def namespace_of(tree: DeltaTree, digits: str | None) -> str | None:
         raise RequestError(
             f"namespace: expected the digest of one stored namespace, {len(found)} begin with {digits}",
             param="namespace",
-            code="namespace_not_found",
+            code=ErrorCode.NAMESPACE_NOT_FOUND,
         )
     return found.pop()

@@ -19,7 +19,7 @@ from delta_tree import (
     UnknownSegmentError,
     align,
 )
-from kvshare.errors import RequestError
+from kvshare.errors import ErrorCode, RequestError
 from kvshare.inspection.question import Answer, namespace_of, node_of, not_found, question
 from kvshare.query_arguments import Digest, Number
 
@@ -99,7 +99,7 @@ def diff(tree: DeltaTree, /, *, a: Number, b: Number, min_run: Number = 1) -> An
     source, target = node_of(tree, "a", a), node_of(tree, "b", b)
     if source.namespace != target.namespace:
         raise RequestError(
-            "b: expected a node of the same namespace as a", param="b", code="namespace_mismatch"
+            "b: expected a node of the same namespace as a", param="b", code=ErrorCode.NAMESPACE_MISMATCH
         )
     script = align(source.token_ids, target.token_ids, min_run=min_run)
     prefix = next((keep.length for keep in script.keeps if keep.source == keep.target == 0), 0)

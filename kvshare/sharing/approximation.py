@@ -24,6 +24,7 @@ from delta_tree import (
     gaps,
     merge,
 )
+from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.settings import RepairSettings
 from kvshare.sharing.calibration import ModelCalibration
@@ -108,7 +109,7 @@ class Approximation:
             return min(fitting, key=lambda plan: plan.estimate.shared_s)
         if self._settled:
             without_moved = Repairs(tuple(copy.target for copy in self._moved))
-            return replace(self._plan("none", without_moved), reason="deviates_too_much")
+            return replace(self._plan("none", without_moved), reason=Reason.DEVIATES_TOO_MUCH)
         return min(found, key=lambda plan: plan.deviation)
 
     def _is_settled(self, copy: Copy) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from delta_tree import DeltaTree, NodeId, SegmentId
-from kvshare.errors import RequestError
+from kvshare.errors import ErrorCode, RequestError
 
 _MOST_PINNED = 0.5  # of each memory; the rest is for prompts that come and go, or nothing new would be stored
 
@@ -48,7 +48,7 @@ def check_pins(tree: DeltaTree, node_ids: Collection[NodeId], budgets: Collectio
                 f"node: the KV of node {node_id} is in no memory now: the vLLM replica that had it is not "
                 "connected. Pin it when that is back, or send the prompt again first",
                 param="node",
-                code="kv_not_at_hand",
+                code=ErrorCode.KV_NOT_AT_HAND,
             )
     pinned = tree.pinned()
     for budget in budgets:
@@ -60,5 +60,5 @@ def check_pins(tree: DeltaTree, node_ids: Collection[NodeId], budgets: Collectio
                 "the memory for KV. Unpin other prompts, or give the server more memory (store.kv_bytes, or "
                 "`kvshare vllm --kv-bytes`)",
                 param="node",
-                code="too_much_pinned",
+                code=ErrorCode.TOO_MUCH_PINNED,
             )

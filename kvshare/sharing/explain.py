@@ -16,13 +16,15 @@ from delta_tree import (
     UnknownSegmentError,
     compose,
 )
-from kvshare.reasons import cache_miss_reason
+from kvshare.reasons import Reason, cache_miss_reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.sharing.cost import Rates
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import PlannerLimits
 from vector_index import Candidate
+
+_NOT_LOOKED_UP = (Reason.OFF, Reason.SHORT_PROMPT, Reason.MODEL_UNSHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def explanation(
         if isinstance(plan, Plan)
         else planning.rates.estimate(num_tokens=num_tokens, num_computed=num_tokens)
     )
-    lookup_s = 0.0 if report.reason in ("off", "short_prompt", "model_unshared") else estimate.lookup_s
+    lookup_s = 0.0 if report.reason in _NOT_LOOKED_UP else estimate.lookup_s
     shared_s = lookup_s + (estimate.shared_s if isinstance(plan, Plan) else estimate.full_s)
     return {
         "decision": report.decision,

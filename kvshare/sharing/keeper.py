@@ -22,6 +22,7 @@ from kvshare.inspection import Answer, Question
 from kvshare.kv.tier import Tier
 from kvshare.sharing.budget import Budget, bytes_of, check_pins, most_pinned
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Keeper(Generic[TierT]):
     def __init__(self, tree: DeltaTree, tier: TierT, *, min_tokens: int) -> None:
         self.tree = tree
         self.tier = tier
-        self.counters: Counter[str] = Counter()
+        self.telemetry = Telemetry()
         self._min_tokens = min_tokens
         self._writing = threading.RLock()  # held for milliseconds: never taken on the event loop
         self._evicted: deque[tuple[str, int]] = deque()
@@ -124,7 +125,7 @@ class Keeper(Generic[TierT]):
 
     def _note_refused(self, exc: Exception) -> None:
         """Count a prompt that was not taken. A store that fails does so for all: it is logged once."""
-        self.counters["fallback:commit:refused"] += 1
+        self.telemetry.fallback(Component.COMMIT, FallbackReason.REFUSED)
         if not isinstance(exc, StoreError):
             log.warning("a prompt is not stored: %s", exc)
             return
@@ -173,20 +174,20 @@ class Keeper(Generic[TierT]):
         if budget.num_bytes + num_bytes <= budget.max_bytes:
             return True
         if bytes_of(self.tree, self.tree.pinned().union(held), budget) + num_bytes > budget.max_bytes:
-            self.counters["fallback:commit:no_room"] += 1
+            self.telemetry.fallback(Component.COMMIT, FallbackReason.NO_ROOM)
             return False  # evicting all the others would not be enough: evict nobody
         while (candidate := self.tree.next_to_evict(namespaces, without=held)) is not None:
             excess = budget.num_bytes + num_bytes - budget.max_bytes
             self.tree.age(candidate.node_id, namespaces)
             if num_kept := self._useful_prefix(candidate, excess, budget):
                 self._shorten(candidate, num_kept)
-                self.counters["evictions:end"] += 1
+                self.telemetry.evicted(EvictionCause.END)
             else:
                 self._evict(candidate)
-                self.counters["evictions"] += 1
+                self.telemetry.evicted(EvictionCause.CAPACITY)
             if budget.num_bytes + num_bytes <= budget.max_bytes:
                 return True
-        self.counters["fallback:commit:no_room"] += 1
+        self.telemetry.fallback(Component.COMMIT, FallbackReason.NO_ROOM)
         return False
 
     def _useful_prefix(self, node: Node, num_bytes: int, budget: Budget) -> int:

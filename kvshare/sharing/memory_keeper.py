@@ -35,6 +35,7 @@ from kvshare.sharing.budget import Budget
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, describe, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.telemetry import Component, FallbackReason
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +169,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
             self._note_refused(exc)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.warning("a prompt is not stored: %s", classes_and_places(exc))
-            self.counters["fallback:commit:error"] += 1
+            self.telemetry.fallback(Component.COMMIT, FallbackReason.ERROR)
         return None
 
     def _lengthen(self, node: Node, computed: Computed[KVT]) -> Node | None:
@@ -179,7 +180,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
             return None
         spans = split([added], self._segment_tokens(computed))
         kept = [computed.kv.cut(span) for span in spans]
-        plan: Plan | NoPlan = NoPlan("exact") if node.exact_length == node.num_tokens else computed.plan
+        plan: Plan | NoPlan = NoPlan() if node.exact_length == node.num_tokens else computed.plan
         segments = describe(plan, self._stored(spans, kept), computed.namespace)
         with self._writing:
             if not self._is_as_it_was(node) or not self._has_room(kept, also_held=node.node_id):
@@ -200,17 +201,17 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
             return None
         num_computed = sum(len(span) for span in self._spans(computed))
         if num_computed * computed.kv.bytes_per_token > self.tier.max_bytes:
-            self.counters["fallback:commit:too_large"] += 1
+            self.telemetry.fallback(Component.COMMIT, FallbackReason.TOO_LARGE)
             return None
         draft, kept = self._drafted(computed)
         with self._writing:
             plan = computed.plan
             if isinstance(plan, Plan) and not self._has_copies(plan):
                 if plan.first_approximate < plan.num_tokens or not computed.kv.is_whole:
-                    self.counters["fallback:commit:donor_gone"] += 1
+                    self.telemetry.fallback(Component.COMMIT, FallbackReason.DONOR_GONE)
                     return None
                 # Everything in the slots is exact, wherever it came from: keep it whole.
-                draft, kept = self._drafted(replace(computed, plan=NoPlan("donor_gone")))
+                draft, kept = self._drafted(replace(computed, plan=NoPlan()))
             return self._store(draft, kept)
 
     def _drafted(self, computed: Computed[KVT]) -> tuple[NodeDraft, list[KVT]]:

@@ -18,13 +18,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from delta_tree import Node, NodeId, SegmentId, TokenIds, UnknownSegmentError
-from kvshare.requests import Prompt, SharingMode, SharingReport
+from kvshare.reasons import Reason
+from kvshare.requests import Decision, Prompt, SharingMode, SharingReport
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.keeper import Keeper, TierT
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import PlannerLimits, make_plan
-from vector_index import Candidate, Nomination, Nominator, PromptText
+from kvshare.telemetry import Component, FallbackReason
+from vector_index import Candidate, Failure, Nomination, Nominator, PromptText
 
 if TYPE_CHECKING:
     from kvshare.kv.segment import SegmentKV  # imports torch
@@ -69,7 +71,7 @@ class Lookup:
                 num_copied=0,
                 num_recomputed=num_tokens,
                 num_repaired=0,
-                decision="full",
+                decision=Decision.FULL,
                 reason=refused.reason,
                 prediction=refused.prediction,
                 first_difference=0,
@@ -114,7 +116,7 @@ class Sharing:
         self.keeper = keeper
         self.tree = keeper.tree
         self.tier = keeper.tier
-        self.counters = keeper.counters
+        self.telemetry = keeper.telemetry
         self.nominator = nominator
         self.limits = limits
         self.cost = cost
@@ -154,8 +156,8 @@ class Sharing:
             )
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.warning("sharing failed, the request is served without it: %s", classes_and_places(exc))
-            self.counters["fallback:sharing:error"] += 1
-            return Lookup(NoPlan("lookup_failed"))
+            self.telemetry.fallback(Component.SHARING, FallbackReason.ERROR)
+            return Lookup(NoPlan(Reason.LOOKUP_FAILED))
         return replace(
             lookup,
             stage_seconds={**nomination.stage_seconds, **lookup.stage_seconds},
@@ -197,7 +199,7 @@ class Sharing:
             self.keeper.discard_unreadable(lookup.unreadable)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.warning("the use of a plan was not noted: %s", classes_and_places(exc))
-            self.counters["fallback:sharing:error"] += 1
+            self.telemetry.fallback(Component.SHARING, FallbackReason.ERROR)
         if self._owns_index:
             for prompt_id in lookup.unknown:
                 self.keeper.note_evicted(lookup.namespace, prompt_id)
@@ -207,11 +209,11 @@ class Sharing:
         is_long = prompt.num_tokens >= self.limits.sharing.min_prompt_tokens
         return self.limits.can_share and mode is not SharingMode.OFF and is_long
 
-    def _unwanted(self, mode: SharingMode) -> str:
+    def _unwanted(self, mode: SharingMode) -> Reason:
         """Why nothing was looked up."""
         if mode is SharingMode.OFF:
-            return "off"
-        return "short_prompt" if self.limits.can_share else "model_unshared"
+            return Reason.OFF
+        return Reason.SHORT_PROMPT if self.limits.can_share else Reason.MODEL_UNSHARED
 
     async def remember(self, node: Node, text: PromptText | None) -> None:
         """
@@ -226,7 +228,7 @@ class Sharing:
             return
         if stored.num_tokens < node.num_tokens:  # it lost its end, while the text waited to be embedded
             text = None
-        await self.nominator.remember(node.node_id, node.namespace, stored.token_ids, text)
+        self._count(await self.nominator.remember(node.node_id, node.namespace, stored.token_ids, text))
         now = self.tree.get(node.node_id)
         if now is None:  # evicted while it was embedded: it must not come back
             await self.forget([(node.namespace, node.node_id)])
@@ -252,7 +254,12 @@ class Sharing:
         for namespace, node_id in nodes:
             by_namespace.setdefault(namespace, []).append(node_id)
         for namespace, node_ids in by_namespace.items():
-            await self.nominator.forget(namespace, node_ids)
+            self._count(await self.nominator.forget(namespace, node_ids))
+
+    def _count(self, failures: Iterable[Failure]) -> None:
+        """Count the parts of the index that failed: a search without candidates, a prompt indexed in part."""
+        for failure in failures:
+            self.telemetry.fallback(Component(failure.component), FallbackReason(failure.reason))
 
     async def _nominate(
         self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_meaning: bool
@@ -262,8 +269,7 @@ class Sharing:
         nomination = await self.nominator.nominate(
             namespace, prompt.token_ids, prompt.text, allow_dense=pays and mode is SharingMode.APPROX
         )
-        for failure in nomination.failures:
-            self.counters[f"fallback:{failure.component}:{failure.reason}"] += 1
+        self._count(nomination.failures)
         return nomination
 
     def _plan(
@@ -278,7 +284,7 @@ class Sharing:
         stages = {"plan": 0.0, "load": 0.0}
         nodes = self.own_nodes(namespace, candidates)
         found = Lookup(
-            NoPlan("kv_gone"),
+            NoPlan(Reason.KV_GONE),
             candidates=tuple(candidates),
             stage_seconds=stages,
             namespace=namespace,
@@ -302,7 +308,7 @@ class Sharing:
             stages["load"] += time.perf_counter() - began
             if not fetched.missing:
                 return replace(found, plan=plan, segments=fetched.segments)
-            self.counters["fallback:tier:missing"] += 1
+            self.telemetry.fallback(Component.TIER, FallbackReason.MISSING)
             unreadable = (copy.donor for copy in plan.copies if copy.segment_id in fetched.missing)
             found = replace(found, unreadable=tuple(dict.fromkeys([*found.unreadable, *unreadable])))
             nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
@@ -330,7 +336,7 @@ class Sharing:
             if node is None or node.node_id in without:
                 continue
             if node.namespace != namespace:
-                self.counters["isolation_denials"] += 1
+                self.telemetry.isolation_denied()
                 log.error("a candidate of another namespace reached the planner and was dropped")
                 continue
             nodes.append(node)

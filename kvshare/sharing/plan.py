@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from delta_tree import Copy, NodeId, Span, merge
-from kvshare.requests import Prediction
+from kvshare.reasons import Reason
+from kvshare.requests import Decision, Prediction
 
 # 512 tokens would reach past all documents of a short prompt.
 MAX_SMALL_SHIFT, _SMALL_SHIFT_FRACTION = 512, 0.1
@@ -69,7 +70,7 @@ class Plan:
     repairs: tuple[Span, ...]  # the part of the placeholders whose tokens a donor had
     generation: int  # of the KV computed behind the first approximate copy; 0 if there is none
     estimate: Estimate
-    reason: str | None = None
+    reason: Reason | None = None
     order: RepairOrder | None = None
     exact_until: int | None = None  # known where repairs were chosen: what they replaced had been attended to
     prediction: Prediction | None = None  # of the approximate plan, also where it was refused
@@ -80,8 +81,8 @@ class Plan:
         return self.prediction.expected if self.prediction is not None and self.num_copied else 0.0
 
     @property
-    def decision(self) -> str:
-        return "exact" if self.num_copied == 0 else "approx"
+    def decision(self) -> Decision:
+        return Decision.EXACT if self.num_copied == 0 else Decision.APPROX
 
     @property
     def num_computed(self) -> int:
@@ -171,12 +172,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class NoPlan:
-    """
-    Nothing is shared, and why. Reasons are fixed words, so that they can be counted: `kvshare.reasons` lists
-    and explains them. In a replay there is also too_much_relocated.
-    """
+    """Nothing is copied, and why; the reason is None where no request is answered by it."""
 
-    reason: str
+    reason: Reason | None = None
     prediction: Prediction | None = None  # of what was refused
 
 

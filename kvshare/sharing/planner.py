@@ -13,6 +13,7 @@ from functools import partial
 from typing import Self
 
 from delta_tree import Composition, Node, Segment, SegmentId, Span, TokenIds, compose
+from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.settings import RepairSettings, Settings, SharingSettings
 from kvshare.sharing.approximation import Approximation, Repairing
@@ -99,9 +100,9 @@ def make_plan(
     num_tokens = len(token_ids)
     sharing = limits.sharing
     if num_tokens < sharing.min_prompt_tokens:
-        return NoPlan("short_prompt")
+        return NoPlan(Reason.SHORT_PROMPT)
     if not candidates:
-        return NoPlan("no_candidates")
+        return NoPlan(Reason.NO_CANDIDATES)
     repairing = Repairing(
         settings=limits.repair,
         calibration=limits.calibration,
@@ -118,9 +119,11 @@ def make_plan(
         max_generation=limits.policy.max_generation,
         allow_approximate=approximate,
     )
-    composition, refusal = composed(max_donors=sharing.max_donors), None
+    composition = composed(max_donors=sharing.max_donors)
+    refusal: Reason | None = None
     if not limits.can_move_keys and any(copy.shift for copy in composition.copies):
-        composition, refusal = composed(max_donors=sharing.max_donors, may_move=False), "rotation_unknown"
+        composition = composed(max_donors=sharing.max_donors, may_move=False)
+        refusal = Reason.ROTATION_UNKNOWN
     exact = _exact_plan(composition, rates, min_length=sharing.min_run)
     prediction: Prediction | None = None
     accepted: list[Plan] = []
@@ -137,9 +140,9 @@ def make_plan(
     if accepted:
         return min(accepted, key=lambda plan: plan.estimate.shared_s)
     if exact is None:
-        return NoPlan(refusal or "nothing_in_common", prediction)
+        return NoPlan(refusal or Reason.NOTHING_IN_COMMON, prediction)
     if exact.estimate.full_s - exact.estimate.shared_s < limits.min_saved_s:
-        return NoPlan("does_not_pay", prediction)
+        return NoPlan(Reason.DOES_NOT_PAY, prediction)
     return replace(exact, reason=refusal, prediction=prediction)
 
 
@@ -169,7 +172,7 @@ def _is_light(plan: Plan) -> bool:
     return plan.prediction is not None and plan.prediction.repaired <= _LIGHT * plan.num_tokens
 
 
-def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:
+def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | None:
     """Why an approximate plan is refused, or None. A doubtful match counts as no match."""
     policy = limits.policy
     num_exact = exact.exact_length if exact is not None else 0
@@ -177,16 +180,16 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> str | None:
     saved = plan.num_tokens - num_computed - num_exact  # beyond what is free of doubt
     # Repair may leave nothing of the copies; a few tokens are not worth any doubt.
     if saved < max(limits.sharing.min_run, (policy.min_saved_fraction or 0.0) * plan.num_tokens):
-        return "not_enough_saved"
+        return Reason.NOT_ENOUGH_SAVED
     if plan.prediction is not None and not plan.prediction.expected <= plan.prediction.limit:
-        return "deviates_too_much"
+        return Reason.DEVIATES_TOO_MUCH
     if policy.max_relocated_fraction is not None:
         limit = small_shift(plan.num_tokens)
         behind = (copy for copy in plan.copies if copy.target_start >= plan.exact_length)
         relocated = sum(copy.length for copy in behind if abs(copy.shift) > limit)
         if relocated > policy.max_relocated_fraction * plan.num_tokens:
-            return "too_much_relocated"
+            return Reason.TOO_MUCH_RELOCATED
     baseline = exact.estimate.shared_s if exact is not None else plan.estimate.full_s
     if baseline - plan.estimate.shared_s < limits.min_saved_s:
-        return "does_not_pay"
+        return Reason.DOES_NOT_PAY
     return None

@@ -201,7 +201,7 @@ class Finished(Message):
     """
 
     request_id: Text
-    decision: Text  # "approx" | "exact" | "full": what vLLM computed with, whatever was planned
+    decision: Literal["approx", "exact", "full"]  # what vLLM computed with, whatever was planned
     reason: str | None  # why less was shared than planned; a fixed word
     used: tuple[Number, ...] = ()
     num_computed: Number = 0  # prompt tokens that were computed here

@@ -19,7 +19,7 @@ import kvshare
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.grammar import grammar_of
 from kvshare.engines.base import GeneratingEngine
-from kvshare.errors import ContextLengthError, RequestError
+from kvshare.errors import ContextLengthError, ErrorCode, RequestError
 from proxy.errors import HttpError
 from proxy.generate.answer import Answer
 from proxy.generate.chat.answers import CompletionAnswer
@@ -93,7 +93,7 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 async def stored_response(request: web.Request) -> web.Response:
     """Any method on /v1/responses/{id} and what is below it."""
-    raise HttpError(404, "not_found", _STORED_RESPONSE)
+    raise HttpError(404, ErrorCode.NOT_FOUND, _STORED_RESPONSE)
 
 
 async def models(request: web.Request) -> web.Response:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvshare.reasons import Reason
 from kvshare.rules.texts import SHAPES
 from proxy.errors import ErrorReply
 from proxy.sse import DONE, frames, named_events
@@ -20,7 +21,11 @@ Body = Mapping[str, Any]
 
 
 class Unplannable(Exception):
-    """Why a request is relayed without a plan; its text is a fixed word, which is counted."""
+    """Why a request is relayed without a plan."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class Dialect:
         if isinstance(turns, str):
             turns = [{"role": "user", "content": turns}]
         if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-            raise Unplannable("malformed")
+            raise Unplannable(Reason.MALFORMED)
         texts = [_text(turn.get("content", turn.get("output"))) for turn in turns]
         users = [text for text, turn in zip(texts, turns, strict=True) if turn.get("role") == "user"]
         before = [_text(document.get(name)) for name in shape.texts]
@@ -75,23 +80,23 @@ def _text(content: object) -> str:
     if isinstance(content, Sequence):
         return "".join(map(_text, content))
     if not isinstance(content, Mapping) or (place := _TEXT_AT.get(str(content.get("type")))) is None:
-        raise Unplannable("multimodal")
+        raise Unplannable(Reason.MULTIMODAL)
     return _text(content.get(place))
 
 
 def _check_response(document: Body) -> None:
     if document.get("previous_response_id") is not None:
-        raise Unplannable("previous_response")  # vLLM has the rest of the prompt
+        raise Unplannable(Reason.PREVIOUS_RESPONSE)  # vLLM has the rest of the prompt
     if document.get("background"):
-        raise Unplannable("background")  # it goes on when its answer is over
+        raise Unplannable(Reason.BACKGROUND)  # it goes on when its answer is over
 
 
 def _check_completion(document: Body) -> None:
-    for name in ("prompt_embeds", "suffix"):
-        if document.get(name) is not None:
-            raise Unplannable(name)
+    for reason in (Reason.PROMPT_EMBEDS, Reason.SUFFIX):  # named like the members
+        if document.get(reason) is not None:
+            raise Unplannable(reason)
     if document.get("echo") and document.get("logprobs") is not None:
-        raise Unplannable("prompt_logprobs")
+        raise Unplannable(Reason.PROMPT_LOGPROBS)
 
 
 def only_prompt(document: Body) -> str | list[Any]:
@@ -99,10 +104,10 @@ def only_prompt(document: Body) -> str | list[Any]:
     prompt = document.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
-            raise Unplannable("several_prompts")
+            raise Unplannable(Reason.SEVERAL_PROMPTS)
         prompt = prompt[0]
     if not isinstance(prompt, str | list):
-        raise Unplannable("malformed")
+        raise Unplannable(Reason.MALFORMED)
     return prompt
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvshare.errors import EngineError, KVShareError, UpstreamError
+from kvshare.errors import EngineError, ErrorCode, KVShareError, UpstreamError
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.replica import Replica
 from kvshare.fleet.router import Router
@@ -95,7 +95,7 @@ class RelayedRequest:
         except TimeoutError as exc:
             read_timeout_s = request.app[SERVER].settings.vllm.read_timeout_s
             message = f"The model server said nothing for {read_timeout_s:g} s."
-            raise HttpError(504, "upstream_timeout", message) from exc
+            raise HttpError(504, ErrorCode.UPSTREAM_TIMEOUT, message) from exc
 
     def _salted(self, path: str) -> bytes:
         """The body with the salt and the ticket of this try."""

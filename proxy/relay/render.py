@@ -16,6 +16,7 @@ import numpy as np
 
 from delta_tree import token_ids
 from kvshare.fleet.engine import VllmEngine
+from kvshare.reasons import Reason
 from kvshare.requests import Prompt
 from proxy.relay.dialects import CHAT, COMPLETION, Dialect, Unplannable, only_prompt
 
@@ -61,9 +62,9 @@ async def _rendered(
     if rendered is None:
         return await router.tokenize(_tokenize_body(document, dialect))
     if len(rendered) != 1:
-        raise Unplannable("several_prompts")
+        raise Unplannable(Reason.SEVERAL_PROMPTS)
     if not rendered[0].is_text:
-        raise Unplannable("multimodal")
+        raise Unplannable(Reason.MULTIMODAL)
     return rendered[0].token_ids
 
 
@@ -73,7 +74,7 @@ def _given_tokens(document: Mapping[str, Any]) -> list[int] | None:
     if isinstance(prompt, str) or document.get("truncate_prompt_tokens") is not None:
         return None
     if not all(type(token) is int and 0 <= token <= _INT32 for token in prompt):
-        raise Unplannable("malformed")
+        raise Unplannable(Reason.MALFORMED)
     return prompt
 
 
@@ -81,19 +82,19 @@ def _check_usual(document: Mapping[str, Any], engine: VllmEngine) -> None:
     """Raises Unplannable where the KV is not the base model's, or vLLM computes all of it anyway."""
     model, served = document.get("model"), engine.fleet.models
     if model is not None and (served is None or model not in served.names):
-        raise Unplannable("adapter")  # or a model that is not there
+        raise Unplannable(Reason.ADAPTER)  # or a model that is not there
     if document.get("prompt_logprobs") is not None:
-        raise Unplannable("prompt_logprobs")
+        raise Unplannable(Reason.PROMPT_LOGPROBS)
     if document.get("use_beam_search"):
-        raise Unplannable("beam_search")
+        raise Unplannable(Reason.BEAM_SEARCH)
 
 
 def _tokenize_body(document: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     """What to ask of vLLM's `/tokenize`, which reads chats and plain prompts only. Raises Unplannable."""
     if dialect not in (CHAT, COMPLETION):
-        raise Unplannable("no_render")
+        raise Unplannable(Reason.NO_RENDER)
     if document.get("truncate_prompt_tokens") is not None:
-        raise Unplannable("truncated")
+        raise Unplannable(Reason.TRUNCATED)
     keys = _TEMPLATE_KEYS if dialect is CHAT else _COMPLETION_KEYS
     body = {key: document[key] for key in keys if document.get(key) is not None}
     if dialect is COMPLETION:

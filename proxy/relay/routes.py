@@ -23,7 +23,7 @@ from delta_tree import DeltaTreeError
 from kvshare.errors import NoReplicaError, RequestError, UpstreamError
 from kvshare.fleet.engine import VllmEngine
 from kvshare.fleet.in_flight import Execution, RoutedRequest
-from kvshare.reasons import cache_miss_reason
+from kvshare.reasons import Reason, cache_miss_reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import class_and_place
 from proxy.auth import Role
@@ -98,7 +98,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     request[RECORD].mode = routed.mode
     request[RECORD].executed = partial(_executed, routed.execution)
     if routed.mode is SharingMode.OFF:
-        request[RECORD].unplanned = "off"
+        request[RECORD].unplanned = Reason.OFF
     else:
         routed.prompt = await _rendered(request, document, body, dialect)
     router = request.app[ENGINE].server.router
@@ -148,7 +148,7 @@ async def _rendered(
         RecursionError,  # parts in parts in parts
     ) as exc:
         log.debug("request %s is not planned: %s", record.request_id, class_and_place(exc))
-        record.unplanned = str(exc) if isinstance(exc, Unplannable) else "not_tokenized"
+        record.unplanned = exc.reason if isinstance(exc, Unplannable) else Reason.NOT_TOKENIZED
         engine.server.router.note_unshared(record.unplanned)
         return None
     record.tokenize_s = time.perf_counter() - began

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from kvshare.errors import RequestError
+from kvshare.errors import ErrorCode, RequestError
 from proxy.errors import HttpError
 from proxy.sse import dump
 
@@ -101,7 +101,7 @@ def check_path(raw_path: str) -> None:
     segments = path.split("/")[1:]
     odd = "%" in path or "\\" in path or re.search(r"[\x00-\x1f\x7f]", path)
     if odd or segments[0] != "v1" or any(segment in (".", "..") for segment in segments):
-        raise HttpError(400, "bad_path", "This path cannot be passed on.")
+        raise HttpError(400, ErrorCode.BAD_PATH, "This path cannot be passed on.")
 
 
 def is_for_operators(raw_path: str) -> bool:

@@ -16,6 +16,7 @@ import pytest
 from delta_tree import DeltaTree, Span, token_ids
 from kvshare.background import Background
 from kvshare.engines.embedded.scheduler import Scheduler
+from kvshare.reasons import Reason
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.safe_logging import Discreet, JsonLines, class_and_place, classes_and_places
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
@@ -119,7 +120,7 @@ def test_a_prompt_that_cannot_be_kept(caplog: pytest.LogCaptureFixture) -> None:
         DeltaTree.open(None, identity=None), WeightlessTier(None), min_tokens=1
     )
     tokens = token_ids(np.arange(50))
-    assert keeper.commit(Computed("ns", tokens, NoPlan("off"), TornSequence(1))) is None
+    assert keeper.commit(Computed("ns", tokens, NoPlan(Reason.OFF), TornSequence(1))) is None
     check(caplog.text)
 
 

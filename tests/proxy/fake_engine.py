@@ -30,9 +30,11 @@ from kvshare.engines.base import (
     Started,
     TokenLogprob,
 )
-from kvshare.errors import ContextLengthError, OverloadedError, RequestError
+from kvshare.errors import ContextLengthError, ErrorCode, OverloadedError, RequestError
 from kvshare.namespace import Namespace
-from kvshare.requests import Prompt, SharingMode, SharingReport
+from kvshare.reasons import Reason
+from kvshare.requests import Decision, Prompt, SharingMode, SharingReport
+from kvshare.telemetry import Telemetry
 from vector_index import PromptText
 
 MODEL = "echo"
@@ -74,7 +76,7 @@ class FakeEngine(GeneratingEngine):
         self.running = asyncio.Event()
         self.is_started = False
         self.is_stopped = False
-        self.counters: dict[str, int] = {"evictions": 0, "isolation_denials": 0}
+        self.telemetry = Telemetry()
         self._slots = asyncio.Semaphore(self.behaviour.max_running)
 
     @property
@@ -131,7 +133,7 @@ class FakeEngine(GeneratingEngine):
     async def embed(self, texts: Sequence[str]) -> Embeddings:
         """A text's vector points to its length."""
         if self.behaviour.has_no_embedder:
-            raise RequestError("this server has no embedder", code="no_embedder")
+            raise RequestError("this server has no embedder", code=ErrorCode.NO_EMBEDDER)
         vectors = np.zeros((len(texts), 8), dtype=np.float32)
         vectors[range(len(texts)), [len(text) % 8 for text in texts]] = 1.0
         return Embeddings("lengths", vectors, tuple(len(text) for text in texts))
@@ -211,7 +213,7 @@ class FakeEngine(GeneratingEngine):
             num_copied = (len(token_ids) - num_exact) // 2
         if request.store:
             prompts.append(token_ids)
-        decision = "approx" if num_copied else "exact" if num_exact else "full"
+        decision = Decision.APPROX if num_copied else Decision.EXACT if num_exact else Decision.FULL
         num_left = len(token_ids) - num_exact - num_copied
         return SharingReport(
             num_exact=num_exact,
@@ -219,7 +221,7 @@ class FakeEngine(GeneratingEngine):
             num_recomputed=num_left - min(1, num_left - 1),
             num_repaired=min(1, num_left - 1),
             decision=decision,
-            reason=None if decision != "full" else "no_candidates",
+            reason=None if decision is not Decision.FULL else Reason.NO_CANDIDATES,
             donors=(4711,),
         )
 
@@ -234,7 +236,7 @@ class FakeEngine(GeneratingEngine):
             kv_bytes=0,
             kv_budget_bytes=1024,
             max_depth=1,
-            counters=self.counters,
+            counts=self.telemetry.counts(),
         )
 
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvshare.demo import MODEL_PATH
-from kvshare.reasons import REASONS
+from kvshare.reasons import Reason, explanations
 from tests.proxy.conftest import Server, chat, running_server
 from tests.proxy.embedded_server import running_embedded
 
@@ -17,7 +17,7 @@ LONG = "All that follows is the same for everybody who asks. " * 6
 
 
 def miss(reason: str) -> dict[str, str]:
-    return {"type": reason, "message": REASONS[reason]}
+    return {"type": reason, "message": explanations()[Reason(reason)]}
 
 
 async def usage_of(server: Server, body: dict[str, Any]) -> dict[str, Any]:

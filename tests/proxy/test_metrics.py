@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvshare.engines.base import EngineStatus, IndexStatus
+from kvshare.reasons import Reason
+from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry
+from proxy.metrics import Metrics
 from tests.proxy.conftest import Server, chat, eventually, running_server
 from tests.proxy.fake_engine import Behaviour
+from vector_index import Hit, Nominator, QdrantRemoteIndex
+from vector_index.schema import IndexSchema
 
 CHAT = "/v1/chat/completions"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -95,12 +103,14 @@ async def test_failures_and_disconnects_have_their_own_labels() -> None:
 async def test_the_engine_is_asked_at_scrape_time(server: Server) -> None:
     """Tree gauges, evictions, denials and fallbacks are the engine's own figures."""
     await server.post(CHAT, chat())
-    server.engine.counters |= {
-        "evictions": 3,
-        "isolation_denials": 1,
-        "fallback:index:timeout": 2,
-        "shadow_checks": 5,
-    }
+    telemetry = server.engine.telemetry
+    telemetry.evicted(EvictionCause.CAPACITY, 3)
+    telemetry.isolation_denied()
+    for _ in range(2):
+        telemetry.fallback(Component.FINGERPRINT, FallbackReason.TIMEOUT)
+    telemetry.replica_failed("b")
+    telemetry.generated(7)
+    telemetry.unshared(Reason.MULTIMODAL)
     samples = await scrape(server)
     assert value(samples, "kvshare_tree_nodes") == 1
     assert value(samples, "kvshare_tree_depth") == 1
@@ -108,9 +118,51 @@ async def test_the_engine_is_asked_at_scrape_time(server: Server) -> None:
     assert value(samples, "kvshare_queue_depth") == 0
     assert value(samples, "kvshare_evictions_total", reason="capacity") == 3
     assert value(samples, "kvshare_isolation_denials_total") == 1
-    assert value(samples, "kvshare_fallback_total", component="index", reason="timeout") == 2
-    assert value(samples, "kvshare_engine_events_total", event="shadow_checks") == 5
+    assert value(samples, "kvshare_fallback_total", component="fingerprint", reason="timeout") == 2
+    assert value(samples, "kvshare_fallback_total", component="replica", reason="b") == 1
+    assert value(samples, "kvshare_engine_events_total", event="unshared:multimodal") == 1
+    assert value(samples, "kvshare_generated_tokens_total") == 7
     assert total(samples, "kvshare_build_info") == 1
+
+
+class _LeakingIndex(QdrantRemoteIndex):
+    """One whose filter by namespace fails."""
+
+    async def search_fingerprints(
+        self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
+    ) -> list[Hit]:
+        return self.own_hits(namespace, [("another", Hit(prompt_id=1, score=9.0))])
+
+
+async def test_foreign_hits_of_the_index_reach_the_alarm() -> None:
+    """Each is one denial, like a candidate that reached the planner."""
+    schema = IndexSchema(kgram=8, window=9, max_fingerprints=64, embedder="", dimension=0)
+    index = _LeakingIndex(schema, ":memory:")
+    await index.open()
+    telemetry = Telemetry()
+    telemetry.isolation_denied()
+
+    def status() -> EngineStatus:
+        seen = IndexStatus(None, 0, None, num_foreign_hits=index.foreign_hits)
+        return EngineStatus(True, "", counts=telemetry.counts(), index=seen)
+
+    metrics = Metrics(status=status, num_inflight=lambda: 0)
+    assert metrics.registry.get_sample_value("kvshare_isolation_denials_total") == 1
+    nominator = Nominator(index)
+    nomination = await nominator.nominate("ours", np.arange(64, dtype=np.int32), None, allow_dense=False)
+    nominator.close()
+    assert nomination.candidates == ()
+    assert index.foreign_hits > 0
+    denials = metrics.registry.get_sample_value("kvshare_isolation_denials_total")
+    assert denials == 1 + index.foreign_hits
+    await index.close()
+
+
+async def test_the_process_is_measured_by_the_servers_own_registry(server: Server) -> None:
+    samples = await scrape(server)
+    assert value(samples, "process_resident_memory_bytes") > 2**20
+    assert value(samples, "process_open_fds") > 3
+    assert total(samples, "python_info") == 1
 
 
 async def test_clients_cannot_add_series(server: Server) -> None:

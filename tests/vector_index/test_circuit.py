@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from vector_index.circuit import Circuit, Failure
+from vector_index.circuit import Circuit, CircuitState, Failure, FailureReason
 from vector_index.errors import IndexUnavailableError
 
 
@@ -47,15 +47,20 @@ async def test_an_exception_becomes_a_failure() -> None:
         raise IndexUnavailableError("not open")
 
     part = circuit(Clock())
-    assert await attempt(part, refuses) == Failure("part", "IndexUnavailableError: not open")
-    assert await attempt(part, breaks) == Failure("part", "OSError")
+    refused, broken = await attempt(part, refuses), await attempt(part, breaks)
+    assert refused == broken == Failure("part", FailureReason.ERROR)
+    assert isinstance(refused, Failure)
+    assert isinstance(broken, Failure)
+    assert (refused.detail, broken.detail) == ("IndexUnavailableError: not open", "OSError")
 
 
 async def test_a_slow_call_is_given_up_in_time() -> None:
     """A call that hangs costs its time limit, not more."""
     started = asyncio.get_running_loop().time()
     failure = await circuit(Clock()).attempt(lambda: asyncio.sleep(60, "late"), timeout_s=0.05)
-    assert failure == Failure("part", "no answer within 0.05 s")
+    assert failure == Failure("part", FailureReason.TIMEOUT)
+    assert isinstance(failure, Failure)
+    assert failure.detail == "no answer within 0.05 s"
     assert asyncio.get_running_loop().time() - started < 1.0
 
 
@@ -65,10 +70,10 @@ async def test_the_circuit_opens_after_failures_in_a_row() -> None:
     await attempt(part, breaks)
     await attempt(part, works)
     await attempt(part, breaks)
-    assert not part.is_open
+    assert part.state is not CircuitState.OPEN
     await attempt(part, breaks)
-    assert part.is_open
-    assert await attempt(part, works) == Failure("part", "circuit open")
+    assert part.state is CircuitState.OPEN
+    assert await attempt(part, works) == Failure("part", FailureReason.CIRCUIT_OPEN)
 
 
 async def test_a_good_trial_call_closes_the_circuit() -> None:
@@ -80,7 +85,31 @@ async def test_a_good_trial_call_closes_the_circuit() -> None:
     clock.now = 10.0
     assert await attempt(part, works) == "fine"
     await attempt(part, breaks)
-    assert not part.is_open
+    assert part.state is not CircuitState.OPEN
+
+
+async def test_the_log_has_one_line_when_a_part_fails_and_one_when_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not one for each call; the first says why and what happens now."""
+    clock = Clock()
+    part = circuit(clock)
+    states = []
+    for now in (0.0, 0.0, 1.0, 10.0, 11.0, 20.0):
+        clock.now = now
+        states.append(part.state)
+        await attempt(part, breaks)
+    clock.now = 30.0
+    await attempt(part, works)
+    await attempt(part, works)
+    closed, is_open, half_open = CircuitState
+    assert states == [closed, closed, is_open, half_open, is_open, half_open]
+    assert part.state is closed
+    assert [record.getMessage() for record in caplog.records] == [
+        "part of the index failed 2 times in a row, the last time: OSError. Prompts are served without it; "
+        "it is tried again every 10 s",
+        "part of the index works again: prompts are served with it",
+    ]
 
 
 async def test_a_bad_trial_call_keeps_the_circuit_open() -> None:
@@ -92,9 +121,9 @@ async def test_a_bad_trial_call_keeps_the_circuit_open() -> None:
     clock.now = 10.0
     await attempt(part, breaks)
     clock.now = 19.0
-    assert part.is_open
+    assert part.state is CircuitState.OPEN
     clock.now = 20.0
-    assert not part.is_open
+    assert part.state is not CircuitState.OPEN
 
 
 async def test_only_one_trial_call_goes_through() -> None:
@@ -106,7 +135,7 @@ async def test_only_one_trial_call_goes_through() -> None:
     clock.now = 10.0
     trial = asyncio.create_task(part.attempt(lambda: asyncio.sleep(60, "late"), timeout_s=60))
     await asyncio.sleep(0)
-    assert await attempt(part, works) == Failure("part", "circuit open")
+    assert await attempt(part, works) == Failure("part", FailureReason.CIRCUIT_OPEN)
     trial.cancel()
     with pytest.raises(asyncio.CancelledError):
         await trial

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from vector_index import (
+    CircuitState,
     EmbedderError,
     Entry,
     Failure,
+    FailureReason,
     Hit,
     IndexUnavailableError,
     Nominator,
@@ -186,7 +188,7 @@ async def test_a_search_that_blocks_is_the_last_of_its_request(setup: Setup) -> 
     setup.index.mood = "blocks"
     nomination = await setup.nominator.nominate("a", query, None, allow_dense=False)
     assert {candidate.prompt_id for candidate in nomination.candidates} == {1, 2}
-    assert nomination.failures == (Failure("fingerprint", "no answer within 0.02 s"),)
+    assert nomination.failures == (Failure("fingerprint", FailureReason.TIMEOUT),)
     assert setup.index.num_calls == 1
 
 
@@ -199,7 +201,7 @@ async def test_an_index_that_blocks_is_left_out_soon(setup: Setup) -> None:
         assert [failure.component for failure in late.failures] == ["fingerprint", "meaning"]
     num_calls = setup.index.num_calls
     spared = await setup.nominator.nominate("a", tokens(5), TEXT, allow_dense=True)
-    assert {failure.reason for failure in spared.failures} == {"circuit open"}
+    assert {failure.reason for failure in spared.failures} == {FailureReason.CIRCUIT_OPEN}
     assert setup.index.num_calls == num_calls
 
 
@@ -233,13 +235,13 @@ async def test_the_circuit_spares_a_dead_index(setup: Setup) -> None:
     num_calls = setup.index.num_calls
     setup.index.mood = "works"
     refused = await setup.nominator.nominate("a", tokens(2), None, allow_dense=False)
-    assert refused.failures == (Failure("fingerprint", "circuit open"),)
+    assert refused.failures == (Failure("fingerprint", FailureReason.CIRCUIT_OPEN),)
     assert setup.index.num_calls == num_calls
-    assert setup.nominator.circuits["fingerprint"].is_open
+    assert setup.nominator.circuits["fingerprint"].state is CircuitState.OPEN
     setup.clock.now = 31.0
     healed = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
     assert healed.failures == ()
-    assert not setup.nominator.circuits["fingerprint"].is_open
+    assert setup.nominator.circuits["fingerprint"].state is not CircuitState.OPEN
 
 
 @pytest.mark.parametrize("mood", ["fails", "surprises", "hangs"])
@@ -298,7 +300,7 @@ async def test_cancellation_passes_through(setup: Setup) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert not setup.nominator.circuits["fingerprint"].is_open
+    assert setup.nominator.circuits["fingerprint"].state is not CircuitState.OPEN
 
 
 async def test_failures_carry_no_text_and_no_tokens(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:

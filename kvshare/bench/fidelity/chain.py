@@ -86,7 +86,7 @@ def _stored(turn: Trial, selection: Selection, outcome: Outcome, policy: str) ->
     pass computed over copies that were repaired later is not exact, even if nothing of them is left.
     """
     if policy == "re-saved":
-        return NoPlan("off")
+        return NoPlan()
     laid = _uppermost(turn.copies if selection.copies is None else selection.copies)
     is_laid = covered([copy.target for copy in laid], turn.num_tokens)
     is_exact = np.arange(turn.num_tokens) < turn.exact_length

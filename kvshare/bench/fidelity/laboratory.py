@@ -105,7 +105,7 @@ class Laboratory:
         """The scenario's stored prompts without their KV: enough to plan."""
         shelf = Shelf(self.settings.sharing)
         for prompt in (*scenario.stored, *scenario.stages):
-            shelf.store(prompt.token_ids, None, NoPlan("off"))
+            shelf.store(prompt.token_ids, None, NoPlan())
         return shelf
 
     def measure(self, task: Task) -> dict[str, Any]:

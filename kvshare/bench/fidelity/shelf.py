@@ -158,7 +158,7 @@ class Shelf:
 
     def store_full(self, done: Prefill) -> Node:
         """Keep a prompt that was computed in full, and what was seen."""
-        node = self.store(done.prompt.token_ids, done.kv, NoPlan("off"))
+        node = self.store(done.prompt.token_ids, done.kv, NoPlan())
         self.prefills[node.node_id] = done
         return node
 

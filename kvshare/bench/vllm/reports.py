@@ -158,7 +158,7 @@ class Watch:
     @property
     def decisions(self) -> dict[str, int]:
         """How many requests ended in each decision, and why less was shared than planned."""
-        found = Counter(event.decision for event in self.finished)
+        found: Counter[str] = Counter(event.decision for event in self.finished)
         found.update(f"reason:{event.reason}" for event in self.finished if event.reason is not None)
         return dict(sorted(found.items()))
 

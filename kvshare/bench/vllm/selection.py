@@ -132,7 +132,7 @@ class _Selection:
 def _planned(donor: TokenIds, tokens: TokenIds) -> Plan:
     settings = load_settings(overrides=ALWAYS_CHOOSE)
     shelf = Shelf(settings.sharing)
-    shelf.store(donor, None, NoPlan("off"))
+    shelf.store(donor, None, NoPlan())
     plan = ordered(shelf.plan(tokens, settings, can_probe=True))
     if plan.num_tokens - plan.copies[-1].target.end > MOST_BEHIND:
         raise ConfigError(

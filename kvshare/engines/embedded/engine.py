@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.tools import ToolFormat
 from kvshare.engines.base import (
+    Delta,
     Embeddings,
     EngineStatus,
     Event,
@@ -26,7 +27,14 @@ from kvshare.engines.embedded.retention import Retention
 from kvshare.engines.embedded.sampling import resolve
 from kvshare.engines.embedded.server import EmbeddedServer, Load, load_model, open_server
 from kvshare.engines.embedded.task import Task
-from kvshare.errors import ContextLengthError, EngineError, OverloadedError, RequestError, ShuttingDownError
+from kvshare.errors import (
+    ContextLengthError,
+    EngineError,
+    ErrorCode,
+    OverloadedError,
+    RequestError,
+    ShuttingDownError,
+)
 from kvshare.namespace import Namespace
 from kvshare.requests import Prompt
 from kvshare.settings import Settings
@@ -114,7 +122,7 @@ class EmbeddedEngine(GeneratingEngine):
         if embedder is None:
             raise RequestError(
                 "this server has no embedder: index.dense is false in its settings, or loading it failed",
-                code="no_embedder",
+                code=ErrorCode.NO_EMBEDDER,
             )
         # Not in the executor that tokenizes: the embedder takes turns, and others wait for their prompts.
         return await asyncio.to_thread(_embeddings, embedder, texts)
@@ -131,13 +139,18 @@ class EmbeddedEngine(GeneratingEngine):
             report = lookup.report(request.prompt.num_tokens)
             loop = asyncio.get_running_loop()
             retention = Retention(server, request, self._arrivals)
+
+            def emit_delta(delta: Delta) -> None:
+                server.runtime.keeper.telemetry.generated(delta.num_tokens)
+                loop.call_soon_threadsafe(emit, delta)
+
             task = Task(
                 request=request,
                 lookup=lookup,
                 model=server.model,
                 decoding=decoding,
                 cost=server.runtime.sharing.cost,
-                emit=lambda delta: loop.call_soon_threadsafe(emit, delta),
+                emit=emit_delta,
                 on_prefilled=lambda: loop.call_soon_threadsafe(retention.keep_prompt, task),
             )
             retention.watch(task)

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from kvshare.engines.base import Grammar
-from kvshare.errors import RequestError
+from kvshare.errors import ErrorCode, RequestError
 
 MAX_CHARS = 131_072  # of a grammar; 2,000 optional properties of one object take 25,000 and half a second
 _COMPILE_S = 10.0  # that a client waits for it
@@ -151,6 +151,6 @@ def _refusal(reason: str) -> RequestError:
     return RequestError(
         f"the answer cannot be held to this format: {reason}; use a simpler schema, or none",
         param="response_format",
-        code="unsupported_format",
+        code=ErrorCode.UNSUPPORTED_FORMAT,
         quoted=[reason],
     )

@@ -181,6 +181,4 @@ def _runtime(
 def _warm_up(model: DecoderModel[Any]) -> None:
     """The first forward pass allocates and compiles; better now than in somebody's request."""
     tokens = token_ids([0] * _WARM_UP_TOKENS)
-    model.prefill(tokens, NoPlan("off"), model.new_sequence(_WARM_UP_TOKENS)).advance(
-        max_queries=_WARM_UP_TOKENS
-    )
+    model.prefill(tokens, NoPlan(), model.new_sequence(_WARM_UP_TOKENS)).advance(max_queries=_WARM_UP_TOKENS)

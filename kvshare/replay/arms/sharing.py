@@ -28,10 +28,15 @@ from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.selection import choose_by_place
+from kvshare.telemetry import Component, FallbackReason
 from vector_index import Nominator, QdrantEdgeIndex
 
 _MAINTAIN_EVERY = 1000  # requests between two flushes of the index
-_ERRORS = ("fallback:sharing:error", "fallback:commit:error", "fallback:commit:refused")
+_FAILURES = (
+    (Component.SHARING, FallbackReason.ERROR),
+    (Component.COMMIT, FallbackReason.ERROR),
+    (Component.COMMIT, FallbackReason.REFUSED),
+)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -157,7 +162,8 @@ class SharingArm(Arm):
 
     def _check_counters(self) -> None:
         """A server goes on without what failed; a replay would give wrong figures."""
-        failed = [name for name in _ERRORS if self._core.counters[name]]
+        counted = self._core.telemetry.counts().fallbacks
+        failed = [" ".join(failure) for failure in _FAILURES if failure in counted]
         if failed:
             raise RuntimeError(f"{self.name}: {', '.join(failed)}; the log above says what happened")
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from delta_tree import SegmentId, Span, merge
+from kvshare.reasons import Reason
 from kvshare.vllm_protocol.messages import (
     Finished,
     Prefilled,
@@ -59,27 +60,27 @@ def _transitions(table: str) -> dict[tuple[State, Event], State]:
 TRANSITIONS = _transitions(TABLE)
 
 # Reasons for which no plan is carried out, but the prompt's own KV may be retained: it is computed in full.
-_RETAINABLE = (None, "not_private", "rotation_unknown")
+_RETAINABLE = (None, Reason.NOT_PRIVATE, Reason.ROTATION_UNKNOWN)
 
 
-def why_unshared(request: Request, ticket: Ticket, *, may_move_keys: bool) -> str | None:
-    """Why a ticket's plan must not be carried out; a fixed word, or None."""
+def why_unshared(request: Request, ticket: Ticket, *, may_move_keys: bool) -> Reason | None:
+    """Why a ticket's plan must not be carried out, or None."""
     if request.lora_request is not None:
-        return "lora"
+        return Reason.LORA
     if request.mm_features:
-        return "multimodal"
+        return Reason.MULTIMODAL
     if request.pooling_params is not None:
-        return "pooling"
+        return Reason.POOLING
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
-        return "not_tokens"
+        return Reason.NOT_TOKENS
     if ticket.num_tokens != request.num_prompt_tokens or ticket.prompt_digest != digest_of(
         request.prompt_token_ids
     ):
-        return "prompt_mismatch"
+        return Reason.PROMPT_MISMATCH
     if not ticket.is_exact and request.cache_salt != private_salt(ticket.request_id):
-        return "not_private"  # others would find its blocks in vLLM's prefix cache
+        return Reason.NOT_PRIVATE  # others would find its blocks in vLLM's prefix cache
     if not may_move_keys and any(copy.shift for copy in ticket.copies):
-        return "rotation_unknown"
+        return Reason.ROTATION_UNKNOWN
     return None
 
 
@@ -88,7 +89,7 @@ class TicketedRequest:
     """Each method that changes it is one event of the table; AssertionError where the table has none."""
 
     ticket: Ticket
-    unshared: str | None  # why its plan is not carried out
+    unshared: Reason | None  # why its plan is not carried out
     is_first: bool  # of the choices that came with this ticket; only that one is retained and reported
     state: State = State.WAITING
     num_found: int = 0  # tokens that vLLM's own prefix cache had when it last looked
@@ -106,7 +107,7 @@ class TicketedRequest:
     was_saved_early: bool = False  # its prompt was requested to be saved while it runs
     saved_early: tuple[Stored, ...] = ()  # the prompt's segments then
     prefilled: Prefilled | None = None  # as it was reported; the prompt is retained whatever comes
-    lost: str | None = None  # why nothing is retained after all, or nothing but the prompt
+    lost: Reason | None = None  # why nothing is retained after all, or nothing but the prompt
     stage_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -175,7 +176,7 @@ class TicketedRequest:
         parts = (span.intersection(target) for span in result.repaired for target in targets)
         self.repaired = merge(part for part in parts if part)
         if self.retained is not None and not self._is_whole(self.retained, result.unreadable):
-            self.lost = "load_failed" if result.failed else "segments_gone"
+            self.lost = Reason.LOAD_FAILED if result.failed else Reason.SEGMENTS_GONE
 
     def retain(self, copies: frozenset[int], stored: tuple[Stored, ...]) -> None:
         """What is retained: these copies and, between them, what is saved now."""
@@ -202,12 +203,12 @@ class TicketedRequest:
     def end(self, *, num_prompt: int) -> None:
         """What is retained is noted by then. While it is loaded again, that is its prompt."""
         if self.state is State.LOADING and self.retained is not None:
-            self.lost = self.lost or "aborted"
+            self.lost = self.lost or Reason.ABORTED
         saves = self.retained is not None and self.state is not State.LOADING
         self._advance(Event.SAVE_REQUESTED if saves else Event.ENDED)
         self.num_prompt = num_prompt
 
-    def note_saved(self, *, lost: str | None) -> None:
+    def note_saved(self, *, lost: Reason | None) -> None:
         """`lost`: why nothing is retained after all."""
         self._advance(Event.SAVED)
         self.lost = lost
@@ -253,17 +254,17 @@ class TicketedRequest:
             return False
         return self.ticket.is_exact or self.placed.issuperset(copies)
 
-    def _reason(self) -> str | None:
-        """Why less was shared than planned; a fixed word."""
+    def _reason(self) -> Reason | None:
+        """Why less was shared than planned."""
         if self.unshared is not None:
             return self.unshared
         if self.load_failed:
-            return "load_failed"
+            return Reason.LOAD_FAILED
         if not self.ticket.is_exact and len(self.placed) < len(self.ticket.copies):
-            return "segments_gone"
+            return Reason.SEGMENTS_GONE
         return None
 
-    def _decision(self, num_reused: int) -> str:
+    def _decision(self, num_reused: int) -> Literal["approx", "exact", "full"]:
         if self.placed and not self.ticket.is_exact:
             return "approx"
         return "exact" if num_reused else "full"

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from delta_tree import SegmentId, Span, gaps, merge, new_segment_id, segment_tokens, split
+from kvshare.reasons import Reason
 from kvshare.sharing.plan import MOST_BEHIND, RepairOrder, cut
 from kvshare.vllm_connector.metadata import (
     LoadRequest,
@@ -225,7 +226,7 @@ class ConnectorScheduler:
         """Make room for what no stored segment covers, and request that it is saved."""
         copies = self._retained_copies(ticketed)
         if not ticketed.ticket.is_exact and not ticketed.placed <= copies:
-            ticketed.lost = "segments_gone"  # copied KV must not be retained as computed
+            ticketed.lost = Reason.SEGMENTS_GONE  # copied KV must not be retained as computed
             return
         computed = gaps((ticketed.copy(index).target for index in copies), retained.num_tokens)
         if ticketed.ticket.order is not None:  # a segment is of one generation
@@ -234,7 +235,7 @@ class ConnectorScheduler:
         computed = cut(computed, retained.num_tokens - len(retained.output_ids))  # the answer is kept apart
         stored = self._add(ticketed, computed, copies)
         if stored is None:
-            ticketed.lost = "no_room"
+            ticketed.lost = Reason.NO_ROOM
             return
         self._saves.append(_save_request(retained, stored, has_ended=has_ended))
         ticketed.retain(copies, stored)
@@ -248,7 +249,7 @@ class ConnectorScheduler:
             behind = (Span(retained.num_tokens - len(retained.output_ids), retained.num_tokens),)
             added = self._add(ticketed, behind, ticketed.retained)
             if added is None:
-                ticketed.lost = "no_room"  # the prompt stays
+                ticketed.lost = Reason.NO_ROOM  # the prompt stays
             else:
                 answer, ticketed.output_ids = added, retained.output_ids
                 ticketed.stored += answer
@@ -296,9 +297,9 @@ class ConnectorScheduler:
             self.events.append(ticketed.note_prompt_saved())
 
     def _note_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
-        lost = "save_failed" if request_id in report.failed_saves else ticketed.lost
+        lost = Reason.SAVE_FAILED if request_id in report.failed_saves else ticketed.lost
         if lost is None and not self._is_held(ticketed):
-            lost = "segments_gone"  # evicted or dropped while the rest was being saved
+            lost = Reason.SEGMENTS_GONE  # evicted or dropped while the rest was being saved
         ticketed.note_saved(lost=lost)
         if lost is not None:
             if ticketed.prefilled is not None and not self._are_held(ticketed, ticketed.prefilled.stored):

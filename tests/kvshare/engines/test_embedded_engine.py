@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +45,8 @@ from kvshare.errors import (
 from kvshare.kv.sequence import SequenceKV
 from kvshare.requests import SharingMode
 from kvshare.settings import Settings, load_settings
+from kvshare.telemetry import Component, EvictionCause, FallbackReason
+from vector_index import CircuitState
 
 VOCAB = 290
 
@@ -203,7 +206,7 @@ async def test_storing_stays_within_the_budget(tmp_path: Path) -> None:
         assert status.num_nodes == 4
         assert status.kv_bytes <= 500 * bytes_per_token
         assert status.kv_bytes == engine.sharing.tree.stats().num_bytes
-        assert status.counters["evictions"] == 2
+        assert status.counts.evictions == {EvictionCause.CAPACITY: 2}
         newest = await ask(engine, prompt(120, seed=5), mode=SharingMode.APPROX, tenant="t")
         oldest = await ask(engine, prompt(120, seed=0), mode=SharingMode.APPROX, tenant="t")
         assert newest.report is not None
@@ -211,9 +214,30 @@ async def test_storing_stays_within_the_budget(tmp_path: Path) -> None:
         assert (newest.report.num_exact, oldest.report.num_exact) == (119, 0)
         await stored(engine, prompt(600, seed=9))
         assert engine.status().kv_bytes <= 500 * bytes_per_token
-        assert engine.status().counters["fallback:commit:too_large"] == 1
+        assert engine.status().counts.fallbacks == {(Component.COMMIT, FallbackReason.TOO_LARGE): 1}
     finally:
         await engine.stop()
+
+
+async def test_its_status_has_what_operators_watch(engine: EmbeddedEngine) -> None:
+    """Tokens are counted as they are emitted, also of a stream that is closed early."""
+    found = await events(engine, await request(engine, prompt(60), n=2))
+    assert engine.status().counts.num_generated_tokens == len(tokens_of(found)) == 16
+    async with aclosing(stream(engine, await request(engine, prompt(60), max_tokens=100))) as broken_off:
+        async for event in broken_off:
+            if isinstance(event, Delta):
+                break
+    await engine.settle()
+    status = engine.status()
+    assert 16 < status.counts.num_generated_tokens < 116
+    assert status.num_embedding == 0
+    assert status.index is not None
+    assert set(status.index.circuits.values()) == {CircuitState.CLOSED}
+    assert status.index.num_foreign_hits == 0
+    assert status.index.store_bytes is not None
+    assert (
+        0 < status.index.store_bytes < 2**30
+    )  # the sparse files of the index are larger than what they take
 
 
 async def test_sampling_is_reproducible_by_seed_and_choices_differ(engine: EmbeddedEngine) -> None:

@@ -16,6 +16,7 @@ from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.inspection import QUESTIONS
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt
+from kvshare.telemetry import Component, FallbackReason
 from kvshare.vllm_protocol.messages import Finished, Prefilled, Stored, Ticket
 from vector_index import PromptText
 
@@ -307,7 +308,7 @@ def test_a_store_that_cannot_take_the_answer_keeps_the_prompt(
     assert node is not None
     assert node.num_tokens == 50
     assert keeper.tier.take_dropped("a") == [parts[1].segment_id]
-    assert keeper.counters["fallback:commit:refused"] == 1
+    assert keeper.telemetry.counts().fallbacks == {(Component.COMMIT, FallbackReason.REFUSED): 1}
 
 
 class TestPrompts:

@@ -68,7 +68,7 @@ def test_a_ticket_says_what_the_plan_says() -> None:
     assert (ticket.exact_length, ticket.num_tokens) == (20, 100)
     assert ticket.prompt_digest == digest_of(PROMPT)
     assert Ticket.from_json(ticket.to_json()) == ticket
-    assert ticket_for(NoPlan("x"), PROMPT, request_id="r", namespace="n", keep=False).copies == ()
+    assert ticket_for(NoPlan(), PROMPT, request_id="r", namespace="n", keep=False).copies == ()
 
 
 def test_approximate_tickets_have_a_salt_of_their_own() -> None:
@@ -120,7 +120,7 @@ def test_copies_that_were_not_used_were_computed() -> None:
 
 def test_a_prompt_may_be_kept_in_part() -> None:
     """What was computed before the client went away."""
-    draft = retained(NoPlan("x"), told((0, 40)))
+    draft = retained(NoPlan(), told((0, 40)))
     assert draft is not None
     assert len(draft.token_ids) == 40
 
@@ -153,7 +153,7 @@ def test_a_report_that_cannot_be_true_is_refused(finished: Finished) -> None:
 def test_without_a_plan_nothing_can_have_been_copied() -> None:
     """A connector that says so is wrong about the request."""
     with pytest.raises(BadReportError):
-        retained(NoPlan("x"), told((20, 100), used=(0,)))
+        retained(NoPlan(), told((20, 100), used=(0,)))
 
 
 @settings(deadline=None)

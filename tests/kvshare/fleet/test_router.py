@@ -6,6 +6,7 @@ import pytest
 
 from kvshare.fleet.replica import Replica
 from kvshare.fleet.router import choose
+from kvshare.reasons import Reason
 from kvshare.settings import load_settings
 from kvshare.sharing.pipeline import Lookup
 from kvshare.sharing.plan import Estimate, NoPlan, Plan
@@ -25,7 +26,7 @@ Option = tuple[Replica, Lookup | None]
 def option(name: str, shared_s: float | None, num_inflight: int = 0) -> Option:
     """A plan that takes so long; None: no plan."""
     if shared_s is None:
-        return replica(name, num_inflight), Lookup(NoPlan("no_candidates"))
+        return replica(name, num_inflight), Lookup(NoPlan(Reason.NO_CANDIDATES))
     plan = Plan(100, 0, (), (), (), 0, Estimate(10.0, shared_s))
     return replica(name, num_inflight), Lookup(plan)
 

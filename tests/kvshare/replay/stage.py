@@ -116,8 +116,9 @@ class Departures:
 
 def check_whole(engine: EmbeddedEngine | VllmEngine) -> None:
     """Nothing was given up, such as a search that took too long on a busy machine."""
-    counters = engine.status().counters
-    assert not {name: number for name, number in counters.items() if number and "fallback" in name}
+    counts = engine.status().counts
+    assert not counts.fallbacks
+    assert not counts.replica_failures
 
 
 def decision_of(report: SharingReport, num_computed: int, evicted: frozenset[tuple[int, int]]) -> Decision:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from delta_tree import DeltaTree
 from kvshare.errors import ConfigError
+from kvshare.reasons import Reason
 from kvshare.replay.arms import losses, make_arm, parse_arms
 from kvshare.replay.arms.base import Arm
 from kvshare.replay.arms.losses import Losses, SecondLook
@@ -318,7 +319,7 @@ def test_losses_can_be_left_unexplained(monkeypatch: pytest.MonkeyPatch) -> None
     look = SecondLook(SharingOptions(), load_settings(), DeltaTree.open(None, identity=None).segment)
     monkeypatch.setattr(losses, "make_plan", lambda *_, **__: pytest.fail("planned again"))
     rates = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=1e9)
-    assert look.losses(requests[0].token_ids, NoPlan("nothing_in_common"), (), rates) == Losses()
+    assert look.losses(requests[0].token_ids, NoPlan(Reason.NOTHING_IN_COMMON), (), rates) == Losses()
 
 
 def test_requests_embedded_for_the_look_up_are_told() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from delta_tree import TokenIds, token_ids
+from kvshare.reasons import Reason
 from kvshare.requests import SharingMode
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.pipeline import Lookup
@@ -31,7 +32,7 @@ class Finder:
 
     async def __call__(self) -> Lookup:
         self.num_lookups += 1
-        return Lookup(NoPlan("no_candidates"))
+        return Lookup(NoPlan(Reason.NO_CANDIDATES))
 
 
 async def waited(

@@ -22,6 +22,7 @@ from delta_tree import (
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.plan import Estimate, NoPlan, Plan
+from kvshare.telemetry import EvictionCause
 
 CAPACITY = 2500
 MIN_TOKENS = 300
@@ -49,7 +50,7 @@ def tokens(seed: int, length: int) -> TokenIds:
 def keep(
     keeper: MemoryKeeper[WeightlessKV], ids: TokenIds, plan: Plan | NoPlan | None = None, namespace: str = "n"
 ) -> Node:
-    computed = Computed(namespace, ids, plan or NoPlan("computed"), WeightlessSequence(1))
+    computed = Computed(namespace, ids, plan or NoPlan(), WeightlessSequence(1))
     node = keeper.commit(computed)
     assert node is not None
     return node
@@ -101,7 +102,7 @@ def test_the_last_to_leave_keeps_its_beginning(keeper: MemoryKeeper[WeightlessKV
     assert keeper.take_evicted() == []
     assert keeper.take_shortened() == [shorter]
     assert keeper.take_shortened() == []
-    assert (keeper.counters["evictions"], keeper.counters["evictions:end"]) == (0, 1)
+    assert keeper.telemetry.counts().evictions == {EvictionCause.END: 1}
 
 
 def test_an_eighth_of_a_long_prompt_goes_at_least() -> None:
@@ -121,7 +122,7 @@ def test_what_is_left_leaves_next(keeper: MemoryKeeper[WeightlessKV]) -> None:
     assert keeper.tree.get(first.node_id) is None
     assert keeper.take_evicted() == [("n", first.node_id)]
     assert keeper.take_shortened() == []
-    assert keeper.counters["evictions"] == 1
+    assert keeper.telemetry.counts().evictions == {EvictionCause.END: 1, EvictionCause.CAPACITY: 1}
 
 
 def test_a_beginning_that_others_hold_is_no_reason_to_stay(keeper: MemoryKeeper[WeightlessKV]) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from delta_tree import Copy, DeltaTree, Node, NodeId, Span, TokenIds, new_segment_id, token_ids
 from kvshare.errors import RequestError
 from kvshare.inspection import QUESTIONS
+from kvshare.reasons import Reason
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.plan import Estimate, NoPlan, Plan
@@ -20,7 +21,7 @@ from kvshare.sharing.plan import Estimate, NoPlan, Plan
 CAPACITY = 1000
 MOST = CAPACITY // 2
 OURS = "n" * 64
-ALONE = NoPlan("computed")
+ALONE = NoPlan()
 
 
 def new_keeper() -> MemoryKeeper[WeightlessKV]:
@@ -196,11 +197,11 @@ def test_where_others_find_a_prompt(keeper: MemoryKeeper[WeightlessKV]) -> None:
     """At its own node, or at a donor that begins with all of it."""
     donor = keep(keeper, 1, 200)
     ids, plan = edited(donor, 50)
-    assert keeper.find_stored(OURS, donor.token_ids, NoPlan("off")) == donor
+    assert keeper.find_stored(OURS, donor.token_ids, NoPlan(Reason.OFF)) == donor
     assert keeper.find_stored(OURS, ids, plan) is None
     begun = Plan(100, 99, plan.copies, (Span(99, 100),), (), 0, Estimate(1.0, 0.5, 0.0))
     assert keeper.find_stored(OURS, token_ids(donor.token_ids[:100]), begun) == donor
-    assert keeper.find_stored("m" * 64, donor.token_ids, NoPlan("off")) is None
+    assert keeper.find_stored("m" * 64, donor.token_ids, NoPlan(Reason.OFF)) is None
 
 
 def test_unknown_nodes_are_pinned_by_nobody(keeper: MemoryKeeper[WeightlessKV]) -> None:

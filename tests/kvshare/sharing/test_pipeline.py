@@ -1,6 +1,7 @@
 """Sharing fails open, keeps its books, and never lets foreign KV through."""
 
 import threading
+from collections import Counter
 from dataclasses import replace
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from kvshare.bench.random_models import tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.memory_tier import MemoryTier
+from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings
 from kvshare.sharing.cost import CostModel
@@ -19,6 +21,7 @@ from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import PlannerLimits
+from kvshare.telemetry import Component, FallbackReason
 from vector_index import (
     Candidate,
     IndexSchema,
@@ -108,7 +111,7 @@ def keep(
     kv = model.new_sequence(len(tokens))
     kv.k.zero_()
     kv.v.zero_()
-    return sharing.keeper.commit(Computed(namespace, tokens, plan or NoPlan("no_candidates"), kv))
+    return sharing.keeper.commit(Computed(namespace, tokens, plan or NoPlan(Reason.NO_CANDIDATES), kv))
 
 
 def donor_for(sharing: Sharing, model: EmbeddedModel, tokens: TokenIds, **where: str) -> Node:
@@ -116,6 +119,10 @@ def donor_for(sharing: Sharing, model: EmbeddedModel, tokens: TokenIds, **where:
     assert node is not None
     sharing.nominator.node_ids = (node.node_id,)  # type: ignore[attr-defined]  # FixedNominator
     return node
+
+
+def fallbacks(sharing: Sharing) -> Counter[tuple[Component, FallbackReason]]:
+    return sharing.telemetry.counts().fallbacks
 
 
 async def look_up(sharing: Sharing, wanted: Prompt, *, namespace: str = "ns") -> Lookup:
@@ -130,8 +137,8 @@ async def test_any_failure_in_the_lookup_serves_the_request_unshared(
     """Even a bug in the nominator costs a hit and a count, not a request. The log says where it is."""
     sharing = sharing_with(BrokenNominator(), model)
     lookup = await look_up(sharing, prompt(100))
-    assert lookup.plan == NoPlan("lookup_failed")
-    assert sharing.counters["fallback:sharing:error"] == 1
+    assert lookup.plan == NoPlan(Reason.LOOKUP_FAILED)
+    assert fallbacks(sharing) == {(Component.SHARING, FallbackReason.ERROR): 1}
     assert "RuntimeError" in caplog.text
     assert "SECRET" not in caplog.text.replace('RuntimeError("SECRET', "")  # the line of code itself
 
@@ -142,8 +149,8 @@ async def test_an_index_that_is_down_is_counted_by_component(model: EmbeddedMode
     await index.open()
     sharing = sharing_with(Nominator(index), model)
     lookup = await look_up(sharing, prompt(100))
-    assert lookup.plan == NoPlan("no_candidates")
-    assert [name for name in sharing.counters if name.startswith("fallback:fingerprint")]
+    assert lookup.plan == NoPlan(Reason.NO_CANDIDATES)
+    assert fallbacks(sharing) == {(Component.FINGERPRINT, FallbackReason.ERROR): 1}
     await index.close()
 
 
@@ -155,8 +162,8 @@ async def test_a_foreign_candidate_is_dropped_counted_and_alarmed(
     wanted = prompt(100)
     donor_for(sharing, model, wanted.token_ids, namespace="theirs")
     lookup = await look_up(sharing, wanted, namespace="ours")
-    assert lookup.plan == NoPlan("no_candidates")
-    assert sharing.counters["isolation_denials"] == 1
+    assert lookup.plan == NoPlan(Reason.NO_CANDIDATES)
+    assert sharing.telemetry.counts().num_isolation_denials == 1
     assert "another namespace" in caplog.text
 
 
@@ -167,8 +174,8 @@ async def test_a_donor_whose_bytes_are_gone_is_a_miss(model: EmbeddedModel) -> N
     node = donor_for(sharing, model, wanted.token_ids)
     sharing.tier.drop(piece.segment_id for piece in node.pieces)
     lookup = await look_up(sharing, wanted)
-    assert lookup.plan == NoPlan("kv_gone")
-    assert sharing.counters["fallback:tier:missing"] == 1
+    assert lookup.plan == NoPlan(Reason.KV_GONE)
+    assert fallbacks(sharing) == {(Component.TIER, FallbackReason.MISSING): 1}
     assert sharing.tree.get(node.node_id) is None
 
 
@@ -177,11 +184,11 @@ async def test_looking_up_changes_nothing(model: EmbeddedModel) -> None:
     sharing = sharing_with(FixedNominator(), model)
     wanted = prompt(200)
     donor = donor_for(sharing, model, wanted.token_ids)
-    before = (sharing.tree.node(donor.node_id), sharing.cost.rates, dict(sharing.counters))
+    before = (sharing.tree.node(donor.node_id), sharing.cost.rates, sharing.telemetry.counts())
     for _ in range(3):
         lookup = await sharing.find_plan("ns", wanted, SharingMode.APPROX)
         assert isinstance(lookup.plan, Plan)
-    assert (sharing.tree.node(donor.node_id), sharing.cost.rates, dict(sharing.counters)) == before
+    assert (sharing.tree.node(donor.node_id), sharing.cost.rates, sharing.telemetry.counts()) == before
     sharing.note_use(lookup).result()
     used = sharing.tree.node(donor.node_id)
     assert (used.num_hits, used.last_used_at >= donor.last_used_at) == (1, True)
@@ -194,7 +201,7 @@ async def test_looking_up_evicts_nobody(model: EmbeddedModel) -> None:
     donor = donor_for(sharing, model, wanted.token_ids)
     sharing.tier.drop(donor.pieces.segment_ids)
     lookup = await sharing.find_plan("ns", wanted, SharingMode.APPROX)
-    assert (lookup.plan, lookup.unreadable) == (NoPlan("kv_gone"), (donor.node_id,))
+    assert (lookup.plan, lookup.unreadable) == (NoPlan(Reason.KV_GONE), (donor.node_id,))
     assert sharing.tree.get(donor.node_id) is not None
     sharing.note_use(lookup).result()
     assert sharing.tree.get(donor.node_id) is None
@@ -210,7 +217,7 @@ async def test_corrupt_bytes_are_a_miss(model: EmbeddedModel) -> None:
     assert segment is not None
     segment.k[1, 50] += 1.0
     lookup = await look_up(sharing, wanted)
-    assert lookup.plan == NoPlan("kv_gone")
+    assert lookup.plan == NoPlan(Reason.KV_GONE)
 
 
 async def test_a_plan_is_committed_as_pieces_over_the_donors_segments(model: EmbeddedModel) -> None:
@@ -275,7 +282,7 @@ async def test_a_commit_on_an_evicted_donor_stores_nothing(model: EmbeddedModel)
     assert keep(sharing, model, wanted.token_ids, plan=lookup.plan) is None
     assert sharing.tree.stats().num_nodes == 0
     assert sharing.tier.num_bytes == 0
-    assert sharing.counters["fallback:commit:donor_gone"] == 1
+    assert fallbacks(sharing) == {(Component.COMMIT, FallbackReason.DONOR_GONE): 1}
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
@@ -303,7 +310,7 @@ async def test_an_exact_prefix_of_an_evicted_donor_is_kept_only_where_all_of_it_
         assert not kv.k[:, :200].isnan().any()
     else:
         assert node is None
-        assert sharing.counters["fallback:commit:donor_gone"] == 1
+        assert fallbacks(sharing) == {(Component.COMMIT, FallbackReason.DONOR_GONE): 1}
 
 
 async def test_a_prompt_evicted_while_it_is_indexed_does_not_come_back(model: EmbeddedModel) -> None:
@@ -376,7 +383,7 @@ async def test_a_prompt_that_loses_its_end_while_it_is_embedded_is_indexed_short
 async def test_an_index_entry_without_a_node_is_taken_out(model: EmbeddedModel) -> None:
     """Entries that nobody knows would crowd out living donors."""
     sharing = sharing_with(FixedNominator(77), model)
-    assert (await look_up(sharing, prompt(100))).plan == NoPlan("no_candidates")
+    assert (await look_up(sharing, prompt(100))).plan == NoPlan(Reason.NO_CANDIDATES)
     assert sharing.keeper.take_evicted() == [("ns", 77)]
 
 
@@ -403,7 +410,7 @@ async def test_nobody_is_evicted_for_a_prompt_that_would_not_fit_anyway(model: E
     sharing.tree.pin(pinned.node_id)
     assert keep(sharing, model, prompt(150, seed=3).token_ids) is None
     assert sharing.tree.get(small.node_id) is not None
-    assert sharing.counters["fallback:commit:no_room"] == 1
+    assert fallbacks(sharing) == {(Component.COMMIT, FallbackReason.NO_ROOM): 1}
 
 
 async def test_exact_kv_is_kept_though_its_donor_is_gone(model: EmbeddedModel) -> None:
@@ -450,7 +457,7 @@ async def test_long_prompts_are_planned_on_a_thread_of_their_own(
 
     def note_thread(*_: object) -> Lookup:
         seen.append(threading.current_thread().name)
-        return Lookup(NoPlan("no_candidates"))
+        return Lookup(NoPlan(Reason.NO_CANDIDATES))
 
     monkeypatch.setattr(sharing, "_plan", note_thread)
     await sharing.find_plan("ns", prompt(length), SharingMode.APPROX)

@@ -21,6 +21,7 @@ from delta_tree import (
     new_segment_id,
     token_ids,
 )
+from kvshare.reasons import Reason
 from kvshare.settings import load_settings
 from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import NoPlan, Plan, clip, without
@@ -198,12 +199,12 @@ def test_the_few_tokens_that_all_chats_begin_with_are_no_plan(tree: DeltaTree) -
     """An equal prefix shorter than min_run saves nothing worth mentioning."""
     tokens, other = prompt(200), np.array(prompt(200, seed=7))
     other[:10] = tokens[:10]
-    assert plan_for(tree, token_ids(other), stored(tree, tokens)) == NoPlan("nothing_in_common")
+    assert plan_for(tree, token_ids(other), stored(tree, tokens)) == NoPlan(Reason.NOTHING_IN_COMMON)
 
 
 def test_no_candidates_is_no_plan(tree: DeltaTree) -> None:
     """An empty nomination is the usual first case."""
-    assert plan_for(tree, prompt(100)) == NoPlan("no_candidates")
+    assert plan_for(tree, prompt(100)) == NoPlan(Reason.NO_CANDIDATES)
 
 
 def test_a_plan_that_saves_too_little_falls_back_to_the_exact_prefix(tree: DeltaTree) -> None:
@@ -240,7 +241,7 @@ def test_kv_of_a_deep_generation_is_not_copied(tree: DeltaTree) -> None:
     """Of copies of copies, and again, nobody has measured more than so many."""
     tokens = prompt(400)
     node = stored(tree, tokens, generation=MAX_GENERATION + 1)
-    assert plan_for(tree, replaced(tokens, (100, 110)), node) == NoPlan("nothing_in_common")
+    assert plan_for(tree, replaced(tokens, (100, 110)), node) == NoPlan(Reason.NOTHING_IN_COMMON)
 
 
 def test_a_chat_on_approximate_kv_does_not_age_with_every_turn(tree: DeltaTree) -> None:

@@ -8,6 +8,7 @@ from delta_tree import Node, token_ids
 from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.plan import NoPlan
+from kvshare.telemetry import Component, FallbackReason
 from tests.kvshare.sharing.test_eviction_from_the_end import continued, keep, new_keeper, tokens
 
 PROMPT, WHOLE = 400, 450
@@ -15,7 +16,7 @@ CAPACITY = 1000
 
 
 def computed(seed: int, length: int) -> Computed[WeightlessKV]:
-    return Computed("n", tokens(seed, WHOLE)[:length], NoPlan("computed"), WeightlessSequence(1))
+    return Computed("n", tokens(seed, WHOLE)[:length], NoPlan(), WeightlessSequence(1))
 
 
 def completed(keeper: MemoryKeeper[WeightlessKV], prompt: Node | None, seed: int = 1) -> Node | None:
@@ -60,7 +61,7 @@ def test_what_was_refused_is_not_tried_again() -> None:
     keeper = new_keeper(300)
     assert keeper.commit_prompt(computed(1, PROMPT)) is None
     assert completed(keeper, None) is None
-    assert keeper.counters["fallback:commit:too_large"] == 1
+    assert keeper.telemetry.counts().fallbacks == {(Component.COMMIT, FallbackReason.TOO_LARGE): 1}
 
 
 def test_a_known_prompt_with_another_answer_is_a_prompt_of_its_own() -> None:

@@ -63,7 +63,7 @@ stored = st.builds(Stored, ids, numbers, numbers, numbers)
 finished = st.builds(
     Finished,
     request_id=words,
-    decision=words,
+    decision=st.sampled_from(["approx", "exact", "full"]),
     reason=st.none() | words,
     used=st.lists(numbers, max_size=4).map(tuple),
     num_computed=numbers,

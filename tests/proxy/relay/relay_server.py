@@ -15,6 +15,7 @@ from aiohttp import web
 
 from kvshare.fleet.engine import VllmEngine
 from kvshare.namespace import Owner
+from kvshare.telemetry import Counts
 from kvshare.vllm_protocol.salts import owner_salt
 from proxy.app import build_app
 from proxy.context import SERVER
@@ -57,8 +58,12 @@ class Relay:
         return len(self.engine.sharing.tree.nodes())
 
     @property
-    def counters(self) -> dict[str, int]:
-        return dict(self.engine.status().counters)
+    def counts(self) -> Counts:
+        return self.engine.status().counts
+
+    @property
+    def num_pending_tickets(self) -> int | None:
+        return self.engine.status().num_pending_tickets
 
     def client(self, key: str = "none") -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)

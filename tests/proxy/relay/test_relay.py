@@ -9,6 +9,7 @@ import pytest
 from yarl import URL
 
 from kvshare.namespace import Owner
+from kvshare.reasons import Reason
 from kvshare.vllm_protocol.salts import owner_salt
 from tests.fake_vllm import Behaviour, FakeVllm, running_vllm
 from tests.proxy.conftest import key_of, key_settings
@@ -57,7 +58,7 @@ async def test_an_answer_that_is_an_error_is_vllms_own(relay: Relay, vllm: FakeV
     vllm.behaviour.status = 418
     response = await relay.send("/v1/chat/completions", chat_body("Rome"))
     assert (response.status, await response.json()) == (418, {"object": "error", "message": "no"})
-    assert relay.counters["tickets:pending"] == 0
+    assert relay.num_pending_tickets == 0
 
 
 async def test_what_a_client_may_not_say_never_arrives(relay: Relay, vllm: FakeVllm) -> None:
@@ -205,7 +206,7 @@ async def test_what_cannot_be_planned_is_relayed_as_it_is(
         assert (await relay.send(path, body)).status == 200
         (seen,) = vllm.generated
         assert seen.body == {**body, "cache_salt": LOCAL_SALT}
-        assert relay.counters[f"unshared:{reason}"] == 1
+        assert relay.counts.unshared[Reason(reason)] == 1
 
 
 async def test_metrics_and_readiness_speak_of_replicas(relay: Relay, vllm: FakeVllm) -> None:

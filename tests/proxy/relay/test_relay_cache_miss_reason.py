@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvshare.reasons import REASONS
+from kvshare.reasons import Reason, explanations
 from tests.fake_vllm import FakeVllm
 from tests.proxy.relay.relay_server import Relay, chat_body
 
@@ -14,7 +14,7 @@ CHAT = "/v1/chat/completions"
 
 
 def miss(reason: str) -> dict[str, str]:
-    return {"type": reason, "message": REASONS[reason]}
+    return {"type": reason, "message": explanations()[Reason(reason)]}
 
 
 async def test_header_and_history_say_it(relay: Relay, vllm: FakeVllm) -> None:

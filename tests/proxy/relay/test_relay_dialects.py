@@ -11,6 +11,8 @@ import anthropic
 import openai
 import pytest
 
+from kvshare.reasons import Reason
+from kvshare.requests import Decision
 from kvshare.vllm_protocol.messages import digest_of
 from tests.fake_streams import EVENTS
 from tests.fake_vllm import MODEL, Behaviour, FakeVllm, running_vllm
@@ -59,7 +61,7 @@ async def test_a_near_duplicate_is_planned_on_every_route(
     assert seen.ticket is not None
     assert seen.ticket.prompt_digest == digest_of(vllm.tokens_of(seen.body))
     assert seen.ticket.copies
-    assert relay.counters["executed:approx:approx:"] == 1
+    assert relay.counts.executions[Decision.APPROX, Decision.APPROX, None] == 1
     assert vllm.num_tokenized == 0
 
 
@@ -111,7 +113,7 @@ async def test_what_cannot_be_planned_is_relayed_as_it_is(
     assert response.status == 200
     assert vllm.rendered == []
     assert vllm.generated[0].body == {**body_of(path, "Rome", **extra), "cache_salt": LOCAL_SALT}
-    assert relay.counters[f"unshared:{reason}"] == 1
+    assert relay.counts.unshared[Reason(reason)] == 1
 
 
 async def test_what_vllm_renders_as_more_than_text_is_not_planned(relay: Relay, vllm: FakeVllm) -> None:
@@ -119,7 +121,7 @@ async def test_what_vllm_renders_as_more_than_text_is_not_planned(relay: Relay, 
     vllm.behaviour.features = {"mm_hashes": {"image": ["1"]}}
     await relay.send("/v1/messages", body_of("/v1/messages", "Rome"))
     assert vllm.tickets == []
-    assert relay.counters["unshared:multimodal"] == 1
+    assert relay.counts.unshared[Reason.MULTIMODAL] == 1
 
 
 async def test_content_that_is_nested_without_end_costs_the_plan_only(relay: Relay, vllm: FakeVllm) -> None:
@@ -161,7 +163,7 @@ async def test_without_render_routes_chats_are_tokenized(tmp_path: Path, path: s
         assert (len(vllm.rendered), vllm.num_tokenized) == (1, 2)
         assert vllm.tickets[1].copies
         await relay.send(path, body_of(path, "Rome", truncate_prompt_tokens=5))
-        assert relay.counters["unshared:truncated"] == 1
+        assert relay.counts.unshared[Reason.TRUNCATED] == 1
 
 
 @pytest.mark.parametrize("path", NEW_PATHS)
@@ -174,7 +176,7 @@ async def test_without_render_routes_the_others_are_relayed(
             assert (await ask(relay, path, place)).status == 200
         assert vllm.tickets == []
         assert vllm.generated[0].body["cache_salt"] == LOCAL_SALT
-        assert relay.counters["unshared:no_render"] == 2
+        assert relay.counts.unshared[Reason.NO_RENDER] == 2
         assert caplog.text.count("start vLLM with --enable-scale-out") == 1
         await vllm.stop()
         (replica,) = relay.engine.fleet.replicas
@@ -197,7 +199,7 @@ async def test_a_replica_that_renders_does_so_for_the_others(tmp_path: Path) -> 
             await ask(relay, "/v1/messages", place)
         assert len(one.rendered) <= 1
         assert len(two.rendered) == 3
-        assert relay.counters.get("unshared:no_render", 0) == 0
+        assert Reason.NO_RENDER not in relay.counts.unshared
 
 
 @pytest.mark.parametrize(

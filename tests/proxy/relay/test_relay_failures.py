@@ -355,7 +355,7 @@ async def test_a_replica_that_is_gone_is_replaced_before_the_first_byte(tmp_path
             assert response.status == 200
         assert len(other.generated) == 3
         name = home.url.removeprefix("http://")
-        assert relay.counters.get(f"fallback:replica:{name}", 0) <= 1
+        assert relay.counts.replica_failures[name] <= 1
 
 
 async def test_a_proxy_that_restarts_finds_what_is_still_held(vllm: FakeVllm, tmp_path: Path) -> None:

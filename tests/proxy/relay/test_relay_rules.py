@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvshare.requests import Decision
 from tests.fake_vllm import FakeVllm
 from tests.proxy.relay.relay_server import FORM, Relay, running_relay
 
@@ -46,7 +47,7 @@ async def test_vllm_gets_the_prompt_behind_the_rules(vllm: FakeVllm, tmp_path: P
         assert sent == {**body, "messages": messages}
         assert second.ticket is not None
         assert second.ticket.exact_length >= len(f"<system>x-billing: cch=0;\nBe good.<user>{FORM}")
-        assert relay.counters["executed:full:full:"] == 1
+        assert relay.counts.executions[Decision.FULL, Decision.FULL, None] == 1
         for answer in answers:
             assert answer.headers["X-KVShare-Rules"] == "nonce,clock"
             found = await relay.send(f"/admin/requests/{answer.headers['X-KVShare-Request']}", method="GET")

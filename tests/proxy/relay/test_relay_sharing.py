@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvshare.reasons import Reason
+from kvshare.requests import Decision
+from kvshare.telemetry import Component, FallbackReason, TicketEvent
 from kvshare.vllm_protocol.messages import Stored, digest_of
 from kvshare.vllm_protocol.salts import private_salt
 from tests.fake_vllm import Behaviour, FakeVllm, covered, running_vllm
@@ -49,7 +52,7 @@ async def test_an_edited_prompt_is_planned_from_its_donor(relay: Relay, vllm: Fa
     params = body["kv_transfer_params"]
     assert params["do_remote_prefill"] is True
     assert params["remote_prefill_cached_tokens"] == sum(len(span) for span in covered(second))
-    assert relay.counters["executed:approx:approx:"] == 1
+    assert relay.counts.executions[Decision.APPROX, Decision.APPROX, None] == 1
 
 
 async def test_what_was_kept_of_a_plan_is_a_node_over_the_donors_segments(relay: Relay) -> None:
@@ -133,7 +136,7 @@ async def test_tenants_never_meet(vllm: FakeVllm, tmp_path: Path) -> None:
             seen.body["cache_salt"] for seen in vllm.generated if not (seen.ticket and seen.ticket.copies)
         }
         assert len(salts) == 4
-        assert relay.counters.get("isolation_denials", 0) == 0
+        assert relay.counts.num_isolation_denials == 0
 
 
 async def test_a_donor_that_is_gone_over_there_leaves_the_tree(relay: Relay, vllm: FakeVllm) -> None:
@@ -154,7 +157,7 @@ async def test_a_plan_that_came_too_late_is_counted_and_kept_as_it_was_done(
     vllm.segments.clear()  # in silence
     await relay.chat("Oslo")
     assert vllm.tickets[-1].copies
-    assert relay.counters["executed:approx:full:"] == 1
+    assert relay.counts.executions[Decision.APPROX, Decision.FULL, None] == 1
     newest = relay.engine.sharing.tree.nodes()[-1]
     assert newest.pieces.segment_ids == vllm.segments.keys()
     assert newest.exact_length == newest.num_tokens
@@ -199,7 +202,7 @@ async def test_a_report_that_cannot_be_true_is_refused(
     await relay.chat("Rome")
     await eventually(lambda: not vllm.segments)
     assert relay.num_nodes == 0
-    assert relay.counters["fallback:commit:refused"] == (2 if prefills else 1)
+    assert relay.counts.fallbacks[Component.COMMIT, FallbackReason.REFUSED] == (2 if prefills else 1)
 
 
 class TestAtOnce:
@@ -288,7 +291,7 @@ async def test_a_prompt_that_vllm_tokenizes_otherwise_is_not_kept(relay: Relay, 
 
     vllm._end = otherwise  # type: ignore[method-assign, assignment]
     await relay.chat("Rome")
-    assert relay.counters["executed:full:full:another_prompt"] == 1
+    assert relay.counts.executions[Decision.FULL, Decision.FULL, Reason.PROMPT_MISMATCH] == 1
     assert relay.num_nodes == 0
 
 
@@ -306,7 +309,7 @@ async def test_several_choices_send_one_ticket_and_keep_one_node(relay: Relay, v
     await eventually(lambda: len(vllm.segments) == 1)
     (node,) = relay.engine.sharing.tree.nodes()
     assert node.pieces.segment_ids == vllm.segments.keys()
-    assert relay.counters["tickets:unknown"] == 1
+    assert relay.counts.tickets[TicketEvent.UNKNOWN] == 1
 
 
 async def test_a_ticket_without_news_expires(tmp_path: Path) -> None:
@@ -316,9 +319,9 @@ async def test_a_ticket_without_news_expires(tmp_path: Path) -> None:
         running_relay(tmp_path, vllm, vllm__ticket_expiry_s=0.1, vllm__journal_wait_s=0.1) as relay,
     ):
         await relay.send("/v1/chat/completions", chat_body("Rome"))
-        assert relay.counters["tickets:pending"] == 1
-        await eventually(lambda: relay.counters["tickets:pending"] == 0)
-        assert relay.counters["tickets:expired"] == 1
+        assert relay.num_pending_tickets == 1
+        await eventually(lambda: relay.num_pending_tickets == 0)
+        assert relay.counts.tickets[TicketEvent.EXPIRED] == 1
 
 
 @pytest.mark.parametrize("tokens", [[2**40] * 100, [-1] * 100, ["x"], None])
@@ -328,7 +331,7 @@ async def test_tokens_that_are_none_cost_the_plan_only(relay: Relay, vllm: FakeV
     response = await relay.send("/v1/chat/completions", chat_body("Rome"))
     assert response.status == 200
     assert vllm.generated[0].ticket is None
-    assert relay.counters["unshared:not_tokenized"] == 1
+    assert relay.counts.unshared[Reason.NOT_TOKENIZED] == 1
 
 
 async def test_who_asks_at_once_finds_the_answer_before(relay: Relay, vllm: FakeVllm) -> None:

@@ -130,7 +130,7 @@ def third_turn(policy: str) -> Trial:
     for number in (1, 2):
         made = Trial(scenario([], turn(number)), llama(), SETTINGS, shelf)
         done = made.run(RULES["placeholders"].choose(made, 0.0), forced=False)
-        shelf.store(turn(number).token_ids, done.kv, NoPlan("off") if policy == "re-saved" else plan_of(made))
+        shelf.store(turn(number).token_ids, done.kv, NoPlan() if policy == "re-saved" else plan_of(made))
     return Trial(scenario([], turn(3)), llama(), SETTINGS, shelf)
 
 

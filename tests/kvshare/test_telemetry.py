@@ -1,0 +1,101 @@
+"""The counters of a server: typed, thread-safe, and complete for all that the index reports."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvshare.reasons import Reason
+from kvshare.requests import Decision
+from kvshare.telemetry import (
+    Component,
+    Counts,
+    EvictionCause,
+    FallbackReason,
+    Telemetry,
+    TicketEvent,
+)
+from vector_index import FailureReason, Nominator
+from vector_index.qdrant_remote import QdrantRemoteIndex
+from vector_index.schema import IndexSchema
+
+_THREADS, _TIMES = 4, 50
+
+
+class _Slow(int):
+    """A number during whose addition other threads run: without a lock they would add to the same sum."""
+
+    def __radd__(self, other: int) -> int:
+        time.sleep(1e-5)
+        return other + int(self)
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        (lambda t: t.evicted(EvictionCause.END, _Slow(1)), lambda c: c.evictions[EvictionCause.END]),
+        (lambda t: t.ticket(TicketEvent.EXPIRED, _Slow(1)), lambda c: c.tickets[TicketEvent.EXPIRED]),
+        (lambda t: t.generated(_Slow(1)), lambda c: c.num_generated_tokens),
+    ],
+    ids=["evicted", "ticket", "generated"],
+)
+def test_no_count_is_lost_between_threads(
+    write: Callable[[Telemetry], None], read: Callable[[Counts], int]
+) -> None:
+    """Several threads count while another one reads; the sum is exact, and never shrinks."""
+    telemetry, seen = Telemetry(), [0]
+    threads = [
+        threading.Thread(target=lambda: [write(telemetry) for _ in range(_TIMES)]) for _ in range(_THREADS)
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        seen.append(read(telemetry.counts()))
+    assert read(telemetry.counts()) == _THREADS * _TIMES
+    assert seen == sorted(seen)
+
+
+def test_counts_are_kept_apart_by_what_they_name() -> None:
+    telemetry = Telemetry()
+    telemetry.fallback(Component.COMMIT, FallbackReason.NO_ROOM)
+    telemetry.fallback(Component.TIER, FallbackReason.MISSING)
+    telemetry.replica_failed("a")
+    telemetry.evicted(EvictionCause.LOST, 3)
+    telemetry.executed(Decision.APPROX, Decision.FULL, Reason.SEGMENTS_GONE)
+    telemetry.executed(Decision.EXACT, Decision.EXACT, None)
+    telemetry.unshared(Reason.LORA)
+    telemetry.ticket(TicketEvent.EXPIRED, 2)
+    counts = telemetry.counts()
+    assert counts.fallbacks == {
+        (Component.COMMIT, FallbackReason.NO_ROOM): 1,
+        (Component.TIER, FallbackReason.MISSING): 1,
+    }
+    assert counts.replica_failures == {"a": 1}
+    assert counts.evictions == {EvictionCause.LOST: 3}
+    assert counts.executions == {
+        (Decision.APPROX, Decision.FULL, Reason.SEGMENTS_GONE): 1,
+        (Decision.EXACT, Decision.EXACT, None): 1,
+    }
+    assert counts.unshared == {Reason.LORA: 1}
+    assert counts.tickets == {TicketEvent.EXPIRED: 2}
+    assert (counts.num_isolation_denials, counts.num_generated_tokens) == (0, 0)
+
+
+def test_counts_that_were_read_stay_as_they_were() -> None:
+    telemetry = Telemetry()
+    telemetry.evicted(EvictionCause.CAPACITY)
+    before = telemetry.counts()
+    telemetry.evicted(EvictionCause.CAPACITY)
+    assert before.evictions == {EvictionCause.CAPACITY: 1}
+
+
+def test_whatever_the_index_reports_can_be_counted() -> None:
+    """Each circuit of the index is a component, and each reason of its failures a reason of a fallback."""
+    schema = IndexSchema(kgram=8, window=9, max_fingerprints=64, embedder="", dimension=0)
+    nominator = Nominator(QdrantRemoteIndex(schema, ":memory:"))
+    assert {Component(part) for part in nominator.circuits} <= set(Component)
+    assert {FallbackReason(reason) for reason in FailureReason} <= set(FallbackReason)
+    nominator.close()
