@@ -78,7 +78,7 @@ def node_of(tree: DeltaTree, name: str, node_id: int) -> Node:
 
 def not_found(name: str, node_id: int) -> RequestError:
     message = f"{name}: no node {node_id} is stored; it may have been evicted"
-    return RequestError(message, param=name, code="nodenot_found")
+    return RequestError(message, param=name, code="node_not_found")
 
 
 def namespace_of(tree: DeltaTree, digits: str | None) -> str | None:
