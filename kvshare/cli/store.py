@@ -29,7 +29,7 @@ def tree(
     sort: Annotated[TreeOrder, option("tree", "--sort")] = "bytes",
     namespace: NamespaceDigest = None,
 ) -> None:
-    """The stored prompts as a tree. Who was edited from whom, and what that costs."""
+    """Stored prompts, each below the one that it was edited from, and the KV that they hold."""
     ask("tree", {"root": root, "depth": depth, "sort": sort, "namespace": namespace})
 
 
@@ -76,7 +76,7 @@ def pin(
     node_id: Annotated[int | None, argument("pin", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
 ) -> None:
-    """Keep a stored prompt from eviction, or all that a namespace has now. At most half of the memory."""
+    """Protect stored prompts from eviction: one, or all that a namespace has now. At most half of the KV."""
     if (node_id is None) == (namespace is None):
         raise typer.BadParameter("expected exactly one of ID and --namespace")
     ask("pin", {"node": node_id, "namespace": namespace})
@@ -89,7 +89,7 @@ def unpin(
     namespace: NamespaceDigest = None,
     everything: Annotated[bool, option("unpin", "--all")] = False,
 ) -> None:
-    """Let pinned prompts be evicted again when there is no room. Nothing is dropped now."""
+    """Allow the eviction of pinned prompts again. Nothing is evicted now."""
     if (node_id is not None) + (namespace is not None) + everything != 1:
         raise typer.BadParameter("expected exactly one of ID, --namespace and --all")
     ask("unpin", {"node": node_id, "namespace": namespace, "all": everything})
@@ -104,7 +104,7 @@ def explain(
     ] = None,
     api: Annotated[Api, option("explain", "--api")] = "chat",
 ) -> None:
-    """The plan that a prompt would get. Which donors, why not others, what is copied and computed."""
+    """Show the plan that a prompt would get: its donors, why others were not used, what is computed."""
     if (prompt is None) == (file is None):
         raise typer.BadParameter("expected exactly one of --prompt and --file")
     one_turn = {"messages": [{"role": "user", "content": prompt}]}

@@ -39,7 +39,7 @@ def evict(
 
 @question
 def pin(tree: DeltaTree, /, *, node: Number | None = None, namespace: Digest | None = None) -> Answer:
-    """Keep one prompt from eviction, or all that a namespace has now; exactly one of the two."""
+    """Protect one prompt from eviction, or all that a namespace has now; exactly one of the two."""
     _check_one_of(node=node, namespace=namespace)
     nodes = _one_or_all(tree, node, namespace)
     return Answer(_pinned(tree, nodes), to_pin=tuple(entry.node_id for entry in nodes))
@@ -49,7 +49,7 @@ def pin(tree: DeltaTree, /, *, node: Number | None = None, namespace: Digest | N
 def unpin(
     tree: DeltaTree, /, *, node: Number | None = None, namespace: Digest | None = None, all: Flag = False
 ) -> Answer:
-    """Let prompts be evicted again: one, those of a namespace, or all; exactly one of the three."""
+    """Allow eviction again: of one prompt, those of a namespace, or all; exactly one of the three."""
     _check_one_of(node=node, namespace=namespace, all=all or None)
     nodes = [entry for entry in _one_or_all(tree, node, namespace) if entry.pinned]
     tree.unpin(*(entry.node_id for entry in nodes))

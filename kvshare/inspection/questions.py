@@ -74,7 +74,7 @@ def tree(
 
 @question
 def node(tree: DeltaTree, /, *, id: Number) -> Answer:
-    """One prompt: whom it was edited from, where its KV lies, and with whom it shares it."""
+    """One prompt: its parents, its edits, its pieces of KV, and the prompts that share them."""
     found = node_of(tree, "id", id)
     try:
         parents, shared_with = tree.ancestors(found.node_id), tree.shared_with(found.node_id)
