@@ -223,11 +223,11 @@ def _facts(rows: Mapping[str, object]) -> Table:
 def _branch(entry: Document, level: int) -> Iterator[Document]:
     """A prompt's row, then those of what is below it."""
     indent = "  " * min(level, _MOST_INDENTED)
-    yield {**entry, "prompt": f"{indent}{entry['id']}", "pin": "yes" if entry["pinned"] else ""}
+    yield {**entry, "prompt": f"{indent}{entry['id']}", "state": "pinned" if entry["pinned"] else ""}
     for child in entry["children"]:
         yield from _branch(child, level + 1)
     if hidden := entry["num_children"] - len(entry["children"]):
-        counted = dict.fromkeys((*entry, "pin"))
+        counted = dict.fromkeys((*entry, "state"))
         yield {**counted, "prompt": f"{indent}  {hidden} more"}
 
 
