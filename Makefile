@@ -3,14 +3,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SERVE_STAMP := $(VENV)/.installed-serve
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.installed-vllm
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test check lint types unit long clients fuzz format clean
+.PHONY: serve test check lint types unit coverage long clients fuzz format clean
 .DEFAULT_GOAL := serve
 
-serve: $(STAMP)
+serve: $(SERVE_STAMP)
 	$(BIN)/kvshare serve $(ARGS)
 
 test: lint types unit
@@ -41,6 +42,17 @@ else
 	$(BIN)/python -m pytest
 endif
 
+# Branch coverage by package against scripts/coverage_floors.yaml, of both processes' tests and of the commands that they
+# start; into docs/measured/coverage.json. Apart from `make test`, which has no time for it: CI checks the last result.
+COVERAGE := $(BIN)/python -m coverage
+
+coverage: $(VLLM_STAMP)
+	$(COVERAGE) erase
+	$(COVERAGE) run -m pytest -q -m vllm tests/kvshare/vllm_connector
+	$(COVERAGE) run -m pytest -q --ignore=$(COMPILED_TESTS)
+	$(COVERAGE) combine --quiet
+	$(BIN)/python scripts/coverage_floors.py
+
 # The connector's tests once more with compiled models, vLLM's default, and what else CI has no time for.
 long: $(VLLM_STAMP)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
@@ -66,11 +78,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch first and pinned: an unpinned one brings gigabytes of CUDA that a laptop does not need.
-$(STAMP): pyproject.toml constraints.txt
+# torch first and pinned: an unpinned one brings gigabytes of CUDA that a laptop does not need. openai is for examples/.
+$(SERVE_STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV)/: some minutes, 2 GB (on Linux more, if pip's torch brings CUDA)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e '.[embedded]' openai
+	touch $@
+
+$(STAMP): $(SERVE_STAMP)
 	$(PIP_INSTALL) -e '.[dev]'
 	touch $@
 

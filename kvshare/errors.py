@@ -3,6 +3,7 @@ The error tree of KVShare. Everything that `kvshare` or `proxy` raises on purpos
 
 * KVShareError
   x ConfigError                 config.yaml: the key path, what stood there, what was expected
+  x MissingExtraError           libraries that a command needs are not installed; says which extra has them
   x ModelError                  a model that cannot be loaded or served
     - UnshareableError          it can be served, and nothing of its KV can be shared
   x StoreError                  the metadata store cannot be used as it is; says what to do
@@ -78,6 +79,10 @@ class ConfigError(KVShareError):
     def __init__(self, key_path: str, problem: str) -> None:
         super().__init__(f"{key_path}: {problem}")
         self.key_path = key_path
+
+
+class MissingExtraError(KVShareError):
+    """Libraries that an extra of KVShare brings are not installed."""
 
 
 class ModelError(KVShareError):

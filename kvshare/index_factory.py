@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvshare.engines.base import IndexStatus
 from kvshare.errors import ConfigError
+from kvshare.extras import how_to_install, missing_modules
 from kvshare.settings import IndexSettings, StoreSettings
 from vector_index import (
     DiskSpace,
@@ -202,7 +203,16 @@ def _load_embedder(settings: IndexSettings) -> Embedder | None:
     """The embedder, loaded; None where search by meaning is off or its model is not there."""
     if not settings.dense:
         return None
-    from vector_index import Embedder  # imports torch
+    missing = missing_modules("embeddings")
+    if missing:
+        log.warning(
+            "no semantic search for donors: index.dense is on, and %s is not installed. Install it with "
+            "%s, or set index.dense: false",
+            ", ".join(missing),
+            how_to_install("embeddings"),
+        )
+        return None
+    from vector_index import Embedder
 
     embedder = Embedder(settings.embedder)
     try:

@@ -235,27 +235,30 @@ def _counted(status: EngineStatus) -> Iterable[Metric]:
         "kvshare_fallback",
         "Requests served without a part that failed.",
         ("component", "reason"),
-        {**counts.fallbacks, **{("replica", name): count for name, count in counts.replica_failures.items()}},
+        [
+            *counts.fallbacks.items(),
+            *((("replica", name), count) for name, count in counts.replica_failures.items()),
+        ],
     )
-    evictions = {(cause,): counts.evictions[cause] for cause in EvictionCause}
+    evictions = [((cause,), counts.evictions[cause]) for cause in EvictionCause]
     yield _counter("kvshare_evictions", "Prompts evicted from the tree.", ("reason",), evictions)
     yield _counter(
         "kvshare_plans_executed",
         "Planned requests by what vLLM made of them.",
         ("planned", "executed", "reason"),
-        {(planned, done, why or ""): count for (planned, done, why), count in counts.executions.items()},
+        [((planned, done, why or ""), count) for (planned, done, why), count in counts.executions.items()],
     )
-    events = {(f"unshared:{reason}",): count for reason, count in counts.unshared.items()}
-    events |= {(event,): count for event, count in counts.tickets.items()}
+    events = [((f"unshared:{reason}",), count) for reason, count in counts.unshared.items()]
+    events += [((str(event),), count) for event, count in counts.tickets.items()]
     if status.num_pending_tickets is not None:
-        events["tickets:pending",] = status.num_pending_tickets
+        events.append((("tickets:pending",), status.num_pending_tickets))
     yield _counter("kvshare_engine_events", "What else the engine counts.", ("event",), events)
 
 
 def _counter(
-    name: str, text: str, labels: Sequence[str], counts: Mapping[tuple[str, ...], int]
+    name: str, text: str, labels: Sequence[str], counts: Iterable[tuple[tuple[str, ...], int]]
 ) -> CounterMetricFamily:
     family = CounterMetricFamily(name, text, labels=labels)
-    for values, count in counts.items():
+    for values, count in counts:
         family.add_metric(values, count)
     return family

@@ -77,7 +77,7 @@ def _log(source: str, folder: Path, arguments: argparse.Namespace) -> Path:
 
 
 def _name(source: str) -> str:
-    """Without folders, which are nobody's business."""
+    """Without folders, as results are published."""
     return Path(source).name if Path(source).is_file() else source
 
 

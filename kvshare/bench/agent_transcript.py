@@ -1,69 +1,39 @@
 """
-A coding agent's session, made by rule: the bodies that its harness sends to `/v1/messages`, turn by turn.
+A coding agent's session by rule: the bodies that its harness sends to `/v1/messages`, turn by turn.
 
-It does what harnesses do to the front and the middle of their prompts: a nonce at token 40, a clock in the
-system prompt, thoughts that are stripped from the history, results that are read again.
+It changes the front and the middle of its prompts as harnesses do: a nonce at token 40, a clock in the system
+prompt, thoughts that are removed from the history, results that are read again.
 
-    system   guide line, billing line with a nonce of this turn, clock of this turn, the guide's rules
-    user     the task
+    system     what to do, a billing line with a nonce of this turn, the time of this turn, the guide's rules
+    user       the task
     assistant  a thought (only in the last turn before this one) and a call of a tool
     user       its result; now and then one number in an earlier result has changed
     ...
+
+The texts are in agent_transcript.yaml.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 Body = dict[str, Any]
 
-# What takes the nonce and the clock out of the way, as config.yaml writes it.
-RULES: tuple[dict[str, Any], ...] = (
-    {"name": "billing-nonce", "match": r"cch=[0-9a-f]+;", "action": "pin", "value": "cch=0;"},
-    {"name": "clock", "match": r"Current time: .*", "action": "move"},
-)
-
-TOOLS: tuple[Body, ...] = (
-    {
-        "name": "read_file",
-        "description": "Read a file of the project.",
-        "input_schema": {
-            "type": "object",
-            "properties": {"path": {"type": "string", "maxLength": 60}},
-            "required": ["path"],
-            "additionalProperties": False,
-        },
-    },
-    {
-        "name": "run_tests",
-        "description": "Run the tests of one module.",
-        "input_schema": {
-            "type": "object",
-            "properties": {"module": {"type": "string", "maxLength": 40}},
-            "required": ["module"],
-            "additionalProperties": False,
-        },
-    },
-)
-
-_MODULES = ("invoices", "customers", "shipping", "stock", "prices", "returns", "taxes", "reports")
-_THINGS = ("total", "weight", "discount", "margin", "volume", "distance", "balance", "quota")
-_DUTIES = (
-    "names every variable after what it holds",
-    "raises ValueError for a negative amount",
-    "keeps money in cents and never in floats",
-    "has a test for its smallest and its largest input",
-)
+_TEXTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+RULES: Sequence[dict[str, Any]] = _TEXTS["rules"]
 _FUNCTIONS = 4  # of a file
-_CHANGES = 0.3  # of the turns, in which an earlier result is read anew
+_CHANGES = 0.3  # share of the turns in which an earlier result has changed
 
 
 @dataclass
 class AgentSession:
-    """One session of `num_turns` requests, whose system prompt has `num_rules`. A seed makes the same one."""
+    """One session of `num_turns` requests, whose system prompt has `num_rules`. A seed gives the same one."""
 
     seed: int
     num_turns: int = 20
@@ -74,47 +44,34 @@ class AgentSession:
         self._draw = random.Random(self.seed)
 
     def requests(self) -> Iterator[Body]:
-        """The `system`, `messages` and `tools` of each turn's body, the first one's first."""
+        """The `system`, `messages` and `tools` of each turn's body, the first turn's first."""
         draw, results = self._draw, [self._file(number) for number in range(self.num_turns)]
-        guide = self._guide()
+        guide = "\n".join(self._rule(number) for number in range(1, self.num_rules + 1))
         for turn in range(self.num_turns):
             if turn > 1 and draw.random() < _CHANGES:
                 changed = draw.randrange(turn)
-                results[changed] = self._refigured(results[changed])
+                results[changed] = self._changed(results[changed])
+            minutes, seconds = divmod(37 * turn + draw.randrange(30), 60)
+            front = {"nonce": draw.getrandbits(32), "minutes": minutes, "seconds": seconds, "guide": guide}
             yield {
-                "system": self._system(guide, turn),
+                "system": _TEXTS["system"].format(**front),
                 "messages": self._messages(results, turn),
-                "tools": list(TOOLS),
+                "tools": _TEXTS["tools"],
             }
 
-    def _system(self, guide: str, turn: int) -> str:
-        seconds = 37 * turn + self._draw.randrange(30)
-        return (
-            "You are a careful programmer. You work in one project, call one tool at a time, and read "
-            "what it answers before you go on.\n"
-            f"x-agent-billing: version=2; cch={self._draw.getrandbits(32):08x}; tier=team\n"
-            f"Current time: 2026-11-23 15:{seconds // 60:02d}:{seconds % 60:02d}\n\n{guide}"
-        )
-
-    def _guide(self) -> str:
+    def _rule(self, number: int) -> str:
         draw = self._draw
-        rules = (
-            f"Rule {number}. A function of `{draw.choice(_MODULES)}` that computes a {draw.choice(_THINGS)} "
-            f"{draw.choice(_DUTIES)}; the limit is {draw.randrange(10, 9000)}."
-            for number in range(1, self.num_rules + 1)
-        )
-        return "The project's rules:\n" + "\n".join(rules)
+        drawn = {name: draw.choice(_TEXTS[f"{name}s"]) for name in ("module", "thing")}
+        duty = draw.choice(_TEXTS["duties"])
+        return str(_TEXTS["rule"]).format(number=number, **drawn, duty=duty, limit=draw.randrange(10, 9000))
 
     def _messages(self, results: list[str], turn: int) -> list[Body]:
-        messages: list[Body] = [
-            {"role": "user", "content": "The totals of two reports differ. Find the module that is wrong."}
-        ]
+        messages: list[Body] = [{"role": "user", "content": _TEXTS["task"]}]
         for step in range(turn):
             path = _path(step)
-            said = f"The next file to read is {path}."
+            said = _TEXTS["said"].format(path=path)
             if step == turn - 1:
-                thought = f"Rule {1 + step} may be broken in {path}, so its limit counts."
-                said = f"<think>\n{thought}\n</think>\n{said}"
+                said = _TEXTS["thought"].format(number=1 + step, path=path) + said
             call_id = f"toolu_{self.seed:04d}_{step:04d}"
             call = {"type": "tool_use", "id": call_id, "name": "read_file", "input": {"path": path}}
             result = {"type": "tool_result", "tool_use_id": call_id, "content": results[step]}
@@ -127,18 +84,20 @@ class AgentSession:
     def _file(self, number: int) -> str:
         draw = self._draw
         functions = (
-            f"def {thing}_{number}(amount: int) -> int:\n    return amount * {draw.randrange(2, 90)} "
-            f"+ {draw.randrange(10, 9000)}\n"
-            for thing in draw.sample(_THINGS, _FUNCTIONS)
+            _TEXTS["function"].format(
+                thing=thing, file=number, factor=draw.randrange(2, 90), added=draw.randrange(10, 9000)
+            )
+            for thing in draw.sample(_TEXTS["things"], _FUNCTIONS)
         )
         return f"# {_path(number)}\n" + "\n".join(functions)
 
-    def _refigured(self, result: str) -> str:
-        """With another number in its first function."""
+    def _changed(self, result: str) -> str:
+        """The same file with another number in its first function."""
         head, plus, rest = result.partition("+ ")
         _, line_end, tail = rest.partition("\n")
         return f"{head}{plus}{self._draw.randrange(10, 9000)}{line_end}{tail}"
 
 
 def _path(number: int) -> str:
-    return f"project/{_MODULES[number % len(_MODULES)]}/part_{number}.py"
+    modules = _TEXTS["modules"]
+    return f"project/{modules[number % len(modules)]}/part_{number}.py"

@@ -1,38 +1,37 @@
 """
 `kvshare bench agents`: a coding agent's session through `/v1/messages`, whose front changes with every turn.
 
-Each turn is sent to the default model in three ways, over a loopback socket:
+Each turn is sent to the model in three ways, over a loopback socket:
 
     full         nothing is shared
-    edits        as by default; what of it is an equal prefix is what a prefix cache would have
-    rules        as by default, with rules that pin the nonce and move the clock (config.yaml: `rules`)
+    edits        default settings; the equal prefix among what is reused is what a prefix cache would have
+    rules        default settings, with rules that pin the nonce and move the clock (config.yaml: `rules`)
 
-Each way has a server of its own, so that none finds another's KV. The calls of tools of the last two are
+Each way has a server of its own, so that none finds another's KV. The tool calls of `edits` and `rules` are
 compared with those of full prefills of the same prompts.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvshare.bench.agent_transcript import RULES, AgentSession, Body
 from kvshare.bench.front import Client, serving
-from kvshare.bench.harness import bench_settings, environment, new_engine
+from kvshare.bench.harness import environment
 from kvshare.errors import EngineError
 
-_CALL_TOKENS = 48  # at most, of the call that each turn asks for
-_REFUSED = "deviates_too_much"  # the gate's reason
+_CALL_TOKENS = 48  # at most, of the tool call that each turn asks for
+_REFUSED = "deviates_too_much"  # why the gate allowed no more than the prefix
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one request came to."""
+    """One answered request."""
 
     prompt_tokens: int
-    exact: int  # of an equal prefix
+    exact: int  # tokens of an equal prefix
     reused: int
     decision: str
     reason: str | None
@@ -46,32 +45,29 @@ async def run(*, model: str = "default", turns: int = 20, guide: int = 60, seed:
     Raises:  ModelError; EngineError for a failed request
     """
     requests = list(AgentSession(seed, turns, guide).requests())
-    full, edits = await _served(model, requests, ("off", "approx"), rules=())
-    full_ruled, rules = await _served(model, requests, ("off", "approx"), rules=RULES)
+    ways: dict[str, Sequence[Mapping[str, Any]]] = {"edits": (), "rules": RULES}
+    full = {way: await _served(model, requests, "off", rules) for way, rules in ways.items()}
+    shared = {way: await _served(model, requests, "approx", rules) for way, rules in ways.items()}
+    first, *_, last = full["edits"]
     return {
-        "prompt_tokens": {"first": full[0].prompt_tokens, "last": full[-1].prompt_tokens},
-        "edits": {**_shared(edits), "equal_calls": _equal_calls(edits, full)},
-        "rules": {**_shared(rules), "equal_calls": _equal_calls(rules, full_ruled)},
+        "prompt_tokens": {"first": first.prompt_tokens, "last": last.prompt_tokens},
+        **{
+            way: {**_shared(shared[way]), "equal_calls": _equal_calls(shared[way], full[way])} for way in ways
+        },
         "environment": environment(),
     }
 
 
 async def _served(
-    model: str, requests: Sequence[Body], modes: Sequence[str], *, rules: Sequence[Mapping[str, Any]]
-) -> list[list[Turn]]:
-    """The turns in each of the modes, each on a server of its own."""
-    found = []
-    for mode in modes:
-        with tempfile.TemporaryDirectory() as folder:
-            settings = bench_settings(folder, {"model.path": model, "rules": list(rules)})
-            engine = new_engine(None, settings)
-            async with serving(settings, engine) as client:
-                turns = []
-                for body in requests:
-                    turns.append(await _send(client, engine.card.model_id, body, mode))
-                    await engine.settle()
-                found.append(turns)
-    return found
+    model: str, requests: Sequence[Body], mode: str, rules: Sequence[Mapping[str, Any]]
+) -> list[Turn]:
+    """The turns, on a new server."""
+    turns = []
+    async with serving({"model.path": model, "rules": list(rules)}) as (client, engine):
+        for body in requests:
+            turns.append(await _send(client, engine.card.model_id, body, mode))
+            await engine.settle()
+    return turns
 
 
 async def _send(client: Client, model: str, body: Body, mode: str) -> Turn:
@@ -82,9 +78,9 @@ async def _send(client: Client, model: str, body: Body, mode: str) -> Turn:
     async with client.post("/v1/messages", json=sent) as response:
         document = await response.json()
     if response.status != 200:
-        raise EngineError(f"a turn was refused: {document['error']['message']}")
-    usage = document["usage"]
-    shared = usage["kvshare"]
+        message = document["error"]["message"]
+        raise EngineError(f"a turn was answered with HTTP {response.status}, expected 200: {message}")
+    shared = document["usage"]["kvshare"]
     calls = [block for block in document["content"] if block["type"] == "tool_use"]
     return Turn(
         prompt_tokens=sum(shared[part] for part in ("exact", "copied", "recomputed", "repaired")),
@@ -98,19 +94,20 @@ async def _send(client: Client, model: str, body: Body, mode: str) -> Turn:
 
 def _shared(turns: Sequence[Turn]) -> dict[str, Any]:
     """
-    Of all turns but the first, which finds nothing: tokens reused, over all and where the gate let them.
+    Shares of prompt tokens, over all turns but the first, which has no donor.
 
-    `refused`: the share of tokens in turns whose expected deviation was too large for more than the prefix.
+    `refused`: in turns whose expected deviation allowed nothing but the prefix. `reused_where_allowed`:
+    reused in the other turns.
     """
     later = turns[1:]
     allowed = [turn for turn in later if turn.reason != _REFUSED]
-    num_tokens = sum(turn.prompt_tokens for turn in later)
+    num_tokens = max(1, sum(turn.prompt_tokens for turn in later))
+    num_allowed = sum(turn.prompt_tokens for turn in allowed)
     return {
-        "equal_prefix": sum(turn.exact for turn in later) / max(1, num_tokens),
-        "reused": sum(turn.reused for turn in later) / max(1, num_tokens),
-        "reused_where_allowed": sum(turn.reused for turn in allowed)
-        / max(1, sum(turn.prompt_tokens for turn in allowed)),
-        "refused": 1 - sum(turn.prompt_tokens for turn in allowed) / max(1, num_tokens),
+        "equal_prefix": sum(turn.exact for turn in later) / num_tokens,
+        "reused": sum(turn.reused for turn in later) / num_tokens,
+        "reused_where_allowed": sum(turn.reused for turn in allowed) / max(1, num_allowed),
+        "refused": 1 - num_allowed / num_tokens,
         "decisions": [turn.decision for turn in turns],
         "reasons": sorted({turn.reason for turn in later if turn.reason is not None}),
     }

@@ -1,134 +1,156 @@
 """
-The least that a prefill which is partly shared could take, counted and not measured.
+A lower bound for the time of a partly shared prefill, counted rather than measured.
 
-What is computed costs its floating-point operations at the rate of a full prefill, what is laid costs its
-bytes at the bandwidth of a plain copy in memory. Looking up, planning and sending are not in it.
+Computed tokens cost their floating-point operations at the rate of a full prefill. Copied tokens cost their
+bytes at the bandwidth of memcpy. Looking up, planning and sending cost nothing.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import LlamaConfig
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from delta_tree import Span, merge
+from kvshare.engines.embedded.rotary import head_dim_of
+from kvshare.kv.layout import ALL_EARLIER, Reach
 from kvshare.vllm_protocol.messages import Finished
 
-_COPIED_BYTES = 256 * 2**20  # more than any cache of a processor
-_COPIES = 5
 
-
-def prefill_flops(config: LlamaConfig, spans: Iterable[Span]) -> int:
+@dataclass(frozen=True, slots=True)
+class ModelSize:
     """
-    Floating-point operations of the tokens at these positions, each seeing all before it and itself.
+    What decides the floating-point operations of a prefill.
 
-    Of a token at position p, counted from 0, in each layer: 2 per weight of the linear layers, and
-    4 (p + 1) heads x head size for attention (queries x keys, probabilities x values). Norms, rotation,
-    softmax, and the logits of the last token are left out.
+    `layer_parameters`: weights of all layers' linear modules, without embeddings and output layer; of a
+    mixture of experts all experts count. `reaches`: one for each layer; none if all attend to all earlier
+    tokens.
     """
-    width = config.num_attention_heads * _head_size(config)
-    num_tokens = seen = 0
-    for span in spans:
-        num_tokens += len(span)
-        seen += (span.start + 1 + span.end) * len(span) // 2
-    per_layer = 2 * _layer_weights(config) * num_tokens + 4 * width * seen
-    return int(config.num_hidden_layers) * per_layer
+
+    num_layers: int
+    hidden_size: int
+    layer_parameters: int
+    attention_width: int  # query heads x head size
+    reaches: Sequence[Reach] = ()
+
+    @classmethod
+    def of_network(cls, network: PreTrainedModel, reaches: Sequence[Reach] = ()) -> ModelSize:
+        config = network.config
+        output = network.get_output_embeddings()  # type: ignore[no-untyped-call]  # no types
+        linear = (
+            each for each in network.modules() if isinstance(each, torch.nn.Linear) and each is not output
+        )
+        return cls(
+            num_layers=int(config.num_hidden_layers),
+            hidden_size=int(config.hidden_size),
+            layer_parameters=sum(each.weight.numel() for each in linear),
+            attention_width=int(config.num_attention_heads) * head_dim_of(config),
+            reaches=reaches,
+        )
+
+    @classmethod
+    def of_config(cls, config: PreTrainedConfig) -> ModelSize:
+        """Of a model that need not exist."""
+        with torch.device("meta"):
+            return cls.of_network(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+
+    def flops(self, spans: Iterable[Span]) -> int:
+        """
+        Operations for the tokens at these positions, each of which attends to itself and to those before it.
+
+        A token costs 2 for each weight, and in each layer 4 x attention width for every token that it attends
+        to (queries x keys, probabilities x values). Norms, rotation, softmax and logits are left out.
+        """
+        places = torch.cat([torch.arange(0), *(torch.arange(span.start, span.end) for span in spans)])
+        layers = Counter(self.reaches or (ALL_EARLIER,) * self.num_layers)
+        attended = sum(
+            count * int((places + 1 - reach.firsts(places)).sum()) for reach, count in layers.items()
+        )
+        return 2 * self.layer_parameters * len(places) + 4 * self.attention_width * attended
+
+    def to_json(self) -> dict[str, int]:
+        names = ("num_layers", "hidden_size", "layer_parameters")
+        return {name: getattr(self, name) for name in names}
 
 
-def model_size(config: LlamaConfig) -> dict[str, int]:
-    """What a document says of its model: layers, width, and weights of the layers without embeddings."""
-    return {
-        "num_layers": int(config.num_hidden_layers),
-        "hidden_size": int(config.hidden_size),
-        "layer_parameters": int(config.num_hidden_layers) * _layer_weights(config),
-    }
+def spans_of(positions: NDArray[np.int64]) -> tuple[Span, ...]:
+    """Positions as ascending spans."""
+    return merge([Span(place, place + 1) for place in np.unique(positions).tolist()])
 
 
 def computed_spans(finished: Finished) -> tuple[Span, ...]:
     """
-    Where the prompt tokens stand that vLLM computed for a request: where it retained new KV.
+    The positions of the prompt that vLLM computed for a request: where new KV was stored.
 
-    The first `num_computed` of these, as an answer's stand behind them. Where nothing was retained, the first
-    positions of the prompt are taken, whose count of operations is the smallest.
+    The answer's KV is stored after that of the prompt, so only the first `num_computed` positions count.
+    Where less was stored, the first positions of the prompt are taken: they cost the fewest operations.
     """
-    spans = [Span(stored.start, stored.start + stored.length) for stored in finished.stored]
-    found: list[Span] = []
-    left = finished.num_computed
-    for span in merge(spans):
-        start = max(span.start, finished.num_local)
-        end = min(span.end, start + left)
-        if start < end:
-            found.append(Span(start, end))
-            left -= end - start
-    if not left:
-        return tuple(found)
-    return (Span(finished.num_local, finished.num_local + finished.num_computed),)
+    stored = merge([Span(each.start, each.start + each.length) for each in finished.stored])
+    places = np.concatenate([np.arange(0), *(np.arange(span.start, span.end) for span in stored)])
+    places = places[places >= finished.num_local][: finished.num_computed]
+    if len(places) < finished.num_computed:
+        return (Span(finished.num_local, finished.num_local + finished.num_computed),)
+    return spans_of(places)
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Of one prompt: the share of a full prefill's operations that is computed, and the bytes laid."""
+    """Of one prompt: the share of a full prefill's operations that is computed, and the bytes copied."""
 
     flop_share: float
     num_bytes: int
     copied_bytes_per_s: float
 
+    @classmethod
+    def of(
+        cls,
+        size: ModelSize,
+        computed: Iterable[Span],
+        *,
+        num_tokens: int,
+        num_copied: int,
+        bytes_per_token: int,
+        bytes_per_s: float,
+    ) -> Bound:
+        """Of a prompt of which these spans were computed and so many other tokens copied."""
+        share = size.flops(computed) / size.flops([Span(0, num_tokens)])
+        return cls(share, num_copied * bytes_per_token, bytes_per_s)
+
     def seconds(self, full_s: float) -> float:
-        """Given what a full prefill takes."""
+        """The bound, where a full prefill takes `full_s`."""
         return full_s * self.flop_share + self.num_bytes / self.copied_bytes_per_s
 
 
-def bound_of(
-    config: LlamaConfig, finished: Finished, *, num_tokens: int, bytes_per_token: int, bytes_per_s: float
-) -> Bound:
-    """Of a prompt of so many tokens that vLLM has served."""
-    num_laid = num_tokens - finished.num_computed - finished.num_local
-    whole = prefill_flops(config, (Span(0, num_tokens),))
-    share = prefill_flops(config, computed_spans(finished)) / whole
-    return Bound(share, num_laid * bytes_per_token, bytes_per_s)
+def bound_figures(bounds: Sequence[Bound], *, full_s: float, shared_s: float) -> Mapping[str, Any]:
+    """
+    Medians over the repeats of one arm, for a document.
 
-
-def copied_bytes_per_s(num_threads: int, num_bytes: int = _COPIED_BYTES) -> float:
-    """Bandwidth of memcpy between two buffers of so many bytes each, the best of a few copies."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
-        return num_bytes / min(_copy_seconds(source, target) for _ in range(_COPIES))
-    finally:
-        torch.set_num_threads(threads)
+    `of_bound`: the bound's seconds over those measured, which is at most 1 but for noise.
+    """
+    seconds = median(bound.seconds(full_s) for bound in bounds)
+    return {
+        "of_bound": seconds / shared_s,
+        "bound": {
+            "speedup": full_s / seconds,
+            "seconds": seconds,
+            "flop_share": median(bound.flop_share for bound in bounds),
+            "bytes": float(median(bound.num_bytes for bound in bounds)),
+            "copied_bytes_per_s": bounds[0].copied_bytes_per_s,
+        },
+    }
 
 
 def throughput_bound(prefill_s: float, decode_s: float, flop_share: float) -> float:
     """
-    How many times the requests a second there are, at best, where prefill costs only this share.
+    The best ratio of requests a second where prefill costs only this share.
 
     (P + D) / (c P + D) of the CPU seconds that prefill and decoding take without sharing.
     """
     return (prefill_s + decode_s) / (flop_share * prefill_s + decode_s)
-
-
-def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
-    began = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - began
-
-
-def _layer_weights(config: LlamaConfig) -> int:
-    """Of the linear layers of one layer: queries and output, keys and values, and the three of the MLP."""
-    hidden, size = _int(config.hidden_size), _head_size(config)
-    attention = 2 * hidden * size * (_int(config.num_attention_heads) + _int(config.num_key_value_heads))
-    return attention + 3 * hidden * _int(config.intermediate_size)
-
-
-def _head_size(config: LlamaConfig) -> int:
-    return _int(config.hidden_size) // _int(config.num_attention_heads)
-
-
-def _int(value: Any) -> int:
-    """Of a configuration, whose fields may be unset."""
-    return int(value)

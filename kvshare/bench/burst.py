@@ -2,38 +2,37 @@
 `kvshare bench burst`: near-duplicates that arrive at once, with nothing stored.
 
     burst   all at once: one is computed, the others wait for it and copy
-    warm    the same prompts' kind, the first of them stored before the others come, all of these at once
+    warm    the first is answered and stored, then the others arrive at once
     full    all at once, without sharing
 
-Times are from the first submission to the last first token; of `warm` the donor's own counts, too: all arms
-serve as many prompts. On a random-weight Llama of about 100 M parameters, arms in turns.
+Each burst is of new prompts. Its time runs to the last first token; that of `warm` is the donor's and the
+others' together, so that all arms serve as many prompts. The embedded model is a random-weight Llama of about
+100 M parameters.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from delta_tree import TokenIds
-from kvshare.bench.harness import (
-    Answer,
-    ask,
-    edited,
-    environment,
-    median,
-    random_prompt,
-    rounds,
-    running_engine,
-)
+from kvshare.bench.harness import alternate, ask, edited, environment, median, random_prompt, running_engine
 from kvshare.bench.random_models import timing_model
-from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.requests import SharingMode
 
 _VOCAB_SIZE = 1000
-ARMS = ("burst", "warm", "full")
+_ARMS = ("burst", "warm", "full")
+
+
+class Served(NamedTuple):
+    """One request: seconds to its first token, and the share of its prompt that was not computed."""
+
+    first_token_s: float
+    reused: float
 
 
 async def run(
@@ -45,55 +44,57 @@ async def run(
     repeats: int = 3,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """`of_warm`: the warm arm's median time over the burst's; `reused`: share of prompt tokens, by arm."""
-    rng = np.random.default_rng(seed)
+    """Figures over `repeats` bursts of `concurrency` edits of one prompt; see `compare`."""
+    draw = partial(random_prompt, np.random.default_rng(seed), vocab_size=_VOCAB_SIZE)
 
-    def draw(length: int) -> TokenIds:
-        return random_prompt(rng, length, _VOCAB_SIZE)
+    def prompts() -> list[TokenIds]:
+        base = draw(prompt_tokens)
+        return [edited(base, changed=changed, edits=edits, draw=draw) for _ in range(concurrency)]
 
-    model = timing_model("llama", max_position_embeddings=prompt_tokens + 64, vocab_size=16384, seed=seed)
-    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
-    reused: dict[str, list[float]] = {name: [] for name in ARMS}
+    model = timing_model(prompt_tokens=prompt_tokens, seed=seed)
     async with running_engine(model, {"index.dense": False}) as engine:
-        for counts, order in rounds(ARMS, repeats):
-            for name in order:
-                base = draw(prompt_tokens)
-                prompts = [edited(base, changed=changed, edits=edits, draw=draw) for _ in range(concurrency)]
-                answers = await _served(engine, name, prompts)
-                if counts:
-                    seconds[name].append(time_of(name, [answer.first_token_s for answer in answers]))
-                    reused[name].append(_reused(answers))
-    return {"engine": "embedded", **ratios(seconds, reused), "environment": environment()}
+
+        async def serve(arm: str, prompt: TokenIds) -> Served:
+            mode = SharingMode.OFF if arm == "full" else SharingMode.APPROX
+            answer = await ask(engine, prompt, mode=mode, store=arm != "full")
+            return Served(answer.first_token_s, answer.report.num_cached / answer.report.num_prompt_tokens)
+
+        figures = await compare(prompts, serve, engine.settle, repeats=repeats)
+    return {"engine": "embedded", **figures, "environment": environment()}
 
 
-async def _served(engine: EmbeddedEngine, arm: str, prompts: Sequence[TokenIds]) -> list[Answer]:
-    mode, store = (SharingMode.OFF, False) if arm == "full" else (SharingMode.APPROX, True)
-    first = [await ask(engine, prompts[0], mode=mode, store=store)] if arm == "warm" else []
-    others = prompts[len(first) :]
-    return first + await asyncio.gather(*(ask(engine, each, mode=mode, store=store) for each in others))
+async def compare(
+    prompts: Callable[[], list[TokenIds]],
+    serve: Callable[[str, TokenIds], Awaitable[Served]],
+    settle: Callable[[], Awaitable[object]],
+    *,
+    repeats: int,
+) -> dict[str, Any]:
+    """
+    Serve bursts by each arm. `settle` waits until what was served is stored.
 
+    `of_warm`, `of_full`: median seconds of that arm over those of `burst`. `reused`: medians by arm.
+    """
 
-def time_of(arm: str, ttft_s: Sequence[float]) -> float:
-    """Of all of them; what is sent one after the other adds up."""
-    if arm == "warm":
-        donor, *others = ttft_s
-        return donor + max(others)
-    return max(ttft_s)
+    async def measure(arm: str) -> Served:
+        """Of a whole burst: seconds, and the mean share that was reused."""
+        waiting, first = prompts(), []
+        if arm == "warm":
+            first.append(await serve(arm, waiting.pop(0)))
+            await settle()
+        others = await asyncio.gather(*(serve(arm, prompt) for prompt in waiting))
+        await settle()
+        seconds = sum(each.first_token_s for each in first) + max(each.first_token_s for each in others)
+        return Served(seconds, float(np.mean([each.reused for each in (*first, *others)])))
 
-
-def ratios(seconds: Mapping[str, Sequence[float]], reused: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Of the repeats of each arm: how much faster all at once are, and the medians."""
-    times = {name: median(found) for name, found in seconds.items()}
+    found = await alternate(_ARMS, repeats, measure)
+    seconds = {arm: [each.first_token_s for each in bursts] for arm, bursts in found.items()}
+    medians = {arm: median(each) for arm, each in seconds.items()}
     pairs = zip(seconds["warm"], seconds["burst"], strict=True)
     return {
-        "of_warm": times["warm"] / times["burst"],
+        "of_warm": medians["warm"] / medians["burst"],
         "of_warm_each": [warm / burst for warm, burst in pairs],
-        "of_full": times["full"] / times["burst"],
-        "seconds": times,
-        "reused": {name: median(found) for name, found in reused.items()},
+        "of_full": medians["full"] / medians["burst"],
+        "seconds": medians,
+        "reused": {arm: median([each.reused for each in bursts]) for arm, bursts in found.items()},
     }
-
-
-def _reused(answers: Sequence[Answer]) -> float:
-    reports = [answer.report for answer in answers]
-    return sum(report.num_cached for report in reports) / sum(report.num_prompt_tokens for report in reports)

@@ -1,15 +1,15 @@
 """
-`kvshare calibrate`: what a plan's shape tells of its answer with one model, in a file that servers read.
+`kvshare calibrate`: how far answers of one model deviate, by the shape of their plans, in a file for servers.
 
-Measures plans with both ways of repairing (or takes what the lab has measured), makes the same plans again,
-without KV, and fits. How well that works is told on plans that the fit has not seen: other source documents,
-and whole suites that were left out.
+Measures plans with both ways of repairing (or takes rows that the fidelity lab has measured), makes the same
+plans again without KV, and fits. The fit is judged on plans that it has not seen: of other source documents,
+and of whole suites that were left out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from scipy.stats import gmean
 
 from delta_tree import Span
 from kvshare.bench.fidelity.laboratory import Laboratory, work
 from kvshare.bench.fidelity.rows import Plan, read_plans
 from kvshare.bench.fidelity.shards import Shards, Stage
 from kvshare.bench.fidelity.suites import SUITES
+from kvshare.bench.harness import chosen
 from kvshare.errors import ConfigError, LogError
 from kvshare.served_model import find_model
 from kvshare.settings import load_settings
@@ -32,15 +34,15 @@ from kvshare.sharing.plan import within
 from kvshare.sharing.prediction import FLOOR, Calibration, Shape, Vector, fit, shape_of, typical_of_unseen
 from kvshare.sharing.repair import RepairRule
 
-# What the lab calls each way of repairing, at whatever budgets it was measured.
+# The lab's names for each way of repairing.
 _RULES: dict[RepairRule, tuple[str, ...]] = {
     "windows": ("placeholders", "default", "edit-windows"),
     "attention": ("placeholders", "kvshare"),
 }
 _BUDGETS = (0.05, 0.1, 0.2, 0.5)
-_CHAINED, _LOG = "chain", "log"  # no single plans; the user's own
+_CHAINED, _LOG = "chain", "log"  # suites: of more than single plans; of the user's own requests
 _FOLDS = 5
-_EXPECTED = (0.0, 0.001, 0.005, 0.01, 0.02, 0.05, 10.0)  # nats: where expected and found means are compared
+_EXPECTED = (0.0, 0.001, 0.005, 0.01, 0.02, 0.05, 10.0)  # nats: bins of expected KL
 _FEWEST = 100  # measured arms of a rule
 
 
@@ -56,25 +58,26 @@ def run(
     out: Path | None = None,
 ) -> dict[str, Any]:
     """
-    Measure what is left of `plans` plans a suite, unless `rows` has others; fit on half 0; write `out`.
+    Measure `plans` plans of each suite, unless `rows` is of another lab run; fit on half 0; write `out`.
 
-    With a `log`, its requests count for as many plans as all suites together. `suites`: names with commas,
-    where a model is made for some kinds of prompts only.
+    With a `log`, as many plans of its requests are measured as of all suites together. `suites`: names with
+    commas; None: all. An interrupted run goes on from its rows.
 
     Raises:  ConfigError, ModelError; LogError where too few plans are measured
     """
-    if out is not None and not out.absolute().parent.is_dir():  # better now than when all is measured
+    if out is not None and not out.absolute().parent.is_dir():  # before all is measured
         raise ConfigError("--out", f"there is no folder {out.absolute().parent}")
     laboratory = Laboratory.open(find_model(model, download=True), load_settings(), data=data, noise=False)
     laboratory.log = log
-    wanted = _wanted(suites)
+    known = [suite for suite in SUITES if suite not in (_CHAINED, _LOG)]
+    wanted = known if suites is None else chosen(suites, known, "--suites")
     shards, stage = Shards(rows), _stage(plans, wanted, with_log=log is not None)
     if not shards.models or (rows / stage.name).exists():
         counts = work(laboratory, shards, [stage], minutes=minutes)
         if counts["left"]:
             raise LogError(f"{rows}: {counts['left']} plans are left to measure; run the same command again")
-    known = read_plans(rows, half=0, model=laboratory.name)
-    measured = [plan for plan in known if plan.suite in stage.plans]
+    plans_of_model = read_plans(rows, half=0, model=laboratory.name)
+    measured = [plan for plan in plans_of_model if plan.suite in stage.plans]
     made = [(plan, shape) for plan in measured if (shape := _shape(laboratory, plan)) is not None]
     found = {rule: _arms(made, names) for rule, names in _RULES.items()}
     for rule, arms in found.items():
@@ -90,23 +93,12 @@ def run(
     )
     if out is not None:
         out.write_text(json.dumps(calibration.as_document(), indent=1) + "\n", encoding="utf-8")
+    files = {"rows": rows, "data": data, "log": log, "out": out}
     return {
-        "rows": str(rows),
-        "data": _named(data),
-        "log": _named(log),
-        "out": _named(out),
+        **{name: None if path is None else str(path) for name, path in files.items()},
         "rules": {rule: evaluated(arms) for rule, arms in found.items()},
         "calibration": calibration.as_document(),
     }
-
-
-def _wanted(suites: str | None) -> list[str]:
-    """Raises ConfigError for a suite that there is not."""
-    known = [suite for suite in SUITES if suite not in (_CHAINED, _LOG)]
-    chosen = known if suites is None else [name.strip() for name in suites.split(",")]
-    if unknown := [name for name in chosen if name not in known]:
-        raise ConfigError("--suites", f"no suite {unknown[0]!r}; there are {', '.join(known)}")
-    return chosen
 
 
 def _stage(plans: int, suites: Sequence[str], *, with_log: bool) -> Stage:
@@ -120,10 +112,6 @@ def _stage(plans: int, suites: Sequence[str], *, with_log: bool) -> Stage:
     )
 
 
-def _named(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Measured arms: features (N, F) and mean KL (N,), by suite and source document."""
@@ -135,59 +123,54 @@ class Measured:
 
     @property
     def folds(self) -> NDArray[np.int64]:
-        """(N,) which of five parts an arm is in: all of one source document in the same."""
+        """(N,) the fold of each arm, out of five; all arms of one source document are in the same."""
         return np.array([xxhash.xxh3_64_intdigest(source.encode()) % _FOLDS for source in self.sources])
 
     def fitted(self) -> Calibration:
-        """On all; bias and slope on what is predicted for other source documents."""
+        """Fitted on all arms; bias and slope by predictions for other source documents."""
         return fit(self.values, self.kl, self.folds)
 
 
 def _arms(made: Sequence[tuple[Plan, Shape]], rules: Sequence[str]) -> Measured:
-    found = list(_arms_of(made, rules))
-    return Measured(
-        values=np.array([values for _, values, _ in found]),
-        kl=np.array([kl for _, _, kl in found]),
-        suites=np.array([plan.suite for plan, _, _ in found]),
-        sources=np.array([plan.source for plan, _, _ in found]),
-    )
+    """
+    The arms of these rules whose budget limits what they repair.
 
-
-def _arms_of(
-    made: Sequence[tuple[Plan, Shape]], rules: Sequence[str]
-) -> Iterator[tuple[Plan, Vector, float]]:
-    """Arms whose budget is by what they repair: what they are charged says how they choose, not how well."""
-    for plan, shape in made:
-        for setting, arm in plan.arms.items():
-            if setting.rule in rules and setting.by == "b" and arm.get("kl") is not None:
-                yield plan, shape.repaired(arm["b"] * plan.row["tokens"]), arm["kl"]
+    Other budgets include what choosing costs, which is no property of the repair.
+    """
+    found = [
+        (shape.repaired(arm["b"] * plan.row["tokens"]), arm["kl"], plan.suite, plan.source)
+        for plan, shape in made
+        for setting, arm in plan.arms.items()
+        if setting.rule in rules and setting.by == "b" and arm.get("kl") is not None
+    ]
+    return Measured(*(np.array([row[column] for row in found]) for column in range(4)))
 
 
 def _shape(laboratory: Laboratory, plan: Plan) -> Shape | None:
-    """None where the lab makes another plan of this number now."""
+    """None where the lab now makes another plan of this number."""
     scenario = laboratory.scenario(plan.suite, plan.row["half"], plan.row["number"])
     if scenario is None or len(scenario.prompt) != plan.row["tokens"]:
         return None
-    shelf, tokens = laboratory.shelf(scenario), scenario.prompt.token_ids
-    composition = shelf.compose(tokens)
+    stored, tokens = laboratory.stored_prompts(scenario), scenario.prompt.token_ids
+    composition = stored.compose(tokens)
     exact_length = min(composition.exact_length, len(tokens) - 1)
     tail = max(exact_length, len(tokens) - laboratory.settings.repair.tail)
     return shape_of(
         within(composition.copies, Span(exact_length, tail)),
         num_tokens=len(tokens),
         exact_length=exact_length,
-        common=shelf.common_prefixes(tokens),
+        common=stored.common_prefixes(tokens),
     )
 
 
 def evaluated(arms: Measured) -> dict[str, Any]:
     """
-    How much of the variance is explained, how far means are from what is expected, and each suite as
-    predicted by the others.
+    The share of the variance that is explained, expected and measured means, and each suite as the others
+    predict it.
     """
     by_source = typical_of_unseen(arms.values, arms.kl, arms.folds)
     groups = np.unique(arms.suites, return_inverse=True)[1]
-    of_others = groups if groups.any() else arms.folds  # of a single suite there are no others
+    of_others = groups if groups.any() else arms.folds  # with a single suite there are no others
     by_suite = typical_of_unseen(arms.values, arms.kl, of_others)
     fitted = arms.fitted()
     return {
@@ -201,16 +184,18 @@ def evaluated(arms: Measured) -> dict[str, Any]:
         "means": list(_found_and_expected(arms, fitted.mean_where(by_source))),
         "suites": {
             str(suite): {
-                "arms": int((arms.suites == suite).sum()),
-                **_means(arms.suites == suite, {"measured": arms.kl, "predicted": by_suite}),
+                "arms": int(inside.sum()),
+                "measured": float(gmean(arms.kl[inside] + FLOOR)),
+                "predicted": float(gmean(by_suite[inside] + FLOOR)),
             }
             for suite in np.unique(arms.suites)
+            for inside in [arms.suites == suite]
         },
     }
 
 
 def _found_and_expected(arms: Measured, expected: NDArray[np.float64]) -> Iterator[dict[str, float]]:
-    """Mean KL of arms that repair anything, found and expected, by what is expected."""
+    """Mean KL of the arms that repair anything, found and expected, for each bin of expected KL."""
     served = arms.values[:, -1] > 0
     for low, high in pairwise(_EXPECTED):
         inside = served & (expected >= low) & (expected < high)
@@ -223,11 +208,3 @@ def _explained(kl: NDArray[np.float64], predicted: NDArray[np.float64]) -> float
     """Share of the variance of log10 KL."""
     target = np.log10(kl + FLOOR)
     return float(1 - ((target - np.log10(predicted)) ** 2).mean() / target.var())
-
-
-def _means(inside: NDArray[np.bool_], columns: dict[str, NDArray[np.float64]]) -> dict[str, float]:
-    """Geometric means of some arms."""
-    mean: Callable[[NDArray[np.float64]], float] = lambda values: float(  # noqa: E731
-        10 ** np.log10(values + FLOOR).mean()
-    )
-    return {name: mean(values[inside]) for name, values in columns.items()}

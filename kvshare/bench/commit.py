@@ -1,9 +1,8 @@
 """
-`kvshare bench commit`: committing a prompt into a full store, which evicts another one, over a half-full one.
+`kvshare bench commit`: time to store a prompt in a full store, which evicts another, over a half-full one.
 
 The server's own keeper, tree and metadata file; KV is only counted. Prompts are variants of some templates.
-All differ from theirs in the same places, so a template's variants have one plan. The two stores take turns,
-a block of commits each, so that whatever else the machine does falls on both.
+The two stores take turns, a block of prompts each, so that whatever else the machine does affects both.
 """
 
 from __future__ import annotations
@@ -26,16 +25,14 @@ from kvshare.replay.arms.weightless import WeightlessKV
 from kvshare.telemetry import EvictionCause
 
 _TEMPLATES = 200
-_VARIANTS = (
-    50  # of each template in the full store, at the least: a template in use is never the oldest prompt
-)
-_BLOCK = 50  # commits in a row into one store
+_VARIANTS = 50  # of each template in the full store, at the least: so no template is the oldest prompt
+_BLOCK = 50  # prompts that are stored in a row in one store
 
 
 def run(
     *, stored: int = 10_000, prompt_tokens: int = 500, commits: int = 2000, seed: int = 0
 ) -> dict[str, Any]:
-    """Times of `commits` new variants in each of two stores with room for `stored` prompts, one full."""
+    """Times to store `commits` new variants, in each of two stores with room for `stored` prompts."""
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
@@ -59,18 +56,18 @@ def run(
         "commits": in_full.size,
         "fill_s": fill_s,
         **arms,
-        # Of neighbouring blocks, by all their commits: what comes with every hundredth is in it.
+        # Means of neighbouring blocks, so that work which is done once in many commits counts.
         "full_over_half": float(np.median(in_full.mean(axis=1) / in_half.mean(axis=1))),
     }
 
 
 def _filled(store: CountedStore, variants: Variants, num_prompts: int) -> Change:
-    """The first so many prompts, as they would be written into an empty file."""
+    """The first `num_prompts`, as a change that writes them into an empty file."""
     tree = store.tree
     while tree.stats().num_nodes < num_prompts:
         variant = variants.draw()
         tree.touch(variants.templates[variant.number].node_id)
-        store.keep(variant.tokens, variant.plan)
+        store.store(variant.tokens, variant.plan)
     nodes = tree.nodes()
     lines = ((node.node_id, tree.ancestors(node.node_id)) for node in nodes)
     return Change(
@@ -81,7 +78,7 @@ def _filled(store: CountedStore, variants: Variants, num_prompts: int) -> Change
 
 
 class _Store(CountedStore):
-    """With a metadata file, filled in one transaction: one for each prompt would take most of an hour."""
+    """A store with a metadata file, filled in one transaction: one per prompt would take most of an hour."""
 
     def __init__(self, path: Path, content: Change) -> None:
         with closing(Storage.open(path, identity="bench", read_only=False)) as storage:
@@ -91,15 +88,15 @@ class _Store(CountedStore):
             self.tier.put(segment.segment_id, WeightlessKV(segment.num_bytes), 0)
 
     def time_commit(self, variants: Variants) -> float:
-        """Store a new prompt as a server does after it was answered; seconds taken."""
+        """Seconds to store a new prompt, as a server does after its answer."""
         variant = variants.draw()
         self.tree.touch(variants.templates[variant.number].node_id)  # as when the plan was taken
         began = time.perf_counter()
-        self.keep(variant.tokens, variant.plan)
+        self.store(variant.tokens, variant.plan)
         return time.perf_counter() - began
 
     def describe(self, seconds: NDArray[np.float64]) -> dict[str, float]:
-        """Of all commits, and what is in the store after them."""
+        """Percentiles of all commits, and what the store holds after them."""
         counts = self.keeper.telemetry.counts()
         return {
             **percentiles(seconds.ravel().tolist()),

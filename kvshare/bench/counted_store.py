@@ -1,6 +1,6 @@
 """
-A store whose KV is only counted, for the benchmarks of planning and keeping: the server's own tree, keeper,
-index and sharing core, without any model. And prompts to fill it with, variants of some templates.
+A store whose KV is only counted, for the benchmarks of planning and storing: the server's own tree, keeper,
+index and sharing core, without any model. Also prompts to fill it with: variants of some templates.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,7 +35,7 @@ _CHANGED, _EDITS = 0.1, 5
 
 
 class CountedStore:
-    """A tree and what keeps prompts in it, with room for whatever comes."""
+    """A tree and the keeper that stores prompts in it, without a limit."""
 
     def __init__(self, tree: DeltaTree) -> None:
         self.tree = tree
@@ -44,11 +46,11 @@ class CountedStore:
         )
 
     def plan(self, tokens: TokenIds, base: Node) -> Plan | NoPlan:
-        """With one donor."""
+        """The plan for a prompt with a single donor."""
         return make_plan(tokens, [base], self.tree.segment, approximate=True, limits=self.limits, rates=RATES)
 
-    def keep(self, tokens: TokenIds, plan: Plan | NoPlan = _NO_DONOR) -> Node:
-        """A new prompt as an engine leaves it: donors' pieces where its plan copies, and own segments."""
+    def store(self, tokens: TokenIds, plan: Plan | NoPlan = _NO_DONOR) -> Node:
+        """Store a prompt as an engine does: its donor's pieces where the plan copies, else new segments."""
         node = self.keeper.commit(
             Computed(NAMESPACE, tokens, plan, WeightlessSequence(RATES.bytes_per_token))
         )
@@ -59,7 +61,7 @@ class CountedStore:
     async def sharing(
         self, settings: NominatorSettings, embedder: TextEmbedder | None = None
     ) -> AsyncIterator[Sharing]:
-        """The core over this store, with a new index in a temporary folder."""
+        """The sharing core over this store, with a new index in a temporary folder."""
         with tempfile.TemporaryDirectory() as folder:
             index = QdrantEdgeIndex(settings.schema(embedder), Path(folder))
             await index.open()
@@ -79,8 +81,7 @@ class CountedStore:
                 await index.close()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Variant:
+class Variant(NamedTuple):
     """A new prompt, the number of its template and the plan over it."""
 
     number: int
@@ -90,29 +91,27 @@ class Variant:
 
 class Variants:
     """
-    Prompts that each differ from a stored template, as many as are asked for.
+    Prompts that each differ from a stored template, in any number.
 
-    All differ from theirs in the same places, so a template's variants have one plan.
+    All variants of a template differ from it in the same places, so they have one plan.
     """
 
     def __init__(
         self, rng: np.random.Generator, store: CountedStore, *, num_templates: int, num_tokens: int
     ) -> None:
         self._rng = rng
-        self.templates = [store.keep(self._random(num_tokens)) for _ in range(num_templates)]
+        self._random = partial(random_prompt, rng, vocab_size=_VOCAB_SIZE)
+        self.templates = [store.store(self._random(num_tokens)) for _ in range(num_templates)]
         self._plans = [store.plan(self._edited(template), template) for template in self.templates]
 
     def draw(self) -> Variant:
         number = int(self._rng.integers(len(self.templates)))
         return Variant(number, self._edited(self.templates[number]), self._plans[number])
 
-    def _random(self, num_tokens: int) -> TokenIds:
-        return random_prompt(self._rng, num_tokens, _VOCAB_SIZE)
-
     def _edited(self, template: Node) -> TokenIds:
         return edited(template.token_ids, changed=_CHANGED, edits=_EDITS, draw=self._random)
 
 
 def nomination_s(lookup: Lookup) -> float:
-    """What finding candidates took: all stages but planning and loading."""
+    """Seconds to find candidates: all stages but planning and loading."""
     return sum(value for stage, value in lookup.stage_seconds.items() if stage not in ("plan", "load"))

@@ -1,8 +1,8 @@
 """
 `kvshare bench demo`: are the answers right? The demo model on held-out near-duplicate pairs.
 
-Every question turns on a value that differs between donor and recipient, so reuse that keeps the donor's
-value shows as a wrong answer. Arms, greedy decoding, exact match:
+Every question turns on a value that differs between donor and recipient, so an answer from the donor's value
+is wrong and is noticed. Arms, greedy decoding, exact match:
     full               everything computed
     kvshare            the engine as configured: copies, placeholders, repair
     placeholders_only  copies and placeholders, no repair but the last token
@@ -12,23 +12,20 @@ value shows as a wrong answer. Arms, greedy decoding, exact match:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from delta_tree import Copy, Op, Span, TokenIds, align, common_suffix_length, gaps
-from kvshare.bench.harness import ask, running_engine
-from kvshare.bench.parity import SEGMENT, compute, copied
+from kvshare.bench.direct import SEGMENT, compute, copied, greedy
+from kvshare.bench.harness import Answer, ask, running_engine
 from kvshare.conversation.chat import Chat
 from kvshare.demo.pairs import Pair, near_duplicate_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.text import Detokenizer
-from kvshare.kv.attention import PartialPass
-from kvshare.kv.sequence import SequenceKV
-from kvshare.requests import Prompt, SharingMode, SharingReport
+from kvshare.requests import Decision, Prompt, SharingMode
 
 _MAX_TOKENS = 12
 _HELD_OUT_SEED = 20_000
@@ -36,44 +33,52 @@ _HELD_OUT_SEED = 20_000
 
 async def run(*, pairs: int = 150, seed: int = _HELD_OUT_SEED) -> dict[str, Any]:
     """Accuracy of every arm over the same pairs, by kind of question, with what sharing saved."""
-    answers: list[tuple[Pair, dict[str, str]]] = []
-    reports: list[SharingReport] = []
+    answers: list[tuple[Pair, Mapping[str, str]]] = []
+    reports = []
     async with running_engine(None, {"index.dense": False}) as engine:
-        configured = engine.sharing.limits
-        bare = configured.repair.model_copy(update={"edit_window": 0, "relocated_head": 0, "tail": 1})
         for number, pair in enumerate(near_duplicate_pairs(seed, pairs)):
-            tenant = f"pair-{number}"  # a namespace of its own: the donor is this one and no other
-            donor = await engine.encode_chat(Chat(tuple(pair.donor_messages)))
-            recipient = await engine.encode_chat(Chat(tuple(pair.recipient_messages)))
-            asked = partial(ask, engine, tenant=tenant, max_tokens=_MAX_TOKENS)
-            await asked(donor.token_ids, mode=SharingMode.OFF, store=True)
-            full = await asked(recipient.token_ids, mode=SharingMode.OFF)
-            engine.sharing.limits = configured
-            shared = await asked(recipient.token_ids, mode=SharingMode.APPROX)
-            engine.sharing.limits = replace(configured, repair=bare)
-            bare_answer = await asked(recipient.token_ids, mode=SharingMode.APPROX)
-            found = {
-                "full": full.text.strip(),
-                "kvshare": shared.text.strip(),
-                "placeholders_only": bare_answer.text.strip(),
-                "full_reuse": await asyncio.to_thread(_full_reuse, engine, donor, recipient),
-            }
+            shared, found = await _answers(engine, pair, tenant=f"pair-{number}")
             answers.append((pair, found))
             reports.append(shared.report)
-    stale = fmean(found["full_reuse"] == pair.stale_answer for pair, found in answers)
+    decisions = [report.decision for report in reports]
     return {
         **_accuracy(answers),
-        "full_reuse_gave_the_donors_answer": stale,
-        "kvshare_computed_fraction": fmean(1 - r.num_cached / r.num_prompt_tokens for r in reports),
-        "kvshare_exact_fraction": fmean(r.num_exact / r.num_prompt_tokens for r in reports),
-        "decisions": {
-            decision: sum(r.decision == decision for r in reports) for decision in ("approx", "exact", "full")
-        },
-        "mean_prompt_tokens": fmean(r.num_prompt_tokens for r in reports),
+        "full_reuse_gave_the_donors_answer": fmean(
+            found["full_reuse"] == pair.stale_answer for pair, found in answers
+        ),
+        "kvshare_computed_fraction": fmean(each.num_missed / each.num_prompt_tokens for each in reports),
+        "kvshare_exact_fraction": fmean(each.num_exact / each.num_prompt_tokens for each in reports),
+        "decisions": {decision: decisions.count(decision) for decision in Decision},
+        "mean_prompt_tokens": fmean(each.num_prompt_tokens for each in reports),
     }
 
 
-def _accuracy(answers: list[tuple[Pair, dict[str, str]]]) -> dict[str, Any]:
+async def _answers(engine: EmbeddedEngine, pair: Pair, tenant: str) -> tuple[Answer, Mapping[str, str]]:
+    """
+    KVShare's answer, and the text of every arm's.
+
+    `tenant`: another one for each pair, so that a recipient has this donor and no other.
+    """
+    configured = engine.sharing.limits
+    bare = configured.repair.model_copy(update={"edit_window": 0, "relocated_head": 0, "tail": 1})
+    donor = await engine.encode_chat(Chat(tuple(pair.donor_messages)))
+    recipient = await engine.encode_chat(Chat(tuple(pair.recipient_messages)))
+    asked = partial(ask, engine, tenant=tenant, max_tokens=_MAX_TOKENS)
+    await asked(donor.token_ids, mode=SharingMode.OFF, store=True)
+    full = await asked(recipient.token_ids, mode=SharingMode.OFF)
+    shared = await asked(recipient.token_ids, mode=SharingMode.APPROX)
+    engine.sharing.limits = replace(configured, repair=bare)
+    unrepaired = await asked(recipient.token_ids, mode=SharingMode.APPROX)
+    engine.sharing.limits = configured
+    return shared, {
+        "full": full.text.strip(),
+        "kvshare": shared.text.strip(),
+        "placeholders_only": unrepaired.text.strip(),
+        "full_reuse": await asyncio.to_thread(_full_reuse, engine, donor, recipient),
+    }
+
+
+def _accuracy(answers: list[tuple[Pair, Mapping[str, str]]]) -> dict[str, Any]:
     """Of every arm, in all and by kind of question."""
     arms, kinds = list(answers[0][1]), dict.fromkeys(pair.kind for pair, _ in answers)
 
@@ -91,46 +96,28 @@ def _accuracy(answers: list[tuple[Pair, dict[str, str]]]) -> dict[str, Any]:
 
 
 def _full_reuse(engine: EmbeddedEngine, donor: Prompt, recipient: Prompt) -> str:
-    """The donor's KV laid under the recipient, replaced values and all; the question alone is computed."""
-    model = engine.server.shared_model
-    source = model.new_sequence(donor.num_tokens)
+    """Copy the donor's KV below the recipient, replaced values and all; compute the question alone."""
+    model, num_tokens = engine.server.shared_model, recipient.num_tokens
+    source, target = model.new_sequence(donor.num_tokens), model.new_sequence(num_tokens + _MAX_TOKENS)
     whole = Span(0, donor.num_tokens)
     compute(model, source, (whole,), donor.token_ids)
-    target = model.new_sequence(recipient.num_tokens + _MAX_TOKENS)
     copies = _copies(donor.token_ids, recipient.token_ids)
     target.lay_out(copies, {SEGMENT: source.cut(whole)})
-    computed = gaps([copy.target for copy in copies], recipient.num_tokens)
-    logits = compute(model, target, computed, recipient.token_ids)
-    return _decode(engine, target, recipient.num_tokens, int(logits[-1].argmax()))
-
-
-def _question_start(donor: TokenIds, recipient: TokenIds) -> int:
-    """The tail that both close with (the template's) and the recipient's question before it."""
-    closing = common_suffix_length(donor, recipient)
-    last_edit = [edit for edit in align(donor, recipient, min_run=16).edits if edit.op is not Op.KEEP][-1]
-    return min(last_edit.target.start, len(recipient) - closing)
+    computed = gaps([copy.target for copy in copies], num_tokens)
+    logits = compute(model, target, computed, recipient.token_ids)[-1]
+    ends = engine.server.eos_token_ids
+    tokens, _ = greedy(model, target, num_tokens, logits, limit=_MAX_TOKENS, ends=ends)
+    detokenizer = Detokenizer(engine.server.encoder.backend)
+    return "".join(detokenizer.add(token) for token in tokens if token not in ends).strip()
 
 
 def _copies(donor: TokenIds, recipient: TokenIds) -> list[Copy]:
-    """Before the question keeps and replacements alike are taken from the donor."""
-    question = _question_start(donor, recipient)
+    """All before the question is taken from the donor, whether its tokens are equal or were replaced."""
+    closing = common_suffix_length(donor, recipient)  # the template's tail, equal in both
+    last_edit = [edit for edit in align(donor, recipient, min_run=16).edits if edit.op is not Op.KEEP][-1]
+    question = min(last_edit.target.start, len(recipient) - closing)
     return [
         copied(edit.source.start, length, target_start=edit.target.start)
         for edit in align(donor, recipient, min_run=1).edits
         if (length := min(len(edit.source), len(edit.target), question - edit.target.start)) > 0
     ]
-
-
-def _decode(engine: EmbeddedEngine, kv: SequenceKV, position: int, token_id: int) -> str:
-    text = ""
-    detokenizer = Detokenizer(engine.server.encoder.backend)
-    for _ in range(_MAX_TOKENS):
-        if token_id in engine.server.eos_token_ids:
-            break
-        text += detokenizer.add(token_id)
-        current = PartialPass(kv, (Span(position, position + 1),))
-        token_id = int(
-            engine.server.shared_model.compute(current, np.asarray([token_id], dtype=np.int32)).argmax()
-        )
-        position += 1
-    return text.strip()

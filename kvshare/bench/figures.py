@@ -1,4 +1,4 @@
-"""Percentiles, intervals, this process's memory and files' sizes."""
+"""Percentiles, intervals, the memory of this process and the sizes of files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.stats import linregress, t
+from scipy.stats import linregress, sem, t
 
 _KINDS = ("RssAnon", "RssFile")
 _CONFIDENCE = 0.95
@@ -18,22 +17,25 @@ _CONFIDENCE = 0.95
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """Milliseconds at the 50th, 90th and 99th percentile, and the worst."""
-    values: NDArray[np.float64] = 1e3 * np.asarray(seconds)
-    found = {f"p{q}_ms": round(float(np.percentile(values, q)), 3) for q in (50, 90, 99)}
-    return {**found, "max_ms": round(float(values.max()), 3)}
+    values = 1e3 * np.percentile(seconds, (50, 90, 99, 100))
+    return dict(zip(("p50_ms", "p90_ms", "p99_ms", "max_ms"), values.round(3).tolist(), strict=True))
+
+
+def by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The values of each figure, where every row has a value of it or none."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row[name] for row in rows if name in row] for name in names}
 
 
 def interval(values: Sequence[float]) -> dict[str, float] | None:
     """Student's 95 % interval of the mean over repeats; None for fewer than two."""
     if len(values) < 2:
         return None
-    middle = float(np.mean(values))
-    error = float(np.std(values, ddof=1)) / np.sqrt(len(values))
-    return _around(middle, error, len(values) - 1)
+    return _around(float(np.mean(values)), float(sem(values)), len(values) - 1)
 
 
 def intervals(values: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float] | None]:
-    """The same of several figures."""
+    """The interval of each of these figures."""
     return {name: interval(found) for name, found in values.items()}
 
 
@@ -41,10 +43,11 @@ def trend(values: Sequence[float]) -> tuple[float, dict[str, float] | None]:
     """
     Relative change from one value to the next, -0.01 for 1 % less each time, and its 95 % interval.
 
-    The slope of a line through the logarithms; no interval for fewer than three values.
+    The slope of a line through the logarithms. No interval for fewer than three values.
+    Raises:  ValueError for fewer than two
     """
     if len(values) < 2:
-        raise ValueError("a trend needs two values")
+        raise ValueError(f"a trend needs two values or more, got {len(values)}")
     line = linregress(np.arange(len(values)), np.log(values))
     if len(values) < 3:
         return float(np.expm1(line.slope)), None
@@ -58,7 +61,7 @@ def _around(middle: float, error: float, freedom: int) -> dict[str, float]:
 
 
 def memory_bytes() -> dict[str, int]:
-    """Of this process, native parts included: "RssAnon" is its own, "RssFile" page cache it has mapped."""
+    """Resident memory of this process: "RssAnon" is its own, "RssFile" is page cache that it has mapped."""
     gc.collect()
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
@@ -66,18 +69,18 @@ def memory_bytes() -> dict[str, int]:
 
 
 def grown(before: dict[str, int]) -> dict[str, int]:
-    """By how much memory has grown since `before`, kind by kind."""
+    """Bytes by which each kind of `memory_bytes` has grown since `before`."""
     return {kind: number - before[kind] for kind, number in memory_bytes().items()}
 
 
 def per_prompt(memory: dict[str, int], num_prompts: int) -> dict[str, float]:
-    """What storing so many prompts took of this process's memory, for each."""
+    """Bytes of memory for each of so many prompts, under the names that documents have for the two kinds."""
     own, mapped = (memory[kind] / num_prompts for kind in _KINDS)
     return {"metadata_bytes_per_prompt": own, "mapped_file_bytes_per_prompt": mapped}
 
 
 def shard_bytes(folder: Path) -> dict[str, int]:
-    """Bytes on disk of a Qdrant shard: by part of its segments, its log, and together."""
+    """Bytes on disk of a Qdrant shard: each part of its segments, its write-ahead log, and the total."""
     sizes: Counter[str] = Counter()
     for path in _files(folder):
         parts = path.relative_to(folder).parts
@@ -87,7 +90,7 @@ def shard_bytes(folder: Path) -> dict[str, int]:
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """Let the next reader of these files wait for the disk, as after a start of the machine."""
+    """Make the next reader of these files wait for the disk, as after a restart of the machine."""
     os.sync()
     for path in _files(folder):
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,9 +1,9 @@
 """
-`kvshare bench index`: what nominating costs when very many prompts are stored, and what they take on disk and
-in memory. No model, no planning.
+`kvshare bench index`: time to nominate donors among very many stored prompts, and the disk and memory that
+the index takes. No model, no planning.
 
-All of `stored` are in one namespace, half of them with the same long passage; a tenth as many more are in a
-hundred small namespaces.
+One namespace has `stored` prompts, half of them with the same long passage; a hundred small namespaces have a
+tenth as many together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import resource
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,19 @@ async def run(
     seed: int = 0,
 ) -> dict[str, Any]:
     """
-    Builds an index of `stored` prompts, optimised on the way as a server's is, and asks it as it was written,
-    optimised and cold, and warm.
+    Build an index of `stored` prompts, optimised meanwhile as in a server. Query it as it was written, then
+    optimised: cold and warm.
+
+    Raises:  ConfigError for prompts that are too short
     """
     if prompt_tokens < MIN_TOKENS:
         raise ConfigError("--prompt-tokens", f"must be at least {MIN_TOKENS}, got {prompt_tokens}")
     corpus = Corpus(np.random.default_rng(seed), prompt_tokens, stored, dense=dense)
+    embedder = corpus if dense else None
     settings = NominatorSettings(search_timeout_s=60.0, embed_timeout_s=60.0, write_timeout_s=600.0)
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-index-") as name:
-        index = QdrantEdgeIndex(settings.schema(corpus if dense else None), Path(name))
-        nominator = Nominator(index, embedder=corpus if dense else None, settings=settings)
+        index = QdrantEdgeIndex(settings.schema(embedder), Path(name))
+        nominator = Nominator(index, embedder=embedder, settings=settings)
         measured = await _build_and_ask(corpus, nominator, index, Path(name), stored, queries)
         num_points = await index.count()
         nominator.close()
@@ -61,33 +64,31 @@ async def run(
 async def _build_and_ask(
     corpus: Corpus, nominator: Nominator, index: QdrantEdgeIndex, folder: Path, stored: int, queries: int
 ) -> dict[str, Any]:
-    """Leaves the index open."""
+    """The index stays open."""
+    seconds: dict[str, float] = {}
+
+    async def timed(name: str, work: Awaitable[object]) -> None:
+        began = time.perf_counter()
+        await work
+        seconds[name] = round(time.perf_counter() - began, 2)
+
     await index.open()
     before = memory_bytes()
-    seconds, memory, arms = {}, {}, {}
-
-    began = time.perf_counter()
-    await _fill(corpus, nominator, index, stored)
-    seconds["build"] = time.perf_counter() - began
-    memory["built"] = grown(before)
-    arms["as_written"] = await _measure(corpus, nominator, queries)
-
-    began = time.perf_counter()
-    await index.optimise()
-    seconds["optimise"] = time.perf_counter() - began
+    await timed("build", _fill(corpus, nominator, index, stored))
+    memory = {"built": grown(before)}
+    arms = {"as_written": await _measure(corpus, nominator, queries)}
+    await timed("optimise", index.optimise())
     await index.close()
     disk = shard_bytes(folder / "shard")
     drop_from_page_cache(folder)
-    began = time.perf_counter()
-    await index.open()
-    seconds["open_cold"] = time.perf_counter() - began
-    arms["cold"] = await _measure(corpus, nominator, queries)
-    arms["warm"] = await _measure(corpus, nominator, queries)
+    await timed("open_cold", index.open())
+    for arm in ("cold", "warm"):
+        arms[arm] = await _measure(corpus, nominator, queries)
     memory["after_queries"] = grown(before)
     return {
         "p99_ms": max(kind["p99_ms"] for space in arms["warm"].values() for kind in space.values()),
         "nomination": arms,
-        "seconds": {what: round(value, 2) for what, value in seconds.items()},
+        "seconds": seconds,
         "disk_bytes": disk,
         "memory_bytes": memory,
     }
@@ -107,22 +108,17 @@ async def _fill(corpus: Corpus, nominator: Nominator, index: QdrantEdgeIndex, st
 
 
 async def _measure(corpus: Corpus, nominator: Nominator, num_queries: int) -> dict[str, dict[str, Any]]:
-    """Per kind of namespace and of query: times, and the share of queries whose donor was found."""
+    """By kind of namespace and of query: times, and the share of queries whose donor was found."""
     rng = np.random.default_rng(1)
-    spaces = {
-        "large": [stored for stored in corpus.samples if stored.namespace == _LARGE],
-        "small": [stored for stored in corpus.samples if stored.namespace != _LARGE],
-    }
-    return {
-        space: {
-            kind: await _ask(
-                corpus, nominator, kind, [stored[i] for i in rng.integers(0, len(stored), num_queries)]
-            )
-            for kind in corpus.kinds
-        }
-        for space, stored in spaces.items()
-        if stored
-    }
+    spaces: dict[str, list[Stored]] = {"large": [], "small": []}
+    for stored in corpus.samples:
+        spaces["large" if stored.namespace == _LARGE else "small"].append(stored)
+    measured: dict[str, dict[str, Any]] = {}
+    for space, own in spaces.items():
+        for kind in corpus.kinds if own else ():
+            asked = [own[place] for place in rng.integers(0, len(own), num_queries)]
+            measured.setdefault(space, {})[kind] = await _ask(corpus, nominator, kind, asked)
+    return measured
 
 
 async def _ask(corpus: Corpus, nominator: Nominator, kind: str, asked: Sequence[Stored]) -> dict[str, Any]:

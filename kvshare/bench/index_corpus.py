@@ -1,8 +1,8 @@
 """
-Prompts, meanings and queries for `kvshare bench index`: random tokens, random vectors in groups of near ones.
+Prompts, embeddings and queries for `kvshare bench index`: random tokens, and random vectors in groups.
 
-Half of the prompts hold the same long passage (a system prompt) behind a head of their own, so that the
-prefix table cannot take it and its fingerprints are the commonest there are.
+Half of the prompts have the same long passage (a system prompt) behind a head of their own: the prefix table
+does not find it, and its fingerprints are the most common ones.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from vector_index import PromptRecord, PromptText, TextEmbedder
 MIN_TOKENS = 192
 _DIMENSION = 384
 _VOCABULARY = 32_000
-_HEAD, _TAIL = 32, 64  # tokens before and behind the passage that half of the prompts share
-_NEAR = 50  # prompts per group of near meanings
+_HEAD, _TAIL = 32, 64  # tokens before and after the passage that half of the prompts share
+_NEAR = 50  # prompts per group of near embeddings
 _NOISE = 0.12  # of a vector in its group: cosine distances of 0.02 to 0.04
 _SAMPLES_PER_BATCH = 8
 
@@ -35,7 +35,7 @@ class Stored:
 
 
 class Corpus(TextEmbedder):
-    """Makes prompts and queries. As an embedder it gives out the vectors it made, so that no model runs."""
+    """Makes prompts and queries. As an embedder it returns the vectors that it made: no model runs."""
 
     name = "bench"
     dimension = _DIMENSION
@@ -54,7 +54,7 @@ class Corpus(TextEmbedder):
         return self._rng.integers(0, _VOCABULARY, shape, dtype=np.int32)
 
     def records(self, first_id: int, namespaces: Sequence[str]) -> list[PromptRecord]:
-        """New prompts, one for each namespace given; every other one holds the shared passage."""
+        """New prompts, one for each of these namespaces; every other prompt has the shared passage."""
         tokens = self._tokens(len(namespaces), self._num_tokens)
         tokens[::2, _HEAD : _HEAD + len(self._passage)] = self._passage
         groups = self._rng.integers(0, self._num_groups, len(namespaces))
@@ -70,13 +70,13 @@ class Corpus(TextEmbedder):
         return records
 
     def query(self, kind: str, stored: Stored) -> tuple[NDArray[np.int32], PromptText | None]:
-        """A prompt of the given kind, and its text where meaning is to find donors for it."""
+        """A prompt of this kind, and its text if donors are to be found by embedding."""
         self._vectors.clear()
-        if kind == "prefix":  # the stored prompt goes on
+        if kind == "prefix":  # a continuation of the stored prompt
             return np.concatenate([stored.tokens, self._tokens(_HEAD)]), None
-        if kind == "passage":  # another head: nothing but fingerprints can tell
+        if kind == "passage":  # another head: only fingerprints find the donor
             return np.concatenate([self._tokens(_HEAD), stored.tokens[_HEAD:]]), None
-        if kind == "common":  # nothing is known but what half of the namespace shares
+        if kind == "common":  # equal only in what half of the namespace shares
             return np.concatenate([self._tokens(_HEAD), self._passage, self._tokens(_TAIL)]), None
         if kind == "meaning":
             return self._tokens(self._num_tokens), self._text("query", stored.group)

@@ -1,8 +1,9 @@
 """
-Pairs of prompts by rule and seed: one that is stored, and one that an edit or another order makes of it.
+Pairs of prompts by rule and seed: one that is stored, and a second that differs by an edit or by its order.
 
-Made of texts that neither half of the fidelity lab has: consultations and notes, news, first questions of
-strangers. Without a folder of data: of the project's own samples, which the lab has, too.
+They are made of texts that are in neither half of the fidelity lab: consultations and notes, news, first
+questions of chat users. Without a folder of data they are made of the project's samples, which the lab uses
+too. The words around the texts are in pair_texts.yaml.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from kvshare.bench.fidelity.suites.talks import shortened
+import yaml
+
+from kvshare.bench.fidelity.suites.conversations import shortened
 from kvshare.errors import ConfigError
 from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources
@@ -25,16 +28,12 @@ Messages = tuple[Message, ...]
 REORDERED = ("reordered", "reordered, other question")
 _LONGEST, _SHORTEST = 4000, 1200  # characters of a text: 300 to 1,000 tokens of English
 _PASSAGE, _NUM_PASSAGES = 600, 5  # characters; a prompt
-_OTHER_QUESTION = 4  # one reordered pair in so many asks something else as well
+_OTHER_QUESTION = 4  # one reordered pair in this many has another question as well
 _ENGLISH = 0.97  # share of ASCII
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 # Numbers of two digits and more, and names inside sentences.
 _VALUE = re.compile(r"(?<![\w.,])\d[\d.,]*\d(?!\w)|(?<=[a-z,] )[A-Z][a-z]{3,}\b")
-_ASK = (
-    "Summarise this in two sentences.",
-    "What matters most in this text? Answer in one sentence.",
-    "Who should read this, and why? Answer briefly.",
-)
+_WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,10 @@ class Pair:
 
 def make_pairs(data: Path | None, *, edits: int, reordered: int, seed: int) -> list[Pair]:
     """
-    As many edits, the kinds in turn, and as many prompts whose passages are in another order.
+    `edits` pairs that differ by an edit, of each kind in turn, and `reordered` pairs whose passages are in
+    another order. Each text is used once.
 
-    Each text is used once. Raises:  ConfigError where the texts do not suffice
+    Raises:  ConfigError where there are too few texts
     """
     draw = random.Random(f"pairs:{seed}")
     texts, passages = _texts(data), _passages(data)
@@ -60,13 +60,13 @@ def make_pairs(data: Path | None, *, edits: int, reordered: int, seed: int) -> l
     pairs += islice(_reordered(iter(passages), draw), reordered)
     if len(pairs) < edits + reordered:
         source = "the folder" if data is not None else "the project's own samples"
-        problem = f"the texts of {source} suffice for {len(pairs)} pairs; asked for are {edits} + {reordered}"
+        problem = f"the texts of {source} suffice for {len(pairs)} pairs; expected {edits} + {reordered}"
         raise ConfigError("--data", problem)
     return pairs
 
 
 def _edited(texts: list[str], draw: random.Random) -> Iterator[Pair]:
-    """Of each kind in turn the first text that it fits; ends where no kind fits any more."""
+    """For each kind in turn the first text that can be edited so, until no kind fits any text."""
     kinds = dict(_EDITS)
     while kinds:
         for kind, edit in list(kinds.items()):
@@ -81,7 +81,7 @@ def _edited(texts: list[str], draw: random.Random) -> Iterator[Pair]:
 
 
 def _values(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
-    """One to three numbers or names are others."""
+    """One to three numbers or names are replaced."""
     found = list(_VALUE.finditer(text))
     if len(found) < 3:
         return None
@@ -101,13 +101,9 @@ def _other_value(value: str, draw: random.Random) -> str:
 
 
 def _header(text: str, draw: random.Random) -> tuple[Messages, Messages]:
-    """Date and user in front of everything are others."""
-    heads = (
-        f"Today is {sources.date(draw)}. You help {sources.person(draw)}, who has little time. Keep to the "
-        "text, and say so where it does not answer the question."
-        for _ in range(2)
-    )
-    question = f"{text}\n\n{draw.choice(_ASK)}"
+    """Date and user, which stand in front of everything, are replaced."""
+    heads = [_WORDS["header"].format(date=sources.date(draw), person=sources.person(draw)) for _ in range(2)]
+    question = f"{text}\n\n{draw.choice(_WORDS['ask'])}"
     stored, asked = (
         ({"role": "system", "content": head}, {"role": "user", "content": question}) for head in heads
     )
@@ -115,7 +111,7 @@ def _header(text: str, draw: random.Random) -> tuple[Messages, Messages]:
 
 
 def _dropped(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
-    """A sentence is gone."""
+    """A sentence is dropped."""
     sentences = _SENTENCE.split(text)
     if len(sentences) < 5:
         return None
@@ -124,13 +120,13 @@ def _dropped(text: str, draw: random.Random) -> tuple[Messages, Messages] | None
 
 
 def _inserted(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
-    """A sentence is new."""
+    """A sentence is inserted."""
     both = _dropped(text, draw)
     return None if both is None else (both[1], both[0])
 
 
 def _dialogue(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
-    """The two oldest turns of a chat have fallen out."""
+    """The two oldest turns of a chat are dropped."""
     sentences = _SENTENCE.split(text)
     if len(sentences) < 12:
         return None
@@ -138,8 +134,8 @@ def _dialogue(text: str, draw: random.Random) -> tuple[Messages, Messages] | Non
     parts = [" ".join(sentences[start : start + size]) for start in range(0, 6 * size, size)]
     roles = ("user", "assistant") * 3
     chat = [{"role": role, "content": part} for role, part in zip(roles, parts, strict=True)]
-    system = {"role": "system", "content": "You are a helpful assistant. Answer in one or two sentences."}
-    question = {"role": "user", "content": draw.choice(_ASK)}
+    system = {"role": "system", "content": _WORDS["chat"]}
+    question = {"role": "user", "content": draw.choice(_WORDS["ask"])}
     return (system, *chat, question), (system, *chat[2:], question)
 
 
@@ -153,13 +149,13 @@ _EDITS: Mapping[str, Callable[[str, random.Random], tuple[Messages, Messages] | 
 
 
 def _both(text: str, other: str, draw: random.Random) -> tuple[Messages, Messages]:
-    ask = draw.choice(_ASK)
+    ask = draw.choice(_WORDS["ask"])
     stored, asked = (({"role": "user", "content": f"{each}\n\n{ask}"},) for each in (text, other))
     return stored, asked
 
 
 def _reordered(passages: Iterator[str], draw: random.Random) -> Iterator[Pair]:
-    """Passages in another order; now and then something else is asked, too."""
+    """Passages in another order; in one pair of every `_OTHER_QUESTION` the question differs, too."""
     number = 0
     while len(found := list(islice(passages, _NUM_PASSAGES))) == _NUM_PASSAGES:
         order = found[:]
@@ -173,11 +169,11 @@ def _reordered(passages: Iterator[str], draw: random.Random) -> Iterator[Pair]:
 
 
 def _documents(passages: Sequence[str], meant: str) -> Messages:
-    """A question that one of the passages answers: what stands behind its first words."""
+    """Passages, and a question that one of them answers: what follows its first words."""
     start = " ".join(meant.split()[:6])
     shown = "\n\n".join(f"Document:\n{passage}" for passage in passages)
-    ask = f'Question: what does the document that begins with "{start}" say? Answer in one sentence.'
-    system = {"role": "system", "content": "Answer from the documents below, and from nothing else."}
+    ask = _WORDS["question"].format(start=start)
+    system = {"role": "system", "content": _WORDS["documents"]}
     return system, {"role": "user", "content": f"{shown}\n\n{ask}"}
 
 
@@ -202,7 +198,7 @@ def _passages(data: Path | None) -> list[str]:
 
 
 def _news(folder: Path) -> Iterator[str]:
-    """The English side of WMT19's news, as many lines as a passage takes: articles are not marked."""
+    """Passages of WMT19's English news: consecutive lines, as articles are not marked."""
     for name, side in (("de-en", "ref"), ("zh-en", "ref"), ("en-de", "src")):
         passage = ""
         for row in sources.objects([folder / f"newstest2019.{name}.jsonl.gz"]):

@@ -1,15 +1,14 @@
 """
-`kvshare bench pairs`: edited and reordered prompts, asked over HTTP, against a full prefill.
+`kvshare bench pairs`: edited and reordered prompts, asked over HTTP, compared with a full prefill.
 
-The server has its default settings and the default model in float32. The first prompt of a pair is stored,
-then the second is asked twice: as anybody asks, and with `"mode": "off"`. Greedy answers are compared token
-by token, and the first token's 20 most likely candidates.
+The server has default settings and the default model in float32. The first prompt of a pair is stored, then
+the second is asked twice: without any option, and with `"mode": "off"`. Greedy answers are compared token by
+token, and so are the first token's 20 most likely candidates.
 """
 
 from __future__ import annotations
 
 import math
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,19 +18,19 @@ from typing import Any
 
 from kvshare.bench.fidelity.measures import num_agreed, rounded
 from kvshare.bench.front import Client, serving
-from kvshare.bench.harness import bench_settings, environment, new_engine
+from kvshare.bench.harness import environment
 from kvshare.bench.pair_texts import REORDERED, Messages, Pair, make_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
 
 _TOP = 20  # candidates of the first token, as many as the API gives
 _PAIRS, _OWN_PAIRS = (120, 80), (5, 4)  # edits, reordered; with a folder of data and without
-_NEARLY = (0.01, 0.05, 0.2)  # nats: full prefills that were so near another answer are counted
-_BEGINNING = 16  # tokens of an answer whose agreement is given apart
+_NEARLY = (0.01, 0.05, 0.2)  # nats: full prefills whose answer was so close to another one are counted
+_BEGINNING = 16  # tokens of an answer whose agreement is a figure of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: tokens, log-probabilities of each one's candidates, what was shared."""
+    """Tokens, the log-probabilities of the candidates of each, and what was shared."""
 
     tokens: tuple[bytes, ...]
     candidates: tuple[Mapping[bytes, float], ...]
@@ -41,14 +40,14 @@ class Answer:
 
     @property
     def closest(self) -> float:
-        """Nats by which the runner-up was behind, where it was nearest: what it takes for another answer."""
+        """Smallest lead of a first candidate over the second, nats: such a change makes another answer."""
         first_two = (sorted(listed.values(), reverse=True)[:2] for listed in self.candidates)
         return min((two[0] - two[1] for two in first_two if len(two) == 2), default=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One pair's answers: behind shared KV and in full."""
+    """One pair's answers: over shared KV, and of a full prefill."""
 
     kind: str
     shared: Answer
@@ -64,29 +63,25 @@ class Compared:
 
     @property
     def num_equal(self) -> int:
-        """Tokens in front of the first that differs."""
+        """Tokens before the first that differs."""
         return num_agreed(self.full.tokens, self.shared.tokens)
 
     def agreement(self, limit: int) -> float:
-        """Share of the full answer's first `limit` tokens in front of the first that differs."""
+        """Share of the full answer's first `limit` tokens that come before the first difference."""
         return min(1.0, self.num_equal / max(1, len(self.full.tokens[:limit])))
 
     @property
     def lead(self) -> float | None:
         """
-        Where the answers part: nats by which the full prefill preferred its token to the other answer's. From
-        below where that is no candidate; None where they do not part, or one of them ends.
+        At the first difference, how many nats the full prefill preferred its token to the shared answer's.
+
+        A lower limit where that token is no candidate; None where nothing differs before an answer ends.
         """
         place = self.num_equal
         if place >= min(len(self.full.tokens), len(self.shared.tokens)):
             return None
         listed = self.full.candidates[place]
         return listed[self.full.tokens[place]] - listed.get(self.shared.tokens[place], min(listed.values()))
-
-    @property
-    def first_token_kl(self) -> float:
-        """In nats."""
-        return candidates_kl(self.full.candidates[0], self.shared.candidates[0])
 
 
 async def run(
@@ -101,26 +96,20 @@ async def run(
     threads: int | None = None,
 ) -> dict[str, Any]:
     """
-    Figures by kind of pair, and over edits and reordered passages. `max_deviation`: instead of the settings'.
+    Figures by kind of pair, and over edits and reordered passages. `max_deviation`: overrides the setting.
 
-    `edits`, `reordered`: how many; by default 120 and 80, of the project's own samples 5 and 4.
-    Raises:  ConfigError where the texts do not suffice; EngineError where the model cannot be loaded
+    `edits`, `reordered`: how many pairs; by default 120 and 80, or 5 and 4 without a folder of data.
+    Raises:  ConfigError where there are too few texts; EngineError where the model cannot be loaded
     """
-    default = _PAIRS if data is not None else _OWN_PAIRS
-    pairs = make_pairs(
-        data,
-        edits=default[0] if edits is None else edits,
-        reordered=default[1] if reordered is None else reordered,
-        seed=seed,
-    )
+    default_edits, default_reordered = _OWN_PAIRS if data is None else _PAIRS
+    edits = default_edits if edits is None else edits
+    reordered = default_reordered if reordered is None else reordered
+    pairs = make_pairs(data, edits=edits, reordered=reordered, seed=seed)
     overrides: dict[str, object] = {"model.path": model, "engine.num_threads": threads}
     if max_deviation is not None:
         overrides["sharing.max_deviation"] = max_deviation
-    with tempfile.TemporaryDirectory() as folder:
-        settings = bench_settings(folder, overrides)
-        engine = new_engine(None, settings)
-        async with serving(settings, engine) as client:
-            compared = [await _compare(client, engine, pair, answer_tokens) for pair in pairs]
+    async with serving(overrides) as (client, engine):
+        compared = [await _compare(client, engine, pair, answer_tokens) for pair in pairs]
     return {**_summary(compared), "seed": seed, "environment": environment()}
 
 
@@ -146,7 +135,7 @@ async def _ask(
     async with client.post("/v1/chat/completions", json=body) as response:
         response.raise_for_status()
         document = await response.json()
-    await engine.settle()  # what was stored can be found
+    await engine.settle()  # what was stored can be found from here on
     said = document["choices"][0]["logprobs"]["content"]
     usage = document["usage"]
     return Answer(
@@ -159,14 +148,14 @@ async def _ask(
 
 
 def _name(token: Mapping[str, Any]) -> bytes:
-    """Its bytes: halves of a letter look alike as text."""
+    """A token's bytes: as text, parts of different letters look alike."""
     return bytes(token["bytes"])
 
 
 def candidates_kl(full: Mapping[bytes, float], shared: Mapping[bytes, float]) -> float:
     """
-    KL in nats of one token's distributions, from below: over the candidates that both list, and all others as
-    one.
+    A lower limit for the KL of one token's distributions, nats: over the candidates that both list, with all
+    other tokens as a single one.
     """
     both = full.keys() & shared.keys()
     terms = [(math.exp(full[token]), math.exp(shared[token])) for token in both]
@@ -187,10 +176,11 @@ def _summary(compared: Sequence[Compared]) -> dict[str, Any]:
 
 
 def _figures(compared: Iterable[Compared]) -> dict[str, Any]:
-    """Of some pairs; `approximate` are those whose answers were made behind shared KV that is not exact."""
+    """Of some pairs; `approximate` are those whose shared KV was not exact."""
     pairs = list(compared)
     approximate = [each for each in pairs if each.is_shared]
     leads = [lead for each in approximate if (lead := each.lead) is not None]
+    first_kl = [candidates_kl(each.full.candidates[0], each.shared.candidates[0]) for each in approximate]
     found: dict[str, Any] = {"pairs": len(pairs), "approximate": len(approximate)}
     if pairs:
         found["equal"] = sum(each.is_equal for each in pairs) / len(pairs)
@@ -203,10 +193,10 @@ def _figures(compared: Iterable[Compared]) -> dict[str, Any]:
             "equal": sum(each.is_equal for each in approximate) / len(approximate),
             "used": sum(each.shared.cached_tokens for each in approximate)
             / sum(each.shared.prompt_tokens for each in approximate),
-            "first_token_kl": rounded(fmean(each.first_token_kl for each in approximate)),
+            "first_token_kl": rounded(fmean(first_kl)),
             "first_token_equal": fmean(each.agreement(1) for each in approximate),
             f"agreement_{_BEGINNING}": rounded(fmean(each.agreement(_BEGINNING) for each in approximate)),
             "agreement": rounded(fmean(each.agreement(len(each.full.tokens)) for each in approximate)),
-            "lead_median": rounded(median(leads)) if leads else None,  # nats, of those that part
+            "lead_median": rounded(median(leads)) if leads else None,  # nats, of those that differ
         }
     return found

@@ -2,11 +2,11 @@
 `kvshare bench papers`: tables of KVShare's, CacheBlend's and Cache-Craft's papers, with any model.
 
     kvshare-1       WMT19 (BLEU), SAMSum (ROUGE-L): full, prefix, response, kvshare
-    cacheblend-12   2WikiMQA, MuSiQue (F1), SAMSum (ROUGE-L) and time to first token, passages cached alone
-    cachecraft-20   ROUGE-L against the full prefill's answer, by budget
-    cachecraft-21   Jaccard of short answers, statements true or false
+    cacheblend-12   2WikiMQA, MuSiQue (F1), SAMSum (ROUGE-L) and time to first token, passages cached apart
+    cachecraft-20   ROUGE-L compared with the full prefill's answer, by budget
+    cachecraft-21   Jaccard similarity of short answers, accuracy on statements that are true or false
 
-A data set that is not there is left out, and named in `absent`.
+A data set that is missing is left out, and named in `absent`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvshare.bench.fidelity.papers.answers import Server
 from kvshare.bench.fidelity.papers.data import TEXTS
 from kvshare.bench.fidelity.papers.prompts import EXAMPLES, Writer
 from kvshare.bench.fidelity.papers.tables import Bench
-from kvshare.bench.harness import environment
+from kvshare.bench.harness import chosen, environment
 from kvshare.errors import ConfigError
 from kvshare.served_model import DEFAULT, find_model
 from kvshare.settings import load_settings
@@ -43,11 +43,12 @@ def run(
     seed: int = 0,
 ) -> dict[str, Any]:
     """
-    The tables, `rows` prompts for each data set; the prompts are cut to `prompt_tokens`.
+    The tables, with `rows` prompts of each data set, cut to `prompt_tokens`.
 
-    Raises:  ConfigError for a table or a folder that there is not; ModelError
+    Raises:  ConfigError for an unknown table or a missing folder; ModelError
     """
-    names = _names(tables)
+    wanted = chosen(tables, TABLES, "--tables")
+    names = [name for name in TABLES if name in wanted]
     if data is None or not data.is_dir():
         raise ConfigError("--data", f"expected a folder with wmt19, rag_cacheblend, ...; got {data}")
     if prompt_tokens < _SHORTEST:
@@ -64,12 +65,11 @@ def run(
         answer_tokens=answer_tokens,
         seed=seed,
     )
-    measured = _measured(bench, names)
     return {
         "model": served.name,
         "data": data.name,
         "samsum": None if samsum is None else samsum.name,
-        "tables": measured,
+        "tables": _measured(bench, names),
         "absent": bench.absent,
         **_notes(bench, served.name, names),
         "environment": environment(),
@@ -101,11 +101,3 @@ def _notes(bench: Bench, name: str, names: Sequence[str]) -> dict[str, Any]:
         "costs": texts["costs"].strip(),
         "length": texts["length"].format(tokens=bench.answer_tokens).strip(),
     }
-
-
-def _names(tables: str) -> list[str]:
-    """Raises ConfigError for one that there is not."""
-    wanted = [name.strip() for name in tables.split(",") if name.strip()]
-    if unknown := [name for name in wanted if name not in TABLES]:
-        raise ConfigError("--tables", f"there are {', '.join(TABLES)}; got {unknown[0]!r}")
-    return [name for name in TABLES if name in wanted]

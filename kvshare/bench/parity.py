@@ -1,14 +1,14 @@
 """
-`kvshare bench parity`: how far KVShare's computation is from the model's own, where it must be the same.
+`kvshare bench parity`: how far KVShare's computation is from the model's own, where both must be the same.
 
-Oracles, float32, on random models of every supported architecture. The reference is transformers' own forward
-pass with its eager attention, without any cache:
+In float32, on random models of every supported architecture. The reference is transformers' forward pass with
+its eager attention and no cache. What is compared with it, unless another reference is named:
     all_placeholders   every position computed in our pass
-    scattered          scattered runs over correct KV
-    left_to_right      runs in one pass against runs one by one, over another prompt's KV
-    identity           a prompt's KV cut out, stored and laid back
+    scattered          scattered runs computed over correct KV
+    left_to_right      runs in one pass, compared with the same runs one by one, over another prompt's KV
+    identity           a prompt's KV cut out, stored and written back, compared with itself
     prefix             an exact prefix from a stored prompt, the rest computed
-    moved_layer_0      keys of layer 0 moved to another position against keys computed there
+    moved_layer_0      keys of layer 0 moved to another position, compared with keys computed there
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from delta_tree import Copy, NodeId, SegmentId, Span, TokenIds, token_ids
+from delta_tree import Span, TokenIds, token_ids
+from kvshare.bench.direct import SEGMENT, compute, copied, scattered_runs
 from kvshare.bench.harness import random_prompt
 from kvshare.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
-from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SequenceKV
-
-SEGMENT = SegmentId(1)  # the only one of a donor
 
 
 def run(*, tokens: int = 400, seed: int = 0) -> dict[str, Any]:
@@ -41,62 +39,34 @@ def run(*, tokens: int = 400, seed: int = 0) -> dict[str, Any]:
 def _oracles(name: str, num_tokens: int, seed: int) -> dict[str, float]:
     rng = np.random.default_rng(seed)
     tokens, other = (random_prompt(rng, num_tokens, VOCAB_SIZE) for _ in range(2))
-    runs = _scattered(rng, num_tokens)
+    runs = (*scattered_runs(rng, num_tokens), Span(num_tokens - 2, num_tokens))
     model = EmbeddedModel(tiny_model(name, seed=seed), name=name)
     expected = _reference(name, tokens, seed)
     positions = torch.cat([torch.arange(run.start, run.end) for run in runs])
-    correct = model.new_sequence(num_tokens)
-    everything = compute(model, correct, (Span(0, num_tokens),), tokens)
+    whole, cut = Span(0, num_tokens), num_tokens // 2
+    correct, foreign = model.new_sequence(num_tokens), model.new_sequence(num_tokens)
+    everything = compute(model, correct, (whole,), tokens)
     scattered = compute(model, _poisoned(correct, runs), runs, tokens)
-    foreign = model.new_sequence(num_tokens)
-    compute(model, foreign, (Span(0, num_tokens),), other)
+    compute(model, foreign, (whole,), other)
     joint = compute(model, _poisoned(foreign, runs), runs, tokens)
     apart_kv = _poisoned(foreign, runs)
     apart = torch.cat([compute(model, apart_kv, (run,), tokens) for run in runs])
-    laid = _laid_back(model, correct, num_tokens)
-    cut = num_tokens // 2
-    tail = compute(model, _poisoned(laid, (Span(cut, num_tokens),)), (Span(cut, num_tokens),), tokens)
+    written = model.new_sequence(num_tokens)
+    written.lay_out([copied(0, num_tokens, target_start=0)], {SEGMENT: correct.cut(whole)})
+    behind = (Span(cut, num_tokens),)
+    tail = compute(model, _poisoned(written, behind), behind, tokens)
     return {
         "all_placeholders": _distance(everything, expected),
         "scattered": _distance(scattered, expected[positions]),
         "left_to_right": _distance(joint, apart),
-        "identity": max(_distance(laid.k, correct.k), _distance(laid.v, correct.v)),
+        "identity": max(_distance(written.k, correct.k), _distance(written.v, correct.v)),
         "prefix": _distance(tail, expected[cut:]),
         "moved_layer_0": _moved_error(model, tokens),
     }
 
 
-def compute(model: EmbeddedModel, kv: SequenceKV, runs: tuple[Span, ...], tokens: TokenIds) -> torch.Tensor:
-    """Logits after every position of the runs: (N, V)."""
-    current = PartialPass(kv, runs)
-    ids = np.concatenate([tokens[run.start : run.end] for run in runs])
-    return model.logits(current, ids, keep=current.num_queries)
-
-
-def copied(start: int, length: int, *, target_start: int) -> Copy:
-    """Of a donor that is one segment, computed where it stands."""
-    return Copy(
-        donor=NodeId(1),
-        segment_id=SEGMENT,
-        offset=start,
-        length=length,
-        target_start=target_start,
-        source_position=start,
-        donor_start=start,
-    )
-
-
-def _scattered(rng: np.random.Generator, num_tokens: int) -> tuple[Span, ...]:
-    """About 28 runs of 1 to 12 tokens, the last one at the end."""
-    starts = np.unique(rng.integers(1, num_tokens - 16, 28)) // 14 * 14
-    lengths = rng.integers(1, 13, len(starts))
-    runs = {int(start): Span(int(start), int(start + n)) for start, n in zip(starts, lengths, strict=True)}
-    last = Span(num_tokens - 2, num_tokens)
-    return (*(runs[start] for start in sorted(runs) if runs[start].end < last.start), last)
-
-
 def _poisoned(kv: SequenceKV, runs: tuple[Span, ...]) -> SequenceKV:
-    """A copy whose open slots hold huge numbers, so that reading one before it is written shows."""
+    """A copy with huge numbers in the slots of these runs: reading one before it is written shows."""
     other = kv.fork(kv.capacity)
     for run in runs:
         other.k[:, run.start : run.end] = 1e4
@@ -105,6 +75,7 @@ def _poisoned(kv: SequenceKV, runs: tuple[Span, ...]) -> SequenceKV:
 
 
 def _reference(name: str, tokens: TokenIds, seed: int) -> torch.Tensor:
+    """Logits (T, V) of the untouched model."""
     model = tiny_model(name, seed=seed)
     model.set_attn_implementation("eager")
     with torch.inference_mode():
@@ -112,14 +83,8 @@ def _reference(name: str, tokens: TokenIds, seed: int) -> torch.Tensor:
     return logits.float()
 
 
-def _laid_back(model: EmbeddedModel, kv: SequenceKV, num_tokens: int) -> SequenceKV:
-    target = model.new_sequence(num_tokens)
-    segments = {SEGMENT: kv.cut(Span(0, num_tokens))}
-    target.lay_out([copied(0, num_tokens, target_start=0)], segments)
-    return target
-
-
 def _moved_error(model: EmbeddedModel, tokens: TokenIds) -> float:
+    """Infinite where the model's rows cannot be moved."""
     if model.refusal:
         return float("inf")
     num_tokens, shift = min(64, len(tokens)), min(173, len(tokens))

@@ -1,10 +1,9 @@
 """
-`kvshare bench plan`: nomination + alignment + planning for a prompt, over many stored ones, without any
-model.
+`kvshare bench plan`: time to find donors for a prompt, align and plan, among many stored ones; no model.
 
-The store holds variants of a few hundred templates, so a query has good donors among many strangers. Meaning
-vectors of stored prompts are noisy copies of their template's (embedding all would take minutes and is not
-what is measured); the query's text is really embedded in the `with_dense` arm.
+The store holds variants of 200 templates, so a query has good donors among many unrelated prompts. Embeddings
+of stored prompts are those of their templates with some noise, as embedding all of them would take minutes.
+The query's text is really embedded, in the arm `with_dense`.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from kvshare.sharing.plan import Plan
 from vector_index import Embedder, PromptRecord, PromptText
 
 _TEMPLATES = 200
+_WORDS = ("report", "value", "patient", "street", "order", "late", "invoice", "exam", "red", "sum", "cat")
 
 
 async def run(
     *, stored: int = 10_000, prompt_tokens: int = 2000, queries: int = 200, seed: int = 0
 ) -> dict[str, Any]:
-    """Times of `queries` new variants against `stored` prompts; memory of what was stored for each."""
+    """Times of `queries` new variants among `stored` prompts, and the memory for each stored prompt."""
     rng = np.random.default_rng(seed)
-    embedder = _Embedder()
-    texts = [_text(rng) for _ in range(min(_TEMPLATES, stored))]
-    embedder.learn(texts)
+    texts = [" ".join(rng.choice(_WORDS, 120).tolist()) for _ in range(min(_TEMPLATES, stored))]
+    embedder = _Embedder(texts)
     nomination = replace(
         nominator_settings(load_settings().index),
         dense_min_uncovered=0.0,
@@ -53,33 +52,29 @@ async def run(
         await sharing.nominator.remember_all(_stored(store, variants, texts, stored))
         embedder.replay = False
         memory = per_prompt(grown(before), stored)
-        arms = {}
-        for name, dense in (("without_dense", False), ("with_dense", True)):
-            arms[name] = await _measure(sharing, variants, texts, queries, dense=dense)
-    return {
-        **arms,
-        "p50_ms": arms["without_dense"]["p50_ms"],
-        "p99_ms": arms["without_dense"]["p99_ms"],
-        **memory,
-    }
+        arms = {
+            name: await _measure(sharing, variants, texts, queries, dense=dense)
+            for name, dense in (("without_dense", False), ("with_dense", True))
+        }
+    return {**arms, **{name: arms["without_dense"][name] for name in ("p50_ms", "p99_ms")}, **memory}
 
 
 def _stored(
     store: CountedStore, variants: Variants, texts: Sequence[str], num_stored: int
 ) -> Iterator[PromptRecord]:
-    """The templates, then variants of them, each kept when it is its turn."""
+    """The templates, then variants of them; each variant is stored when it is asked for."""
     for text, node in zip(texts, variants.templates, strict=True):
         yield PromptRecord(node.node_id, NAMESPACE, node.token_ids, PromptText(text, ""))
     for _ in range(num_stored - len(texts)):
         variant = variants.draw()
-        node = store.keep(variant.tokens, variant.plan)
+        node = store.store(variant.tokens, variant.plan)
         yield PromptRecord(node.node_id, NAMESPACE, node.token_ids, PromptText(texts[variant.number], ""))
 
 
 async def _measure(
     sharing: Sharing, variants: Variants, texts: Sequence[str], num_queries: int, *, dense: bool
 ) -> dict[str, Any]:
-    total, nomination, saved = [], [], []
+    total, nomination, saved = [], [], []  # seconds, seconds, shares of the prompt
     for _ in range(num_queries):
         variant = variants.draw()
         prompt = Prompt(variant.tokens, PromptText(texts[variant.number], ""))
@@ -96,16 +91,14 @@ async def _measure(
 
 
 class _Embedder(Embedder):
-    """While `replay` is on, known texts get their vector back with some noise."""
+    """While `replay` is on, the templates' texts get their own embeddings with some noise."""
 
-    def __init__(self) -> None:
+    replay = False
+
+    def __init__(self, texts: Sequence[str]) -> None:
         super().__init__()
-        self._known: dict[str, NDArray[np.float32]] = {}
+        self._known = dict(zip(texts, self.embed(texts), strict=True))
         self._rng = np.random.default_rng(1)
-        self.replay = False
-
-    def learn(self, texts: Sequence[str]) -> None:
-        self._known = dict(zip(texts, super().embed(texts), strict=True))
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         if not self.replay:
@@ -114,9 +107,3 @@ class _Embedder(Embedder):
         noisy = known + self._rng.normal(0.0, 0.005, known.shape).astype(np.float32)
         vectors: NDArray[np.float32] = noisy / np.linalg.norm(noisy, axis=1, keepdims=True)
         return vectors
-
-
-def _text(rng: np.random.Generator) -> str:
-    """A page of words that no other template has in this order."""
-    words = ("report", "value", "patient", "street", "order", "late", "invoice", "exam", "red", "sum", "cat")
-    return " ".join(rng.choice(words, 120).tolist())

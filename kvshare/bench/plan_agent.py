@@ -1,9 +1,9 @@
 """
-`kvshare bench plan --workload agent`: what it costs to look up and plan very long prompts, and how long a
-short one waits that comes meanwhile.
+`kvshare bench plan --workload agent`: time to look up and plan very long prompts, and how long a short one
+waits that arrives meanwhile.
 
 Both go through `Sharing.find_plan`, as in serving: nomination on the event loop, planning on its threads.
-Only the KV is missing. The store holds runs of a task with the pieces that planning them left.
+Only the KV is missing. The store holds several runs of each task, stored in pieces as their plans say.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_TEXT = PromptText("", "")
 async def run(
     *, stored: int = 1000, prompt_tokens: int = 45_000, queries: int = 200, seed: int = 0
 ) -> dict[str, Any]:
-    """Times of `queries` long prompts, and of short ones that come while another long one is planned."""
+    """Times of `queries` long prompts, and of short ones that arrive while a long one is planned."""
     rng = np.random.default_rng(seed)
     prompts = AgentPrompts(rng, prompt_tokens)
     store = CountedStore(DeltaTree.open(None, identity="bench"))
@@ -78,20 +78,20 @@ def _figures(times: Mapping[str, list[float]]) -> dict[str, Any]:
 async def _fill(
     store: CountedStore, sharing: Sharing, prompts: AgentPrompts, num_stored: int
 ) -> tuple[list[TokenIds], list[TokenIds]]:
-    """Tasks and their later runs, and short prompts beside them; all indexed."""
+    """Store and index tasks, their later runs, and short prompts. Returns the tasks and the short prompts."""
     long: list[TokenIds] = []
     first: Node | None = None
     for number in range(num_stored):
         if first is None or number % _RUNS == 0:
             long.append(prompts.task())
-            node = first = store.keep(long[-1])
+            node = first = store.store(long[-1])
         else:
             long.append(prompts.run_again(first.token_ids))
-            node = store.keep(long[-1], store.plan(long[-1], first))
+            node = store.store(long[-1], store.plan(long[-1], first))
         await sharing.remember(node, None)
     short = [prompts.short(_SHORT_TOKENS) for _ in range(_SHORT_STORED)]
     for tokens in short:
-        await sharing.remember(store.keep(tokens), None)
+        await sharing.remember(store.store(tokens), None)
     return long, short
 
 
@@ -103,10 +103,11 @@ async def _measure(
     short: list[TokenIds],
     num_queries: int,
 ) -> Mapping[str, list[float]]:
-    """Seconds, counts and shares by name, one entry a query."""
+    """Seconds, counts and shares by name, one entry for each query."""
+    times: dict[str, list[float]] = defaultdict(list)
     for number in range(num_queries + _WARM_UP):
-        if number in (0, _WARM_UP):
-            times: dict[str, list[float]] = defaultdict(list)
+        if number == _WARM_UP:
+            times.clear()
         query = prompts.run_again(long[int(rng.integers(len(long)))])
         other = prompts.run_again(short[int(rng.integers(len(short)))], num_edits=_SHORT_EDITS)
         cpu, began = time.process_time(), time.perf_counter()
@@ -125,7 +126,7 @@ async def _measure(
 
 
 async def _blocked(long: Awaitable[Lookup], short: Awaitable[Lookup], delay_s: float) -> float:
-    """Seconds that the short one takes, from the moment it comes: a blocked event loop counts, too."""
+    """Seconds until the short one is planned, from when it is due: a blocked event loop counts, too."""
     due = time.perf_counter() + delay_s
     planning = asyncio.ensure_future(long)
     await asyncio.sleep(delay_s)

@@ -1,22 +1,21 @@
 """
 `kvshare bench proxy`: what the HTTP front and sharing add to a request with nothing to share.
 
-The same new prompt length, alternating: through HTTP on loopback, and straight into the model. Embedding is
-off, as it happens after the response; the difference of the medians is the added latency.
+Prompts of one length are sent through HTTP on loopback and computed by the model directly, in turns.
+Embedding is off, since it happens after the response. The difference of the medians is the added latency.
 """
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from typing import Any
 
 import numpy as np
 
-from delta_tree import Span
+from delta_tree import Span, token_ids
 from kvshare.bench.front import Client, serving
-from kvshare.bench.harness import bench_settings, median, new_engine
+from kvshare.bench.harness import median
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
 
@@ -26,26 +25,19 @@ _WARM_UP = 5
 async def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str, Any]:
     """Median added milliseconds over `repeats` chat requests that have nothing in common."""
     rng = np.random.default_rng(seed)
-    through: list[float] = []
-    straight: list[float] = []
-    num_tokens = 0
-    with tempfile.TemporaryDirectory() as folder:
-        settings = bench_settings(folder, {"index.dense": False})
-        engine = new_engine(None, settings)
-        async with serving(settings, engine) as client:
-            for repeat in range(repeats + _WARM_UP):
-                text = " ".join(f"{value:x}" for value in rng.integers(0, 2**32, words))
-                http_s, num_tokens = await _through_http(client, engine.card.model_id, text)
-                straight_s = await asyncio.to_thread(_straight, engine.server.shared_model, num_tokens, rng)
-                if repeat >= _WARM_UP:
-                    through.append(http_s)
-                    straight.append(straight_s)
-    added = 1e3 * (median(through) - median(straight))
+    through, straight = [], []
+    async with serving({"index.dense": False}) as (client, engine):
+        for _ in range(repeats + _WARM_UP):
+            text = " ".join(f"{value:x}" for value in rng.integers(0, 2**32, words))
+            http_s, num_tokens = await _through_http(client, engine.card.model_id, text)
+            through.append(http_s)
+            straight.append(await asyncio.to_thread(_straight, engine.server.shared_model, num_tokens, rng))
+    through_ms, straight_ms = (1e3 * median(seconds[_WARM_UP:]) for seconds in (through, straight))
     return {
         "prompt_tokens": num_tokens,
-        "added_ms": added,
-        "through_http_p50_ms": 1e3 * median(through),
-        "model_only_p50_ms": 1e3 * median(straight),
+        "added_ms": through_ms - straight_ms,
+        "through_http_p50_ms": through_ms,
+        "model_only_p50_ms": straight_ms,
     }
 
 
@@ -60,8 +52,8 @@ async def _through_http(client: Client, model: str, text: str) -> tuple[float, i
 
 
 def _straight(model: EmbeddedModel, num_tokens: int, rng: np.random.Generator) -> float:
-    """One prefill of as many tokens, and nothing else."""
-    tokens = rng.integers(16, model.vocab_size, num_tokens).astype(np.int32)
+    """Seconds of one prefill of random tokens, and nothing else."""
+    tokens = token_ids(rng.integers(16, model.vocab_size, num_tokens))
     began = time.perf_counter()
     model.compute(PartialPass(model.new_sequence(num_tokens), (Span(0, num_tokens),)), tokens)
     return time.perf_counter() - began

@@ -1,13 +1,13 @@
 """
-`kvshare bench replay`: how many requests a second the replay's KVShare arm takes, and how that
-falls as the store grows. No log and no model: prompts are drawn like text from a seed.
+`kvshare bench replay`: requests a second that the replay of KVShare's policy handles, as the store grows. No
+log and no model: prompts that look like text are drawn from a seed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import count, takewhile
+from itertools import count, islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from kvshare.settings import load_settings
 from vector_index import Embedder
 
 _BYTES_PER_TOKEN = 1024
-_PREFILL_TOKENS_PER_S = 500.0  # slow enough for the search by meaning to be worth it
+_PREFILL_TOKENS_PER_S = 500.0  # so slow that searching by embedding pays
 _BATCH = 64  # requests embedded together
 _FIRST_STOP = 1000
 
@@ -38,17 +38,24 @@ def run(
     seed: int = 0,
 ) -> dict[str, Any]:
     """
-    Replays `stored` requests and `requests` more, one at a time.
+    Replay `stored` requests and `requests` more, one at a time.
 
-    Measured are the last `requests`, and as many after 1,000, 10,000, ... `keep` is what is neither
-    nominating nor planning: the tree's books, fingerprints, indexing. Left out is what a replay does beside
-    that and a server does not: asking what the gates cost. `threads` are the embedder's, all
-    cores if None; beside other work one is quicker.
+    The last `requests` are measured, and as many after 1,000, 10,000, ... `keep` is the time of storing: the
+    tree, fingerprints, indexing. What a server does not do is left out: finding out what the gate cost.
+    `threads` are the embedder's, all cores if None; beside other work a single one is faster.
     """
     embedder = Embedder.for_bulk(num_threads=threads) if dense else None
     words = [] if embedder is None else common_words(embedder.load().tokenizer.get_vocab())
     meanings = None if embedder is None else Meanings(embedder)
-    arm = _arm(meanings)
+    bench = Workbench(
+        settings=load_settings(),
+        bytes_per_token=_BYTES_PER_TOKEN,
+        prefill_tokens_per_s=_PREFILL_TOKENS_PER_S,
+        meanings=meanings,
+        explain_losses=False,
+    )
+    options = SharingOptions(nominate="both" if dense else "fingerprints")
+    arm = SharingArm("bench", bench, sharing=options)
     prompts = TextLikePrompts(np.random.default_rng(seed), prompt_tokens)
     stream = _Stream(arm, prompts, words)
     before = memory_bytes()
@@ -70,7 +77,7 @@ def run(
 
 
 class _Stream:
-    """Requests that go to an arm one by one, embedded a batch at a time where it looks at meaning."""
+    """Requests that a policy observes one by one, embedded in batches where it searches by embedding."""
 
     def __init__(self, arm: SharingArm, prompts: TextLikePrompts, words: Sequence[str]) -> None:
         self._arm = arm
@@ -79,11 +86,11 @@ class _Stream:
         self.num_observed = 0
 
     def replay(self, num_requests: int) -> list[tuple[Outcome, float]]:
-        """What the arm made of each, and the seconds each took, its share of the embedding included."""
+        """Each request's outcome, and the seconds it took with its share of the batch's embedding."""
         results: list[tuple[Outcome, float]] = []
         meanings = self._arm.bench.meanings
-        for start in range(0, num_requests, _BATCH):
-            batch = [self._next() for _ in range(min(_BATCH, num_requests - start))]
+        waiting = (self._next() for _ in range(num_requests))
+        while batch := list(islice(waiting, _BATCH)):
             began = time.perf_counter()
             if meanings is not None:
                 meanings.prepare(batch)
@@ -98,19 +105,18 @@ class _Stream:
         """Rates and times of the next requests."""
         num_stored, cpu_began = self.num_observed, time.process_time()
         results = self.replay(num_requests)
-        cpu_s = time.process_time() - cpu_began  # drawing the prompts included: a few percent
-        outcomes = [outcome for outcome, _ in results]
-        seconds = [each for _, each in results]
-        rest = [each - outcome.lookup_s - outcome.plan_s for outcome, each in results]
-        num_tokens = num_requests * self._prompts.num_tokens
+        cpu_s = time.process_time() - cpu_began  # drawing the prompts is in it: a few percent
         return {
             "stored": num_stored,
-            "requests_per_s": round(num_requests / sum(seconds), 1),
+            "requests_per_s": round(num_requests / sum(seconds for _, seconds in results), 1),
             "cpu_ms_per_request": round(1e3 * cpu_s / num_requests, 3),
-            "nominate": percentiles([outcome.lookup_s for outcome in outcomes]),
-            "plan": percentiles([outcome.plan_s for outcome in outcomes]),
-            "keep": percentiles(rest),
-            "hit_rate": sum(outcome.num_hit for outcome in outcomes) / num_tokens,
+            "nominate": percentiles([outcome.lookup_s for outcome, _ in results]),
+            "plan": percentiles([outcome.plan_s for outcome, _ in results]),
+            "keep": percentiles(
+                [seconds - outcome.lookup_s - outcome.plan_s for outcome, seconds in results]
+            ),
+            "hit_rate": sum(outcome.num_hit for outcome, _ in results)
+            / (num_requests * self._prompts.num_tokens),
         }
 
     def _next(self) -> TokenizedRequest:
@@ -125,18 +131,6 @@ class _Stream:
             text=self._prompts.text(tokens, self._words) if self._words else "",
             time_s=float(number),
         )
-
-
-def _arm(meanings: Meanings | None) -> SharingArm:
-    bench = Workbench(
-        settings=load_settings(),
-        bytes_per_token=_BYTES_PER_TOKEN,
-        prefill_tokens_per_s=_PREFILL_TOKENS_PER_S,
-        meanings=meanings,
-        explain_losses=False,
-    )
-    options = SharingOptions(nominate="fingerprints" if meanings is None else "both")
-    return SharingArm("bench", bench, sharing=options)
 
 
 def _stops(stored: int) -> list[int]:

@@ -1,16 +1,13 @@
-"""
-`kvshare bench storage`: KV bytes owned by near-duplicate prompts, over what storing each whole would
-cost.
-"""
+"""`kvshare bench storage`: bytes of KV for near-duplicate prompts, over those of storing each in full."""
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from delta_tree import TokenIds
 from kvshare.bench.harness import ask, edited, random_prompt, running_engine
 from kvshare.bench.random_models import tiny_model
 from kvshare.requests import SharingMode
@@ -21,12 +18,8 @@ _VOCAB_SIZE = 290
 async def run(
     *, prompts: int = 100, prompt_tokens: int = 2000, changed: float = 0.1, edits: int = 5, seed: int = 0
 ) -> dict[str, Any]:
-    """Sends `prompts` variants of one prompt through an engine and counts what the tree then owns."""
-    rng = np.random.default_rng(seed)
-
-    def draw(length: int) -> TokenIds:
-        return random_prompt(rng, length, _VOCAB_SIZE)
-
+    """Have an engine serve and store `prompts` variants of one prompt, and count the bytes of its tree."""
+    draw = partial(random_prompt, np.random.default_rng(seed), vocab_size=_VOCAB_SIZE)
     model = tiny_model("llama", max_position_embeddings=prompt_tokens + 64)
     async with running_engine(model, {"index.dense": False}) as engine:
         base = draw(prompt_tokens)

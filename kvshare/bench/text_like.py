@@ -1,14 +1,12 @@
 """
-Prompts that look like text to an index: common words, paragraphs that come again, one system prompt for half.
+Prompts that look like text to an index. Words are drawn by Zipf's law; token n is the n-th most common word.
 
-Words are drawn by Zipf's law, and token n is the n-th most common English word. A prompt is a header of its
-own, perhaps the system prompt, and paragraphs, of which most are popular ones; one prompt in five is an
-earlier one with a stretch rewritten.
+`TextLikePrompts`: a header of its own, for half of the prompts one system prompt, and paragraphs, most of
+them popular ones. One prompt in five is an earlier one with a stretch rewritten.
 
-Or long prompts like an agent's transcripts: a system prompt, then calls and their results, run again and
-again. Runs of one task have the same steps; between two runs hundreds of places differ by a few tokens, and
-all that follows has moved. Documents are popular or rare, come up in several tasks, and are opened twice in
-one.
+`AgentPrompts`: long transcripts of a system prompt, then tool calls and their results. Runs of one task have
+the same steps; two runs differ by a few tokens in hundreds of places, and all that follows has moved.
+Documents are popular or rare, occur in several tasks, and are opened again in one.
 """
 
 from __future__ import annotations
@@ -28,22 +26,22 @@ _PARAGRAPHS, _PARAGRAPH_TOKENS = 5000, 80
 _HEADER_TOKENS = 24
 _SHARE_WITH_SYSTEM, _SHARE_POPULAR, _SHARE_RESUBMITTED = 0.5, 0.6, 0.2
 _SYSTEM_FRACTION, _REWRITTEN_FRACTION = 0.4, 0.1
-_REMEMBERED = 1000  # prompts that may be sent again
+_RECENT = 1000  # prompts that may be sent again
 
 # Of agents' transcripts.
 _NUM_EDITS, _LONGEST_EDIT = 300, 8
-_TOKENS_PER_EDIT = 40  # at the least: what is between two edits that are closer is computed again with them
-_MIN_TOKENS = 2000  # or little is there beside the system prompt
+_TOKENS_PER_EDIT = 40  # at least: tokens between two closer edits are computed again, too
+_MIN_TOKENS = 2000  # shorter ones would be little more than the system prompt
 _SYSTEM_TOKENS, _CALL_TOKENS, _STAMP_TOKENS = 1200, 30, 12
 _DOCUMENTS, _DOCUMENT_TOKENS = 2000, (200, 1200)
-_SHARE_AGAIN = 0.15  # of the steps, that open a document which the transcript has already
+_SHARE_AGAIN = 0.15  # of the steps: they open a document that the transcript has already
 
 
 def common_words(vocabulary: Mapping[str, int]) -> list[str]:
     """
-    The 20,000 most common words of an uncased WordPiece vocabulary, whose ids go by how common words are.
+    The 20,000 most common words of an uncased WordPiece vocabulary, whose ids are in the order of frequency.
 
-    Raises:  ValueError if it has fewer
+    Raises:  ValueError if it has fewer words
     """
     words = [word for word in sorted(vocabulary, key=vocabulary.__getitem__) if _is_word(word)]
     if len(words) < _WORDS:
@@ -67,7 +65,7 @@ class ZipfWords:
 
 
 def _cumulated(count: int, exponent: float) -> NDArray[np.float64]:
-    """By Zipf's law: the share of the commonest, of the two commonest, ... of `count` things."""
+    """By Zipf's law: the share of the most common of `count` things, of the first two, ... of all."""
     weights = 1.0 / np.arange(1, count + 1) ** exponent
     shares: NDArray[np.float64] = np.cumsum(weights) / weights.sum()
     return shares
@@ -85,7 +83,7 @@ class TextLikePrompts:
         self._paragraphs = self._words(_PARAGRAPHS * _PARAGRAPH_TOKENS).reshape(_PARAGRAPHS, -1)
         self._popularity = _cumulated(_PARAGRAPHS, 1.0)
         self._system = self._words(round(_SYSTEM_FRACTION * num_tokens))
-        self._recent: deque[TokenIds] = deque(maxlen=_REMEMBERED)
+        self._recent: deque[TokenIds] = deque(maxlen=_RECENT)
 
     def draw(self) -> TokenIds:
         """The next prompt."""
@@ -97,7 +95,7 @@ class TextLikePrompts:
         return prompt
 
     def text(self, prompt: TokenIds, words: Sequence[str]) -> str:
-        """Its `words` for an embedder, the header and the system prompt left out."""
+        """The prompt in words for an embedder, without the header and the system prompt."""
         return " ".join(words[token] for token in prompt[-self.num_tokens // 2 :].tolist())
 
     def _fresh(self) -> TokenIds:
@@ -121,10 +119,10 @@ class TextLikePrompts:
 
 class AgentPrompts:
     """
-    Transcripts over one collection of documents. Runs of a task differ in 300 places, short ones in fewer.
+    Transcripts over one collection of documents. Runs of a task differ in 300 places, or in fewer if short.
 
     Shapes:  each (T,) int32, T about `num_tokens`
-    Raises:  ConfigError where they are to be too short
+    Raises:  ConfigError for `num_tokens` below 2,000
     """
 
     def __init__(self, rng: np.random.Generator, num_tokens: int) -> None:
@@ -148,7 +146,7 @@ class AgentPrompts:
         return token_ids(np.concatenate(parts)[: self._num_tokens])
 
     def run_again(self, prompt: TokenIds, *, num_edits: int | None = None) -> TokenIds:
-        """The prompt with that many edits, each of 0 to 8 tokens for 0 to 8 others, evenly drawn."""
+        """The prompt with that many edits at random places, each of 0 to 8 tokens for 0 to 8 others."""
         num_edits = self.num_edits if num_edits is None else num_edits
         places = np.sort(self._rng.choice(len(prompt), num_edits, replace=False))
         parts, at = [], 0
@@ -159,5 +157,5 @@ class AgentPrompts:
         return token_ids(np.concatenate([*parts, prompt[at:]]))
 
     def short(self, num_tokens: int) -> TokenIds:
-        """A question that has nothing to do with any task."""
+        """A question that is unrelated to any task."""
         return token_ids(self._words(num_tokens))

@@ -1,22 +1,29 @@
 """
 `kvshare bench ttft`: time to first token of a prompt of which a stored one differs in a few places.
 
-Arms, alternating in one process, on a random-weight Llama of about 100 M parameters and random tokens, or on
-a given model and real text:
+The arms take turns in one process, on a random-weight Llama of about 100 M parameters and random tokens, or
+on a given model and real text:
     full           nothing is shared
-    shared         KVShare: nomination, planning, laying out, rotation and partial attention included
-    exact_prefix   only the tokens before the first difference, what a prefix cache gets
-    ideal          a prompt of which all but as many last tokens as `shared` computed is an exact prefix
+    shared         KVShare: nomination, planning, copying, rotation and partial attention included
+    exact_prefix   only the tokens before the first difference: what a prefix cache reuses
+    ideal          an equal-compute prefix hit: a prompt of the same length whose prefix is an exact hit and
+                   which computes as many tokens as `shared` did (the key is older than the name)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from delta_tree import TokenIds, token_ids
+from kvshare.bench.bound import Bound, ModelSize, bound_figures, spans_of
+from kvshare.bench.copies import copied_bytes_per_s
 from kvshare.bench.harness import Answer, ask, edited, environment, median, random_prompt, running_engine
 from kvshare.bench.random_models import timing_model
 from kvshare.chat_model import EXAMPLE_TEXT
@@ -25,6 +32,7 @@ from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.errors import ConfigError
 from kvshare.requests import SharingMode
 
+_EQUAL_COMPUTE = "ideal"  # the arm's key
 _FORMS = 64  # behind the example text
 _VOCAB_SIZE = 1000  # of the tokens drawn; the model's own is larger
 
@@ -46,26 +54,27 @@ async def run(
     Raises:  ConfigError for prompts longer than the real text is, and for an unknown family; ModelError
     """
     rng = np.random.default_rng(seed)
-    arms: dict[str, list[Answer]] = {"full": [], "shared": [], "exact_prefix": [], "ideal": []}
+    arms: dict[str, list[Answer]] = {name: [] for name in ("full", "shared", "exact_prefix", _EQUAL_COMPUTE)}
+    bounds = []
     given = {} if model is None else {"model.path": model, "model.dtype": "auto"}
-    random_model = None
-    if model is None:
-        length = prompt_tokens + 64
-        random_model = timing_model(family, max_position_embeddings=length, vocab_size=16384, seed=seed)
+    random_model = timing_model(family, prompt_tokens=prompt_tokens, seed=seed) if model is None else None
     async with running_engine(random_model, given) as engine:
         donor, draw = _text(engine, rng, prompt_tokens, is_real=model is not None)
+        bound_of = _bounds(engine, prompt_tokens)
         await ask(engine, donor, mode=SharingMode.OFF, store=True)
         for repeat in range(repeats + 1):
             recipient = edited(donor, changed=changed, edits=edits, draw=draw)
             full = await ask(engine, recipient, mode=SharingMode.OFF)
-            shared = await ask(engine, recipient, mode=SharingMode.APPROX)
+            with _computed_positions(engine) as positions:
+                shared = await ask(engine, recipient, mode=SharingMode.APPROX)
             prefix = await ask(engine, recipient, mode=SharingMode.EXACT)
-            computed = shared.report.num_recomputed + shared.report.num_repaired
+            computed = shared.report.num_missed
             same_head = token_ids(np.concatenate([donor[: prompt_tokens - computed], draw(computed)]))
-            ideal = await ask(engine, same_head, mode=SharingMode.EXACT)
+            equal_compute = await ask(engine, same_head, mode=SharingMode.EXACT)
             if repeat == 0:
                 continue  # caches and allocator are warm from here on
-            for name, answer in zip(arms, (full, shared, prefix, ideal), strict=True):
+            bounds.append(bound_of(positions, shared))
+            for name, answer in zip(arms, (full, shared, prefix, equal_compute), strict=True):
                 arms[name].append(answer)
         dtype = str(engine.server.model.layout.dtype).removeprefix("torch.")
         name = engine.server.model.name if model else f"random weights, 100 M, {family}"
@@ -73,7 +82,7 @@ async def run(
         "engine": "embedded",
         "model": name,
         "dtype": dtype,
-        **_summary(arms, prompt_tokens),
+        **_summary(arms, bounds, prompt_tokens),
         "environment": environment(),
     }
 
@@ -83,7 +92,8 @@ def _text(
 ) -> tuple[TokenIds, Callable[[int], TokenIds]]:
     """The donor, and what draws other tokens: at random, or from the example text and our own forms."""
     if not is_real:
-        return random_prompt(rng, num_tokens, _VOCAB_SIZE), lambda n: random_prompt(rng, n, _VOCAB_SIZE)
+        draw_random = partial(random_prompt, rng, vocab_size=_VOCAB_SIZE)
+        return draw_random(num_tokens), draw_random
     pairs = [next(near_duplicate_pairs(seed=number, count=1)) for number in range(_FORMS)]
     forms = ["\n\n" + pair.donor_messages[-1]["content"] for pair in pairs]
     texts = [EXAMPLE_TEXT.read_text(encoding="utf-8"), *forms]
@@ -100,16 +110,61 @@ def _text(
     return token_ids(tokens[:num_tokens]), draw
 
 
-def _summary(arms: dict[str, list[Answer]], num_tokens: int) -> dict[str, Any]:
+@contextmanager
+def _computed_positions(engine: EmbeddedEngine) -> Iterator[list[NDArray[np.int64]]]:
+    """The positions that each forward pass in this block computes."""
+    passes: list[NDArray[np.int64]] = []
+
+    def note(_: torch.nn.Module, __: tuple[Any, ...], given: dict[str, Any]) -> None:
+        passes.append(given["position_ids"].flatten().cpu().numpy())
+
+    hook = engine.server.shared_model.network.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield passes
+    finally:
+        hook.remove()
+
+
+def _bounds(engine: EmbeddedEngine, num_tokens: int) -> Callable[[list[NDArray[np.int64]], Answer], Bound]:
+    """What makes the bound of one shared prompt, over a memory bandwidth that is measured once."""
+    model = engine.server.shared_model
+    size = ModelSize.of_network(model.network, model.layout.reaches)
+    bytes_per_s = copied_bytes_per_s(torch.get_num_threads())
+
+    def bound_of(passes: list[NDArray[np.int64]], shared: Answer) -> Bound:
+        # Where repairs are chosen, probes are computed as well. The first positions cost the least.
+        computed = np.unique(np.concatenate(passes))[: shared.report.num_missed]
+        return Bound.of(
+            size,
+            spans_of(computed),
+            num_tokens=num_tokens,
+            num_copied=shared.report.num_cached,
+            bytes_per_token=model.layout.bytes_per_token,
+            bytes_per_s=bytes_per_s,
+        )
+
+    return bound_of
+
+
+def _summary(arms: dict[str, list[Answer]], bounds: list[Bound], num_tokens: int) -> dict[str, Any]:
+    """
+    `of_bound`: share of the bound's speedup that is reached. `of_equal_compute`: time of the equal-compute
+    prefix hit over that of `shared`. The last recipient's tokens and stages stand for all.
+    """
     ttft = {name: median([answer.first_token_s for answer in answers]) for name, answers in arms.items()}
+    speedups = {name: ttft["full"] / seconds for name, seconds in ttft.items()}
     last = arms["shared"][-1]
     report = last.report
+    of_equal_compute = ttft[_EQUAL_COMPUTE] / ttft["shared"]
     return {
-        "speedup": ttft["full"] / ttft["shared"],
-        "ideal_speedup": ttft["full"] / ttft["ideal"],
-        "of_ideal": ttft["ideal"] / ttft["shared"],
-        "exact_prefix_speedup": ttft["full"] / ttft["exact_prefix"],
-        "recomputed_fraction": (report.num_recomputed + report.num_repaired) / num_tokens,
+        "speedup": speedups["shared"],
+        **bound_figures(bounds, full_s=ttft["full"], shared_s=ttft["shared"]),
+        "equal_compute_speedup": speedups[_EQUAL_COMPUTE],
+        "of_equal_compute": of_equal_compute,
+        "ideal_speedup": speedups[_EQUAL_COMPUTE],  # these two under their older names
+        "of_ideal": of_equal_compute,
+        "exact_prefix_speedup": speedups["exact_prefix"],
+        "recomputed_fraction": report.num_missed / num_tokens,
         "tokens": {
             "exact": report.num_exact,
             "copied": report.num_copied,

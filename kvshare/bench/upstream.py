@@ -1,7 +1,7 @@
 """
 A model server without a model, for benchmarks of the relay: `python -m kvshare.bench.upstream PORT`.
 
-It answers at once, and a stream with "slow" with a token every ten seconds, as one that waits for its turn.
+It answers at once; a body with "slow" gets an endless stream with a token every ten seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 
 async def _slow(request: web.Request) -> web.StreamResponse:
-    """Until the client goes away."""
+    """A stream that goes on until the client disconnects."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": None}

@@ -9,6 +9,7 @@ import typer
 
 from kvshare.cli.options import Format, OutputFormat
 from kvshare.cli.output import note, show
+from kvshare.extras import require
 
 _OUT, _ROWS = Path("calibration.json"), Path("calibration")
 
@@ -25,7 +26,8 @@ def calibrate(
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """Measure what reused KV costs a model, and write what the server needs to know of it."""
-    from kvshare.bench import calibrate as calibration  # imports torch
+    require("bench", what="`kvshare calibrate`")
+    from kvshare.bench import calibrate as calibration
 
     document = calibration.run(
         model=model, rows=rows, data=data, log=log, suites=suites, plans=plans, minutes=minutes, out=out

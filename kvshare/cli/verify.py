@@ -8,6 +8,7 @@ import typer
 
 from kvshare.cli.options import Format, OutputFormat, argument, option
 from kvshare.cli.output import show
+from kvshare.extras import require
 
 
 def verify(
@@ -24,7 +25,8 @@ def verify(
     """
     if dtype not in (allowed := ("float32", "bfloat16", "float16", "auto")):
         raise typer.BadParameter(f"expected {', '.join(allowed)}, got {dtype!r}", param_hint="--dtype")
-    from kvshare.engines.embedded.loading import load_served  # imports torch
+    require("embedded", what="`kvshare verify`")
+    from kvshare.engines.embedded.loading import load_served
     from kvshare.engines.embedded.verification import verified
     from kvshare.served_model import find_model
 

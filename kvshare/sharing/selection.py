@@ -62,7 +62,7 @@ def choose(
     Shapes:  attended (L, T) of the listeners, mean over them and over heads; changed (L, P) of the probes
     """
     num_tokens = attended.shape[1]
-    pieces, computed = (_mask(spans, num_tokens) for spans in (order.pieces, placeholders))
+    pieces, computed = (covered(spans, num_tokens) for spans in (order.pieces, placeholders))
     allowed = pieces & ~computed
     found = scores(order.pieces, attended, np.array(order.probes, np.int64), changed)
     num_repairs = round(order.num_tokens * allowed.sum() / max(1, pieces.sum()))
@@ -159,6 +159,14 @@ def stretches(mask: Mask) -> list[Span]:
     return [Span(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
+def covered(spans: Sequence[Span], num_tokens: int) -> Mask:
+    """(T,) the positions that the spans cover."""
+    mask = np.zeros(num_tokens, np.bool_)
+    for span in spans:
+        mask[span.start : span.end] = True
+    return mask
+
+
 def num_runs(rows: Mask) -> int:
     """Stretches of neighbours."""
     return int(rows[0]) + int((rows[1:] & ~rows[:-1]).sum())
@@ -178,11 +186,4 @@ def _between(
 def _mendable(length: int) -> NDArray[np.float64]:
     """(length,) 1 at the start of a piece, falling."""
     found: NDArray[np.float64] = _MENDABLE + (1 - _MENDABLE) * np.exp(-np.arange(length) / _REACH)
-    return found
-
-
-def _mask(spans: Sequence[Span], num_tokens: int) -> Mask:
-    found = np.zeros(num_tokens, np.bool_)
-    for span in spans:
-        found[span.start : span.end] = True
     return found

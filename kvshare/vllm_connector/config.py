@@ -47,7 +47,7 @@ class ConnectorSettings:
 
 
 def unsupported_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
-    """Why nothing can be shared with this configuration; empty if it can. Each names what to change."""
+    """Reasons why nothing can be shared with this configuration, each with what to change; empty if none."""
     checks = {**_platform_and_parallel(config), **_model(config), **_cache(config, kv_cache)}
     return [message for message, applies in checks.items() if applies]
 
@@ -59,7 +59,7 @@ def _platform_and_parallel(config: VllmConfig) -> dict[str, bool]:
     return {
         f"{current_platform.device_name} devices are not supported": not is_known,
         "pipeline parallelism is not supported (use tensor parallelism)": parallel.pipeline_parallel_size > 1,
-        # Its ranks compute in step, so that a pass of ours would wait for one that the others do not make.
+        # Its ranks run each forward pass together: a pass of ours would wait for ranks that have none to run.
         "data parallelism of a model with experts is not supported (start several vLLMs, and give the proxy "
         "each)": parallel.data_parallel_size > 1,
         "data parallelism with several API servers of different ranks is not supported (start several vLLMs, "
@@ -71,10 +71,11 @@ def _platform_and_parallel(config: VllmConfig) -> dict[str, bool]:
 
 def data_parallel_rank(config: VllmConfig) -> int | None:
     """
-    Which of the engines of a vLLM this is; None for the only one.
+    The data-parallel rank of this engine; None where a vLLM has a single engine.
 
-    For a model without experts vLLM 0.32 sets the size back to 1 before it makes the connector. What is left
-    is the index, and that index at the end of the engine's id: a user's own id may end so, too.
+    For a model without experts vLLM 0.32 resets data_parallel_size to 1 before it creates the connector. Two
+    signs of the rank are left: the index, and the same index at the end of the engine's id. A user's own id
+    may look like that, so both must agree.
     """
     transfer, index = config.kv_transfer_config, int(config.parallel_config.data_parallel_index)
     found = _DATA_PARALLEL_ID.search(str(transfer.engine_id)) if transfer is not None else None
@@ -88,11 +89,11 @@ def _model(config: VllmConfig) -> dict[str, bool]:
         "encoder-decoder models are not supported": model.is_encoder_decoder,
         "recurrent models have no KV cache": model.is_attention_free,
         "hybrid models with recurrent layers are not supported": model.is_hybrid,
-        "multi-head latent attention (MLA) is not supported: vLLM's CPU kernels compute such prompts whole, "
-        "others were never tried": model.use_mla,
+        "multi-head latent attention (MLA) is not supported: vLLM's CPU kernels only compute whole prompts, "
+        "and GPU kernels were not tested": model.use_mla,
         "multimodal models are not supported": model.is_multimodal_model,
         "prompt embeddings (--enable-prompt-embeds) are not supported": model.enable_prompt_embeds,
-        # Its kernels would take the adapters of vLLM's batch for those of our pass, and write out of bounds.
+        # LoRA kernels would use the adapters of vLLM's own batch in our pass, and write out of bounds.
         "LoRA adapters (--enable-lora) are not supported": config.lora_config is not None,
         "speculative decoding is not supported": config.speculative_config is not None,
     }
@@ -115,7 +116,7 @@ def _cache(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, bool]:
         f"{len(groups)} KV cache groups are not supported: start with --disable-hybrid-kv-cache-manager": (
             len(groups) > 1
         ),
-        f"KV caches of kind {kind.__name__} are not supported: blocks out of sight are given away": (
+        f"KV caches of kind {kind.__name__} are not supported: vLLM frees blocks outside the window": (
             kind is not FullAttentionSpec
         ),
         "kv_load_failure_policy must be 'recompute': a failed load would fail the request": (

@@ -1,8 +1,8 @@
 """
 `KVShareConnector`: vLLM's connector interface on one side, our scheduler and worker side on the other.
 
-vLLM makes one in the scheduler and one in every worker. What is not supported, or fails at start, makes it a
-connector that does nothing and says so: in the log, to the proxy, to `kvshare doctor`.
+vLLM creates one in the scheduler and one in every worker. Where the configuration is not supported, or the
+self-test fails, the connector does nothing, and the log, the proxy and `kvshare doctor` say why.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _INSIDE_ANOTHER = "KVShare inside another connector (MultiConnector) is not supp
 
 class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     """
-    Method names and contracts are vLLM's. After the start, errors of ours cost a request the sharing.
+    Method names and contracts are vLLM's. After the start an error of ours only leaves a request unshared.
 
-    They reach vLLM only where it was promised KV that cannot be given any more.
+    It reaches vLLM only where vLLM already counts on KV that cannot be provided any more.
     """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Raises ValueError for settings that cannot be."""
+        """Raises ValueError for invalid settings."""
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         problems = unsupported_reasons(vllm_config, kv_cache_config)
@@ -70,18 +70,18 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """What is not saved is a future miss, no more."""
+        """KV that is not saved only costs a later miss."""
         return False
 
     # --- worker side --------------------------------------------------------------------------------------
 
     def attach_model(self, model: torch.nn.Module) -> None:
-        """Called by our worker class once, before anything is served."""
+        """Called once by our worker class, before the first request."""
         if self._worker is not None:
             self._worker.attach_model(model)
 
     def forget_segments(self) -> None:
-        """Called by our worker class. The scheduler side learns of it when a load needs one of them."""
+        """Called by our worker class. The scheduler side notices when a load needs one of them."""
         if self._worker is not None:
             self._worker.forget_segments()
 
@@ -91,23 +91,23 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake if self._worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM calls this before each forward pass, and before a step without one."""
+        """vLLM calls this at the beginning of each step, with or without a forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.begin(self._step_metadata())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Behind the forward pass, as no load is one that vLLM waits for."""
+        """vLLM calls this behind the forward pass, because all our loads are asynchronous."""
         if self._worker is not None:
             self._worker.advance(self._step_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No forward pass of vLLM needs KV that is on its way."""
+        """Nothing to wait for: vLLM schedules a request only when its KV is loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Prompts are saved when they are whole, see `wait_for_save`."""
+        """Prompts are saved after their last layer, see `wait_for_save`."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -129,7 +129,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """A connector around ours hands on what the first of its children has, which need not be ours."""
+        """A connector that wraps ours passes on the metadata of its first child, which may not be ours."""
         if self._scheduler_side is not None:
             self._scheduler_side.start_sharing(
                 sent if isinstance(sent, WorkerHandshake) else WorkerHandshake(unsupported=(_INSIDE_ANOTHER,))
@@ -146,7 +146,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         if (scheduler := self._scheduler_or_none()) is not None:
             with _contained():
                 num_matched = scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-        return num_matched, num_matched > 0  # nobody waits while they are loaded
+        return num_matched, num_matched > 0  # asynchronous: other requests run while it is loaded
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -178,7 +178,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def reset_cache(self) -> bool | None:
-        """Called when the weights have changed, among other reasons: everything held is dropped."""
+        """vLLM calls this when weights change, among other reasons: all segments are dropped."""
         if (scheduler := self._scheduler_or_none()) is not None:
             scheduler.reset_cache()
         return True
@@ -196,7 +196,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
 @contextmanager
 def _contained() -> Iterator[None]:
-    """Sharing is never in the way: an error of ours is logged, and vLLM goes on as if we were not there."""
+    """Log an error of ours instead of raising it: vLLM then serves the request unshared."""
     try:
         yield
     except Exception as exc:  # noqa: BLE001  logged, without its message

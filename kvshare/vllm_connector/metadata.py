@@ -1,8 +1,8 @@
 """
-What the scheduler side requests and the worker side reports back. Plain values; they cross processes.
+What the scheduler side requests and the worker side reports back: plain values that cross processes.
 
-Copies of loads begin before vLLM's own forward pass of a step, in which segments are dropped, too; behind it
-come passes for what has arrived, then saves.
+In a step, a worker starts copies and drops segments before vLLM's forward pass. Behind it, it computes
+placeholders of loads whose copies have arrived, then it starts saves.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from kvshare.vllm_protocol.messages import WireCopy
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
     """
-    Make the slots [start, end) of a request valid: copies are placed, everything between them is computed.
+    Fill the slots [start, end) of a request: write the copies, compute everything between them.
 
         0        start                           end      num_tokens
-        [ local ][ copy ][ run ][ copy ][ run ][ copy ][ tail: vLLM's own forward ]
+        [ local ][ copy ][ run ][ copy ][ run ][ copy ][ tail: vLLM's own forward pass ]
 
-    With an `order`, some of the copies are computed again; to learn which, the tail is computed here, too,
-    and the end is that of the prompt.
+    With an `order` (of repairs), the worker chooses copied tokens to compute again. To choose, it needs what
+    the tail attends to, so it computes the tail as well: `end` is then the end of the prompt.
     """
 
     request_id: str
     block_ids: tuple[int, ...]  # the request's block table, vLLM's block size
     start: int
     end: int
-    token_ids: tuple[int, ...] = field(repr=False)  # of [0, end) or more; vLLM logs it when a step fails
+    token_ids: tuple[int, ...] = field(repr=False)  # of [0, end) or more; not for vLLM's log of failed steps
     copies: tuple[WireCopy, ...]  # ascending; those wholly before `start` are left out
-    order: RepairOrder | None = None  # what is still to be chosen of [start, end)
+    order: RepairOrder | None = None  # repairs that the worker is to choose in [start, end)
     first_approximate: int = 0
 
     def targets(self, unreadable: frozenset[SegmentId] = frozenset()) -> list[tuple[WireCopy, Span]]:
-        """The copies to write, each with the part of its target that lies behind `start`."""
+        """The copies to write, each with the part of its target at or behind `start`."""
         return [
             (copy, Span(max(copy.target_start, self.start), copy.target.end))
             for copy in self.copies
@@ -51,7 +51,7 @@ class LoadRequest:
         ]
 
     def runs(self, unreadable: frozenset[SegmentId] = frozenset()) -> tuple[Span, ...]:
-        """What must be computed: all that no copy covers."""
+        """Spans to compute: those that no readable copy covers."""
         placed = [span for _, span in self.targets(unreadable)]
         return gaps(merge([Span(0, self.start), *placed]), self.end)
 
@@ -59,9 +59,9 @@ class LoadRequest:
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
     """
-    Save spans of a request as segments: of its prompt, while it runs, or when it has ended.
+    Save spans of a request as segments, either of its prompt while it runs, or of all of it after its end.
 
-    The blocks of one that has ended stay allocated until that is reported.
+    The blocks of an ended request stay allocated until the save is reported.
     """
 
     request_id: str
@@ -80,35 +80,35 @@ class StepMetadata(KVConnectorMetadata):
     loads: tuple[LoadRequest, ...] = ()
     saves: tuple[SaveRequest, ...] = ()
     drops: tuple[SegmentId, ...] = ()
-    cancelled: tuple[str, ...] = ()  # nobody waits for these loads; their blocks are held until they are over
-    preempted: frozenset[str] = frozenset()  # their blocks may be others' from this step on
+    cancelled: tuple[str, ...] = ()  # loads of aborted requests; their blocks stay until the copies end
+    preempted: frozenset[str] = frozenset()  # requests that lose their blocks in this step
     has_forward: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """How one load went. What could not be read was computed. If it failed, everything was or will be."""
+    """Outcome of a load. Unreadable segments were computed instead; if it failed, vLLM computes it all."""
 
     failed: bool = False
     unreadable: frozenset[SegmentId] = frozenset()
-    repaired: tuple[Span, ...] = ()  # of the copies, chosen and computed
+    repaired: tuple[Span, ...] = ()  # copied tokens that were chosen and computed again
 
 
 @dataclass(slots=True)
 class Transfers:
-    """Requests by what has come to its end."""
+    """Requests whose transfers have ended."""
 
-    saved: set[str] = field(default_factory=set)  # ended ones: their blocks are no longer needed
-    loaded: set[str] = field(default_factory=set)  # or not, see `failed`
+    saved: set[str] = field(default_factory=set)  # ended requests: their blocks may be freed
+    loaded: set[str] = field(default_factory=set)  # with those that failed
     failed: set[str] = field(default_factory=set)
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What happened while a worker carried out a step's requests, by vLLM's request id."""
+    """What a worker did since its last report, by vLLM's request id."""
 
     loads: dict[str, LoadResult] = field(default_factory=dict)
-    saved_prompts: set[str] = field(default_factory=set)  # of requests that run on
+    saved_prompts: set[str] = field(default_factory=set)  # of requests that are still running
     failed_saves: set[str] = field(default_factory=set)
     stage_seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # fetch, lay, pass, save
 
@@ -117,7 +117,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return frozenset().union(*(result.unreadable for result in self.loads.values()))
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Ranks agree on what is readable before they load; a load or save counts if no rank failed."""
+        """Combine two ranks' reports: a load or save counts only if no rank failed."""
         assert isinstance(other, WorkerReport)
         loads = dict(self.loads)
         for request_id, result in other.loads.items():
@@ -139,9 +139,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
 class WorkerHandshake(KVConnectorHandshakeMetadata):
     """What a worker reports once, after its self-test."""
 
-    unsupported: tuple[str, ...]
+    unsupported: tuple[str, ...]  # reasons why nothing can be shared
     warnings: tuple[str, ...] = ()
-    # What follows is known if the self-test could run.
+    # The rest is known only if the self-test could run.
     can_move_keys: bool = False
     can_listen: bool = False
     rope: str = "unknown"  # digest of the rotary frequencies

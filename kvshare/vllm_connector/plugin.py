@@ -8,6 +8,6 @@ NAME = "KVShareConnector"
 
 
 def register() -> None:
-    """Make the connector known by name. May run several times in a process."""
+    """Register the connector by its name. May run several times in a process."""
     if NAME not in KVConnectorFactory._registry:  # there is no public query
         KVConnectorFactory.register_connector(NAME, "kvshare.vllm_connector.connector", NAME)

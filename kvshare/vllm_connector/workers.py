@@ -1,8 +1,7 @@
 """
-The worker class for `--worker-cls`: the platform's own, which also hands its model to the connector.
+The worker class for `--worker-cls`: the platform's own worker, which also gives its model to the connector.
 
-vLLM gives connectors everything but the model. A worker class is a documented option, and subclassing it is
-all that is needed; nothing of vLLM is changed.
+vLLM gives connectors everything but the model. `--worker-cls` is a documented option: nothing is patched.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvshare.vllm_connector.worker.device import STAGING_BYTES
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-elif current_platform.is_xpu():  # nothing is shared there, and it is served
+elif current_platform.is_xpu():  # not supported by the connector; requests are served unshared
     from vllm.v1.worker.xpu_worker import XPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
@@ -25,13 +24,13 @@ else:
 
 class KVShareWorker(PlatformWorker):
     """
-    Hands the model over when it is loaded, its caches are bound, and nothing has been served.
+    Gives the model to the connector when it is loaded and its caches are bound, before the first request.
 
-    New weights take the KV of the old ones with them, also where nobody asks for `reset_connector`.
+    When weights change, segments of the old weights are forgotten, even without a call of `reset_connector`.
     """
 
     def determine_available_memory(self) -> int:
-        """Less what copies are staged in: vLLM would give all of it to its cache."""
+        """Leaves room for the staging buffer; vLLM would use all memory for its KV cache."""
         available = int(super().determine_available_memory())
         return available - STAGING_BYTES if current_platform.is_cuda_alike() else available
 

@@ -1,28 +1,24 @@
 """
-`kvshare bench fidelity`: what reusing KV costs in fidelity, rule by rule, on a model of one's own.
+`kvshare bench fidelity`: how much reusing KV changes answers, for each repair rule, with any model.
 
-    suites/       what is stored, what is asked: scenarios in words
-    scenario.py   the same in tokens; halves of the source documents
-    shelf.py      stored prompts and their KV           layered.py   a model run layer by layer
-    trial.py      one plan, ready for any repair rule    rules/       which tokens are computed again
-    measures.py, arms.py, chain.py    what is measured of a plan
-    shards.py, laboratory.py          work that stops and goes on
-    statistics.py, comparison.py, report.py    intervals, tests, tables, plots
-    papers/       the source papers' own tables: `kvshare bench papers`
+    suites/            what is stored and what is asked, in words
+    scenario.py        the same in tokens; halves of the source documents
+    stored_prompts.py  stored prompts and their KV       layered.py  a model run layer by layer
+    trial.py           one plan, ready for any rule      rules/      which tokens are computed again
+    greedy.py          answers                           measures.py, arms.py, chain.py  what is measured
+    shards.py, laboratory.py                             work that can be stopped and continued
+    statistics.py, comparison.py, tables.py, report.py   intervals, tests, tables, figures
+    papers/            the tables of published papers: `kvshare bench papers`
 
-Same donors, same plans, same rotation for every rule; only the repair differs. The server is not touched.
+Every rule gets the same donors, plans and rotation; only the repair differs. No server takes part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvshare.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvshare.bench.fidelity.shards import Stage
 
 _ALL_DAY = 24 * 60.0
 
@@ -48,25 +44,41 @@ def run(
     report: bool = False,
 ) -> dict[str, Any]:
     """
-    Measure what is left of the stages in `out`, or of a stage made of the options; then report.
+    Measure what is left of the stages in `out`, or of one stage made of the options; then report.
 
-    Raises:  ConfigError for an option, a stage, a suite or a rule that is wrong; ModelError
+    Raises:  ConfigError for a wrong option, or an unknown stage, suite or rule; ModelError
     """
     import torch
 
     from kvshare.bench.fidelity import laboratory as runner
-    from kvshare.bench.fidelity.publish import publish
-    from kvshare.bench.fidelity.shards import STAGES_FILE, Shards, read_stages
+    from kvshare.bench.fidelity.report import publish
+    from kvshare.bench.fidelity.rules import RULES
+    from kvshare.bench.fidelity.shards import STAGES_FILE, Shards, Stage, read_stages
+    from kvshare.bench.fidelity.suites import SUITES
+    from kvshare.bench.harness import chosen
     from kvshare.served_model import find_model
     from kvshare.settings import load_settings
 
     if threads is not None:
         torch.set_num_threads(threads)
     if suite is None and (out / STAGES_FILE).exists():
-        stages = _named(_list(stage), read_stages(out / STAGES_FILE))
+        known = read_stages(out / STAGES_FILE)
+        wanted = chosen(stage or "", [each.name for each in known], "--stage")
+        stages = [each for each in known if not wanted or each.name in wanted]
     else:
-        measures = {"half": half, "rank": rank, "free_tokens": free_tokens}
-        stages = [_stage(stage, suite, rules, plans, budgets, charged, measures)]
+        names = chosen(suite or "", SUITES, "--suite") or [name for name in SUITES if name != "log"]
+        own = Stage(
+            name=stage or f"half-{half}",
+            half=half,
+            plans=dict.fromkeys(names, plans),
+            rules=tuple(chosen(rules or "", RULES, "--rules") or RULES),
+            budgets=_numbers("--budgets", budgets),
+            charged=_numbers("--charged", charged),
+            rank=rank,
+            free_tokens=free_tokens,
+            noise=True,
+        )
+        stages = [own]
     runner.check(stages)
     shards = Shards(out, *_part(part))
     counts = {"measured": 0, "left": sum(1 for _ in shards.left(stages))}
@@ -79,46 +91,9 @@ def run(
     return {**where, **counts, **({"report": publish(out)} if report else {})}
 
 
-def _named(names: Sequence[str], stages: Sequence[Stage]) -> list[Stage]:
-    """Raises ConfigError for a stage that there is not."""
-    known = [stage.name for stage in stages]
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError("--stage", f"no stage {unknown[0]!r}; there are {', '.join(known)}")
-    return [stage for stage in stages if not names or stage.name in names]
-
-
-def _stage(
-    name: str | None,
-    suites: str | None,
-    rules: str | None,
-    plans: int,
-    budgets: str,
-    charged: str,
-    measures: dict[str, Any],
-) -> Stage:
-    """A stage of what the options say; all suites and all rules where they name none."""
-    from kvshare.bench.fidelity.rules import RULES
-    from kvshare.bench.fidelity.shards import Stage
-    from kvshare.bench.fidelity.suites import SUITES
-
-    return Stage(
-        name=name or f"half-{measures['half']}",
-        plans=dict.fromkeys(_list(suites) or (suite for suite in SUITES if suite != "log"), plans),
-        rules=tuple(_list(rules) or RULES),
-        budgets=_numbers("--budgets", budgets),
-        charged=_numbers("--charged", charged),
-        noise=True,
-        **measures,
-    )
-
-
-def _list(names: str | None) -> list[str]:
-    return [name.strip() for name in (names or "").split(",") if name.strip()]
-
-
 def _numbers(option: str, text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(number) for number in _list(text))
+        return tuple(float(number) for number in text.split(",") if number.strip())
     except ValueError:
         raise ConfigError(option, f"expected numbers like 0.1,0.2, got {text!r}") from None
 
@@ -126,5 +101,5 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
 def _part(text: str) -> tuple[int, int]:
     number, _, total = text.partition("/")
     if not (number.isdigit() and total.isdigit() and int(number) < int(total)):
-        raise ConfigError("--part", f"expected one of several like 0/2 or 1/2, got {text!r}")
+        raise ConfigError("--part", f"expected NUMBER/PARTS such as 0/2 or 1/2, got {text!r}")
     return int(number), int(total)

@@ -1,4 +1,4 @@
-"""One rule against the others at an equal budget, corrected for how often one looks; and its bounds."""
+"""Compares one rule with the others at equal budget, with p corrected for the number of tests; its bounds."""
 
 from __future__ import annotations
 
@@ -7,37 +7,27 @@ from dataclasses import asdict
 from math import exp
 from typing import Any, Final
 
-from kvshare.bench.fidelity.rows import (
-    Plan,
-    Row,
-    Setting,
-    by_suite,
-    count_unable,
-    pairs,
-    setting_of,
-    values,
-)
+from kvshare.bench.fidelity.rows import Plan, Row, Setting, by_suite, count_unable, pairs, setting_of, values
 from kvshare.bench.fidelity.statistics import difference_p, holm, mean, mean_log_ratio, ratio
 
-SIGNIFICANT: Final = 0.05  # of p adjusted
-BETTER, WORSE, SAME = "better", "worse", "not told apart"
-CANNOT, OURS_CANNOT, NOT_RUN, OTHER = "cannot run", "ours cannot run", "not run", "not at equal b"
+_SIGNIFICANT: Final = 0.05  # of the adjusted p
 
 Bound = Mapping[str, Any]
 """
-suite, rule and `upper`, or `at` for a value that the interval must hold; also budget, by ("b"), measure
-("kl"), against: the rule to which a ratio is taken, and labels: only plans that have all of these.
+Keys: suite, rule, and `upper` for the upper end of the interval or `at` for a value that the interval must
+contain. Optional: budget (0), by ("b"), measure ("kl"), against: the rule to which the ratio is taken, and
+labels: only plans that have all of these.
 """
 
 
 def comparisons(plans: Sequence[Plan], ours: str, published: Sequence[str]) -> list[Row]:
-    """One for each budget that our rule has, by what is repaired and by what is charged."""
+    """One for each setting of our rule with a budget, for repairs or charged."""
     own = {setting for plan in plans for setting in plan.arms if setting.rule == ours and setting.budget > 0}
     return [_compared(plans, setting, published) for setting in sorted(own)]
 
 
 def check_bounds(plans: Sequence[Plan], bounds: Sequence[Bound]) -> list[Row]:
-    """Each bound with what was found and by how much it is missed; `reached` None: not measured."""
+    """Each bound with the measured value and by how much it is missed; `reached` None: not measured."""
     suites = by_suite(plans)
     return [{**bound, **_checked(_labelled(suites, bound), bound)} for bound in bounds]
 
@@ -64,10 +54,10 @@ def _in_suite(suite: str, plans: Sequence[Plan], ours: Setting, other: Setting) 
     if both:
         return {**row, "ratio": asdict(ratio(both)), "p": difference_p(both)}
     fixed = setting_of(plans, other.rule, other.by, other.budget)
-    if fixed and (both := pairs(plans, ours, fixed)):  # it has no budget of its own
+    if fixed and (both := pairs(plans, ours, fixed)):  # a rule without budgets
         known = {"plans": len(both), "sources": len({*both.sources}), "ratio": asdict(ratio(both))}
-        return {**row, **known, "p": None, "verdict": OTHER}
-    verdict = CANNOT if unable["cannot"] else OURS_CANNOT if unable["ours_cannot"] else NOT_RUN
+        return {**row, **known, "p": None, "verdict": "not at equal b"}
+    verdict = "cannot run" if unable["cannot"] else "ours cannot run" if unable["ours_cannot"] else "not run"
     return {**row, "ratio": None, "p": None, "verdict": verdict}
 
 
@@ -85,9 +75,9 @@ def _correct(family: Sequence[Row]) -> None:
     """Adds Holm's p and the verdict to rows that have a p."""
     tested = [row for row in family if row["p"] is not None]
     for row, adjusted in zip(tested, holm([row["p"] for row in tested]), strict=True):
-        told_apart = adjusted < SIGNIFICANT and row["ratio"]["value"] != 1  # 1: both below the floor
-        verdict = BETTER if row["ratio"]["value"] < 1 else WORSE
-        row |= {"p_holm": adjusted, "verdict": verdict if told_apart else SAME}
+        is_significant = adjusted < _SIGNIFICANT and row["ratio"]["value"] != 1  # 1: both below the floor
+        verdict = "better" if row["ratio"]["value"] < 1 else "worse"
+        row |= {"p_holm": adjusted, "verdict": verdict if is_significant else "not told apart"}
 
 
 def _checked(plans: Sequence[Plan], bound: Bound) -> Row:

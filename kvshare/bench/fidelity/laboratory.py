@@ -1,4 +1,4 @@
-"""The runner: tasks that are left, one after another, until there are none or the time is up."""
+"""Runs the tasks that are left, one after another, until none is left or the time is over."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from delta_tree import Span
-from kvshare.bench.fidelity.arms import Arms, make_trial, measured
+from delta_tree import Span, TokenIds
+from kvshare.bench.fidelity.arms import make_trial, measured
 from kvshare.bench.fidelity.chain import measured_chain
 from kvshare.bench.fidelity.layered import LayeredModel
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.scenario import SEED, Scenario, tokenized
 from kvshare.bench.fidelity.shards import Shards, Stage, Task
-from kvshare.bench.fidelity.shelf import Shelf
+from kvshare.bench.fidelity.stored_prompts import StoredPrompts
 from kvshare.bench.fidelity.suites import SUITES
 from kvshare.bench.fidelity.suites.library import Library
 from kvshare.engines.embedded.model import EmbeddedModel
@@ -26,20 +26,21 @@ from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import ConfigError
 from kvshare.served_model import ServedModel
 from kvshare.settings import Settings
-from kvshare.sharing.plan import NoPlan, clip
+from kvshare.sharing.plan import NoPlan, within
 
 log = logging.getLogger(__name__)
 
-_Drawn = tuple[bytes, int]  # a prompt's digest, and which attempt at its number made it
-
-_ATTEMPTS = 12  # drafts of a number until one fits
+_ATTEMPTS = 12  # drafts of a number until one is usable
 _SHORTEST, _LONGEST = 250, 1500  # tokens of a prompt
-_LEAST_COPIED = 0.2  # of a prompt: with less, a budget of a tenth computes it all again
+_LEAST_COPIED = 0.2  # of a prompt: of fewer copies, repairing a tenth of the prompt leaves too little
+
+_Drawn = tuple[bytes, int]
+"""The digest of a scenario's prompt, and the attempt that made it."""
 
 
 @dataclass(eq=False)
 class Laboratory:
-    """A model, its tokenizer, the documents, and what KVShare's settings say."""
+    """A model, its tokenizer, the documents, and KVShare's settings."""
 
     model: LayeredModel
     encoder: PromptEncoder
@@ -47,7 +48,7 @@ class Laboratory:
     data: Path | None
     other: LayeredModel | None = None  # the same model in bfloat16
     name: str = ""
-    log: Path | None = None  # requests of one's own, for the suite of that name
+    log: Path | None = None  # a file of requests, for the suite `log`
     _libraries: dict[int, Library] = field(default_factory=dict)
     _drawn: dict[tuple[str, int], list[_Drawn | None]] = field(default_factory=dict)
 
@@ -55,34 +56,32 @@ class Laboratory:
     def open(
         cls, served: ServedModel, settings: Settings, *, data: Path | None, noise: bool, device: str = "cpu"
     ) -> Laboratory:
-        """Raises ModelError for a model that the lab cannot run."""
-        path, name = served.path, served.name
-        model = LayeredModel(EmbeddedModel.load(path, name=name, dtype="float32", device=device))
-        other = None
-        if noise:
-            other = LayeredModel(EmbeddedModel.load(path, name=name, dtype="bfloat16", device=device))
-        return cls(model, PromptEncoder.load(path), settings, data, other, name)
+        """Raises ModelError for a model that cannot be run layer by layer."""
+
+        def load(dtype: str) -> LayeredModel:
+            return LayeredModel(EmbeddedModel.load(path, name=served.name, dtype=dtype, device=device))
+
+        path = served.path
+        model, other = load("float32"), load("bfloat16") if noise else None
+        return cls(model, PromptEncoder.load(path), settings, data, other, served.name)
 
     def scenario(self, suite: str, half: int, number: int) -> Scenario | None:
         """
-        The number-th scenario of a suite: the first draft that has the right length, can be shared, and is no
-        earlier number's prompt. None where there is none.
+        The number-th scenario of a suite: the first draft of usable length and overlap whose prompt no
+        earlier number has. None where none of the drafts is usable.
         """
-        found = self._drawn.setdefault((suite, half), [])
-        while len(found) <= number:
-            known = {drawn[0] for drawn in found if drawn is not None}
-            found.append(self._draw(suite, half, len(found), known))
-        drawn = found[number]
-        return None if drawn is None else self._made(suite, half, number, drawn[1])
+        drawn = self._drawn.setdefault((suite, half), [])
+        while len(drawn) <= number:
+            drawn.append(self._draw(suite, half, len(drawn), {each[0] for each in drawn if each}))
+        found = drawn[number]
+        return None if found is None else self._made(suite, half, number, found[1])
 
     def _draw(self, suite: str, half: int, number: int, known: set[bytes]) -> _Drawn | None:
         for attempt in range(_ATTEMPTS):
-            scenario = self._made(suite, half, number, attempt)
-            if scenario is None:
-                continue
-            digest = hashlib.sha256(scenario.prompt.token_ids.tobytes()).digest()
-            if digest not in known and self._is_usable(scenario):
-                return digest, attempt
+            if (scenario := self._made(suite, half, number, attempt)) is not None:
+                digest = hashlib.sha256(scenario.prompt.token_ids.tobytes()).digest()
+                if digest not in known and self._is_usable(scenario):
+                    return digest, attempt
         return None
 
     def _made(self, suite: str, half: int, number: int, attempt: int) -> Scenario | None:
@@ -96,66 +95,59 @@ class Laboratory:
         longest = min(_LONGEST, self.model.model.max_model_len - 64)
         if not all(_SHORTEST <= len(prompt) <= longest for prompt in prompts):
             return False
-        found = self.shelf(scenario).compose(scenario.prompt.token_ids)
+        found = self.stored_prompts(scenario).compose(scenario.prompt.token_ids)
         approximate = Span(found.exact_length, len(scenario.prompt) - self.settings.repair.tail)
-        copied = sum(part.length for copy in found.copies if (part := clip(copy, approximate)))
+        copied = sum(copy.length for copy in within(found.copies, approximate))
         return copied >= _LEAST_COPIED * len(scenario.prompt)
 
-    def shelf(self, scenario: Scenario) -> Shelf:
+    def stored_prompts(self, scenario: Scenario) -> StoredPrompts:
         """The scenario's stored prompts without their KV: enough to plan."""
-        shelf = Shelf(self.settings.sharing)
+        stored = StoredPrompts(self.settings.sharing)
         for prompt in (*scenario.stored, *scenario.stages):
-            shelf.store(prompt.token_ids, None, NoPlan())
-        return shelf
+            stored.store(prompt.token_ids, None, NoPlan())
+        return stored
+
+    def decode(self, tokens: TokenIds) -> str:
+        """The text of an answer, without special tokens."""
+        text: str = self.encoder.backend.decode(tokens.tolist(), skip_special_tokens=True)
+        return text
 
     def measure(self, task: Task) -> dict[str, Any]:
-        """The row of a task; a number without a usable draft says so."""
-        began = time.perf_counter()
-        key = {"suite": task.suite, "half": task.stage.half, "number": task.number, "model": self.name}
-        scenario = self.scenario(task.suite, task.stage.half, task.number)
+        """The row of a task, or why there is none under `skipped`."""
+        began, stage = time.perf_counter(), task.stage
+        key = {"suite": task.suite, "half": stage.half, "number": task.number, "model": self.name}
+        scenario = self.scenario(task.suite, stage.half, task.number)
         if scenario is None:
             return {**key, "skipped": "no draft"}
         if scenario.stages:
-            row = measured_chain(scenario, self.model, self.settings, self._arms(task.stage))
+            row = measured_chain(scenario, self.model, self.settings, stage, decode=self.decode)
         elif (trial := make_trial(scenario, self.model, self.settings)) is None:
             return {**key, "skipped": "nothing copied"}
         else:
-            row = measured(trial, self._arms(task.stage), other=self.other if task.stage.noise else None)
+            row = measured(trial, stage, decode=self.decode, other=self.other)
         return {**key, **row, "seconds": round(time.perf_counter() - began, 1)}
-
-    def _arms(self, stage: Stage) -> Arms:
-        return Arms(
-            rules=[RULES[name] for name in stage.rules],
-            budgets=stage.budgets,
-            charged=stage.charged,
-            rank=stage.rank,
-            free_tokens=stage.free_tokens,
-            decode=lambda tokens: self.encoder.backend.decode(tokens.tolist(), skip_special_tokens=True),
-            noise=stage.noise,
-        )
 
 
 def check(stages: Sequence[Stage]) -> None:
-    """Raises ConfigError for a suite or a rule that there is not."""
-    known: Mapping[str, tuple[Sequence[str], str]] = {
-        "rules": (list(RULES), "rule"),
-        "plans": (list(SUITES), "suite"),
-    }
+    """Raises ConfigError for an unknown suite or rule."""
     for stage in stages:
-        for attribute, (names, kind) in known.items():
-            for name in getattr(stage, attribute):
-                if name not in names:
-                    raise ConfigError(f"{stage.name}.{attribute}", f"no {kind} {name!r}; there are {names}")
+        for attribute, names, known in (("rules", stage.rules, RULES), ("plans", stage.plans, SUITES)):
+            if unknown := [name for name in names if name not in known]:
+                expected = f"expected one of {', '.join(known)}"
+                raise ConfigError(f"{stage.name}.{attribute}", f"{unknown[0]!r} is unknown; {expected}")
 
 
 def work(
     laboratory: Laboratory, shards: Shards, stages: Sequence[Stage], *, minutes: float
 ) -> dict[str, int]:
-    """Measure what is left until the time is up. Returns how many plans were measured and are left."""
-    if shards.models - {laboratory.name}:
-        raise ConfigError(
-            "--out", f"{shards.folder} has rows of {sorted(shards.models)}, not of {laboratory.name}"
-        )
+    """
+    Measure what is left until the time is over. Returns how many plans were measured and how many are left.
+
+    Raises:  ConfigError where the folder has rows of another model
+    """
+    if others := shards.models - {laboratory.name}:
+        found = f"{shards.folder} has rows of the model {', '.join(sorted(others))}"
+        raise ConfigError("--out", f"{found}, expected {laboratory.name}; choose another folder")
     end = time.monotonic() + 60 * minutes
     done, tasks = 0, list(shards.left(stages))
     for task in tasks:

@@ -1,19 +1,19 @@
 """
-A decoder run layer by layer over chosen rows: what repair rules from the literature need and no engine has.
+Runs a decoder layer by layer over chosen rows: published repair rules need this, and no engine offers it.
 
     rows        0 1 2 3 4 5            <- tokens of one pass, ascending by slot
     layer 0     x x x x x x
     layer 1     x x x x x x            all rows write K and V into their slots, then attend
-    layer 2     x . x . x x            a rule may let rows go between two layers; their old KV stays below
+    layer 2     x . x . x x            a rule may drop rows between two layers; deeper, their old KV remains
 
-Attention is exact: a row sees the slots before it and its own, and what `visible` forbids is not seen.
+Attention is exact: a row sees its own slot and those before it, except where `visible` hides one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,40 +31,41 @@ _PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 
 Mask = NDArray[np.bool_]
 Weights = Callable[[int, torch.Tensor], None]
-"""Gets a layer's number and its attention weights (H_q, N, S)."""
+"""Called with a layer's number and its attention weights (H_q, N, S)."""
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One layer's fresh rows, in their slots or about to be, and what stood there before."""
+    """The fresh rows of one layer, which are in their slots, and the rows that were there before."""
 
     layer: int
     kv: SequenceKV
     slots: torch.Tensor  # (N,) int64
-    repaired: torch.Tensor  # (N,) bool: rows that a rule asked for
+    repaired: torch.Tensor  # (N,) bool: rows that a rule chose to repair
     k: torch.Tensor  # (N, H, D) fresh
     v: torch.Tensor
-    old_k: torch.Tensor  # (N, H, D) what was laid
+    old_k: torch.Tensor  # (N, H, D) before this pass
     old_v: torch.Tensor
 
 
-class Intervention(Protocol):
-    """What a rule does while a pass runs."""
+class Intervention:
+    """What a rule does while a pass runs. Here: nothing."""
 
     def write(self, step: Step) -> None:
-        """The fresh rows stand in their slots; nobody has attended to them yet."""
+        """May change KV after the fresh rows were written and before any row attends to them."""
 
     def keep(self, step: Step) -> torch.Tensor | None:
-        """Which of the repaired rows go on to the next layer, (number repaired,) bool; None: all."""
+        """Which repaired rows the next layer computes, (number repaired,) bool; None: all of them."""
+        return None
 
 
 @dataclass(slots=True, eq=False)
 class Pass:
     """
-    Rows of one forward pass. Slots ascend; position = slot unless said.
+    Rows of one forward pass, ascending by slot. Without `positions` a row's position is its slot.
 
-    `visible`: (N, S) what each row may see besides itself, S slots; None: every slot up to its own.
-    `at_layer`: (L, N) which rows are computed in which layer; a row that left does not come back.
+    `visible`: (N, S) which of S slots each row sees besides its own; None: every slot up to its own.
+    `at_layer`: (L, N) which layers compute which rows; a row that was dropped does not return.
     """
 
     token_ids: TokenIds  # (N,)
@@ -75,14 +76,15 @@ class Pass:
     at_layer: Mask | None = None
     intervention: Intervention | None = None
     weights: Weights | None = None
-    num_computed: list[int] = field(default_factory=list)  # repaired rows, by layer: what it came to
-    left: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # slots that came through
+    num_computed: list[int] = field(default_factory=list)  # result: repaired rows in each layer
+    completed: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # in all layers
 
 
-class _Running:
-    """State of a pass while the layers are called."""
+class _Running(Cache):
+    """State of a pass while the layers are called; they use it as their KV cache."""
 
     def __init__(self, kv: SequenceKV, current: Pass) -> None:
+        super().__init__(layers=[])
         self.kv, self.current = kv, current
         self.num_slots = int(current.slots[-1]) + 1
         device = kv.layout.device
@@ -98,28 +100,23 @@ class _Running:
         self.step: Step | None = None
 
     def narrow(self, rows: torch.Tensor) -> None:
+        """Continue with these rows only."""
         self.mask, self.slots, self.repaired = self.mask[rows], self.slots[rows], self.repaired[rows]
-
-
-class _SlotCache(Cache):
-    def __init__(self, running: _Running) -> None:
-        super().__init__(layers=[])
-        self._running = running
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        running = self._running
-        kv, slots = running.kv, running.slots
+        """Write a layer's fresh rows (1, H, N, D) to their slots; all its K and V (1, H, S, D)."""
+        kv, slots, intervention = self.kv, self.slots, self.current.intervention
         k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        if running.current.intervention is not None:
+        if intervention is not None:
             old_k, old_v = kv.k[layer_idx, slots], kv.v[layer_idx, slots]
-            running.step = Step(layer_idx, kv, slots, running.repaired, k, v, old_k, old_v)
+            self.step = Step(layer_idx, kv, slots, self.repaired, k, v, old_k, old_v)
         kv.k[layer_idx].index_copy_(0, slots, k)
         kv.v[layer_idx].index_copy_(0, slots, v)
-        if running.current.intervention is not None and running.step is not None:
-            running.current.intervention.write(running.step)
-        return kv.layer(layer_idx, running.num_slots)
+        if intervention is not None and self.step is not None:
+            intervention.write(self.step)
+        return kv.layer(layer_idx, self.num_slots)
 
 
 def _attend(
@@ -156,7 +153,7 @@ class LayeredModel:
     """
     An embedded model whose layers can be called one by one.
 
-    Raises:  ModelError for a model that is not built of embedding, layers, norm and rotary embedding
+    Raises:  ModelError for a model without an embedding, layers, a norm and one rotary embedding for all keys
     """
 
     def __init__(self, model: EmbeddedModel) -> None:
@@ -167,9 +164,8 @@ class LayeredModel:
         if self._head is None or not all(hasattr(self._decoder, name) for name in _PARTS):
             raise ModelError(f"{model.name}: layers cannot be run one by one; expected {', '.join(_PARTS)}")
         if model.rotation is None:
-            raise ModelError(
-                f"{model.name}: {model.refusal or 'its layers differ'}; the lab needs keys that move alike"
-            )
+            reason = model.refusal or "its layers move keys differently"
+            raise ModelError(f"{model.name}: {reason}; expected one rotation for the keys of all layers")
 
     @property
     def num_layers(self) -> int:
@@ -178,7 +174,7 @@ class LayeredModel:
     @torch.inference_mode()
     def run(self, kv: SequenceKV, current: Pass, *, logits_of: NDArray[np.int64]) -> torch.Tensor:
         """
-        Compute the rows of a pass in place; log-probabilities of the tokens after some of them.
+        Compute the rows of a pass in place and return log-probabilities of the tokens that follow some rows.
 
         Shapes:  logits_of (M,) indices of rows that all layers compute -> (M, V) float32
         """
@@ -189,45 +185,42 @@ class LayeredModel:
             hidden, alive = self._through_layers(running)
         finally:
             config._attn_implementation = before
-        current.left = current.slots[alive.cpu().numpy()]
+        current.completed = current.slots[alive.cpu().numpy()]
         rows = torch.searchsorted(alive, torch.from_numpy(logits_of).to(alive.device))
         logits = self._head(self._decoder.norm(hidden[0, rows]))
         return torch.log_softmax(logits.float(), dim=-1)
 
     def _through_layers(self, running: _Running) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states (1, N', d) behind the last layer, and which rows (N',) are left."""
-        current = running.current
-        device = running.slots.device
+        """Hidden states (1, N', d) after the last layer, and the indices (N',) of the rows that got there."""
+        current, device = running.current, running.slots.device
         where = current.slots if current.positions is None else current.positions
         positions = torch.from_numpy(where).to(device)
-        hidden = self._decoder.embed_tokens(torch.from_numpy(current.token_ids.astype(np.int64)).to(device))[
-            None
-        ]
+        tokens = torch.from_numpy(current.token_ids.astype(np.int64)).to(device)
+        hidden = self._decoder.embed_tokens(tokens)[None]
         cos, sin = self._decoder.rotary_emb(hidden, position_ids=positions[None])
         alive = torch.arange(len(positions), device=device)
-        cache = _SlotCache(running)
         for number, layer in enumerate(self._decoder.layers):
             if (rows := self._staying(running, number, alive)) is not None:
                 running.narrow(rows)
                 hidden, cos, sin, alive = hidden[:, rows], cos[:, rows], sin[:, rows], alive[rows]
             current.num_computed.append(int(running.repaired.sum()))
-            hidden = layer(hidden, position_embeddings=(cos, sin), past_key_values=cache, running=running)
+            hidden = layer(hidden, position_embeddings=(cos, sin), past_key_values=running, running=running)
         return hidden, alive
 
     def _staying(self, running: _Running, layer: int, alive: torch.Tensor) -> torch.Tensor | None:
-        """Indices of the rows that this layer computes, of those left; None: all of them."""
+        """Indices of the rows in `alive` that this layer computes; None: all of them."""
         current, rows = running.current, None
         if current.at_layer is not None:
             rows = torch.from_numpy(current.at_layer[layer]).to(alive.device)[alive]
         if current.intervention is not None and running.step is not None:
-            kept = current.intervention.keep(running.step)
-            if kept is not None:
-                going = torch.ones(len(alive), dtype=torch.bool, device=alive.device)
-                going[running.repaired] = kept
-                rows = going if rows is None else rows & going
+            staying = current.intervention.keep(running.step)
+            if staying is not None:
+                computed = torch.ones(len(alive), dtype=torch.bool, device=alive.device)
+                computed[running.repaired] = staying
+                rows = computed if rows is None else rows & computed
         return None if rows is None or bool(rows.all()) else rows.nonzero()[:, 0]
 
 
 def causal(slots: Sequence[int] | NDArray[np.int64], num_slots: int) -> Mask:
-    """(N, num_slots): each row sees the slots up to its own."""
+    """(N, num_slots) each row sees the slots up to its own."""
     return np.arange(num_slots)[None, :] <= np.asarray(slots)[:, None]

@@ -2,7 +2,7 @@
 How far an arm's answer is from the full prefill's, and from the right one.
 
 Teacher-forced: every arm reads the same answer, the full prefill's own, so that positions can be compared.
-Free-running: every arm writes its own; one other token early on makes two texts that cannot be compared
+Free-running: every arm writes its own. One different token early on gives two texts that cannot be compared
 token by token.
 """
 
@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 
 import numpy as np
 import torch
 
-from delta_tree import TokenIds, token_ids
-from kvshare.bench.fidelity.layered import LayeredModel, Pass
-from kvshare.kv.sequence import SequenceKV
+from delta_tree import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,8 @@ class Divergence:
     top1: float  # share of positions with the same most likely token
 
     def as_document(self) -> dict[str, float]:
-        return {"kl": rounded(self.kl), "kl_first": rounded(self.kl_first), "top1": rounded(self.top1)}
+        """The fields, rounded."""
+        return {name: rounded(value) for name, value in asdict(self).items()}
 
 
 def divergence(truth: torch.Tensor, found: torch.Tensor) -> Divergence:
@@ -42,70 +41,41 @@ def divergence(truth: torch.Tensor, found: torch.Tensor) -> Divergence:
 
 
 def margin(scores: Sequence[float]) -> float:
-    """Nats a token by which the right candidate, the first, leads the best other one."""
+    """Nats per token by which the right candidate, the first, leads the best wrong one."""
     return scores[0] - max(scores[1:])
 
 
 def rounded(value: float) -> float:
-    """Five digits: what a figure is worth, and no more bytes than that."""
+    """To five significant digits: no figure here is known better."""
     return float(f"{value:.5g}")
 
 
-def free_running(
-    model: LayeredModel, kv: SequenceKV, first: torch.Tensor, *, num_tokens: int, limit: int
-) -> TokenIds:
-    """
-    The greedy answer behind a prompt of `num_tokens` whose KV stands in `kv`, at most `limit` tokens.
-
-    `first`: (V,) log-probabilities of its first token.
-    """
-    eos = model.model.eos_token_ids(None)
-    kv, last = kv.fork(num_tokens), first
-    kv.reserve(num_tokens + limit)
-    found: list[int] = []
-    while len(found) < limit:
-        found.append(int(last.argmax()))
-        if found[-1] in eos or len(found) == limit:
-            break
-        slot = np.array([num_tokens + len(found) - 1])
-        last = model.run(kv, Pass(token_ids(found[-1:]), slot), logits_of=np.array([0]))[0]
-    return token_ids(found)
-
-
 def num_agreed(full: Sequence[object], found: Sequence[object]) -> int:
-    """Tokens in front of the first that differs."""
+    """Tokens before the first that differs."""
     return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(full, found, strict=False)))
 
 
 def agreement(full: TokenIds, found: TokenIds) -> dict[str, float | int]:
-    """Share of equal tokens place by place, where they part (their length if never), whether equal."""
-    length = max(len(full), len(found), 1)
+    """Share of equal tokens position by position, tokens before the first that differs, and 1 if equal."""
     both = min(len(full), len(found))
-    equal = np.asarray(full[:both]) == np.asarray(found[:both])
-    first = both if equal.all() else int(np.argmin(equal))
-    is_equal = len(full) == len(found) and bool(equal.all())
-    return {"agree": rounded(float(equal.sum()) / length), "first": first, "equal": int(is_equal)}
+    num_equal = int((np.asarray(full[:both]) == np.asarray(found[:both])).sum())
+    length = max(len(full), len(found), 1)
+    is_equal = len(full) == len(found) == num_equal
+    first = num_agreed(full.tolist(), found.tolist())
+    return {"agree": rounded(num_equal / length), "first": first, "equal": int(is_equal)}
 
 
 def text_scores(reference: str, found: str) -> dict[str, float]:
-    """BLEU (0 to 1), ROUGE-L, token F1 and Jaccard of one text against another."""
+    """BLEU, ROUGE-L, token F1 and Jaccard of one text against another, each 0 to 1."""
     return {
-        "bleu": rounded(_bleu_of_one(reference, found)),
+        "bleu": rounded(_bleu(reference, found)),
         "rouge_l": rounded(rouge_l(reference, found)),
         "f1": rounded(token_f1(reference, found)),
         "jaccard": rounded(jaccard(reference, found)),
     }
 
 
-def bleu(references: Sequence[str], found: Sequence[str], *, tokenize: str = "13a") -> float:
-    """Corpus BLEU, 0 to 1 (sacrebleu); `tokenize` "zh" for Chinese."""
-    from sacrebleu import corpus_bleu
-
-    score: float = corpus_bleu(list(found), [list(references)], tokenize=tokenize).score
-    return score / 100
-
-
-def _bleu_of_one(reference: str, found: str) -> float:
+def _bleu(reference: str, found: str) -> float:
     """Of n-grams as long as the text allows: corpus BLEU of fewer than four words is always 0."""
     from sacrebleu import sentence_bleu
 
@@ -122,7 +92,7 @@ def rouge_l(reference: str, found: str) -> float:
 
 
 def token_f1(reference: str, found: str) -> float:
-    """F1 of words, as question answering counts them."""
+    """F1 of words, as in question answering."""
     wanted, given = Counter(reference.lower().split()), Counter(found.lower().split())
     common = (wanted & given).total()
     if not common:

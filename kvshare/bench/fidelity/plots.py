@@ -1,4 +1,4 @@
-"""The report's figures, from its document: mean KL against the budget, and which regime a suite is in."""
+"""The report's figures: mean KL against the budget, and which of two regimes a suite is in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLUMNS: Final = 3
-_BUDGET: Final = 0.1  # of the regimes, or the nearest that was run
+_BUDGET: Final = 0.1  # of the regimes, or the nearest that was measured
 _COLOURS: Final = ("prefix", "chunks", "response", "kv3", "kv2", "kv4", "kv5", "kv1", "computed", "nothing")
 _DASHES: Final = ("-", "--", ":", "-.")
 _OURS: Final = {"color": COLOURS["kv0"], "linewidth": 3.5, "marker": "o", "zorder": 4}
@@ -25,7 +25,7 @@ Looks = Mapping[str, Mapping[str, Any]]
 
 
 def draw(document: Row) -> dict[str, Picture]:
-    """All figures by the names of their files; without data there is none."""
+    """The figures for which there is data, by the names of their files."""
     looks = _looks(document)
     figures = {
         f"kl-by-{by}": _panels(rows, looks, document["titles"], by)
@@ -37,13 +37,13 @@ def draw(document: Row) -> dict[str, Picture]:
 
 
 def _of_budget(rows: Sequence[Row], by: str) -> list[Row]:
-    """Measured rows with this budget or with none of their own; of the latter alone there is no figure."""
+    """Rows with this kind of budget and rows of rules without budgets; none if there are only the latter."""
     known = [row for row in rows if row["kl"] and (row["by"] == by or row["budget"] == 0)]
     return known if any(row["by"] == by for row in known) else []
 
 
 def _looks(document: Row) -> Looks:
-    """Rule -> how its curve is drawn: no two alike in colour and dashes."""
+    """Rule -> the look of its curve: no two have the same colour and dashes."""
     rules = dict.fromkeys([*document["titles"], *(row["rule"] for row in document["results"])])
     styles = cycle({"linestyle": dash, "color": COLOURS[name]} for dash, name in product(_DASHES, _COLOURS))
     own = {document["ours"]: _OURS, BASELINE: _BASE}
@@ -81,7 +81,7 @@ def _panels(rows: Sequence[Row], looks: Looks, titles: Mapping[str, str], by: st
 def _curves(
     axes: Axes, rows: Sequence[Row], looks: Looks, titles: Mapping[str, str], by: str
 ) -> Iterator[tuple[str, Any]]:
-    """A curve a rule; one without a budget of its own is a point at what it repairs, the baseline a line."""
+    """A curve for each rule, a point for a rule without budgets, a line across for the baseline."""
     for rule, look in looks.items():
         own = sorted((row for row in rows if row["rule"] == rule), key=lambda row: row["budget"])
         x = [100 * (row["budget"] or row[by] or 0) for row in own]
@@ -99,7 +99,7 @@ def _curves(
 
 
 def _readable(axes: Axes) -> None:
-    """A logarithmic axis with ticks at 1, 2 and 5, or where it is long at 1 only, as plain numbers."""
+    """Ticks of a logarithmic axis at 1, 2 and 5, or on a long one at 1 only, as plain numbers."""
     low, high = axes.get_ylim()
     axes.locator_params(axis="y", subs=(1.0,) if high > 300 * low else (1.0, 2.0, 5.0))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -109,10 +109,10 @@ def _readable(axes: Axes) -> None:
 def _regimes(rows: Sequence[Row]) -> Picture:
     budget = min((row["budget"] for row in rows), key=lambda budget: abs(budget - _BUDGET))
     with drawing("Two regimes", height=440) as picture:
-        axes = picture.figure.add_subplot(xlabel="mean share of the copied tokens that have moved, %")
+        axes = picture.figure.add_subplot(xlabel="mean share of copied tokens that moved, %")
         axes.set(yscale="log", xmargin=0.12, xlim=(-5, 115))
         axes.set_title(
-            f"mean KL, query-guided over windows, at {100 * budget:g} %; below 1 the query's attention wins"
+            f"mean KL, query-guided / windows, at {100 * budget:g} % repaired; below 1 query-guided is better"
         )
         axes.axhline(1, color=COLOURS["axis"], linestyle="--")
         for row in [row for row in rows if row["budget"] == budget]:

@@ -1,70 +1,79 @@
 """
 The lab's report: a folder of measured rows -> a document of plain data -> report.json, report.md and figures.
 
-Its words and the columns of its tables are in report.yaml.
+The texts and the columns of the tables are in report.md.jinja.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvshare.bench.fidelity import tables
 from kvshare.bench.fidelity.comparison import Bound, check_bounds, comparisons
 from kvshare.bench.fidelity.plots import draw
 from kvshare.bench.fidelity.rows import Row, read_plans
+from kvshare.bench.fidelity.rules import RULES
 from kvshare.replay.report.formats import UNKNOWN, counted, digits, percent
 from kvshare.replay.whole_files import write_document, write_whole
 
-_WORDS: Final = yaml.safe_load(Path(__file__).with_name("report.yaml").read_text(encoding="utf-8"))
+_BOUNDS_FILE: Final = "bounds.yaml"  # by half: what was to be reached, see `comparison.Bound`
+_OURS, _QUERY_GUIDED, _WINDOWS = "kvshare", "query", "edit-windows"  # names of rules
+_VERDICTS: Final = {
+    True: "reached",
+    False: "missed",
+    None: "not measured",
+    "not told apart": "no significant difference",
+    "not at equal b": "a rule without budgets",
+}
 
-_BY_KIND: Final = ("suite", "by")
-_GROUPS: Final = {"results": _BY_KIND, "noise": (), "answers": _BY_KIND, "labels": ("suite", "label")}
 
-Columns = Sequence[Sequence[str]]  # heading, format, name in the row
+def publish(folder: Path) -> dict[str, Any]:
+    """Write the report of each half of which there are rows to FOLDER/report-HALF; returns where, by half."""
+    path = folder / _BOUNDS_FILE
+    bounds = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    written = {}
+    for half in (0, 1):
+        rows = (file.read_text(encoding="utf-8") for file in folder.glob("*/*.jsonl"))
+        if any(f'"half":{half},' in each for each in rows):
+            out = folder / f"report-{half}"
+            write(report(folder, half=half, bounds=bounds.get(half, ())), out)
+            written[f"half {half}"] = str(out)
+    return written
 
 
-def report(
-    folder: Path,
-    *,
-    titles: Mapping[str, str],
-    published: Sequence[str],
-    ours: str = "kvshare",
-    bounds: Sequence[Bound] = (),
-    regimes: tuple[str, str] = ("query", "edit-windows"),
-    half: int | None = None,
-    model: str | None = None,
-) -> Row:
+def report(folder: Path, *, half: int | None = None, bounds: Sequence[Bound] = ()) -> Row:
     """
-    Everything that the rows in this folder say, as JSON has it; figures that are not known are None.
+    All results of the rows in this folder, as JSON has them; unknown figures are None.
 
-    `titles`: rule -> what tables call it, in their order. `published`: rules that ours is tested against.
-    `regimes`: the names of the query-guided rule and of edit windows. `half`, `model`: only these rows.
-    Raises:  LogError where there are no rows, or several halves or models and none is chosen
+    `half`: only the rows of this half.
+    Raises:  LogError where there are no rows, rows of both halves and none is chosen, or several models
     """
-    plans = read_plans(folder, half=half, model=model)
+    plans = read_plans(folder, half=half)
+    published = [name for name, rule in RULES.items() if rule.source]
     return {
         **{name: plans[0].row[name] for name in ("model", "half")},
-        "ours": ours,
-        "published": [*published],
-        "titles": {**titles},
+        "ours": _OURS,
+        "published": published,
+        "titles": {name: rule.title for name, rule in RULES.items()},
         "suites": tables.suites(plans),
         "bounds": check_bounds(plans, bounds),
-        "comparisons": comparisons(plans, ours, published),
+        "comparisons": comparisons(plans, _OURS, published),
         "results": tables.results(plans),
         "noise": tables.noise(plans),
         "answers": tables.answers(plans),
         "labels": tables.labels(plans),
-        "regimes": tables.regimes(plans, *regimes),
+        "regimes": tables.regimes(plans, _QUERY_GUIDED, _WINDOWS),
     }
 
 
 def write(document: Row, out: Path) -> None:
-    """report.json, report.md, and each figure as SVG and PNG, into this folder; it is made if need be."""
+    """Write report.json, report.md, and each figure as SVG and PNG to this folder, which need not exist."""
     out.mkdir(parents=True, exist_ok=True)
     pictures = draw(document)
     for name, picture in pictures.items():
@@ -75,72 +84,40 @@ def write(document: Row, out: Path) -> None:
 
 
 def markdown(document: Row, figures: Sequence[str] = ()) -> str:
-    """The whole report; `figures`: names of PNG files beside it."""
-    parts = [_WORDS["title"], _WORDS["opening"].format_map(document)]
-    for name in ("suites", "bounds"):
-        parts += _section(name, [("", document[name])], document["titles"])
-    words, ours = _WORDS["comparisons"], document["titles"].get(document["ours"], document["ours"])
-    parts += [words["heading"].format(ours=ours), words["text"]] if document["comparisons"] else []
-    parts += [part for found in document["comparisons"] for part in _comparison(found, document["titles"])]
-    parts += [_WORDS["figures"][name].strip() + f"\n\n![{name}]({name}.png)" for name in figures]
-    for name, keys in _GROUPS.items():
-        parts += _section(name, _grouped(document[name], keys), document["titles"])
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    """The whole report. `figures`: names of PNG files beside it."""
+    environment = Environment(  # Markdown, not HTML
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"table": partial(_table, titles=document["titles"]), "verdict": _verdict}
+    return environment.get_template("report.md.jinja").render(document, figures=figures).strip() + "\n"
 
 
-def _comparison(found: Row, titles: Mapping[str, str]) -> list[str]:
-    """Over all suites, then how often which verdict came, then suite by suite."""
-    words = _WORDS["comparisons"]
-    over, single = (_table(found[name], words[name], titles) for name in ("over_suites", "suites"))
-    verdicts = Counter(row["verdict"] for row in found["suites"])
-    counts = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
-    kind = _WORDS["headings"][found["by"]]
-    return [f"### {100 * found['budget']:g} %, {kind}", over, f"{words['counts']} {counts}.", single]
+def _table(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]], *, titles: Mapping[str, str]) -> str:
+    """
+    Markdown, by suite and label, rules in the order of the titles.
 
-
-def _section(name: str, groups: Iterable[tuple[str, list[Row]]], titles: Mapping[str, str]) -> list[str]:
-    """A heading, what the table says, and a table a group; nothing where there are no rows."""
-    words, parts = _WORDS[name], []
-    for heading, rows in groups:
-        if rows:
-            parts += [f"### {heading}"] if heading else []
-            parts.append(_table(rows, _columns(words["columns"], rows), titles))
-    return [f"## {words['heading']}\n\n{words['text']}", *parts] if parts else []
-
-
-def _columns(known: Columns, rows: Sequence[Row]) -> Columns:
-    """The known ones, and those of what was measured running free, whatever that is."""
-    free = dict.fromkeys(name for row in rows for name in row if name.startswith("free_"))
-    return [*known, *((name.removeprefix("free_").replace("_", " "), "number", name) for name in free)]
-
-
-def _table(rows: Sequence[Row], columns: Columns, titles: Mapping[str, str]) -> str:
-    """By suite, label and rule, rules in the order of the titles; a column that no row fills is left out."""
+    `columns`: heading, format, name in the row; those that no row fills are left out. Scores of free-running
+    answers get further columns.
+    """
     order = {rule: place for place, rule in enumerate(titles)}
-    groups = [(row.get("suite"), row.get("value")) for row in rows]
-    places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
-    ranks = [
-        (places[group], order.get(row.get("rule", ""), len(order)))
-        for group, row in zip(groups, rows, strict=True)
-    ]
-    rows = [rows[place] for place in sorted(range(len(rows)), key=ranks.__getitem__)]
-    named = [
-        {**row, **{name: titles.get(row[name], row[name]) for name in _RULES & row.keys()}} for row in rows
-    ]
-    used = [column for column in columns if any(row.get(column[2]) is not None for row in rows)]
-    cells = [[_FORMATS[kind](row.get(name)) for _, kind, name in used] for row in named]
-    marks = ["---" if kind == "text" else "---:" for _, kind, _ in used]
-    lines = [[heading for heading, _, _ in used], marks, *cells]
+    groups = dict.fromkeys((row.get("suite"), row.get("value")) for row in rows)
+    places = {group: place for place, group in enumerate(groups)}
+
+    def rank(row: Row) -> tuple[int, int]:
+        return places[row.get("suite"), row.get("value")], order.get(row.get("rule", ""), len(order))
+
+    free = dict.fromkeys(name for row in rows for name in row if name.startswith("free_"))
+    further = [(name.removeprefix("free_").replace("_", " "), "number", name) for name in free]
+    used = [each for each in (*columns, *further) if any(row.get(each[2]) is not None for row in rows)]
+    lines = [[heading for heading, _, _ in used]]
+    lines.append(["---" if kind in ("text", "verdict") else "---:" for _, kind, _ in used])
+    for row in sorted(rows, key=rank):
+        named = {**row, **{name: titles.get(row[name], row[name]) for name in _RULES & row.keys()}}
+        lines.append([_FORMATS[kind](named.get(name)) for _, kind, name in used])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _grouped(rows: Sequence[Row], keys: Sequence[str]) -> list[tuple[str, list[Row]]]:
-    """Rows by these fields, and what their table's heading is."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        heading = ", ".join(_WORDS["headings"].get(row[key], row[key]) for key in keys)
-        found.setdefault(heading, []).append(row)
-    return [*found.items()]
 
 
 def _estimate(found: Row | None, show: Callable[[float | None], str] = digits) -> str:
@@ -154,10 +131,14 @@ def _p(value: float | None) -> str:
     return UNKNOWN if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
+def _verdict(value: Any) -> str:
+    return str(_VERDICTS.get(value, value))
+
+
 _RULES: Final = {"rule", "against"}
 _FORMATS: Final[Mapping[str, Callable[[Any], str]]] = {
     "text": lambda value: UNKNOWN if value is None else str(value).replace("|", "\\|"),
-    "verdict": lambda value: {True: "reached", False: "missed", None: "not measured"}[value],
+    "verdict": _verdict,
     "count": counted,
     "number": digits,
     "percent": percent,

@@ -1,8 +1,8 @@
 """
-What a plan is made for: stored prompts and a new one, as messages (`Draft`) and as tokens (`Scenario`).
+Stored prompts and a new one, as messages (`Draft`) and as tokens (`Scenario`).
 
-A prompt's parts are its documents, messages and paragraphs: what the literature on retrieved text calls
-chunks. They are found in the rendered text, so that a suite only writes messages.
+A prompt's parts are its documents, messages and paragraphs; papers on retrieved text call them chunks. They
+are found in the rendered text, so that a suite only writes messages.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,16 +20,16 @@ from kvshare.conversation.chat import Chat
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.replay.requests import Message
 
-SEED = 20261122  # of the halves and of every scenario: never changed, or measured halves mix
+SEED = 20261122  # of the halves and of every scenario: another one would mix measured halves with others
 INSTRUMENT = 3  # version of suites, rules and measures: rows of different ones are not mixed
-_SHORTEST_PART = 12  # tokens; shorter ones belong to the next
+_SHORTEST_PART = 12  # tokens; a shorter part is joined to the next one
 _BREAK = re.compile(r"\n\s*\n|<\|im_start\|>")
 
 Messages = tuple[Message, ...]
 
 
 def half_of(source: str) -> int:
-    """0: rules are chosen on it; 1: opened once, for the result. The same for a document in all suites."""
+    """The half of a document: rules are chosen on half 0; half 1 is opened once, for the result."""
     return hashlib.sha256(f"{SEED}:{source}".encode()).digest()[0] & 1
 
 
@@ -37,13 +38,13 @@ class Draft:
     """
     One scenario in words.
 
-    `candidates`: answers to rank, the right one first; where the prompt is an edit, the second was right
-    before. `expected`: what an exact answer must contain. `reordered`: the prompt with its parts in
-    another order, where the order means nothing to a reader. `stages`: for chains, the prompts between the
-    stored one and the new one, oldest first.
+    `candidates`: answers to rank, the right one first; of an edited prompt, the second was right before the
+    edit. `expected`: what an exact answer must contain. `reordered`: the prompt with its parts in another
+    order, where the order does not change the meaning. `stages`: of chains, the prompts between the stored
+    one and the new one, oldest first.
     """
 
-    source: str  # the source document: what halves are drawn by
+    source: str  # the source document, by which the half is drawn
     stored: tuple[Messages, ...]
     prompt: Messages
     labels: Mapping[str, str | int] = field(default_factory=dict)  # what the report groups by
@@ -66,7 +67,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scenario:
-    """One scenario in tokens; `Draft` says what the fields are."""
+    """One scenario in tokens; `Draft` describes the fields."""
 
     suite: str
     number: int
@@ -97,7 +98,7 @@ def tokenized(draft: Draft, encoder: PromptEncoder, *, suite: str, number: int) 
 
 
 def continuation(text: str, encoder: PromptEncoder) -> TokenIds:
-    """The tokens of an answer, as the model would write it behind the chat template's end."""
+    """The tokens of an answer, as the model would write it after the chat template."""
     return token_ids(np.asarray(encoder.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32))
 
 
@@ -114,9 +115,9 @@ def _prompt(messages: Sequence[Message], encoder: PromptEncoder) -> Prompt:
 
 
 def _parts(firsts: Sequence[int], num_tokens: int) -> tuple[Span, ...]:
-    """Spans from these tokens on; the short ones are joined to what follows."""
-    kept = [0]
-    for first in [*firsts[1:], num_tokens]:
-        if first - kept[-1] >= _SHORTEST_PART and first < num_tokens:
-            kept.append(first)
-    return tuple(Span(start, end) for start, end in zip(kept, [*kept[1:], num_tokens], strict=True))
+    """Spans that begin at these tokens; a short one is joined to what follows."""
+    starts = [0]
+    for first in firsts[1:]:
+        if first - starts[-1] >= _SHORTEST_PART and first < num_tokens:
+            starts.append(first)
+    return tuple(Span(start, end) for start, end in pairwise([*starts, num_tokens]))

@@ -1,10 +1,10 @@
 """
-What is measured and what is left: stages of work, done shard by shard in any number of runs.
+What is measured and what is left: stages of work, done in any number of runs.
 
-    FOLDER/stages.yaml           what is to be measured, in its order
+    FOLDER/stages.yaml           the stages, in the order in which they are measured
     FOLDER/STAGE/SUITE-0.jsonl   a line per plan, appended as soon as it is measured: no text, no token ids
 
-A run that is killed loses the plan it was at. Several processes share the work by `part`.
+A run that is killed loses the plan that it was measuring. Several processes share the work by `part`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,7 +28,7 @@ STAGES_FILE = "stages.yaml"
 
 
 class Stage(BaseModel):
-    """One pass over plans. The same number is the same plan in every stage with that half."""
+    """Plans to measure, and how. The same number of a suite is the same plan in every stage of a half."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,16 +37,16 @@ class Stage(BaseModel):
     plans: dict[str, int]  # by suite
     rules: tuple[str, ...]
     budgets: tuple[float, ...] = (0.1,)
-    charged: tuple[float, ...] = ()
-    rank: bool = False
-    free_tokens: int = 0
+    charged: tuple[float, ...] = ()  # budgets that pay for the selection too
+    rank: bool = False  # score the candidates
+    free_tokens: int = 0  # of the free-running answer; 0: none
     noise: bool = False
 
     @property
     def digest(self) -> str:
-        """Of all that makes a row but its plan, and of the instrument's version."""
-        made = self.model_dump_json(exclude={"name", "plans"})
-        return hashlib.sha256(f"{INSTRUMENT}:{made}".encode()).hexdigest()[:8]
+        """Identifies how rows are measured: all fields but name and plans, and the instrument's version."""
+        fields = self.model_dump_json(exclude={"name", "plans"})  # in their order, which must not change
+        return hashlib.sha256(f"{INSTRUMENT}:{fields}".encode()).hexdigest()[:8]
 
 
 class _Stages(BaseModel):
@@ -55,8 +55,7 @@ class _Stages(BaseModel):
     stages: tuple[Stage, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """One plan of a stage."""
 
     stage: Stage
@@ -67,15 +66,13 @@ class Task:
 @dataclass(slots=True)
 class Shards:
     """
-    The folder of one model's figures.
-
-    Raises:  ConfigError, by `left`, where a stage's rows were made for something else than it asks for
+    The folder of one model's rows, and which of them this process measures: part `part` of `parts`.
     """
 
     folder: Path
     part: int = 0
     parts: int = 1
-    models: set[str] = field(default_factory=set)  # that rows were made with
+    models: set[str] = field(default_factory=set)  # of the rows
     _done: dict[tuple[str, str, int], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,7 +82,11 @@ class Shards:
                 self.models.add(row["model"])
 
     def left(self, stages: Sequence[Stage]) -> Iterator[Task]:
-        """This part's tasks that are not done; the suites of a stage take turns."""
+        """
+        The tasks of this part that are not done; the suites of a stage take turns.
+
+        Raises:  ConfigError where the folder has rows of a stage that were measured in another way
+        """
         for stage in stages:
             for number in range(max(stage.plans.values(), default=0)):
                 for suite, plans in stage.plans.items():
@@ -98,13 +99,13 @@ class Shards:
         if made not in (None, stage.digest):
             raise ConfigError(
                 f"stage {stage.name}",
-                f"{self.folder / stage.name} has rows of other rules, budgets or measures, or of another "
-                "version; choose another name with --stage, or another --out",
+                f"{self.folder / stage.name} has rows with other rules, budgets or measures, or of another "
+                "version of the lab; choose another name with --stage, or another folder with --out",
             )
         return made is not None
 
     def add(self, task: Task, row: dict[str, Any]) -> None:
-        """Append a measured plan, or why there is none; what a killed run left unfinished is cut off."""
+        """Append a measured plan, or why there is none. An unfinished last line is cut off before."""
         path = self.folder / task.stage.name / f"{task.suite}-{self.part}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         known = path.read_bytes() if path.exists() else b""
@@ -117,7 +118,7 @@ class Shards:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a shard; the last one of a killed run may be torn and is left out."""
+    """The lines of a shard, without an unfinished line of a killed run."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             yield json.loads(line)
@@ -126,7 +127,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_stages(path: Path) -> tuple[Stage, ...]:
-    """Raises ConfigError naming the file and the key."""
+    """Raises ConfigError that names the file and the key."""
     try:
         return _Stages.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))).stages
     except (OSError, yaml.YAMLError) as exc:

@@ -1,8 +1,8 @@
-"""Every rule at every budget in every suite: what was measured, as rows of plain data."""
+"""The tables of the report as rows of plain data: every rule at every budget in every suite."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -13,50 +13,44 @@ from kvshare.bench.fidelity.statistics import Floats, mean, ratio, wilson
 
 BASELINE: Final = "placeholders"
 FULL: Final = "full"
-NOTABLE: Final = 0.05  # nats: the share of plans above it stands beside every mean
+_NOTABLE: Final = 0.05  # nats: beside every mean is the share of plans above it
 _FACTS: Final = ("tokens", "exact", "copied", "computed", "pieces", "moved")
 _MEANS: Final = ("top1", "kl_first", "b", "charged", "runs")
 
 
 def suites(plans: Sequence[Plan]) -> list[Row]:
-    """What the plans are: means over them."""
+    """Means over the plans of a suite: prompt length, what is copied and what is computed."""
     return [
-        {"suite": suite, **_numbers(own)}
-        | {
-            name: _mean([row[name] for plan in own if (row := plan.row).get(name) is not None])
-            for name in _FACTS
-        }
+        {"suite": suite, **_numbers(own), **{name: _mean_fact(own, name) for name in _FACTS}}
         for suite, own in by_suite(plans).items()
     ]
 
 
 def results(plans: Sequence[Plan]) -> list[Row]:
-    """KL and what stands beside it, a row for each suite, rule and budget."""
+    """KL, further measures and costs, a row for each suite, rule and budget."""
     return [
-        {"suite": suite, **_named(setting), **_result(own, setting)}
-        for suite, own in by_suite(plans).items()
-        for setting in _settings(own)
+        {"suite": suite, **setting._asdict(), **_result(own, setting)}
+        for suite, own, setting in _by_setting(plans)
     ]
 
 
 def labels(plans: Sequence[Plan]) -> list[Row]:
     """KL at equal b for each value of each label that has several."""
     return [
-        {"suite": suite, "label": label, "value": value, **_named(setting), **_kl(chosen, setting)}
+        {"suite": suite, "label": label, "value": value, **setting._asdict(), **_kl(chosen, setting)}
         for suite, own in by_suite(plans).items()
-        for label, groups in _groups(own).items()
+        for label, groups in _by_label(own).items()
         for value, chosen in groups.items()
-        for setting in _settings(chosen)
+        for _, _, setting in _by_setting(chosen)
         if setting.by == "b"
     ]
 
 
 def noise(plans: Sequence[Plan]) -> list[Row]:
-    """What changes without any sharing: a row for each suite and way to compute the same prompt."""
+    """Divergence without any sharing: a row for each suite and way to compute the same prompt."""
     rows = []
     for suite, own in by_suite(plans).items():
-        kinds = sorted({kind for plan in own for kind in plan.row.get("noise") or ()})
-        for kind in kinds:
+        for kind in sorted({kind for plan in own for kind in plan.row.get("noise") or ()}):
             chosen = [plan for plan in own if kind in (plan.row.get("noise") or ())]
             found = [plan.row["noise"][kind] for plan in chosen]
             kl = mean(np.array([one["kl"] for one in found]), [plan.source for plan in chosen])
@@ -66,29 +60,32 @@ def noise(plans: Sequence[Plan]) -> list[Row]:
 
 
 def answers(plans: Sequence[Plan]) -> list[Row]:
-    """The gold answer's rank and margin, and answers written freely; `plans`: how many have either."""
+    """Rank and margin of the right answer, and scores of free-running ones, over plans that have either."""
     rows = []
-    for suite, own in by_suite(plans).items():
-        for setting in _settings(own):
-            chosen = [plan for plan in own if _answered(plan.arms.get(setting, {}))]
-            if chosen:
-                rows.append(
-                    {"suite": suite, **_named(setting), **_numbers(chosen), **_answer(chosen, setting)}
-                )
+    for suite, own, setting in _by_setting(plans):
+        if chosen := [plan for plan in own if _is_answered(plan.arms.get(setting, {}))]:
+            numbers = {**_numbers(chosen), **_answer(chosen, setting)}
+            rows.append({"suite": suite, **setting._asdict(), **numbers})
     return rows
 
 
 def regimes(plans: Sequence[Plan], query_guided: str, windows: str) -> list[Row]:
-    """Where which wins: the ratio of the two rules, and how much of the prompt has moved."""
+    """By suite, the ratio of the two rules' KL, and the mean share of copied tokens that moved."""
     rows = []
-    for suite, own in by_suite(plans).items():
-        for setting in [one for one in _settings(own) if one.rule == query_guided and one.by == "b"]:
-            both = pairs(own, setting, setting._replace(rule=windows))
-            if len(both):
-                moved = _mean([plan.row["moved"] for plan in own if plan.row.get("moved") is not None])
-                found = {"suite": suite, "budget": setting.budget, "plans": len(both)}
-                rows.append({**found, "moved": moved, "ratio": asdict(ratio(both))})
+    for suite, own, setting in _by_setting(plans):
+        if setting.rule != query_guided or setting.by != "b":
+            continue
+        if both := pairs(own, setting, setting._replace(rule=windows)):
+            found = {"suite": suite, "budget": setting.budget, "plans": len(both)}
+            rows.append({**found, "moved": _mean_fact(own, "moved"), "ratio": asdict(ratio(both))})
     return rows
+
+
+def _by_setting(plans: Sequence[Plan]) -> Iterator[tuple[str, list[Plan], Setting]]:
+    """Each suite with its plans, once for each setting that any of them has, sorted."""
+    for suite, own in by_suite(plans).items():
+        for setting in sorted({setting for plan in own for setting in plan.arms}):
+            yield suite, own, setting
 
 
 def _result(plans: Sequence[Plan], setting: Setting) -> Row:
@@ -97,7 +94,7 @@ def _result(plans: Sequence[Plan], setting: Setting) -> Row:
     own, _ = values(plans, setting)
     if not len(own):
         return row | {"median": None, "above": None}
-    above = wilson(int((own > NOTABLE).sum()), len(own))
+    above = wilson(int((own > _NOTABLE).sum()), len(own))
     return row | {"median": float(np.median(own)), "above": asdict(above)}
 
 
@@ -121,35 +118,29 @@ def _answer(plans: Sequence[Plan], setting: Setting) -> Row:
     return row | {"margin_to_full": asdict(mean(both.ours - both.theirs, both.sources)) if both else None}
 
 
-def _answered(arm: Mapping[str, Any]) -> bool:
+def _is_answered(arm: Mapping[str, Any]) -> bool:
     return any(arm.get(name) is not None for name in ("margin", "rank", "free"))
 
 
-def _groups(plans: Sequence[Plan]) -> dict[str, dict[str | int, list[Plan]]]:
-    """Label -> value -> plans."""
-    names = sorted({name for plan in plans for name in plan.row["labels"]})
-    found: dict[str, dict[str | int, list[Plan]]] = {name: {} for name in names}
-    for name in names:
-        have = [plan for plan in plans if name in plan.row["labels"]]
-        for plan in sorted(have, key=lambda plan: _in_order(plan.row["labels"][name])):
-            found[name].setdefault(plan.row["labels"][name], []).append(plan)
-    return {name: groups for name, groups in found.items() if len(groups) > 1}
-
-
-def _in_order(value: str | int) -> tuple[bool, str | int]:
-    return (isinstance(value, str), value)
-
-
-def _settings(plans: Sequence[Plan]) -> list[Setting]:
-    return sorted({setting for plan in plans for setting in plan.arms})
-
-
-def _named(setting: Setting) -> Row:
-    return {"rule": setting.rule, "by": setting.by, "budget": setting.budget}
+def _by_label(plans: Sequence[Plan]) -> dict[str, dict[str | int, list[Plan]]]:
+    """Label -> value -> plans, of labels with several values."""
+    found: dict[str, dict[str | int, list[Plan]]] = {}
+    for name in sorted({name for plan in plans for name in plan.row["labels"]}):
+        has = [(plan.row["labels"][name], plan) for plan in plans if name in plan.row["labels"]]
+        groups: dict[str | int, list[Plan]] = {}
+        for value, plan in sorted(has, key=lambda each: (isinstance(each[0], str), each[0])):
+            groups.setdefault(value, []).append(plan)
+        if len(groups) > 1:
+            found[name] = groups
+    return found
 
 
 def _numbers(plans: Sequence[Plan]) -> Row:
     return {"plans": len(plans), "sources": len({plan.source for plan in plans})}
+
+
+def _mean_fact(plans: Sequence[Plan], name: str) -> float | None:
+    return _mean([plan.row[name] for plan in plans if plan.row.get(name) is not None])
 
 
 def _mean(found: Sequence[float] | Floats) -> float | None:

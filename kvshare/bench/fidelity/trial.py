@@ -1,11 +1,11 @@
 """
-One plan, ready for any rule: what is copied, what is computed anyway, the truth, and a pass with repairs.
+A scenario with its plan, ready for any repair rule: copies, the full prefill, and a pass with repairs.
 
     b          layer-tokens of repaired positions / (layers x prompt tokens)
-    charged    layer-tokens that get fresh Q, K, V, selection passes included / the same
+    charged    layer-tokens that get fresh Q, K, V, selection passes included / (layers x prompt tokens)
 
-Every rule gets the same donors, plan and rotation. Positions without a copy and the last `tail` of the prompt
-are computed in every arm; they are the `base`.
+Every rule gets the same donors, plan and rotation. Positions without a copy and the last `tail` positions of
+the prompt are computed in every arm; they are called the base.
 """
 
 from __future__ import annotations
@@ -19,90 +19,92 @@ import torch
 from numpy.typing import NDArray
 
 from delta_tree import Copy, Span, TokenIds, token_ids
+from kvshare.bench.fidelity.greedy import greedy_answer
 from kvshare.bench.fidelity.layered import Intervention, LayeredModel, Mask, Pass, causal
-from kvshare.bench.fidelity.measures import free_running
 from kvshare.bench.fidelity.scenario import Scenario
-from kvshare.bench.fidelity.shelf import Prefill, Shelf, covered, prefill
+from kvshare.bench.fidelity.stored_prompts import Floats, Prefill, StoredPrompts, prefill
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SequenceKV
 from kvshare.settings import Settings
-from kvshare.sharing.plan import clip
-from kvshare.sharing.selection import num_runs
+from kvshare.sharing.plan import within
+from kvshare.sharing.selection import covered, num_runs
 
-NUM_FORCED = 16  # tokens of the full prefill's own answer that every arm is forced along
+NUM_FORCED = 16  # tokens of the full prefill's own answer; every arm is measured along them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
     """
-    What a rule wants computed again.
+    What a rule chose to compute again.
 
-    `rows` (T,) for all layers, or (L, T); `probe`: layer-tokens of selection passes; `copies`: another layout
-    than the plan's; `kv`: what stands in the slots at the start, where that is not what is laid; `kept` (T,):
-    rows of the base that a pass before this one has computed there.
+    `rows`: (T,) for all layers, or (L, T). `probe`: layer-tokens of the passes that selected them. `copies`:
+    instead of the plan's. `kv`: what the slots hold at the start, if it is not just the copies. `computed`:
+    (T,) rows of the base that `kv` already holds, computed by an earlier pass.
     """
 
-    rows: NDArray[np.bool_]
+    rows: Mask
     probe: float = 0.0
     intervention: Intervention | None = None
     copies: tuple[Copy, ...] | None = None
     kv: SequenceKV | None = None
-    kept: Mask | None = None
+    computed: Mask | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What an arm came to: log-probabilities behind the prompt and its forced answer, and its cost."""
+    """The result of an arm: log-probabilities after the prompt and along the forced answer, and the cost."""
 
     kv: SequenceKV
     log_probabilities: torch.Tensor  # (F, V)
     b: float
     charged: float
-    runs: int  # further stretches that the repair adds to the plan's own
+    runs: int  # how many runs the repairs add to the plan's own
     computed: Mask  # (T,) positions whose KV is fresh in all layers
-    candidate_scores: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))  # nats a token
+    candidate_scores: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))  # nats per token
 
 
 class Trial:
-    """A scenario whose prompts are computed and whose plan is made."""
+    """A scenario whose stored prompts are computed and whose plan is made."""
 
-    def __init__(self, scenario: Scenario, model: LayeredModel, settings: Settings, shelf: Shelf) -> None:
-        self.scenario, self.model, self.settings, self.shelf = scenario, model, settings, shelf
+    def __init__(
+        self, scenario: Scenario, model: LayeredModel, settings: Settings, stored: StoredPrompts
+    ) -> None:
+        self.scenario, self.model, self.settings, self.stored = scenario, model, settings, stored
         prompt = scenario.prompt
         self.num_tokens, self.num_layers = len(prompt), model.num_layers
-        composition = shelf.compose(prompt.token_ids)
+        composition = stored.compose(prompt.token_ids)
         self.exact_length = min(composition.exact_length, self.num_tokens - 1)
-        whole = Span(0, self.num_tokens - 1)  # the last token is always computed
-        self.copies = tuple(part for copy in composition.copies if (part := clip(copy, whole)))
-        laid = covered([copy.target for copy in self.copies], self.num_tokens)
+        self.copies = within(composition.copies, Span(0, self.num_tokens - 1))  # the last token is computed
+        is_copied = covered([copy.target for copy in self.copies], self.num_tokens)
         tail = np.arange(self.num_tokens) >= self.num_tokens - settings.repair.tail
         exact = np.arange(self.num_tokens) < self.exact_length
-        self.placeholders: Mask = ~laid
-        self.base: Mask = ~laid | (tail & ~exact)
-        self.copied: Mask = laid & ~tail & ~exact  # what a rule may choose from
+        self.placeholders: Mask = ~is_copied
+        self.base: Mask = ~is_copied | (tail & ~exact)
+        self.copied: Mask = is_copied & ~tail & ~exact  # the positions among which a rule chooses
         self._answer, self._answer_limit = token_ids([]), 0
 
     @cached_property
-    def foreign(self) -> tuple[Copy, ...]:
-        """The approximate copies."""
-        whole = Span(self.exact_length, self.num_tokens)
-        return tuple(part for copy in self.copies if (part := clip(copy, whole)))
+    def approximate_copies(self) -> tuple[Copy, ...]:
+        """The copies behind the exact prefix."""
+        return within(self.copies, Span(self.exact_length, self.num_tokens))
 
     @cached_property
     def full(self) -> Prefill:
-        """The prompt, computed in full."""
+        """The full prefill of the prompt, with room for the forced answer."""
         return prefill(self.model, self.scenario.prompt, room=NUM_FORCED)
 
     @cached_property
     def answer(self) -> TokenIds:
-        """The full prefill's own greedy answer, as many tokens as arms are forced along or fewer."""
+        """The greedy answer of the full prefill, at most `NUM_FORCED` tokens."""
         return self.free_answer(NUM_FORCED)
 
     def free_answer(self, limit: int) -> TokenIds:
-        """The full prefill's own greedy answer, at most so many tokens."""
+        """The greedy answer of the full prefill, at most `limit` tokens."""
         if limit > self._answer_limit:
-            self._answer_limit, (kv, last) = limit, (self.full.kv, self.full.last)
-            self._answer = free_running(self.model, kv, last, num_tokens=self.num_tokens, limit=limit)
+            self._answer_limit = limit
+            self._answer = greedy_answer(
+                self.model, self.full.kv, self.full.first, num_tokens=self.num_tokens, limit=limit
+            )
         return self._answer[:limit]
 
     @cached_property
@@ -111,124 +113,112 @@ class Trial:
         return self.full_pass(self.scenario.prompt.token_ids)
 
     def full_pass(self, prompt: TokenIds, *, chunk: int | None = None) -> torch.Tensor:
-        """(F, V) along the answer, behind any prompt, computed by the engine; in chunks where asked."""
+        """(F, V) log-probabilities along the answer after any prompt, see `forced_pass`."""
         return forced_pass(self.model, prompt, self.answer, chunk=chunk)
 
     @cached_property
-    def laid(self) -> SequenceKV:
+    def placed(self) -> SequenceKV:
         """The plan's copies in their slots."""
-        return self.lay(self.copies)
+        return self.place(self.copies)
 
-    def lay(self, copies: Sequence[Copy]) -> SequenceKV:
-        """A sequence with these copies, and room for the answer."""
-        kv = self.model.model.new_sequence(self.num_tokens + self._room)
+    def place(self, copies: Sequence[Copy]) -> SequenceKV:
+        """A sequence with these copies in their slots, zeros elsewhere, and room for the answers."""
+        room = NUM_FORCED + sum(len(candidate) for candidate in self.scenario.candidates)
+        kv = self.model.model.new_sequence(self.num_tokens + room)
         kv.k.zero_()
         kv.v.zero_()
-        kv.lay_out(copies, self.shelf.kv)
+        kv.lay_out(copies, self.stored.kv)
         return kv
-
-    @property
-    def _room(self) -> int:
-        return NUM_FORCED + sum(len(candidate) for candidate in self.scenario.candidates)
 
     def base_layer_tokens(self) -> int:
         """What every arm computes, in layer-tokens."""
         return int(self.base.sum()) * self.num_layers
 
-    @property
-    def guided(self) -> NDArray[np.float32]:
-        """
-        (L, N, T) attention of the base's rows to every slot, mean over heads: a pass over the base alone.
-
-        In a server: the first pass; the base is computed again with the repairs.
-        """
-        return self._guided[0]
-
-    @property
-    def guided_kv(self) -> SequenceKV:
-        """What stands in the slots behind that pass."""
-        return self._guided[1]
-
     @cached_property
-    def _guided(self) -> tuple[NDArray[np.float32], SequenceKV]:
+    def base_pass(self) -> tuple[Floats, SequenceKV]:
+        """
+        A pass over the base alone, before anything is repaired: see `watch`.
+
+        A server would need it as its first pass, and would compute the base again with the repairs.
+        """
         return self.watch(self.base)
 
-    def watch(self, rows: Mask) -> tuple[NDArray[np.float32], SequenceKV]:
+    def watch(self, rows: Mask) -> tuple[Floats, SequenceKV]:
         """
-        A pass over these rows and what is laid: (L, N, T) their attention to every slot, mean over heads, and
-        the KV behind it.
+        Compute these rows over the copies.
+
+        Returns: (L, N, T) their attention to every slot, mean over heads; and the KV after the pass
         """
         slots = rows.nonzero()[0]
-        seen = np.zeros((self.num_layers, len(slots), self.num_tokens), np.float32)
+        attention = np.zeros((self.num_layers, len(slots), self.num_tokens), np.float32)
 
-        def see(layer: int, weights: torch.Tensor) -> None:
-            seen[layer] = weights.mean(0).cpu()
+        def record(layer: int, weights: torch.Tensor) -> None:
+            attention[layer] = weights.mean(0).cpu()
 
-        kv = self.laid.fork(self.num_tokens)
-        current = Pass(self.scenario.prompt.token_ids[slots], slots, weights=see)
+        kv = self.placed.fork(self.num_tokens)
+        current = Pass(self.scenario.prompt.token_ids[slots], slots, weights=record)
         self.model.run(kv, current, logits_of=np.array([len(slots) - 1]))
-        return seen, kv
+        return attention, kv
 
     @cached_property
     def key_deviation(self) -> torch.Tensor:
-        """(L, T, H, D) how far the laid keys are from the full prefill's; 0 where nothing is laid."""
-        return self._deviation(self.full.kv.k, self.laid.k)
+        """(L, T, H, D) the full prefill's keys minus the copied ones; 0 where nothing is copied."""
+        return self._deviation(self.full.kv.k, self.placed.k)
 
     @cached_property
     def value_deviation(self) -> torch.Tensor:
-        """(L, T, H, D), the same of values."""
-        return self._deviation(self.full.kv.v, self.laid.v)
+        """(L, T, H, D) the full prefill's values minus the copied ones; 0 where nothing is copied."""
+        return self._deviation(self.full.kv.v, self.placed.v)
 
-    def _deviation(self, true: torch.Tensor, laid: torch.Tensor) -> torch.Tensor:
-        difference = (true[:, : self.num_tokens] - laid[:, : self.num_tokens]).cpu()
+    def _deviation(self, true: torch.Tensor, placed: torch.Tensor) -> torch.Tensor:
+        difference = (true[:, : self.num_tokens] - placed[:, : self.num_tokens]).cpu()
         difference[:, torch.from_numpy(self.placeholders)] = 0.0
         return difference
 
     def take_truth(self, other: Trial) -> None:
-        """Use what another trial of the same prompt has computed in full."""
+        """Use the full prefill of another trial of the same prompt."""
         self.full, self.answer, self.truth = other.full, other.answer, other.truth
 
     def run(self, selection: Selection, *, rank: bool = False, forced: bool = True) -> Outcome:
-        """One arm. `rank`: score the candidates too; not `forced`: only compute the prompt."""
-        by_layer = selection.rows if selection.rows.ndim == 2 else None
-        union = selection.rows.any(axis=0) if by_layer is not None else selection.rows
-        kept = np.zeros(self.num_tokens, np.bool_) if selection.kept is None else selection.kept
+        """Compute one arm. `rank`: score the candidates too. Without `forced`, compute the prompt only."""
+        union = selection.rows.any(axis=0) if selection.rows.ndim == 2 else selection.rows
+        earlier = np.zeros(self.num_tokens, np.bool_) if selection.computed is None else selection.computed
         repaired = union & ~self.base
-        slots = (self.base & ~kept | repaired).nonzero()[0]
-        kv = self._kv_for(selection)
-        tail = _Tail(self, rank=rank, forced=forced)
+        slots = (self.base & ~earlier | repaired).nonzero()[0]
+        answers = _Answers(self, rank=rank, forced=forced)
+        at_layer = None
+        if selection.rows.ndim == 2:
+            everywhere = np.ones((self.num_layers, len(answers.slots)), np.bool_)
+            at_layer = np.hstack([selection.rows[:, slots] | ~repaired[slots], everywhere])
         current = Pass(
-            token_ids(np.concatenate([self.scenario.prompt.token_ids[slots], tail.tokens])),
-            np.concatenate([slots, tail.slots]),
-            positions=np.concatenate([slots, tail.positions]),
-            visible=tail.visible(slots),
-            repaired=np.concatenate([repaired[slots], np.zeros(len(tail.slots), np.bool_)]),
-            at_layer=_rows_at(by_layer, repaired, slots, len(tail.slots)),
+            token_ids(np.concatenate([self.scenario.prompt.token_ids[slots], answers.tokens])),
+            np.concatenate([slots, answers.slots]),
+            positions=np.concatenate([slots, answers.positions]),
+            visible=answers.visible(slots),
+            repaired=np.concatenate([repaired[slots], np.zeros(len(answers.slots), np.bool_)]),
+            at_layer=at_layer,
             intervention=selection.intervention,
         )
-        wanted = np.arange(len(slots) - 1, len(slots) + len(tail.slots))
-        log_probabilities = self.model.run(kv, current, logits_of=wanted)
-        spent = sum(current.num_computed)
-        size = self.num_layers * self.num_tokens
-        base = self.base_layer_tokens()
+        if selection.copies is not None:
+            kv = self.place(selection.copies)
+        else:
+            kv = (selection.kv or self.placed).fork(self.num_tokens)
+        after = np.arange(len(slots) - 1, len(slots) + len(answers.slots))
+        log_probabilities = self.model.run(kv, current, logits_of=after)
+        spent, size = sum(current.num_computed), self.num_layers * self.num_tokens
         return Outcome(
             kv=kv,
-            log_probabilities=log_probabilities[: len(tail.forced) + 1],
+            log_probabilities=log_probabilities[: len(answers.forced) + 1],
             b=spent / size,
-            charged=(base + spent + selection.probe) / size,
+            charged=(self.base_layer_tokens() + spent + selection.probe) / size,
             runs=num_runs(self.base | repaired) - num_runs(self.base),
-            computed=np.isin(np.arange(self.num_tokens), current.left) | kept,
-            candidate_scores=tail.scores(log_probabilities),
+            computed=np.isin(np.arange(self.num_tokens), current.completed) | earlier,
+            candidate_scores=answers.scores(log_probabilities),
         )
 
-    def _kv_for(self, selection: Selection) -> SequenceKV:
-        if selection.copies is not None:
-            return self.lay(selection.copies)
-        return (selection.kv or self.laid).fork(self.num_tokens)
 
-
-class _Tail:
-    """The rows behind the prompt: the forced answer, then each candidate as a branch of its own."""
+class _Answers:
+    """The rows after the prompt: the forced answer, then each candidate as a branch that sees only itself."""
 
     def __init__(self, trial: Trial, *, rank: bool, forced: bool) -> None:
         self._start = trial.num_tokens
@@ -243,14 +233,14 @@ class _Tail:
         self._branch = np.repeat(np.arange(len(branches)), lengths)
 
     def visible(self, slots: NDArray[np.int64]) -> Mask:
-        """(N, S) causal, each branch behind the prompt by itself."""
+        """(N, S) causal; after the prompt, each branch sees only itself."""
         mask = causal(np.concatenate([slots, self.slots]), self._start + len(self.slots))
         if len(self.slots):
             mask[len(slots) :, self._start :] &= self._branch[:, None] == self._branch[None, :]
         return mask
 
     def scores(self, log_probabilities: torch.Tensor) -> NDArray[np.float64]:
-        """Mean log-likelihood a token of each candidate. Row 0 stands behind the prompt's last token."""
+        """Mean log-likelihood per token of each candidate. Row 0 belongs to the prompt's last token."""
         found = []
         for start, end, candidate in zip(self._ends, self._ends[1:], self._candidates, strict=False):
             rows = [0, *range(1 + int(start), 1 + int(end))]
@@ -262,7 +252,7 @@ class _Tail:
 def forced_pass(
     model: LayeredModel, prompt: TokenIds, answer: TokenIds, *, chunk: int | None = None
 ) -> torch.Tensor:
-    """(F, V) log-probabilities along an answer behind a prompt, by the embedded engine's own passes."""
+    """(F, V) log-probabilities along an answer after a prompt, by the embedded engine's own passes."""
     tokens = token_ids(np.concatenate([prompt, answer[:-1]]))
     kv = model.model.new_sequence(len(tokens))
     start, first = 0, len(prompt) - 1
@@ -273,11 +263,3 @@ def forced_pass(
     span = Span(start, len(tokens))
     logits = model.model.logits(PartialPass(kv, (span,)), tokens[start:], keep=len(answer))
     return torch.log_softmax(logits, dim=-1)
-
-
-def _rows_at(by_layer: Mask | None, repaired: Mask, slots: NDArray[np.int64], num_behind: int) -> Mask | None:
-    """(L, N): repaired rows where their layer wants them, all others everywhere."""
-    if by_layer is None:
-        return None
-    wanted: Mask = by_layer[:, slots] | ~repaired[slots]
-    return np.hstack([wanted, np.ones((len(wanted), num_behind), np.bool_)])

@@ -1,19 +1,18 @@
 """
-From how many tokens on sharing pays: time to the first token of edited prompts of growing length, shared and
-in full by stock vLLM, and what the proxy concludes from the rates that it has measured meanwhile.
+The number of tokens from which sharing pays: time to the first token of edited prompts of growing length,
+shared and in full by stock vLLM; and what the proxy concludes from the rates that it measures meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
-
-from kvshare.bench.harness import median
+from kvshare.bench.harness import alternate, median
 from kvshare.bench.vllm import reports
-from kvshare.bench.vllm.prompts import near_duplicate, stranger
+from kvshare.bench.vllm.client import Answer
+from kvshare.bench.vllm.session import Session, session
 from kvshare.bench.vllm.stack import EditedConfig, Stack
 from kvshare.sharing.cost import Rates
 
@@ -32,39 +31,40 @@ class Config(EditedConfig):
 
 
 async def measure(servers: Stack, config: Config) -> dict[str, Any]:
-    """Of a proxy that shares whether it pays or not."""
-    rng = np.random.default_rng(config.seed)
-    rows = []
-    async with servers.clients() as (plain, proxy):
-        for length in config.lengths:
-            donor = stranger(rng, length)
-            await proxy.complete(donor)
-            await reports.settle(proxy)
-            full, shared, cached = [], [], []
-            for repeat in range(config.repeats + 1):
-                edited = near_duplicate(rng, donor, changed=config.changed, edits=config.edits)
-                answer = await proxy.complete(edited)
-                await reports.settle(proxy)
-                other = await plain.complete(stranger(rng, length))
-                if repeat:  # the first warms up
-                    full.append(other.ttft_s)
-                    shared.append(answer.ttft_s)
-                    cached.append(answer.num_cached / length)
-            rows.append(
-                {
-                    "tokens": length,
-                    "full_ttft_s": median(full),
-                    "shared_ttft_s": median(shared),
-                    "speedup": median(full) / median(shared),
-                    "reused": median(cached),
-                }
-            )
-        costs = await reports.read_costs(proxy)
+    """The proxy must share whether it pays or not."""
+    async with session(servers, config) as bench:
+        rows = [await _row(bench, length) for length in config.lengths]
+        costs = await reports.read_stats(bench.proxy, "costs")
     return {"measured_tokens": first_that_pays(rows), "lengths": rows, **learned(costs, config.changed)}
 
 
+async def _row(bench: Session[Config], length: int) -> dict[str, Any]:
+    """Medians at one length."""
+    config = replace(bench.config, prompt_tokens=length)
+    donor = config.unrelated(bench.rng)
+    await bench.proxy.complete(donor)
+    await bench.settle()
+
+    async def ask(arm: str) -> Answer:
+        if arm == "full":
+            return await bench.plain.complete(config.unrelated(bench.rng))
+        answer = await bench.proxy.complete(bench.edited(donor))
+        await bench.settle()
+        return answer
+
+    answers = await alternate(("full", "shared"), config.repeats, ask)
+    ttft_s = {arm: median([answer.ttft_s for answer in own]) for arm, own in answers.items()}
+    return {
+        "tokens": length,
+        "full_ttft_s": ttft_s["full"],
+        "shared_ttft_s": ttft_s["shared"],
+        "speedup": ttft_s["full"] / ttft_s["shared"],
+        "reused": median([answer.num_cached / length for answer in answers["shared"]]),
+    }
+
+
 def first_that_pays(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """The shortest length from which on every one was faster shared; None if the longest was not."""
+    """The shortest length from which on all were faster when shared; None if the longest was not."""
     found = None
     for row in reversed(rows):
         if row["speedup"] <= 1:
@@ -74,7 +74,7 @@ def first_that_pays(rows: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def learned(costs: Mapping[str, Any], changed: float) -> dict[str, Any]:
-    """What the proxy's rates say, for plans that save any time; null where they were not measured."""
+    """The length from which plans save time, by the proxy's rates; None unless all rates were measured."""
     rates = Rates(**{field.name: costs[field.name] for field in fields(Rates)})
     is_known = len(costs["measured"]) == 2
     tokens = rates.break_even(computed=changed, min_saved_s=0.0) if is_known else None

@@ -1,7 +1,8 @@
 """
 One streamed completion over a real socket, with its times: what a user of the server would measure.
 
-Prompts go as token ids, so that every server sees the same ones. Greedy, of a fixed length unless aborted.
+Prompts are sent as token ids, so that every server gets the same ones. Answers are greedy and of a fixed
+length unless the request is aborted.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from kvshare.replay.live_client import events, session
 
 @dataclass(slots=True)
 class Answer:
-    """What came back of one request. Times are seconds since it was sent."""
+    """One answered request. Times are seconds since it was sent."""
 
     sent_at_s: float = 0.0  # by `time.perf_counter`
-    token_times_s: list[float] = field(default_factory=list)  # one per chunk that brings tokens
+    token_times_s: list[float] = field(default_factory=list)  # one for each chunk with tokens
     token_ids: list[int] = field(default_factory=list)  # these three only if asked for
     logprobs: list[float] = field(default_factory=list)
     tops: list[Mapping[int, float]] = field(default_factory=list)  # the likeliest tokens
@@ -38,20 +39,38 @@ class Answer:
         return self.token_times_s[0]
 
     @property
+    def steps_s(self) -> list[tuple[float, float]]:
+        """Start and end of each gap between chunks, by `time.perf_counter`."""
+        return list(pairwise(self.sent_at_s + seconds for seconds in self.token_times_s))
+
+    @property
     def gaps_s(self) -> list[float]:
         """Between chunks; a chunk is a token unless the client reads late."""
         return [after - before for before, after in pairwise(self.token_times_s)]
 
     @property
     def margins(self) -> list[float]:
-        """Per token: the log-probability of the first choice less that of the second."""
+        """For each token: the log-probability of the first choice less that of the second."""
         ordered = (sorted(top.values(), reverse=True) for top in self.tops)
         return [best[0] - best[1] for best in ordered]
 
     @property
     def num_cached(self) -> int:
-        """What the server says of prompt tokens that it did not compute."""
+        """Prompt tokens that the server reports as not computed."""
         return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        """Take in one document of the stream, which came now."""
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk["choices"]:
+            self.token_times_s.append(time.perf_counter() - self.sent_at_s)
+            if logprobs := choice.get("logprobs"):
+                self.token_ids += map(_token_id, logprobs["tokens"])
+                self.logprobs += logprobs["token_logprobs"]
+                self.tops += [
+                    {_token_id(token): value for token, value in top.items()}
+                    for top in logprobs["top_logprobs"]
+                ]
 
 
 class Client:
@@ -72,28 +91,47 @@ class Client:
     ) -> Answer:
         """
         `num_top`: ask for token ids and the log-probabilities of so many of the likeliest. `extra`: further
-        keys of the body. `abort_after`: hang up once so many chunks have come. `on_chunk`: is called with
-        how many have come.
+        keys of the body. `abort_after`: hang up after so many chunks. `on_chunk`: called with the number
+        of chunks so far.
 
-        Raises:  EngineError if the server refuses, breaks off or sends another number of tokens
+        Raises:  EngineError for an HTTP error, a stream that fails or ends early, or another number of tokens
         """
-        body = {**_body(prompt, max_tokens=max_tokens, num_top=num_top), **(extra or {})}
-        answer = Answer(sent_at_s=(began := time.perf_counter()))
+        body = {
+            "model": MODEL_NAME,
+            "prompt": prompt.tolist(),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"logprobs": num_top, "return_tokens_as_token_ids": True} if num_top else {}),
+            **(extra or {}),
+        }
+        answer, ended = Answer(sent_at_s=time.perf_counter()), False
         try:
             async with self._session.post("/v1/completions", json=body) as response:
                 if response.status != 200:
                     await _text(response)
-                async for chunk in _chunks(response):
-                    _take(answer, chunk, time.perf_counter() - began)
+                async for chunk in events(response):
+                    if chunk is None:
+                        ended = True
+                        continue
+                    if "error" in chunk:
+                        raise EngineError(f"the stream failed: {chunk['error']}")
+                    answer.add(chunk)
+                    num_chunks = len(answer.token_times_s)
                     if on_chunk is not None:
-                        on_chunk(len(answer.token_times_s))
-                    if abort_after is not None and len(answer.token_times_s) >= abort_after:
+                        on_chunk(num_chunks)
+                    if abort_after is not None and num_chunks >= abort_after:
                         answer.aborted = True
                         response.close()
-                        break
+                        return answer
         except aiohttp.ClientError as exc:
             raise EngineError(f"the connection broke: {exc}") from exc
-        _check(answer, max_tokens)
+        num_tokens = answer.usage.get("completion_tokens")
+        if not ended or not answer.token_times_s or num_tokens != max_tokens:
+            found = f"{num_tokens} in {len(answer.token_times_s)} chunks{'' if ended else ', without [DONE]'}"
+            raise EngineError(f"expected a stream of {max_tokens} tokens, got {found}")
         return answer
 
     async def get(self, path: str, **parameters: str) -> str:
@@ -107,70 +145,19 @@ class Client:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
-    """A client of its own connections, as many as there are requests at a time."""
+    """A client with as many connections as it has requests at a time."""
     async with session(url, key=None) as own:
         yield Client(own)
 
 
-def _body(prompt: TokenIds, *, max_tokens: int, num_top: int) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "model": MODEL_NAME,
-        "prompt": prompt.tolist(),
-        "max_tokens": max_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if num_top:
-        body |= {"logprobs": num_top, "return_tokens_as_token_ids": True}
-    return body
-
-
 async def _text(response: aiohttp.ClientResponse) -> str:
-    """Raises EngineError, with what the server says, unless it is 200."""
+    """Raises EngineError, with the beginning of the answer, unless the status is 200."""
     text = await response.text()
     if response.status != 200:
         raise EngineError(f"HTTP {response.status}: {text[:300]}")
     return text
 
 
-async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
-    """The documents of an event stream. Raises EngineError for one that says so, or for a missing end."""
-    ended = False
-    async for document in events(response):
-        if document is None:
-            ended = True
-        elif "error" in document:
-            raise EngineError(f"the stream failed: {document['error']}")
-        else:
-            yield document
-    if not ended:
-        raise EngineError("the stream ended without [DONE]")
-
-
-def _take(answer: Answer, chunk: Mapping[str, Any], now_s: float) -> None:
-    answer.usage = chunk.get("usage") or answer.usage
-    for choice in chunk["choices"]:
-        answer.token_times_s.append(now_s)
-        logprobs = choice.get("logprobs")
-        if not logprobs:
-            continue
-        answer.token_ids += [_token_id(token) for token in logprobs["tokens"]]
-        answer.logprobs += logprobs["token_logprobs"]
-        answer.tops += [
-            {_token_id(token): value for token, value in top.items()} for top in logprobs["top_logprobs"]
-        ]
-
-
 def _token_id(text: str) -> int:
-    """Of what vLLM writes with `return_tokens_as_token_ids`."""
+    """As vLLM writes it with `return_tokens_as_token_ids`."""
     return int(text.removeprefix("token_id:"))
-
-
-def _check(answer: Answer, max_tokens: int) -> None:
-    if answer.aborted:
-        return
-    found = answer.usage.get("completion_tokens")
-    if not answer.token_times_s or found != max_tokens:
-        raise EngineError(f"expected {max_tokens} tokens, got {found} in {len(answer.token_times_s)} chunks")

@@ -1,31 +1,28 @@
 """
-Time between tokens of streams that decode, while other requests arrive one after another:
+Time between the tokens of streams that decode while other requests arrive, one after the other:
 
     quiet   nothing else
-    full    prompts that nobody has seen, without sharing
-    saves   such prompts through the proxy: their KV is saved
-    loads   near-duplicates of a stored prompt: KV is loaded, what is missing computed, and that saved
+    full    unrelated prompts, without sharing
+    saves   unrelated prompts through the proxy: their KV is saved
+    loads   near-duplicates of a stored prompt: KV is loaded, the rest computed and saved
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from delta_tree import TokenIds
 from kvshare.bench.figures import percentiles
-from kvshare.bench.vllm import reports
-from kvshare.bench.vllm.client import Answer, Client, connected
-from kvshare.bench.vllm.prompts import stranger
+from kvshare.bench.harness import alternate
+from kvshare.bench.vllm.client import connected
+from kvshare.bench.vllm.prompts import unrelated_prompt
+from kvshare.bench.vllm.session import session
 from kvshare.bench.vllm.stack import EditedConfig, Stack
 
 ARMS = ("quiet", "full", "saves", "loads")
-STREAM_PROMPT = 32  # tokens: short, as its prefill is not what is looked at
+STREAM_PROMPT = 32  # tokens: short, as their prefill is not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,55 +32,51 @@ class Config(EditedConfig):
     repeats: int = 3
 
 
+class Decoded(NamedTuple):
+    """One round: seconds between the tokens of all streams, and how many requests arrived meanwhile."""
+
+    gaps_s: list[float]
+    num_arrived: int
+
+
 async def measure(servers: Stack, config: Config) -> dict[str, Any]:
-    """Percentiles of each arm, and the 99th and the longest over those of `quiet`."""
-    rng = np.random.default_rng(config.seed)
-    donor = config.stranger(rng)
-    gaps: dict[str, list[float]] = {name: [] for name in ARMS}
-    arrived: dict[str, int] = dict.fromkeys(ARMS, 0)
-    async with servers.clients() as (_, proxy), connected(servers.shared.url) as straight:
-        await proxy.complete(donor)
-        await reports.settle(proxy)
-        arrivals: dict[str, Callable[[], Awaitable[Answer]]] = {
-            "full": lambda: straight.complete(config.stranger(rng)),
-            "saves": lambda: proxy.complete(config.stranger(rng)),
-            "loads": lambda: proxy.complete(config.edited(rng, donor)),
+    """Percentiles of each arm, and ratios over those of `quiet`."""
+    async with session(servers, config) as bench, connected(servers.shared.url) as straight:
+        donor = bench.unrelated()
+        await bench.proxy.complete(donor)
+        await bench.settle()
+        arrivals = {
+            "full": lambda: straight.complete(bench.unrelated()),
+            "saves": lambda: bench.proxy.complete(bench.unrelated()),
+            "loads": lambda: bench.proxy.complete(bench.edited(donor)),
         }
-        for repeat in range(config.repeats + 1):
-            for name in ARMS if repeat % 2 else reversed(ARMS):
-                prompts = [stranger(rng, STREAM_PROMPT) for _ in range(config.streams)]
-                answers, number = await _decoded(straight, prompts, config.output_tokens, arrivals.get(name))
-                await reports.settle(proxy)
-                if repeat:  # the first warms up
-                    gaps[name] += [gap for answer in answers for gap in answer.gaps_s]
-                    arrived[name] += number
-    return summary(gaps, arrived)
+
+        async def decode(arm: str) -> Decoded:
+            prompts = [unrelated_prompt(bench.rng, STREAM_PROMPT) for _ in range(config.streams)]
+            decoding = asyncio.gather(
+                *(straight.complete(prompt, max_tokens=config.output_tokens) for prompt in prompts)
+            )
+            number = 0
+            while arm in arrivals and not decoding.done():
+                await arrivals[arm]()
+                number += 1
+            answers = await decoding
+            await bench.settle()
+            return Decoded([gap for answer in answers for gap in answer.gaps_s], number)
+
+        return summary(await alternate(ARMS, config.repeats, decode))
 
 
-async def _decoded(
-    client: Client,
-    prompts: Sequence[TokenIds],
-    num_tokens: int,
-    arrive: Callable[[], Awaitable[Answer]] | None,
-) -> tuple[list[Answer], int]:
-    """The streams' answers, and how many requests arrived while all of them decoded."""
-    decoding = asyncio.gather(*(client.complete(prompt, max_tokens=num_tokens) for prompt in prompts))
-    number = 0
-    while arrive is not None and not decoding.done():
-        await arrive()
-        number += 1
-    return await decoding, number
-
-
-def summary(gaps: dict[str, list[float]], arrived: dict[str, int]) -> dict[str, Any]:
+def summary(rounds: dict[str, list[Decoded]]) -> dict[str, Any]:
     """Of all gaps of each arm, and each arm over `quiet`."""
-    # Where the client reads late several tokens come at once: the mean does not change with that.
-    arms = {name: {"mean_ms": 1e3 * fmean(values), **percentiles(values)} for name, values in gaps.items()}
-    quiet = arms["quiet"]
-    return {
-        "mean_ratio": {name: arms[name]["mean_ms"] / quiet["mean_ms"] for name in ARMS[1:]},
-        "p99_ratio": {name: arms[name]["p99_ms"] / quiet["p99_ms"] for name in ARMS[1:]},
-        "max_ratio": {name: arms[name]["max_ms"] / quiet["max_ms"] for name in ARMS[1:]},
-        "arms": arms,
-        "arrivals": arrived,
+    gaps = {arm: [gap for decoded in own for gap in decoded.gaps_s] for arm, own in rounds.items()}
+    # Where the client reads late, several tokens come at once: the mean does not depend on that.
+    arms = {arm: {"mean_ms": 1e3 * fmean(own), **percentiles(own)} for arm, own in gaps.items()}
+    ratios = {
+        f"{figure}_ratio": {
+            arm: arms[arm][f"{figure}_ms"] / arms["quiet"][f"{figure}_ms"] for arm in ARMS[1:]
+        }
+        for figure in ("mean", "p99", "max")
     }
+    arrived = {arm: sum(decoded.num_arrived for decoded in own) for arm, own in rounds.items()}
+    return {**ratios, "arms": arms, "arrivals": arrived}

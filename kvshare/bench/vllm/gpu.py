@@ -1,28 +1,30 @@
 """
-`kvshare bench gpu --model MODEL`: everything that only the hardware at hand can tell, in one report.
+`kvshare bench gpu --model MODEL`: what only the hardware at hand can show, in one report.
 
-For each attention backend, over servers started with it:
-    self_test    what the connector found on the running model; without it nothing is shared
-    parity       planned requests against stock vLLM, beside what batching alone makes of the same requests
-    break_even   from how many tokens on sharing pays
-    inter_token  what running streams notice of loads and saves
+For each attention backend, over servers that are started with it:
+    self_test    what the connector found on the running model; if it fails, nothing is shared
+    parity       planned requests compared with stock vLLM, beside the effect of batching on the same requests
+    break_even   the number of tokens from which sharing pays
+    inter_token  how loads and saves delay the tokens of running streams
     soak         mixed traffic with aborts and evictions: every exact answer must be vLLM's own
-    syncs        host waits per step, of servers that are started once more with vLLM's check (CUDA only)
-and once for all what copies to and from the device reach. What cannot be measured is null, and `not_measured`
-says why: a backend that does not start, or a part that fails, costs the others nothing.
+    syncs        host waits per step, of servers that are started again with vLLM's check (CUDA only)
+and once for all backends the bandwidth of copies to and from the device. What cannot be measured is null, and
+`not_measured` has the reason: where a backend does not start or a part fails, the others are still measured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from kvshare.bench.vllm import break_even, copies, decoding, parity, soak, syncs
+from kvshare.bench import copies
+from kvshare.bench.vllm import break_even, decoding, parity, soak, syncs
+from kvshare.bench.vllm.session import EditedT
 from kvshare.bench.vllm.stack import (
     ALWAYS_SHARE,
     EditedConfig,
@@ -37,7 +39,7 @@ from kvshare.errors import ConfigError, KVShareError
 
 PARTS = ("self_test", "parity", "break_even", "inter_token", "soak", "syncs")
 _MAX_EXACT_ERROR = 1e-4  # of a log-probability, float32
-_TIE_OF_NOISE = 2.0  # tokens whose odds are as near as so many times what batching changes are no difference
+_TIE_OF_NOISE = 2.0  # tokens tie if their log-probabilities differ by less than this many times the noise
 _NUM_SEEDS = 4  # of the parts
 _PARITY_OUTPUT, _SOAK_OUTPUT = 192, 48  # tokens; the longest of parity's
 _SHARE_OF_DEVICE = 0.42  # of its memory, for each of two vLLMs
@@ -61,8 +63,7 @@ class Config(EditedConfig):
             return [name.strip() for name in self.backends.split(",") if name.strip()]
         return platform_backends()
 
-    # Each part has a seed of its own: with one for all, a prompt that nobody should have seen would be stored
-    # by another part.
+    # Each part has a seed of its own, or a prompt that one part stored could be an unrelated one of another.
 
     @property
     def parity(self) -> parity.Config:
@@ -70,25 +71,17 @@ class Config(EditedConfig):
 
     @property
     def break_even(self) -> break_even.Config:
-        return break_even.Config(
-            prompt_tokens=self.prompt_tokens,
-            changed=self.changed,
-            edits=self.edits,
-            repeats=self.repeats,
-            seed=_NUM_SEEDS * self.seed + 1,
-        )
+        return self._edited(break_even.Config, number=1)
 
     @property
     def decoding(self) -> decoding.Config:
-        return decoding.Config(
-            prompt_tokens=self.prompt_tokens,
-            changed=self.changed,
-            edits=self.edits,
-            repeats=self.repeats,
-            streams=self.streams,
-            output_tokens=self.output_tokens,
-            seed=_NUM_SEEDS * self.seed + 2,
-        )
+        own = {"streams": self.streams, "output_tokens": self.output_tokens}
+        return self._edited(decoding.Config, number=2, **own)
+
+    def _edited(self, kind: type[EditedT], *, number: int, **own: Any) -> EditedT:
+        """The config of a part with edited prompts."""
+        same = {name: getattr(self, name) for name in ("prompt_tokens", "changed", "edits", "repeats")}
+        return kind(seed=_NUM_SEEDS * self.seed + number, **same, **own)
 
     @property
     def soak(self) -> soak.Config:
@@ -103,7 +96,7 @@ class Config(EditedConfig):
 
     @property
     def cache_tokens(self) -> int:
-        """Of vLLM's KV cache: for the streams and what arrives meanwhile, so that more of it is preempted."""
+        """Of vLLM's KV cache: for the streams and what arrives meanwhile, so that parity is preempted."""
         streams = self.streams * (decoding.STREAM_PROMPT + self.output_tokens)
         return streams + 3 * self.prompt_tokens + self.max_model_len
 
@@ -114,7 +107,7 @@ class Config(EditedConfig):
 
 
 def platform_backends() -> list[str]:
-    """What vLLM 0.32 has for models without latent attention; one that does not start here will say so."""
+    """Those of vLLM 0.32 for models without latent attention; the report says which do not start."""
     if not torch.cuda.is_available():
         return ["CPU_ATTN"]
     return ["TRITON_ATTN"] if torch.version.hip else ["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"]
@@ -122,7 +115,7 @@ def platform_backends() -> list[str]:
 
 @dataclass(slots=True)
 class Report:
-    """Of one backend, part by part."""
+    """The figures of one backend, part by part."""
 
     backend: str
     parts: dict[str, dict[str, Any] | None] = field(default_factory=lambda: dict.fromkeys(PARTS))
@@ -131,14 +124,14 @@ class Report:
     device_bytes: int | None = None  # in use once everything has run
 
     async def add(self, name: str, measured: Awaitable[dict[str, Any]]) -> None:
-        """The error of a part that raises stands in the report, and the others go on."""
+        """Note what a part has measured, or its error: the other parts go on."""
         try:
             self.parts[name] = await measured
         except KVShareError as exc:
             self.fail([name], str(exc))
 
     def fail(self, names: Sequence[str], problem: str) -> None:
-        """What was said of a part before stays."""
+        """Note why these parts were not measured. An earlier reason stays."""
         self.has_failed = True
         self.not_measured = dict.fromkeys(names, problem) | self.not_measured
 
@@ -160,7 +153,7 @@ def run(config: Config) -> dict[str, Any]:
     Raises:  ConfigError where no backend is named
     """
     if not config.names:
-        raise ConfigError("--backends", "expected names with commas")
+        raise ConfigError("--backends", f"expected names with commas, got {config.backends!r}")
     bandwidths = copies.measure()
     found = [_measured(name, config).to_json() for name in config.names]
     whole = document("gpu", stack_options(config, config.names[0]), config)
@@ -175,7 +168,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def stack_options(config: Config, backend: str, *, checks_syncs: bool = False) -> StackOptions:
-    """Of the servers for one backend. On a device two vLLMs share its memory."""
+    """The servers for one backend. On a device two vLLMs share its memory."""
     has_device = torch.cuda.is_available()
     block_size = 16 if has_device else 32
     vllm = replace(
@@ -196,45 +189,39 @@ def _measured(backend: str, config: Config) -> Report:
         with pair(stack_options(config, backend)) as both:
             asyncio.run(measure(both, config, report))
         if not torch.cuda.is_available():
-            report.not_measured["syncs"] = "no CUDA device: the host waits for none"
+            report.not_measured["syncs"] = "there is no CUDA device"
         elif "syncs" not in report.not_measured:
             with pair(stack_options(config, backend, checks_syncs=True)) as both, with_proxy(both) as whole:
                 asyncio.run(report.add("syncs", syncs.measure(whole, replace(config.decoding, repeats=1))))
-    except KVShareError as exc:  # of what is started for several parts
+    except KVShareError as exc:  # the servers of several parts
         report.fail([name for name in PARTS if report.parts[name] is None], str(exc))
     return report
 
 
 async def measure(both: Pair, config: Config, report: Report) -> None:
     """
-    All parts but `syncs`, over vLLMs that run already. Parity comes before there is a proxy, which would drop
-    what it does not know.
+    All parts but `syncs`, over vLLMs that run already. Parity comes before the proxy starts, which would drop
+    segments that it has not planned.
     """
     await report.add("self_test", self_test(both))
     tested = report.parts["self_test"]
     if tested is None or not tested["passed"]:
         report.fail(PARTS[1:], "the connector shares nothing, see self_test")
         return
-    # So many at a time that they outgrow the cache.
-    batch = 5 * (config.parity.tokens + _PARITY_OUTPUT)
-    num_copies = math.ceil(config.cache_tokens / batch) + 1
-    await report.add("parity", _parity(both, config, num_copies))
+    await report.add("parity", _parity(both, config))
     noise = (report.parts["parity"] or {}).get("noise", 0.0)
+    soaked = replace(config.soak, tie_margin=max(config.soak.tie_margin, _TIE_OF_NOISE * noise))
     with with_proxy(both) as whole:
-        measured: dict[str, Callable[[Stack], Awaitable[dict[str, Any]]]] = {
-            "break_even": lambda servers: break_even.measure(servers, config.break_even),
-            "inter_token": lambda servers: decoding.measure(servers, config.decoding),
-            "soak": lambda servers: _soak(servers, config, noise),
-        }
-        for name, part in measured.items():
-            await report.add(name, part(whole))
+        await report.add("break_even", break_even.measure(whole, config.break_even))
+        await report.add("inter_token", decoding.measure(whole, config.decoding))
+        await report.add("soak", _soak(whole, soaked))
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         report.device_bytes = total - free
 
 
 async def self_test(both: Pair) -> dict[str, Any]:
-    """What the connector says of itself, once vLLM serves."""
+    """What the connector reports of itself, once vLLM serves."""
     async with both.control() as control:
         info = await control.info()
     return {
@@ -242,31 +229,29 @@ async def self_test(both: Pair) -> dict[str, Any]:
         "attention_backend": info.settings["attention_backend"],
         "refusals": list(info.refusals),
         "warnings": list(info.warnings),
-        "can_move_keys": info.can_move_keys,
-        "can_choose": info.can_choose,
-        "bytes_per_token": info.bytes_per_token,
+        **{name: getattr(info, name) for name in ("can_move_keys", "can_choose", "bytes_per_token")},
         "settings": dict(info.settings),
     }
 
 
-async def _parity(both: Pair, config: Config, num_copies: int) -> dict[str, Any]:
-    """`passed`: null where rounding is so coarse that only `of_noise` can tell."""
+async def _parity(both: Pair, config: Config) -> dict[str, Any]:
+    """`passed`: null where rounding is so coarse that only `of_noise` says anything."""
+    batch = 5 * (config.parity.tokens + _PARITY_OUTPUT)
+    num_copies = math.ceil(config.cache_tokens / batch) + 1  # at a time: more than the cache holds
     mode = await parity.measure(both, config.parity, copies=num_copies)
     error, noise = mode["max_abs_logprob_error"], mode["noise"]
-    is_exact = config.dtype == "float32"
     return {
-        "passed": error <= _MAX_EXACT_ERROR if is_exact else None,
+        "passed": error <= _MAX_EXACT_ERROR if config.dtype == "float32" else None,
         "of_noise": error / noise if noise else None,
         **mode,
     }
 
 
-async def _soak(servers: Stack, config: Config, noise: float) -> dict[str, Any]:
-    own = config.soak
-    found = await soak.measure(servers, replace(own, tie_margin=max(own.tie_margin, _TIE_OF_NOISE * noise)))
-    for shared in ("benchmark", "engine", "document_version", "servers", "environment"):
-        del found[shared]
-    return found
+async def _soak(servers: Stack, config: soak.Config) -> dict[str, Any]:
+    """With those keys of a soak's document that the report does not have."""
+    head = document("soak", servers.options, config)
+    own: dict[str, Any] = {name: head[name] for name in ("config", "model") if name in head}
+    return {**own, **await soak.measure(servers, config)}
 
 
 def _device() -> dict[str, Any] | None:

@@ -1,39 +1,36 @@
 """
-`kvshare bench interference --engine vllm`: how long running answers stop for the prompts that come meanwhile.
+`kvshare bench interference --engine vllm`: how long running answers stop for prompts that arrive meanwhile.
 
-Some answers run all the time, and every few tokens of theirs another prompt comes, by the same tokens in both
-arms, so that it meets the same steps whatever a step takes:
+Some answers run all the time, and after every few of their tokens another prompt arrives: after the same
+tokens in both arms, so that it meets the same steps however long a step takes.
     shared     near-duplicates of a stored prompt, through the proxy: loaded, computed in part, saved
-    baseline   stock vLLM; prompts of which its prefix cache has all but as many tokens as `shared` computed
-Times between tokens are the client's, over a real socket. On a CPU they show whether anything waits in line
-for copies; what a GPU does at the same time they do not.
+    baseline   prefix hits of equal computed length, to stock vLLM
+Times between tokens are the client's, over a real socket. On a CPU they show whether anything waits for
+copies; they do not show what a GPU does at the same time.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from delta_tree import TokenIds
-from kvshare.bench.figures import intervals, percentiles
-from kvshare.bench.harness import median, rounds
+from kvshare.bench.figures import by_name, intervals, percentiles
+from kvshare.bench.harness import alternate, median
 from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client
-from kvshare.bench.vllm.prompts import prefix_hit, stranger
-from kvshare.bench.vllm.reports import Watch
-from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
+from kvshare.bench.vllm.prompts import prefix_hit, unrelated_prompt
+from kvshare.bench.vllm.session import Session, run_benchmark, session
+from kvshare.bench.vllm.stack import EditedConfig, Stack, stack
 from kvshare.errors import EngineError
-from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.messages import Finished
 
-ARMS = ("baseline", "shared")  # rounds begin with the last one: the first baseline knows what was computed
+_ARMS = ("baseline", "shared")  # rounds begin with the last one: the first baseline knows what was computed
 _STREAM_PROMPT = 48  # tokens
-_ROOM = 64  # tokens of context beyond the prompt
-_P99 = 99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +41,12 @@ class Config(EditedConfig):
     repeats: int = 7
 
     @property
+    def longest(self) -> int:
+        return max(self.prompt_tokens, _STREAM_PROMPT + self.tokens)
+
+    @property
     def arrivals(self) -> list[int]:
-        """At which tokens of the first answer a prompt comes; none so late that the answers end before it."""
+        """The tokens of the first answer after which a prompt arrives, early enough for it to be served."""
         return list(range(self.every, self.tokens - self.every + 1, self.every))
 
 
@@ -66,116 +67,73 @@ class Scene:
         """
         Share of the gaps between tokens in which a planned request was loaded, computed or saved.
 
-        A gap is a step of vLLM's, seen by one answer. A request's loads and passes took what the connector
-        reports, up to its first token; its save as long from there on.
+        A gap is a step of vLLM, seen by one answer. By the seconds that the connector reports, a request is
+        loaded and computed right before its first token, and saved right after it.
         """
-        windows = [
-            (
-                answer.sent_at_s + answer.ttft_s - _seconds(finished, "fetch", "lay", "pass"),
-                answer.sent_at_s + answer.ttft_s + _seconds(finished, "save"),
-            )
-            for answer, finished in zip(self.planned, self.finished, strict=True)
-        ]
-        found = [
-            any(start < after and before < end for start, end in windows)
-            for stream in self.streams
-            for before, after in zip(_times(stream), _times(stream)[1:], strict=False)
-        ]
-        return float(np.mean(found))
+        windows = []
+        for answer, finished in zip(self.planned, self.finished, strict=True):
+            seconds, first = finished.stage_seconds, answer.sent_at_s + answer.ttft_s
+            before = sum(seconds.get(stage, 0.0) for stage in ("fetch", "lay", "pass"))
+            windows.append((first - before, first + seconds.get("save", 0.0)))
+        steps = [step for stream in self.streams for step in stream.steps_s]
+        return float(np.mean([any(a < end and start < b for a, b in windows) for start, end in steps]))
 
 
 def run(config: Config) -> dict[str, Any]:
     """Medians over the repeats, each of prompts that are new to all servers."""
-    longest = max(config.prompt_tokens, _STREAM_PROMPT + config.tokens)
-    vllm = replace(config.vllm, max_model_len=longest + _ROOM, kv_cache_gib=2)
-    with stack(StackOptions(vllm=vllm, seed=config.seed)) as servers:
-        return asyncio.run(measure(servers, config))
+    return run_benchmark("interference", config, measure, stack)
 
 
 async def measure(servers: Stack, config: Config) -> dict[str, Any]:
-    """The same over servers that run already."""
-    rng = np.random.default_rng(config.seed)
-    scenes: dict[str, list[Scene]] = {name: [] for name in ARMS}
-    async with servers.clients() as (plain, proxy), servers.control() as control:
-        block_size = await reports.read_block_size(plain)
-        bench = _Interference(config, plain, proxy, control, rng, config.stranger(rng), block_size)
-        await bench.start()
-        for counts, order in rounds(ARMS, config.repeats):
-            for name in order:
-                scene = await (bench.shared() if name == "shared" else bench.baseline())
-                if counts:
-                    scenes[name].append(scene)
-    return {
-        **document("interference", servers.options, config),
-        **summary(scenes["shared"], scenes["baseline"]),
-        "arrivals": len(config.arrivals),
-        "decisions": bench.watch.decisions,
-    }
+    """The same over servers that run already, without the head of the document."""
+    async with session(servers, config) as bench:
+        donor, block_size = bench.unrelated(), await reports.read_block_size(bench.plain)
+        await bench.begin([donor])
+        num_computed = 0  # tokens of a planned prompt, the median of the last shared scene
+
+        async def play(arm: str) -> Scene:
+            nonlocal num_computed
+            if arm == "baseline":
+                hits = [
+                    prefix_hit(bench.rng, donor, num_new=num_computed, block_size=block_size)
+                    for _ in config.arrivals
+                ]
+                return await _scene(bench, bench.plain, hits)
+            scene = await _scene(bench, bench.proxy, [bench.edited(donor) for _ in config.arrivals])
+            await bench.settle()
+            finished = [each for each in await bench.finished() if each.decision == "approx"]
+            if len(finished) != len(config.arrivals):
+                shared = f"{len(finished)} of {len(config.arrivals)} planned requests were shared"
+                raise EngineError(f"{shared}, expected all: {bench.watch.decisions}")
+            num_computed = round(median([each.num_computed for each in finished]))
+            return replace(scene, finished=finished)
+
+        scenes = await alternate(_ARMS, config.repeats, play)
+    figures = summary(scenes["shared"], scenes["baseline"])
+    return {**figures, "arrivals": len(config.arrivals), "decisions": bench.watch.decisions}
 
 
-@dataclass(slots=True)
-class _Interference:
-    """A donor that both arms have served, and the scenes over it."""
+async def _scene(bench: Session[Config], client: Client, prompts: Sequence[TokenIds]) -> Scene:
+    """All answers at once, and the prompts one after the other, by the tokens of the first answer."""
+    waiting = dict(zip(bench.config.arrivals, prompts, strict=True))
+    planned: list[asyncio.Task[Answer]] = []
 
-    config: Config
-    plain: Client
-    proxy: Client
-    control: ControlClient
-    rng: np.random.Generator
-    donor: TokenIds
-    block_size: int  # of vLLM's prefix cache
-    num_computed: int = 0  # tokens of a planned prompt, in the middle of the last shared scene
-    watch: Watch = field(default_factory=Watch)
+    def on_chunk(count: int) -> None:
+        for arrival in [arrival for arrival in waiting if arrival <= count]:
+            planned.append(asyncio.create_task(client.complete(waiting.pop(arrival))))
 
-    async def start(self) -> None:
-        for client in (self.plain, self.proxy):
-            await client.complete(self.donor)
-        await reports.settle(self.proxy)
-        await self.watch.look(self.control)
-        self.watch.finished.clear()  # of whoever was before us
-
-    async def shared(self) -> Scene:
-        prompts = [self.config.edited(self.rng, self.donor) for _ in self.config.arrivals]
-        num_before = len(self.watch.finished)
-        scene = await self._scene(self.proxy, prompts)
-        await reports.settle(self.proxy)
-        await self.watch.look(self.control)
-        finished = [each for each in self.watch.finished[num_before:] if each.decision == "approx"]
-        if len(finished) != len(prompts):
-            raise EngineError(
-                f"{len(finished)} of {len(prompts)} planned requests shared: {self.watch.decisions}"
+    streams = await asyncio.gather(
+        *(
+            client.complete(
+                unrelated_prompt(bench.rng, _STREAM_PROMPT),
+                max_tokens=bench.config.tokens,
+                on_chunk=None if number else on_chunk,
             )
-        self.num_computed = round(median([each.num_computed for each in finished]))
-        return replace(scene, finished=finished)
-
-    async def baseline(self) -> Scene:
-        prompts = [
-            prefix_hit(self.rng, self.donor, num_new=self.num_computed, block_size=self.block_size)
-            for _ in self.config.arrivals
-        ]
-        return await self._scene(self.plain, prompts)
-
-    async def _scene(self, client: Client, prompts: Sequence[TokenIds]) -> Scene:
-        """All answers at once, and the prompts one after the other at tokens of the first answer."""
-        waiting = dict(zip(self.config.arrivals, prompts, strict=True))
-        planned: list[asyncio.Task[Answer]] = []
-
-        def on_chunk(count: int) -> None:
-            for arrival in [arrival for arrival in waiting if arrival <= count]:
-                planned.append(asyncio.create_task(client.complete(waiting.pop(arrival))))
-
-        streams = await asyncio.gather(
-            *(
-                client.complete(
-                    stranger(self.rng, _STREAM_PROMPT),
-                    max_tokens=self.config.tokens,
-                    on_chunk=None if number else on_chunk,
-                )
-                for number in range(self.config.concurrency)
-            )
+            for number in range(bench.config.concurrency)
         )
-        answers = await asyncio.gather(*planned)
-        return Scene(streams, sorted(answers, key=lambda answer: answer.sent_at_s + answer.ttft_s))
+    )
+    answers = await asyncio.gather(*planned)
+    return Scene(streams, sorted(answers, key=lambda answer: answer.sent_at_s + answer.ttft_s))
 
 
 def summary(shared: Sequence[Scene], baseline: Sequence[Scene]) -> dict[str, Any]:
@@ -183,26 +141,26 @@ def summary(shared: Sequence[Scene], baseline: Sequence[Scene]) -> dict[str, Any
     Medians over the repeats, with their intervals.
 
         itl_p99_ratio        99th percentile of the running answers' times between tokens, over the baseline's
-        itl_max_ratio        the longest such time over the baseline's
-        planned_ttft_ratio   median time to first token of what came, over the baseline's
+        itl_max_ratio        the longest such time, over the baseline's
         affected_steps       share of the steps that carried a load, a pass or a save
+        planned_ttft_ratio   median time to first token of the prompts that arrived, over the baseline's
     """
-    each = [_ratios(*scenes) for scenes in zip(shared, baseline, strict=True)]
-    by_name = {name: [own[name] for own in each] for name in each[0]}
+    ratios = by_name([_ratios(*scenes) for scenes in zip(shared, baseline, strict=True)])
     return {
-        **{name: median(values) for name, values in by_name.items()},
-        "intervals": intervals(by_name),
-        "ratios": by_name,
-        **{name: _arm(scenes) for name, scenes in (("shared", shared), ("baseline", baseline))},
+        **{name: median(values) for name, values in ratios.items()},
+        "intervals": intervals(ratios),
+        "ratios": ratios,
+        "shared": _arm(shared),
+        "baseline": _arm(baseline),
     }
 
 
 def _ratios(shared: Scene, baseline: Scene) -> dict[str, float]:
-    gaps, others = (np.asarray(scene.gaps_s) for scene in (shared, baseline))
     ttft, other_ttft = (median([each.ttft_s for each in scene.planned]) for scene in (shared, baseline))
+    p99, longest = np.percentile(shared.gaps_s, (99, 100)) / np.percentile(baseline.gaps_s, (99, 100))
     return {
-        "itl_p99_ratio": float(np.percentile(gaps, _P99) / np.percentile(others, _P99)),
-        "itl_max_ratio": float(gaps.max() / others.max()),
+        "itl_p99_ratio": float(p99),
+        "itl_max_ratio": float(longest),
         "affected_steps": shared.affected_steps,
         "planned_ttft_ratio": ttft / other_ttft,
     }
@@ -210,17 +168,9 @@ def _ratios(shared: Scene, baseline: Scene) -> dict[str, float]:
 
 def _arm(scenes: Sequence[Scene]) -> dict[str, Any]:
     """Over all repeats."""
+    planned = [answer for scene in scenes for answer in scene.planned]
     return {
         "inter_token": percentiles([gap for scene in scenes for gap in scene.gaps_s]),
-        "planned_ttft": percentiles([answer.ttft_s for scene in scenes for answer in scene.planned]),
-        "cached_tokens": median([answer.num_cached for scene in scenes for answer in scene.planned]),
+        "planned_ttft": percentiles([answer.ttft_s for answer in planned]),
+        "cached_tokens": median([answer.num_cached for answer in planned]),
     }
-
-
-def _times(answer: Answer) -> list[float]:
-    """When its tokens came, by `time.perf_counter`."""
-    return [answer.sent_at_s + seconds for seconds in answer.token_times_s]
-
-
-def _seconds(finished: Finished, *stages: str) -> float:
-    return sum(finished.stage_seconds.get(stage, 0.0) for stage in stages)

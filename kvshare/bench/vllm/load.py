@@ -1,14 +1,14 @@
 """
 `kvshare bench load --engine vllm`: throughput and latency of concurrent clients.
 
-The same sequence of requests goes to both arms, stock vLLM with its prefix cache and vLLM with KVShare behind
-the proxy, turn and turn about:
-    mixed       half edits of a few popular prompts, the first edit near the top, half unrelated prompts; with
-                a workload the prompts of that file in its order instead, the next ones in each repeat
+The same sequence of requests goes to both arms in turns: stock vLLM with its prefix cache, and vLLM with
+KVShare behind the proxy.
+    mixed       half edits of a few popular prompts, the first edit near the top, half unrelated prompts. With
+                a workload, its prompts in their order instead, and in each repeat the next ones
     unrelated   unrelated prompts only: what sharing costs where there is nothing to share
-    prefill     unrelated prompts of which one token is generated, to stock vLLM only: what a prefill costs
-In a closed loop, where each client sends its next request when its last one is answered. With `--rate` in an
-open loop, mixed only: requests come by chance, so many a second, whatever is answered by then.
+    prefill     unrelated prompts with one token of answer, to stock vLLM only: what a prefill costs
+In a closed loop each client sends its next request when its last one is answered. With `--rate` there is an
+open loop, mixed only: requests arrive at random, so many a second, whatever is answered by then.
 """
 
 from __future__ import annotations
@@ -16,32 +16,30 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from delta_tree import Span, TokenIds
-from kvshare.bench.bound import computed_spans, prefill_flops
+from kvshare.bench.bound import ModelSize, computed_spans
 from kvshare.bench.harness import rounds
-from kvshare.bench.vllm import reports
-from kvshare.bench.vllm.client import Client
 from kvshare.bench.vllm.load_figures import Played, closed_figures, open_figures
-from kvshare.bench.vllm.reports import Watch
 from kvshare.bench.vllm.sequences import Load, Request, play, play_open, poisson_arrivals
-from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
+from kvshare.bench.vllm.session import Session, run_benchmark, session
+from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, stack
 from kvshare.bench.vllm.workload import FilePrompts, read_prompts
 from kvshare.errors import ConfigError
-from kvshare.fleet.client import ControlClient
 
 ARMS = ("plain", "shared")
-_AFTERWARDS_S = 0.5  # what is left to do after the last answer counts as well: storing it
+_AFTERWARDS_S = 0.5  # storing after the last answer counts as well
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EditedConfig):
-    """Output lengths are even in [min_output, max_output]."""
+    """Output lengths are drawn evenly from [min_output, max_output]."""
 
     concurrency: int = 8
     requests: int = 32  # per arm and repeat, mixed
@@ -51,6 +49,11 @@ class Config(EditedConfig):
     repeats: int = 1
     rate: str | None = None  # requests a second, with commas
     workload: Path | None = None  # a file whose prompts take the place of made-up ones
+
+    @property
+    def options(self) -> StackOptions:
+        vllm = replace(self.vllm, max_model_len=self.prompt_tokens + self.max_output + 32)
+        return StackOptions(vllm=vllm, kv_bytes=2 * 2**30, seed=self.seed)
 
     @property
     def unrelated_requests(self) -> int:
@@ -70,153 +73,137 @@ class Config(EditedConfig):
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "unrelated_requests": self.unrelated_requests}
 
-    def draw_output(self, rng: np.random.Generator) -> int:
-        """The length of one answer."""
-        return int(rng.integers(self.min_output, self.max_output + 1))
+    def request(self, rng: np.random.Generator, prompt: TokenIds, *, is_near: bool | None) -> Request:
+        """With an answer whose length is drawn."""
+        return Request(prompt, int(rng.integers(self.min_output, self.max_output + 1)), is_near)
 
 
 def run(config: Config) -> dict[str, Any]:
     """
     Ratios are medians over `repeats` sequences, each new to all servers.
 
-    Raises:  ConfigError for rates that are none, EngineError, and LogError where the workload cannot be sent
+    Raises:  ConfigError for a rate that is no positive number, EngineError, and LogError where the workload
+             cannot be sent
     """
     num_prompts, given = max(1, len(config.rates)) * config.repeats * config.requests, None
     if config.workload is not None:
         given = read_prompts(config.workload, num_prompts=num_prompts, max_tokens=config.prompt_tokens)
-    vllm = replace(config.vllm, max_model_len=config.prompt_tokens + config.max_output + 32)
-    with stack(StackOptions(vllm=vllm, kv_bytes=2 * 2**30, seed=config.seed)) as servers:
-        return asyncio.run(measure(servers, config, given))
+    return run_benchmark("load", config, partial(measure, given=given), stack)
 
 
 async def measure(servers: Stack, config: Config, given: FilePrompts | None = None) -> dict[str, Any]:
-    """The same over servers that run already. `given`: `requests` prompts for each repeat and rate."""
-    rng = np.random.default_rng(config.seed)
-    sequences = _Sequences(rng, config, [config.stranger(rng) for _ in range(config.families)], given)
-    async with servers.clients() as (plain, proxy), servers.control() as control:
-        bench = _Load(servers, config, {"plain": plain, "shared": proxy}, control)
-        await bench.start(sequences.donated())
-        measured = await (bench.open_loop(sequences) if config.rates else bench.closed_loop(sequences))
-    summary = {
-        **document("load", servers.options, config),
-        **measured,
-        "decisions": bench.watch.decisions,
-    }
+    """
+    The same over servers that run already, without the head of the document.
+
+    `given`: `requests` prompts for each repeat and rate.
+    """
+    async with session(servers, config) as bench:
+        donors = [bench.unrelated() for _ in range(config.families)]
+        load = _Load(bench, donors, given, servers.options.model_size)
+        await load.start()
+        measured = await (load.open_loop() if config.rates else load.closed_loop())
+    summary = {**measured, "decisions": bench.watch.decisions}
     return summary if given is None else {**summary, "workload": given.description}
-
-
-@dataclass(slots=True)
-class _Sequences:
-    """Draws what is sent."""
-
-    rng: np.random.Generator
-    config: Config
-    donors: Sequence[TokenIds]
-    given: FilePrompts | None
-    num_sent: int = 0  # of the given prompts
-
-    def donated(self) -> list[Request]:
-        """The popular prompts themselves."""
-        return [Request(donor, self.config.min_output, is_near=False) for donor in self.donors]
-
-    def mixed(self) -> list[Request]:
-        if self.given is None:
-            return new_sequence(self.rng, self.config, self.donors, num_requests=self.config.requests)
-        own = self.given.prompts[self.num_sent : self.num_sent + self.config.requests]
-        self.num_sent += self.config.requests
-        return given_sequence(self.rng, self.config, own)
-
-    def unrelated(self) -> list[Request]:
-        return new_sequence(self.rng, self.config, [], num_requests=self.config.unrelated_requests)
-
-    def prefills(self) -> list[Request]:
-        return [replace(request, max_tokens=1) for request in self.unrelated()]
 
 
 def new_sequence(
     rng: np.random.Generator, config: Config, donors: Sequence[TokenIds], *, num_requests: int
 ) -> list[Request]:
-    """Shuffled; half are edits of evenly drawn donors, if there are any; none is asked twice."""
+    """Shuffled requests, all different: half are edits of the donors in turn, if there are any."""
     num_near = round(num_requests / 2) if donors else 0
     requests = []
     for number in range(num_requests):
         if is_near := number < num_near:
             prompt = config.edited(rng, donors[number % len(donors)])
         else:
-            prompt = config.stranger(rng)
-        requests.append(Request(prompt, config.draw_output(rng), is_near))
+            prompt = config.unrelated(rng)
+        requests.append(config.request(rng, prompt, is_near=is_near))
     return [requests[index] for index in rng.permutation(num_requests)]
 
 
 def given_sequence(rng: np.random.Generator, config: Config, prompts: Sequence[TokenIds]) -> list[Request]:
-    """These prompts in their order; only how long the answers are is drawn."""
-    return [Request(prompt, config.draw_output(rng), is_near=None) for prompt in prompts]
+    """These prompts in their order; only the lengths of the answers are drawn."""
+    return [config.request(rng, prompt, is_near=None) for prompt in prompts]
 
 
 @dataclass(slots=True)
 class _Load:
-    """Both arms, and what the connector reports between sequences: while one runs nobody asks it."""
+    """Sequences to both arms. The connector's events are read between sequences, not while one runs."""
 
-    servers: Stack
-    config: Config
-    clients: dict[str, Client]
-    control: ControlClient
-    watch: Watch = field(default_factory=Watch)
+    bench: Session[Config]
+    donors: Sequence[TokenIds]
+    given: FilePrompts | None
+    size: ModelSize
+    num_sent: int = 0  # of the given prompts
 
-    async def start(self, donated: Sequence[Request]) -> None:
-        """Every arm has served the popular prompts."""
-        for client in self.clients.values():
-            await play(client, donated, concurrency=self.config.concurrency)
-        await reports.settle(self.clients["shared"])
-        await self.watch.look(self.control)
-        self.watch.finished.clear()
+    async def start(self) -> None:
+        """Have both arms serve the popular prompts."""
+        bench = self.bench
+        donated = [Request(donor, bench.config.min_output, is_near=False) for donor in self.donors]
+        for client in (bench.plain, bench.proxy):
+            await play(client, donated, concurrency=bench.config.concurrency)
+        await bench.begin()
 
-    async def closed_loop(self, sequences: _Sequences) -> dict[str, Any]:
+    async def closed_loop(self) -> dict[str, Any]:
+        config = self.bench.config
         found: dict[str, dict[str, list[Played]]] = {
             kind: {name: [] for name in ARMS} for kind in ("mixed", "unrelated")
         }
         prefills = []
-        for _, order in rounds(ARMS, self.config.repeats, warms_up=False):
-            for kind, sequence in (("mixed", sequences.mixed()), ("unrelated", sequences.unrelated())):
+        for _, order in rounds(ARMS, config.repeats, warms_up=False):
+            for kind, sequence in (("mixed", self._mixed()), ("unrelated", self._unrelated())):
                 for name in order:
                     found[kind][name].append(await self._closed(name, sequence))
-            prefills.append(await self._closed("plain", sequences.prefills()))
+            one_token = [replace(request, max_tokens=1) for request in self._unrelated()]
+            prefills.append(await self._closed("plain", one_token))
         return closed_figures(found, prefills)
 
-    async def open_loop(self, sequences: _Sequences) -> dict[str, Any]:
+    async def open_loop(self) -> dict[str, Any]:
         """All rates one after the other; both arms get the same requests at the same times."""
-        found = []
-        for rate in self.config.rates:
+        bench, found = self.bench, []
+        for rate in bench.config.rates:
             both: dict[str, list[Load]] = {name: [] for name in ARMS}
-            for _, order in rounds(ARMS, self.config.repeats, warms_up=False):
-                sequence = sequences.mixed()
-                arrivals = poisson_arrivals(sequences.rng, len(sequence), per_s=rate)
+            for _, order in rounds(ARMS, bench.config.repeats, warms_up=False):
+                sequence = self._mixed()
+                arrivals = poisson_arrivals(bench.rng, len(sequence), per_s=rate)
                 for name in order:
-                    both[name].append(await play_open(self.clients[name], sequence, arrivals))
-                    await reports.settle(self.clients["shared"])
+                    client = bench.plain if name == "plain" else bench.proxy
+                    both[name].append(await play_open(client, sequence, arrivals))
+                    await bench.settle()
             found.append(open_figures(rate, both))
-        await self.watch.look(self.control)
+        await bench.finished()
         return {"open_loop": found}
 
+    def _mixed(self) -> list[Request]:
+        rng, config = self.bench.rng, self.bench.config
+        if self.given is None:
+            return new_sequence(rng, config, self.donors, num_requests=config.requests)
+        own = self.given.prompts[self.num_sent : self.num_sent + config.requests]
+        self.num_sent += config.requests
+        return given_sequence(rng, config, own)
+
+    def _unrelated(self) -> list[Request]:
+        config = self.bench.config
+        return new_sequence(self.bench.rng, config, [], num_requests=config.unrelated_requests)
+
     async def _closed(self, name: str, sequence: Sequence[Request]) -> Played:
-        """One arm, and none pays for what the other left to do."""
-        before, num_before = self._cpu_seconds(name), len(self.watch.finished)
-        load = await play(self.clients[name], sequence, concurrency=self.config.concurrency)
+        """One arm. It ends when all is stored, so that the next arm does not pay for it."""
+        bench, servers, is_plain = self.bench, self.bench.servers, name == "plain"
+        serving = (servers.plain,) if is_plain else (servers.shared, servers.proxy)
+        before = sum(server.cpu_seconds() for server in serving)
+        client = bench.plain if is_plain else bench.proxy
+        load = await play(client, sequence, concurrency=bench.config.concurrency)
         await asyncio.sleep(_AFTERWARDS_S)
-        cpu_s = self._cpu_seconds(name) - before
-        await reports.settle(self.clients["shared"])
-        await self.watch.look(self.control)
-        if name == "plain":
-            spans = [
-                Span(answer.num_cached, len(request.prompt))
+        cpu_s = sum(server.cpu_seconds() for server in serving) - before
+        await bench.settle()
+        finished = await bench.finished()
+        # Each prompt sees only itself, so operations are counted prompt by prompt.
+        computed = (
+            [
+                [Span(answer.num_cached, len(request.prompt))]
                 for request, answer in zip(load.requests, load.answers, strict=True)
             ]
-        else:
-            spans = [span for each in self.watch.finished[num_before:] for span in computed_spans(each)]
-        return Played(load, cpu_s, prefill_flops(self.servers.options.model_config, spans))
-
-    def _cpu_seconds(self, name: str) -> float:
-        """Of all processes that serve an arm."""
-        servers = self.servers
-        serving = (servers.plain,) if name == "plain" else (servers.shared, servers.proxy)
-        return sum(server.cpu_seconds() for server in serving)
+            if is_plain
+            else [computed_spans(each) for each in finished]
+        )
+        return Played(load, cpu_s, sum(self.size.flops(spans) for spans in computed))

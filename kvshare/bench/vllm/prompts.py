@@ -1,6 +1,6 @@
 """
-Prompts of the vLLM benchmarks: strangers, near-duplicates, prompts of which stock vLLM's prefix cache has a
-part, and what a soak asks: kinds of prompts, modes of sharing, and clients that lose patience.
+Prompts of the vLLM benchmarks: unrelated ones, near-duplicates, hits of vLLM's prefix cache; and the requests
+of a soak: kinds of prompts, modes of sharing, and clients that hang up.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from delta_tree import TokenIds, token_ids
 from kvshare.bench.harness import random_prompt
 from kvshare.bench.random_models import DEMO_VOCAB_SIZE
 
-_TOP = 0.01  # of the prompt: where the first edit begins, so that a prefix cache loses nearly all
-_JITTER = 0.2  # of the distance between edits: no two recipients are edited at quite the same places
+_TOP = 0.01  # share of the prompt before the first edit: a prefix cache can reuse no more
+_JITTER = 0.2  # share of the distance between edits, so that no two recipients are edited at the same places
 
-_KINDS = {"stranger": 0.2, "repeat": 0.2, "edited": 0.4, "continued": 0.2}
+_UNRELATED = "stranger"  # its name in documents
+_KINDS = {_UNRELATED: 0.2, "repeat": 0.2, "edited": 0.4, "continued": 0.2}
 _MODES = {"off": 0.15, "exact": 0.4, "approx": 0.45}
 _ABORT_EARLY, _ABORT_LATE = 0.06, 0.06
-_LONGEST_PATIENCE_S = 0.4
-_LONGEST_LISTENING = 30  # tokens
+_LATEST_ABORT_S, _LATEST_ABORT_TOKEN = 0.4, 30
 
 
-def stranger(rng: np.random.Generator, num_tokens: int) -> TokenIds:
+def unrelated_prompt(rng: np.random.Generator, num_tokens: int) -> TokenIds:
     """A prompt that shares nothing with any other."""
     return random_prompt(rng, num_tokens, DEMO_VOCAB_SIZE)
 
@@ -33,9 +33,10 @@ def near_duplicate(
     rng: np.random.Generator, donor: TokenIds, *, changed: float, edits: int, is_even: bool = False
 ) -> TokenIds:
     """
-    `changed` of the donor's tokens replaced in `edits` equal stretches: one near the top, then spread.
+    The donor with the share `changed` of its tokens replaced in `edits` equal stretches.
 
-    `is_even`: each in the middle of its part of the prompt, the first one too.
+    The first stretch is near the top and the others are spread. `is_even`: each is in the middle of its part
+    of the prompt, the first one too.
     """
     tokens = np.array(donor)
     length = max(1, round(changed * len(tokens) / edits))
@@ -52,12 +53,12 @@ def near_duplicate(
 
 def prefix_hit(rng: np.random.Generator, donor: TokenIds, *, num_new: int, block_size: int) -> TokenIds:
     """
-    A prompt about as long as the donor, of which a prefix cache with the donor has all but `num_new` tokens.
+    A prompt about as long as the donor, of which a prefix cache that has the donor lacks `num_new` tokens.
 
-    A prefix cache holds whole blocks: the donor is cut at one, and what is to be computed follows.
+    A prefix cache holds whole blocks, so the donor's part ends with a block.
     """
     head = round((len(donor) - num_new) / block_size) * block_size
-    return token_ids(np.concatenate([donor[:head], stranger(rng, num_new)]))
+    return token_ids(np.concatenate([donor[:head], unrelated_prompt(rng, num_new)]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,12 +77,12 @@ class Op:
 
     @property
     def may_be_approximate(self) -> bool:
-        """A stranger has no relatives: whatever the mode, it must be computed as ever."""
-        return self.mode == "approx" and self.kind != "stranger"
+        """Whether KV of other prompts may be copied. An unrelated prompt is always computed in full."""
+        return self.mode == "approx" and self.kind != _UNRELATED
 
 
 class Mixture:
-    """Draws operations over what was asked before."""
+    """Draws requests; all kinds but unrelated prompts derive from prompts that were sent before."""
 
     def __init__(
         self, rng: np.random.Generator, *, min_prompt: int, max_prompt: int, max_prompts: int
@@ -92,22 +93,24 @@ class Mixture:
         self._asked: deque[TokenIds] = deque(maxlen=max_prompts)
 
     def draw(self) -> Op:
-        kind = self._one_of(_KINDS) if self._asked else "stranger"
+        kind = self._one_of(_KINDS) if self._asked else _UNRELATED
         prompt = self._prompt(kind)
         mode = self._one_of(_MODES)
-        fate = self._rng.random()
-        if fate < _ABORT_EARLY:
-            return Op(kind, mode, prompt, abort_s=float(self._rng.uniform(0.005, _LONGEST_PATIENCE_S)))
-        if fate < _ABORT_EARLY + _ABORT_LATE:
-            return Op(kind, mode, prompt, abort_after=int(self._rng.integers(1, _LONGEST_LISTENING)))
+        drawn = self._rng.random()
+        if drawn < _ABORT_EARLY:
+            return Op(kind, mode, prompt, abort_s=float(self._rng.uniform(0.005, _LATEST_ABORT_S)))
+        if drawn < _ABORT_EARLY + _ABORT_LATE:
+            return Op(kind, mode, prompt, abort_after=int(self._rng.integers(1, _LATEST_ABORT_TOKEN)))
         return Op(kind, mode, prompt)
 
     def remember(self, prompt: TokenIds) -> None:
         self._asked.append(prompt)
 
     def _prompt(self, kind: str) -> TokenIds:
-        if kind == "stranger":
-            return stranger(self._rng, int(self._rng.integers(self._min_prompt, self._max_prompt + 1)))
+        if kind == _UNRELATED:
+            return unrelated_prompt(
+                self._rng, int(self._rng.integers(self._min_prompt, self._max_prompt + 1))
+            )
         before = self._asked[int(self._rng.integers(len(self._asked)))]
         if kind == "repeat":
             return before
@@ -117,7 +120,7 @@ class Mixture:
         head = token_ids(before[: int(self._rng.integers(1, len(before) + 1))])
         num_new = int(self._rng.integers(1, self._max_prompt // 2))
         head = head[: 2 * self._max_prompt - num_new - 1]
-        return token_ids(np.concatenate([head, stranger(self._rng, num_new)]))
+        return token_ids(np.concatenate([head, unrelated_prompt(self._rng, num_new)]))
 
     def _one_of(self, shares: dict[str, float]) -> str:
         names = list(shares)

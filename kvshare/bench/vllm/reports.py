@@ -1,6 +1,6 @@
 """
-What the proxy and the connector tell their operator, as the benchmarks read it: what is kept, what was
-counted, and what the connector's control server reports while a benchmark runs.
+What the proxy and the connector report to their operator, as the benchmarks read it: what is stored, metrics,
+and the events of the connector's control server while a benchmark runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.messages import Dropped, Finished
 
 _POLL_S, _WATCH_S = 0.02, 0.05
-_KEEP_S = 60.0
+_STORE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Counters:
         found: defaultdict[str, float] = defaultdict(float)
         for (sample, pairs), value in self.samples.items():
             if sample == name:
-                given = dict(pairs)
-                found[": ".join(given[label] for label in labels if given[label])] += value
+                values = dict(pairs)
+                found[": ".join(values[label] for label in labels if values[label])] += value
         return dict(found)
 
     def total(self, name: str) -> float:
@@ -56,13 +56,13 @@ class Counters:
 
     @property
     def lookups(self) -> dict[str, int]:
-        """Requests by what sharing planned for them, and why not more."""
+        """Number of requests by what was planned for them, and the reason if not more was."""
         found = self.by("kvshare_lookup_requests_total", "result", "reason")
         return {said: int(count) for said, count in found.items() if count}
 
 
 async def read_counters(client: Client) -> Counters:
-    """Of the proxy, or of a vLLM."""
+    """The metrics of the proxy, or of a vLLM."""
     text = await client.get("/metrics")
     return Counters(
         {
@@ -79,30 +79,27 @@ async def read_block_size(vllm: Client) -> int:
     return int(next(iter(sizes)))
 
 
-async def read_stats(proxy: Client) -> Mapping[str, Any]:
-    """Totals over all that is kept: num_nodes, num_segments, num_bytes."""
-    totals: Mapping[str, Any] = json.loads(await proxy.get("/admin/stats"))["totals"]
-    return totals
-
-
-async def read_costs(proxy: Client) -> Mapping[str, Any]:
-    """The rates that the proxy plans with, and which of them it has measured."""
-    costs: Mapping[str, Any] = json.loads(await proxy.get("/admin/stats"))["costs"]
-    return costs
+async def read_stats(proxy: Client, part: str = "totals") -> Mapping[str, Any]:
+    """
+    `totals`: num_nodes, num_segments, num_bytes of all that is stored. `costs`: the rates that the proxy
+    plans with, and which of them it has measured.
+    """
+    found: Mapping[str, Any] = json.loads(await proxy.get("/admin/stats"))[part]
+    return found
 
 
 async def wait_stats(proxy: Client, holds: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
-    """The first stats that hold. Raises EngineError after a minute."""
-    deadline = time.monotonic() + _KEEP_S
+    """The first stats of which `holds` is true. Raises EngineError after a minute."""
+    deadline = time.monotonic() + _STORE_S
     while not holds(stats := await read_stats(proxy)):
         if time.monotonic() > deadline:
-            raise EngineError(f"the proxy did not keep what it should have in {_KEEP_S:g} s: {dict(stats)}")
+            raise EngineError(f"the proxy has not stored the prompt after {_STORE_S:g} s: {dict(stats)}")
         await asyncio.sleep(_POLL_S)
     return stats
 
 
 async def settle(proxy: Client, quiet_s: float = 0.5) -> Mapping[str, Any]:
-    """Stats once they have not changed for a while: nothing is being kept or dropped any more."""
+    """The stats once they have not changed for `quiet_s`: all is stored or dropped by then."""
     stats, since = await read_stats(proxy), time.monotonic()
     while time.monotonic() - since < quiet_s:
         await asyncio.sleep(_POLL_S)
@@ -111,12 +108,8 @@ async def settle(proxy: Client, quiet_s: float = 0.5) -> Mapping[str, Any]:
     return stats
 
 
-async def evict_all(proxy: Client) -> None:
-    await proxy.post("/admin/evict", {"all": True, "dry_run": False})
-
-
 async def evict_one(proxy: Client, rng: np.random.Generator) -> None:
-    """A prompt of the first levels of the tree, if there is any; that it is gone already is no error."""
+    """Evict a prompt of the tree's first levels, if it has any and they were not evicted meanwhile."""
     node_ids = _node_ids(json.loads(await proxy.get("/admin/tree", depth="3"))["roots"])
     if not node_ids:
         return
@@ -134,38 +127,39 @@ def _node_ids(branches: list[Mapping[str, Any]]) -> list[int]:
 
 @dataclass(slots=True)
 class Watch:
-    """What was seen of the connector since the watch began."""
+    """What the connector has reported since the watch began."""
 
-    max_bytes: int = 0  # that it may hold
-    peak_bytes: int = 0  # that it held
+    max_bytes: int = 0  # that it may store
+    peak_bytes: int = 0  # that it has stored
     num_dropped: int = 0  # segments
-    finished: list[Finished] = field(default_factory=list)
+    seen: list[Finished] = field(default_factory=list)
     last: int = 0  # event that was read
 
-    async def look(self, control: ControlClient) -> None:
-        """Read what is new."""
+    async def look(self, control: ControlClient) -> list[Finished]:
+        """Read the events since the last look. Returns the requests that have finished."""
         info = await control.info()
         self.max_bytes = info.max_bytes
         self.peak_bytes = max(self.peak_bytes, info.num_bytes)
         journal = await control.journal(after=self.last, wait_s=0)
         self.last = journal.last
-        for event in journal.events:
-            if isinstance(event, Dropped):
-                self.num_dropped += len(event.segment_ids)
-            elif isinstance(event, Finished):
-                self.finished.append(event)
+        self.num_dropped += sum(
+            len(event.segment_ids) for event in journal.events if isinstance(event, Dropped)
+        )
+        new = [event for event in journal.events if isinstance(event, Finished)]
+        self.seen += new
+        return new
 
     @property
     def decisions(self) -> dict[str, int]:
-        """How many requests ended in each decision, and why less was shared than planned."""
-        found: Counter[str] = Counter(event.decision for event in self.finished)
-        found.update(f"reason:{event.reason}" for event in self.finished if event.reason is not None)
+        """Number of requests by decision, and by the reason if less was shared than planned."""
+        found: Counter[str] = Counter(event.decision for event in self.seen)
+        found.update(f"reason:{event.reason}" for event in self.seen if event.reason is not None)
         return dict(sorted(found.items()))
 
 
 @asynccontextmanager
 async def watching(control: ControlClient) -> AsyncIterator[Watch]:
-    """A watch that looks twenty times a second, and once more at the end. What came before is not counted."""
+    """A watch that looks twenty times a second and once more at the end. Earlier events are not counted."""
     watch = Watch()
     watch.last = (await control.journal(after=0, wait_s=0)).last
 

@@ -1,6 +1,4 @@
-"""
-Sequences of requests to one server, as a closed loop of clients or in an open loop, and what came of them.
-"""
+"""Sequences of requests to one server, in a closed loop of clients or in an open loop, and their results."""
 
 from __future__ import annotations
 
@@ -8,18 +6,16 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from delta_tree import TokenIds
-from kvshare.bench.figures import percentiles
 from kvshare.bench.vllm.client import Answer, Client
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One request of a sequence. `is_near`: of a donor that was served before; None where nobody says."""
+    """One request of a sequence. `is_near`: an edit of a donor that was served before; None if not known."""
 
     prompt: TokenIds
     max_tokens: int
@@ -28,7 +24,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What came of a sequence: all answers in its order, and how long it took."""
+    """A sequence that was served: all answers in its order, and the seconds it took."""
 
     requests: Sequence[Request]
     answers: Sequence[Answer]
@@ -39,15 +35,9 @@ class Load:
         return len(self.answers) / self.seconds
 
     def ttft_s(self, *, is_near: bool | None = None) -> list[float]:
-        return [
-            answer.ttft_s
-            for request, answer in zip(self.requests, self.answers, strict=True)
-            if is_near is None or request.is_near is is_near
-        ]
-
-    @property
-    def gaps_s(self) -> list[float]:
-        return [gap for answer in self.answers for gap in answer.gaps_s]
+        """Of the near requests, of the others, or of all."""
+        pairs = zip(self.requests, self.answers, strict=True)
+        return [answer.ttft_s for request, answer in pairs if is_near is None or request.is_near is is_near]
 
 
 async def play(client: Client, requests: Sequence[Request], *, concurrency: int) -> Load:
@@ -78,19 +68,6 @@ async def play_open(client: Client, requests: Sequence[Request], arrivals_s: Seq
 
 
 def poisson_arrivals(rng: np.random.Generator, count: int, *, per_s: float) -> list[float]:
-    """Seconds from the start to each of so many arrivals; gaps are exponential, `per_s` of them a second."""
+    """Seconds from the start to each of `count` random arrivals, on average `per_s` a second."""
     times: list[float] = np.cumsum(rng.exponential(1 / per_s, count)).tolist()
     return times
-
-
-def figures(loads: Sequence[Load]) -> dict[str, Any]:
-    """Of one arm over all repeats."""
-    kinds = {"all": None, "near": True, "unrelated": False}
-    ttft = {name: [s for load in loads for s in load.ttft_s(is_near=kind)] for name, kind in kinds.items()}
-    gaps = [gap for load in loads for gap in load.gaps_s]
-    return {
-        "requests": sum(len(load.answers) for load in loads),
-        "completed_per_s": [load.completed_per_s for load in loads],
-        "ttft": {name: percentiles(values) for name, values in ttft.items() if values},
-        "inter_token": percentiles(gaps) if gaps else None,
-    }

@@ -1,8 +1,8 @@
 """
 The processes of a benchmark: stock vLLM, vLLM with the connector, the proxy. Starts, waits for, stops them.
 
-Each is a process group with a log file; the end of the log is in the error when one does not come up. Every
-vLLM gets the same cores, or one of them would be measured with more.
+Each is a process group with a log file; where one does not start, the error has the end of its log. All vLLMs
+get the same cores, so that none is measured with more than another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,7 +36,7 @@ _LOG_LINES = 30
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """What both vLLM servers are started with."""
+    """Options of both vLLM servers."""
 
     dtype: str = "bfloat16"
     max_model_len: int = 8192
@@ -75,20 +74,21 @@ class VllmOptions:
             **checks,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # by default 5 s: a connection may close under a request
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, self.cores)),
         }
 
     @property
     def cores(self) -> list[int]:
-        """The last ones of those that this process may use."""
+        """The last ones of the cores that this process may use."""
         allowed = sorted(os.sched_getaffinity(0))
         return allowed[-(self.num_threads or max(1, len(allowed) - 1)) :]
 
 
 @dataclass(slots=True)
 class Server:
-    """One process of a benchmark. `stop` ends its whole group; both verbs may be called twice."""
+    """One process of a benchmark. `stop` ends its whole group, and may be called twice."""
 
     name: str
     command: Sequence[str]
@@ -114,10 +114,11 @@ class Server:
         """Raises EngineError, with the end of the log, if the process ends or takes longer."""
         deadline = time.monotonic() + timeout_s
         while not self._answers():
-            if self._process is None or self._process.poll() is not None:
-                raise EngineError(f"{self.name} ended while starting:\n{self.log_tail()}")
-            if time.monotonic() > deadline:
-                raise EngineError(f"{self.name} was not ready after {timeout_s:g} s:\n{self.log_tail()}")
+            has_ended = self._process is None or self._process.poll() is not None
+            if has_ended or time.monotonic() > deadline:
+                tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+                what = "ended while starting" if has_ended else f"was not ready after {timeout_s:g} s"
+                raise EngineError(f"{self.name} {what}:\n{tail}")
             time.sleep(0.2)
 
     def stop(self) -> None:
@@ -126,25 +127,19 @@ class Server:
         self._signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
-        self._signal(signal.SIGKILL)  # children that outlived it, too
+        self._signal(signal.SIGKILL)  # children that still run, too
         self._process.wait()
         self._process = None
 
     def cpu_seconds(self) -> float:
-        """User and system time of all its processes so far, ended children included."""
+        """User and system time of all its processes so far, including children that have ended."""
         assert self._process is not None
         return session_cpu_seconds(self._process.pid)
 
-    def log_tail(self) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-_LOG_LINES:])
-
     def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(self.url + self.ready_path, timeout=5) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
+        with suppress(OSError), urllib.request.urlopen(self.url + self.ready_path, timeout=5) as response:
+            return bool(response.status == 200)
+        return False
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
@@ -157,7 +152,7 @@ def session_cpu_seconds(session_id: int) -> float:
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # ended meanwhile
-            # Fields from the third on; the second, in brackets, may hold anything.
+            # Fields from the third on: the second, the name in brackets, may contain blanks.
             fields = path.read_text().rpartition(")")[2].split()
             if int(fields[3]) == session_id:
                 ticks += sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
@@ -166,7 +161,7 @@ def session_cpu_seconds(session_id: int) -> float:
 
 @contextmanager
 def running(servers: Sequence[Server]) -> Iterator[None]:
-    """Start all, wait for all, and stop all however the block ends."""
+    """Start all, wait until all are ready, and stop all when the block ends."""
     try:
         for server in servers:
             server.start()
@@ -214,7 +209,7 @@ def proxy(
     settings: Mapping[str, Mapping[str, Any]],
     data_parallel_size: int = 1,
 ) -> Server:
-    """`kvshare serve --engine vllm` in front of `shared_vllm`, with an empty store."""
+    """`kvshare serve --engine vllm` in front of the vLLM with the connector, with an empty store."""
     assert upstream.control_url is not None
     config = folder / "config.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
@@ -233,12 +228,12 @@ def proxy(
 
 
 def new_token() -> str:
-    """A secret for the control server."""
+    """A secret for the connector's control server."""
     return secrets.token_hex(16)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on just now."""
+    """Ports that are free now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
         return [int(each.getsockname()[1]) for each in sockets]

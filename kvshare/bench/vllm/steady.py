@@ -1,30 +1,26 @@
 """
 `kvshare bench steady --engine vllm`: whether sharing still pays once the store is full and has to evict.
 
-Batches of prompts nobody has asked before: edits of popular prompts, and edits of such edits of the batch
-before. Between them come strangers through the proxy, which fill the store, and strangers straight to stock
-vLLM: the full prefill of the same minute, which the batch is compared with. Two batches go first
-unmeasured, which fill the store, and chains are of two edits in every batch: the work must not change with
-the batch.
+Batches of new prompts: edits of popular prompts, and edits of such edits of the batch before. Between them
+come unrelated prompts through the proxy, which fill the store, and unrelated prompts straight to stock vLLM:
+the full prefill of the same minute, with which the batch is compared. Two batches that are not measured fill
+the store first, and chains are two edits long in every batch, so that all batches are the same work.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from delta_tree import TokenIds
 from kvshare.bench.figures import trend
 from kvshare.bench.random_models import timing_bytes_per_token
 from kvshare.bench.vllm import reports
-from kvshare.bench.vllm.client import Client
-from kvshare.bench.vllm.reports import Watch, watching
-from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, document, stack
+from kvshare.bench.vllm.reports import watching
+from kvshare.bench.vllm.session import Session, run_benchmark, session
+from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, stack
 
 _ROOM = 64  # tokens of context beyond the prompt
 _FILLING = 2  # batches before the first measured one
@@ -34,16 +30,22 @@ _FILLING = 2  # batches before the first measured one
 class Config(EditedConfig):
     batches: int = 12
     recipients: int = 8  # per batch: half edits of popular prompts, half edits of the last batch's such edits
-    strangers: int = 2  # per batch, through the proxy
+    strangers: int = 2  # unrelated prompts per batch, through the proxy; the name is a key of the document
     families: int = 2  # popular prompts
     kv_bytes: int | None = None  # of the store; None: for `capacity_tokens`
+
+    @property
+    def options(self) -> StackOptions:
+        capacity = self.capacity_tokens * timing_bytes_per_token(self.dtype)
+        vllm = replace(self.vllm, max_model_len=self.prompt_tokens + _ROOM)
+        return StackOptions(vllm=vllm, kv_bytes=self.kv_bytes or capacity, seed=self.seed)
 
     @property
     def capacity_tokens(self) -> int:
         """
         Of a store that is full in the second batch: the popular prompts, and what 2.5 batches add.
 
-        A recipient is taken to add a fifth of its tokens, its changes and their repair.
+        A recipient is assumed to add a fifth of its tokens: its changes and their repair.
         """
         added = self.strangers + self.recipients / 5
         return int((self.families + 2.5 * added) * self.prompt_tokens)
@@ -60,83 +62,34 @@ class _Batch:
 
     @property
     def speedup(self) -> float:
-        """Of means: a recipient that found no donor any more counts."""
-        return float(np.mean(self.full_s) / np.mean(self.popular_s + self.recent_s))
+        """Of means: a recipient whose donor was evicted counts."""
+        return fmean(self.full_s) / fmean(self.popular_s + self.recent_s)
 
 
 def run(config: Config) -> dict[str, Any]:
     """
-    Speedup of every batch, mean full prefill over mean time to first token of its recipients.
+    Speedup of every batch: mean time of a full prefill over mean time to first token of its recipients.
 
     `last3_over_first3`: mean speedup of the last three batches over that of the first three.
     `trend_per_batch`: relative change of the speedup from a batch to the next, with its 95 % interval.
     """
-    capacity = config.capacity_tokens * timing_bytes_per_token(config.dtype)
-    vllm = replace(config.vllm, max_model_len=config.prompt_tokens + _ROOM)
-    with stack(StackOptions(vllm=vllm, kv_bytes=config.kv_bytes or capacity, seed=config.seed)) as servers:
-        return asyncio.run(measure(servers, config))
+    return run_benchmark("steady", config, measure, stack)
 
 
 async def measure(servers: Stack, config: Config) -> dict[str, Any]:
-    """The same over servers that run already, with the store they have."""
-    rng = np.random.default_rng(config.seed)
-    popular = [config.stranger(rng) for _ in range(config.families)]
-    async with servers.clients() as (plain, proxy), servers.control() as control:
-        for prompt in popular:
-            await plain.complete(config.stranger(rng))  # warm
-            await proxy.complete(prompt)
-        await reports.settle(proxy)
-        batches: list[_Batch] = []
-        last: list[TokenIds] = popular
-        async with watching(control) as watch:
+    """The same over servers that run already, with what is stored there, without the head of the document."""
+    async with session(servers, config) as bench:
+        popular = [bench.unrelated() for _ in range(config.families)]
+        await bench.begin(popular)
+        batches, last = [], popular
+        async with watching(bench.control) as bench.watch:
             for _ in range(config.batches + _FILLING):
-                prompts = _recipients(rng, config, popular, last)
-                batches.append(await _batch(plain, proxy, prompts, rng, config, watch))
+                prompts = [_recipient(bench, (popular, last)[n % 2]) for n in range(config.recipients)]
+                batches.append(await _batch(bench, prompts))
                 last = prompts[::2]
-    return _summary(servers, config, batches[_FILLING:], watch)
-
-
-def _recipients(
-    rng: np.random.Generator, config: Config, popular: list[TokenIds], last: list[TokenIds]
-) -> list[TokenIds]:
-    """Popular and recent donors in turn."""
-    prompts = []
-    for number in range(config.recipients):
-        donors = last if number % 2 else popular
-        donor = donors[int(rng.integers(len(donors)))]
-        prompts.append(config.edited(rng, donor))
-    return prompts
-
-
-async def _batch(
-    plain: Client,
-    proxy: Client,
-    prompts: list[TokenIds],
-    rng: np.random.Generator,
-    config: Config,
-    watch: Watch,
-) -> _Batch:
-    """Recipients one after another; after every few of them a full prefill, and a stranger for the store."""
-    batch, dropped_before = _Batch(), watch.num_dropped
-    every = max(1, len(prompts) // max(1, config.strangers))
-    for number, prompt in enumerate(prompts):
-        answer = await proxy.complete(prompt)
-        await reports.settle(proxy)
-        (batch.recent_s if number % 2 else batch.popular_s).append(answer.ttft_s)
-        batch.computed.append(watch.finished[-1].num_computed)
-        if number % every == every - 1:
-            batch.full_s.append((await plain.complete(config.stranger(rng))).ttft_s)
-            await proxy.complete(config.stranger(rng))
-            await reports.settle(proxy)
-    batch.num_bytes = int((await reports.read_stats(proxy))["num_bytes"])
-    batch.num_dropped = watch.num_dropped - dropped_before
-    return batch
-
-
-def _summary(servers: Stack, config: Config, batches: list[_Batch], watch: Watch) -> dict[str, Any]:
+    batches, watch = batches[_FILLING:], bench.watch
     speedups = [batch.speedup for batch in batches]
     return {
-        **document("steady", servers.options, config),
         **course(speedups),
         "speedups": speedups,
         "evicts_in_every_batch": all(batch.num_dropped > 0 for batch in batches),
@@ -147,6 +100,28 @@ def _summary(servers: Stack, config: Config, batches: list[_Batch], watch: Watch
         "decisions": watch.decisions,
         "batches": [{**asdict(batch), "speedup": batch.speedup} for batch in batches],
     }
+
+
+def _recipient(bench: Session[Config], donors: Sequence[TokenIds]) -> TokenIds:
+    return bench.edited(donors[int(bench.rng.integers(len(donors)))])
+
+
+async def _batch(bench: Session[Config], prompts: list[TokenIds]) -> _Batch:
+    """Recipients one after another; between them full prefills, and unrelated prompts to store."""
+    batch, dropped_before = _Batch(), bench.watch.num_dropped
+    every = max(1, len(prompts) // max(1, bench.config.strangers))
+    for number, prompt in enumerate(prompts):
+        answer = await bench.proxy.complete(prompt)
+        await bench.settle()
+        (batch.recent_s if number % 2 else batch.popular_s).append(answer.ttft_s)
+        batch.computed.append(bench.watch.seen[-1].num_computed)
+        if number % every == every - 1:
+            batch.full_s.append((await bench.plain.complete(bench.unrelated())).ttft_s)
+            await bench.proxy.complete(bench.unrelated())
+            await bench.settle()
+    batch.num_bytes = int((await reports.read_stats(bench.proxy))["num_bytes"])
+    batch.num_dropped = bench.watch.num_dropped - dropped_before
+    return batch
 
 
 def course(speedups: Sequence[float]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """
-Host waits for the device that vLLM's own check reports (`VLLM_GPU_SYNC_CHECK=warn`), while streams decode and
-other requests load and save: each stalls every request of its step.
+How often the host waits for the device, as vLLM's own check reports it (`VLLM_GPU_SYNC_CHECK=warn`), while
+streams decode and other requests load and save. Each wait stops all requests of its step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvshare.bench.vllm.client import connected
 from kvshare.bench.vllm.stack import Stack
 
 _MOST_PLACES = 20
-# As `warnings` writes it; in front may stand the name of a process.
+# As `warnings` writes it, perhaps with the name of a process in front.
 _WARNING = re.compile(
     r"(?P<file>[^\s:]+\.py):(?P<line>\d+): \w+: "
     r"(?:called a synchronizing CUDA operation|GPU<->CPU sync detected)"
@@ -24,7 +24,7 @@ _PACKAGES = ("/kvshare/", "/vllm/", "/torch/")
 
 
 async def measure(servers: Stack, config: decoding.Config) -> dict[str, Any]:
-    """While streams decode, with loads and saves. The servers were started with the check on."""
+    """While streams decode, with loads and saves. The servers must have been started with the check on."""
     before = await _num_steps(servers)
     await decoding.measure(servers, config)
     num_steps = await _num_steps(servers) - before
@@ -32,7 +32,7 @@ async def measure(servers: Stack, config: decoding.Config) -> dict[str, Any]:
 
 
 def counted(log: str, num_steps: float) -> dict[str, Any]:
-    """Of a vLLM's log: how many in all and in our code, per step, and where."""
+    """The waits in the log of a vLLM: per step, in all and in our code, and where they are."""
     places = Counter(_place(found["file"], found["line"]) for found in _WARNING.finditer(log))
     ours = sum(count for place, count in places.items() if place.startswith("kvshare/"))
     return {
@@ -44,7 +44,7 @@ def counted(log: str, num_steps: float) -> dict[str, Any]:
 
 
 def _place(file: str, line: str) -> str:
-    """From the package on: where it is installed is nobody's business."""
+    """The file's path from its package on, and the line: where a package is installed is not published."""
     starts = [file.rfind(package) + 1 for package in _PACKAGES if package in file]
     return f"{file[max(starts) :] if starts else Path(file).name}:{line}"
 

@@ -1,4 +1,4 @@
-"""Requests with tickets that are written by hand, to the vLLM that holds the connector: no proxy decides."""
+"""Requests with tickets made here, straight to the vLLM that has the connector: no proxy decides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLL_S = 0.05
 
 @dataclass(slots=True)
 class TicketWriter:
-    """What a proxy would send, each request with its own number. `name`: the namespace."""
+    """Makes and sends what a proxy would send; requests are numbered. `name`: the namespace."""
 
     shared: Client
     control: ControlClient
@@ -30,14 +30,14 @@ class TicketWriter:
     _numbers: Iterator[int] = field(default_factory=count)
 
     async def check(self) -> ReplicaInfo:
-        """What the connector says of itself. Raises EngineError if it shares nothing."""
+        """What the connector reports of itself. Raises EngineError if it shares nothing."""
         info = await self.control.info()
         if not info.shares:
             raise EngineError(f"the connector shares nothing: {'; '.join(info.refusals)}")
         return info
 
-    async def keep(self, prompt: TokenIds) -> Finished:
-        """Have a prompt computed and kept, with a salt of its own: vLLM's prefix cache gives it to nobody."""
+    async def store(self, prompt: TokenIds) -> Finished:
+        """Have a prompt computed and stored. Its own salt hides it in vLLM's prefix cache."""
         ticket = self.ticket(prompt, [], keep=True)
         await self.ask(prompt, ticket, max_tokens=1)
         return await self.finished(ticket)
@@ -51,7 +51,7 @@ class TicketWriter:
         order: WireOrder | None = None,
         keep: bool = False,
     ) -> Ticket:
-        """A plan for a prompt, with a number of its own."""
+        """A plan for a prompt. `keep`: the connector is to store the prompt."""
         return Ticket(
             request_id=f"{self.name}-{next(self._numbers)}",
             namespace=self.name,
@@ -64,7 +64,7 @@ class TicketWriter:
         )
 
     async def ask(self, prompt: TokenIds, ticket: Ticket, *, max_tokens: int, num_top: int = 0) -> Answer:
-        """The prompt with its ticket, and with a salt that no other request has."""
+        """Send the prompt with its ticket, and with a salt that no other request has."""
         own = ticket.request_id
         extra = {
             "kv_transfer_params": {"kvshare": ticket.to_json()},
@@ -73,19 +73,20 @@ class TicketWriter:
         return await self.shared.complete(prompt, max_tokens=max_tokens, num_top=num_top, extra=extra)
 
     async def finished(self, ticket: Ticket) -> Finished:
-        """What the connector reports of it. Raises EngineError if it does not."""
+        """The connector's report of a request. Raises EngineError if there is none in time."""
         for _ in range(_MAX_POLLS):
             await self._watch.look(self.control)
-            for event in self._watch.finished:
+            for event in self._watch.seen:
                 if event.request_id == ticket.request_id:
                     return event
             await asyncio.sleep(_POLL_S)
-        raise EngineError(f"the journal does not tell of request {ticket.request_id}")
+        waited = f"after {_MAX_POLLS * _POLL_S:g} s"
+        raise EngineError(f"the connector has not reported request {ticket.request_id} {waited}")
 
 
-def copies_of(kept: Finished, source: Span, target_start: int) -> Iterator[WireCopy]:
-    """A stretch of a kept prompt out of the segments it lies in, to be laid from `target_start` on."""
-    for stored in sorted(kept.stored, key=lambda stored: stored.start):
+def copies_of(finished: Finished, source: Span, target_start: int) -> Iterator[WireCopy]:
+    """A stretch of a stored prompt from the segments that have it, to be written from `target_start` on."""
+    for stored in sorted(finished.stored, key=lambda stored: stored.start):
         start, end = max(source.start, stored.start), min(source.end, stored.start + stored.length)
         if start < end:
             yield WireCopy(

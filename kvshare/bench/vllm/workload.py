@@ -27,9 +27,9 @@ class FilePrompts:
 
 def read_prompts(path: Path, *, num_prompts: int, max_tokens: int) -> FilePrompts:
     """
-    `num_prompts` from the top of the file; longer ones keep their first `max_tokens` tokens.
+    The first `num_prompts` of a file, each cut to its first `max_tokens` tokens.
 
-    Raises LogError where the file has fewer, or one that the benchmarks' models cannot take.
+    Raises:  LogError where the file has fewer, or a prompt that the benchmarks' models cannot take
     """
     report = ReadReport()
     logged = chain.from_iterable(read_file(path, report))
@@ -37,7 +37,7 @@ def read_prompts(path: Path, *, num_prompts: int, max_tokens: int) -> FilePrompt
     whole = [_checked(request) for request in requests]
     if len(whole) < num_prompts:
         bad = f", and {report.num_unreadable} lines that cannot be read" if report.num_unreadable else ""
-        raise LogError(f"{path.name} has {len(whole)} prompts{bad}; {num_prompts} are to be sent")
+        raise LogError(f"{path.name} has {len(whole)} prompts{bad}; {num_prompts} are needed")
     prompts = [token_ids(prompt[:max_tokens]) for prompt in whole]
     description = {
         "file": path.name,  # without its folder
@@ -52,7 +52,9 @@ def read_prompts(path: Path, *, num_prompts: int, max_tokens: int) -> FilePrompt
 def _checked(request: TokenizedRequest) -> TokenIds:
     place = f"{request.logged.source}, line {request.logged.line}"
     if not request.num_tokens:
-        raise LogError(f"{place}: a prompt without tokens")
+        raise LogError(f"{place}: the prompt has no tokens, expected one or more")
     if (highest := int(request.token_ids.max())) >= DEMO_VOCAB_SIZE:
-        raise LogError(f"{place}: token {highest}; the benchmarks' models have {DEMO_VOCAB_SIZE} tokens")
+        raise LogError(
+            f"{place}: token {highest}, expected one below {DEMO_VOCAB_SIZE} of the benchmarks' models"
+        )
     return request.token_ids

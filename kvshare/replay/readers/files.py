@@ -1,7 +1,9 @@
 """
 Any file -> raw rows: JSON lines or one JSON array, plain, gzip or zstd; Parquet.
 
-Recognised by content, not by name. Knows no format of logs; the only file that imports zstandard.
+Recognised by content, not by name. Knows no format of logs. The only file that imports zstandard, and
+parquet.py the only one that imports pyarrow, each when a file needs it: `kvshare warm` reads JSON without the
+extra `replay`.
 """
 
 from __future__ import annotations
@@ -11,16 +13,12 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, count, islice, repeat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import pyarrow
-import pyarrow.parquet
-import zstandard
-
 from kvshare.errors import LogError
+from kvshare.extras import require
 from kvshare.replay.readers.rows import Reason
 
 MAX_ROW_BYTES = 64 << 20
@@ -32,11 +30,7 @@ _INSIDE = re.compile(rb'["\\]')
 _CHUNK_BYTES = 1 << 20
 _PEEK_BYTES = 4096
 _ZSTD_STEP = 4096  # compressed bytes at a time: few enough that what they come to stays small
-_BATCH_ROWS = 64  # of a Parquet file
-# Of the published data sets: large, and nothing here asks for them.
-_UNUSED = frozenset({"openai_moderation", "detoxify_moderation", "header"})
-_NO_PYTHON_VALUE = (pyarrow.ArrowException, ValueError, OverflowError)  # the year 10000, nanoseconds
-_BROKEN = (EOFError, OSError, zlib.error, zstandard.ZstdError)
+_BROKEN = (EOFError, OSError, zlib.error)
 
 Row = Mapping[str, Any]
 
@@ -45,7 +39,7 @@ def raw_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
     """
     (number of the line from 1, the row), or the reason why there is none: in the file's order, read as asked.
 
-    Raises LogError if the file cannot be opened.
+    Raises LogError if the file cannot be opened; MissingExtraError if zstd or Parquet cannot be read here.
     """
     try:
         with path.open("rb") as file:
@@ -58,16 +52,28 @@ def raw_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
 def _unpacked(file: io.BufferedReader, magic: bytes) -> io.BufferedReader | gzip.GzipFile:
     if magic.startswith(_GZIP):
         return gzip.GzipFile(fileobj=file)
-    return io.BufferedReader(_Joined(_frames(file))) if magic == _ZSTD else file
+    if magic == _ZSTD:
+        require("replay", what="reading a file compressed with zstd")
+        return io.BufferedReader(_Joined(_frames(file)))
+    return file
 
 
 def _frames(file: IO[bytes]) -> Iterator[bytes]:
-    """What zstd frames hold. Not by zstandard's own reader: to it, a frame that breaks off is a quiet end."""
+    """
+    What zstd frames hold. Not by zstandard's own reader: to it, a frame that breaks off is a quiet end.
+
+    Raises:  EOFError where the last frame breaks off, OSError where one is damaged
+    """
+    import zstandard
+
     frame: zstandard.ZstdDecompressionObj | None = None
     while data := file.read(_ZSTD_STEP):
         while data:
             frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            yield frame.decompress(data)
+            try:
+                yield frame.decompress(data)
+            except zstandard.ZstdError as exc:
+                raise OSError("a zstd frame is damaged") from exc
             data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:
         raise EOFError("a zstd frame breaks off")
@@ -130,45 +136,10 @@ def _parsed(data: bytes) -> Row | Reason:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
-    """
-    (row number from 1, the row as a dictionary), or a reason in place of the row.
+    require("replay", what="reading Parquet")
+    from kvshare.replay.readers.parquet import parquet_rows
 
-    What cannot be read costs no other row: a value costs its row, bytes that cannot be decoded the rest of
-    their row group, which is as far as pyarrow lets anybody step over.
-    """
-    try:
-        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
-    except (pyarrow.ArrowException, OSError) as exc:
-        raise LogError(f"{path.name}: begins as Parquet, but cannot be read as such") from exc
-    with file:
-        columns = [name for name in file.schema_arrow.names if name not in _UNUSED]
-        first = 1
-        for group in range(file.num_row_groups):
-            num_rows = file.metadata.row_group(group).num_rows
-            rows = chain(_group_rows(file, group, columns), repeat(Reason.DAMAGED))
-            yield from zip(count(first), islice(rows, num_rows), strict=False)
-            first += num_rows
-
-
-def _group_rows(
-    file: pyarrow.parquet.ParquetFile, group: int, columns: Sequence[str]
-) -> Iterator[Row | Reason]:
-    """As many rows of the group as can be decoded."""
-    try:
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns):
-            yield from _batch_rows(batch)
-    except (pyarrow.ArrowException, OSError):
-        return
-
-
-def _batch_rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Reason]:
-    try:
-        yield from batch.to_pylist()
-    except _NO_PYTHON_VALUE as exc:
-        if batch.num_rows > 1:
-            yield from chain.from_iterable(_batch_rows(batch.slice(i, 1)) for i in range(batch.num_rows))
-        else:
-            yield Reason.BAD_UTF8 if isinstance(exc, UnicodeDecodeError) else Reason.WRONG_TYPE
+    return parquet_rows(path)
 
 
 def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tuple[int, bytes | Reason]]:

@@ -1,8 +1,8 @@
 """
-The control server: a few JSON routes beside the scheduler, for the proxy and `kvshare doctor`.
+The control server: four JSON routes beside the scheduler, for the proxy and `kvshare doctor`.
 
-It answers from memory; only `/drop` changes anything. With KVSHARE_VLLM_TOKEN set, every route asks for
-it: the journal holds generated token ids.
+It answers from memory; only `/drop` changes anything. If KVSHARE_VLLM_TOKEN is set, every route requires it,
+because the journal holds generated token ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IDLE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ControlState:
-    """What the routes answer from. `drop` queues segments to be dropped and returns how many were held."""
+    """What the routes read. `drop` drops segments and returns how many were held."""
 
     info: Callable[[], ReplicaInfo]
     events: EventLog
@@ -46,7 +46,7 @@ class ControlServer:
     """Runs in daemon threads of the scheduler's process. `close` is idempotent."""
 
     def __init__(self, state: ControlState, *, host: str, port: int, token: str | None) -> None:
-        """Raises OSError for an address that cannot be had."""
+        """Raises OSError if it cannot listen on the address."""
         handler = type("Handler", (_Handler,), {"state": state, "token": token})
         self._server = _Server((host, port), handler)
         self._thread = threading.Thread(
@@ -56,7 +56,7 @@ class ControlServer:
 
     @property
     def port(self) -> int:
-        """The port it listens on, also where it was given as 0."""
+        """The port it listens on; a free one if it was given as 0."""
         return int(self._server.server_address[1])
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client may close its connection at any time."""
+        """A client that closes its connection is no error."""
         if (exc := sys.exception()) is not None:
             log.debug("a control connection failed: %s", class_and_place(exc))
 
@@ -93,9 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, routes: Mapping[str, Callable[[], Message | dict[str, Any]]]) -> None:
         route = routes.get(urlsplit(self.path).path)
         if not self._is_authorized():
-            self._send(401, {"error": "a bearer token is needed: KVSHARE_VLLM_TOKEN"})
+            self._send(401, {"error": "send the bearer token that KVSHARE_VLLM_TOKEN is set to"})
         elif route is None:
-            self._send(404, {"error": f"no such route; {self.command} knows {', '.join(routes)}"})
+            self._send(404, {"error": f"no such route; {self.command} routes are {', '.join(routes)}"})
         else:
             try:
                 self._send(200, route())
@@ -115,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _segments(self) -> Message:
         events = self.state.events
-        last = events.last  # read before the ids: an event may come twice, but none is missed
+        last = events.last  # read before the ids, so that the reader may see an event twice but misses none
         return HeldSegments(events.epoch, last, tuple(self.state.segments.ids()))
 
     def _drop(self) -> dict[str, Any]:

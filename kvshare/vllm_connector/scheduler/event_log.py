@@ -1,4 +1,4 @@
-"""What happened, in order, for the proxy to read. Bounded: a reader that falls behind learns of the gap."""
+"""Events in order, for the proxy to read. The log is bounded: a reader that falls behind gets a `gap`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_EVENTS = 4096
 
 
 class EventLog:
-    """Events numbered from 1, of one process life (`epoch`). Thread-safe."""
+    """Events of one run of the process (`epoch`), numbered from 1. Thread-safe."""
 
     def __init__(self, *, max_events: int = _MAX_EVENTS) -> None:
         self.epoch = secrets.token_hex(8)
@@ -32,7 +32,7 @@ class EventLog:
             self._changed.notify_all()
 
     def read(self, after: int, *, wait_s: float = 0.0) -> Journal:
-        """Events after number `after`; waits up to `wait_s` for the first one if there is none yet."""
+        """The events after number `after`. If there are none yet, it waits up to `wait_s` for the first."""
         with self._changed:
             if after == self._last and wait_s > 0:
                 self._changed.wait_for(lambda: self._last > after, timeout=wait_s)

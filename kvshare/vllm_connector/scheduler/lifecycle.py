@@ -1,8 +1,8 @@
 """
-The scheduler side from start to shutdown: segment index, event log, control server and `ConnectorScheduler`.
+Start and shutdown of the scheduler side: segment index, event log, control server and `ConnectorScheduler`.
 
-Sharing starts when every worker has reported that its self-test passed. Until then, and where anything is not
-supported, vLLM serves requests as if KVShare were not there.
+Sharing starts when every worker has reported a passed self-test. Until then, and where something is not
+supported, vLLM serves requests unshared.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from kvshare.vllm_protocol.versions import installed_version, untested
 
 log = logging.getLogger("vllm.kvshare")
 
-_NO_MODEL = "the workers were not given the model: start with `kvshare vllm`, or add --worker-cls {}"
-_NO_ADDRESS = "the control server cannot answer on {}:{} ({}): give another --control-port, or --control-host"
+_NO_MODEL = "the workers did not get the model: start with `kvshare vllm`, or add --worker-cls {}"
+_NO_ADDRESS = "the control server cannot listen on {}:{} ({}): set another --control-port or --control-host"
 
 
 class SchedulerSide:
     """
-    One per engine, of which a vLLM has several with data parallelism. `scheduler` is None where nothing is
-    shared.
+    One per engine (a vLLM with data parallelism has several). `scheduler` is None while nothing is shared.
     """
 
     def __init__(self, config: VllmConfig, settings: ConnectorSettings, unsupported: Sequence[str]) -> None:
         """
-        Where the control server's address cannot be had, nothing is shared: the proxy could not ask.
+        If the control server cannot listen, nothing is shared, because the proxy could not read events.
 
-        Raises: ValueError if it is open to other machines and KVSHARE_VLLM_TOKEN is not set
+        Raises: ValueError if other machines can reach the control server and KVSHARE_VLLM_TOKEN is not set
         """
         token = os.environ.get(TOKEN_VARIABLE) or None
         if token is None and not is_loopback(settings.control_host):
@@ -53,7 +52,7 @@ class SchedulerSide:
         self._config = config
         self._connector = settings
         self._rank = data_parallel_rank(config)
-        # 0 is any free one, for every rank.
+        # 0 means any free port, on every rank.
         port = settings.control_port and settings.control_port + (self._rank or 0)
         self._unsupported = list(unsupported)
         self._vllm_version = installed_version() or "unknown"
@@ -76,7 +75,7 @@ class SchedulerSide:
                 self._unsupported.append(_NO_ADDRESS.format(host, port, problem))
 
     def start_sharing(self, handshakes: Iterable[WorkerHandshake]) -> None:
-        """Share if every worker can. One that was not given its model sends no handshake."""
+        """Share if every worker can. A worker that did not get the model sends no handshake."""
         known = list(handshakes)
         self._handshakes = known
         if not self._unsupported:
@@ -101,7 +100,7 @@ class SchedulerSide:
         log.info("kvshare: sharing KV with %s; control server on port %d", backend, port)
 
     def drop(self, segment_ids: list[SegmentId]) -> int:
-        """Drop segments; for the control server, from any thread."""
+        """Drop segments. Thread-safe: the control server calls it."""
         return self.scheduler.drop(segment_ids) if self.scheduler is not None else 0
 
     def close(self) -> None:
@@ -109,7 +108,7 @@ class SchedulerSide:
             self._control.close()
 
     def info(self) -> ReplicaInfo:
-        """What `GET /info` answers. From any thread."""
+        """The answer to `GET /info`. Thread-safe."""
         config = self._config
         unsupported = tuple(self._unsupported)
         is_starting = self.scheduler is None and not unsupported
@@ -126,7 +125,7 @@ class SchedulerSide:
             refusals=unsupported,
             warnings=tuple(self._warnings),
             can_move_keys=self._may_move_keys,
-            # Without them the proxy asks again; sharing may start while this is put together.
+            # Empty while starting: the proxy then asks again.
             namespace_fields={} if is_starting else self._namespace_fields(),
             can_choose=all(worker.can_listen for worker in self._handshakes),
             fingerprint=self._handshakes[0].fingerprint if self._handshakes else "",

@@ -1,8 +1,8 @@
 """
-One request that came with a ticket: what state it is in, and which copies stand in its slots.
+The state of one request with a ticket, and which copies its slots hold.
 
-While a load is on its way vLLM keeps the request's blocks, runs nothing of it and does not preempt it. What
-is `done` is reported to the proxy and forgotten.
+While a load is under way, vLLM keeps the request's blocks, does not run it and does not preempt it. A request
+that is `done` is reported to the proxy and forgotten.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 State = StrEnum("State", "WAITING RUNNING LOADING ENDING SAVING DONE")
 Event = StrEnum("Event", "ADMITTED LOAD_REQUESTED LOAD_REPORTED ENDED SAVE_REQUESTED SAVED")
 
-# The columns are states, the rows events; `-` would be a bug of ours.
+# The next state, by event (rows) and state (columns); `-` would be a bug of ours.
 TABLE = """
                 waiting  running  loading  ending   saving
-admitted        running  running  -        -        -        vLLM has given it blocks, nothing is loaded
-load_requested  loading  loading  -        -        -        the same, and copies are to be loaded
-load_reported   -        -        running  done     -        it says what the slots hold
-ended           done     done     ending   -        -        nothing is retained, or no more than it was
-save_requested  -        saving   -        -        -        ended; its blocks stay until they are saved
+admitted        running  running  -        -        -        vLLM allocated its blocks; nothing is loaded
+load_requested  loading  loading  -        -        -        the same; copies are to be loaded
+load_reported   -        -        running  done     -        the workers report what the slots hold
+ended           done     done     ending   -        -        nothing more is saved
+save_requested  -        saving   -        -        -        it has ended; its blocks stay until saved
 saved           -        -        -        -        done     retained, unless something was lost meanwhile
 """
 
 
 def _transitions(table: str) -> dict[tuple[State, Event], State]:
-    """{(state, event): the next state}; what stands behind the last column says what it means."""
+    """{(state, event): the next state}; the text behind the last column is a comment."""
     header, *rows = [line.split() for line in table.strip().splitlines()]
     return {
         (State(state), Event(event)): State(following)
@@ -59,7 +59,7 @@ def _transitions(table: str) -> dict[tuple[State, Event], State]:
 
 TRANSITIONS = _transitions(TABLE)
 
-# Reasons for which no plan is carried out, but the prompt's own KV may be retained: it is computed in full.
+# With these reasons the plan is not carried out, but the prompt is computed in full and may be retained.
 _RETAINABLE = (None, Reason.NOT_PRIVATE, Reason.ROTATION_UNKNOWN)
 
 
@@ -78,7 +78,7 @@ def why_unshared(request: Request, ticket: Ticket, *, may_move_keys: bool) -> Re
     ):
         return Reason.PROMPT_MISMATCH
     if not ticket.is_exact and request.cache_salt != private_salt(ticket.request_id):
-        return Reason.NOT_PRIVATE  # others would find its blocks in vLLM's prefix cache
+        return Reason.NOT_PRIVATE  # vLLM's prefix cache would give its approximate blocks to other requests
     if not may_move_keys and any(copy.shift for copy in ticket.copies):
         return Reason.ROTATION_UNKNOWN
     return None
@@ -86,28 +86,28 @@ def why_unshared(request: Request, ticket: Ticket, *, may_move_keys: bool) -> Re
 
 @dataclass(slots=True)
 class TicketedRequest:
-    """Each method that changes it is one event of the table; AssertionError where the table has none."""
+    """Each method that changes the state is an event of the table; AssertionError if that forbids it."""
 
     ticket: Ticket
     unshared: Reason | None  # why its plan is not carried out
-    is_first: bool  # of the choices that came with this ticket; only that one is retained and reported
+    is_first: bool  # of the n choices with this ticket; only the first is retained and reported
     state: State = State.WAITING
-    num_found: int = 0  # tokens that vLLM's own prefix cache had when it last looked
-    num_local: int = 0  # the same at the last admission
-    num_first_local: int | None = None  # the same at the first admission; None before it
-    placed: frozenset[int] = frozenset()  # the copies whose KV stands in the slots
-    is_mixed: bool = False  # a copy's slots are partly the segment's and partly not: nothing is retained
-    load_failed: bool = False  # vLLM or the worker computes everything from here on
-    repaired: tuple[Span, ...] = ()  # of the placed copies: what was computed again
+    num_found: int = 0  # prompt tokens in vLLM's own prefix cache at its last lookup
+    num_local: int = 0  # `num_found` at the last admission
+    num_first_local: int | None = None  # `num_found` at the first admission; None before it
+    placed: frozenset[int] = frozenset()  # copies whose KV is in the slots
+    is_mixed: bool = False  # some copy's slots hold only partly the segment's KV: nothing is retained
+    load_failed: bool = False  # vLLM computes everything from here on
+    repaired: tuple[Span, ...] = ()  # tokens of placed copies that were computed again
     num_prompt: int = 0  # known at the end
-    retained: frozenset[int] | None = None  # copies that the retained KV consists of; None: none is retained
+    retained: frozenset[int] | None = None  # copies in the retained KV; None: nothing is retained
     output_ids: tuple[int, ...] = ()  # generated tokens whose KV is retained
-    stored: tuple[Stored, ...] = ()  # the segments between those copies
-    repaired_when_saved: tuple[Span, ...] = ()  # what was `repaired` when the prompt was saved
-    was_saved_early: bool = False  # its prompt was requested to be saved while it runs
-    saved_early: tuple[Stored, ...] = ()  # the prompt's segments then
-    prefilled: Prefilled | None = None  # as it was reported; the prompt is retained whatever comes
-    lost: Reason | None = None  # why nothing is retained after all, or nothing but the prompt
+    stored: tuple[Stored, ...] = ()  # new segments of the retained KV, between those copies
+    repaired_when_saved: tuple[Span, ...] = ()  # `repaired` when the prompt was saved
+    was_saved_early: bool = False  # a save of its prompt was requested while it runs
+    saved_early: tuple[Stored, ...] = ()  # the segments of that save
+    prefilled: Prefilled | None = None  # the reported event; from then on the prompt stays retained
+    lost: Reason | None = None  # why nothing is retained, or only the prompt
     stage_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -120,12 +120,12 @@ class TicketedRequest:
 
     @property
     def may_save_prompt(self) -> bool:
-        """While it runs, once it is prefilled. What its slots hold is known."""
+        """Once, while it runs: by then it is known what its slots hold."""
         return self.may_retain and self.state is State.RUNNING and not self.was_saved_early
 
     @property
     def is_as_saved(self) -> bool:
-        """Whether the slots still hold the prompt that was saved early: an answer may be added to it."""
+        """Whether the slots still hold the prompt that was saved early, so that the answer can be added."""
         if self.lost is not None or not self.may_retain or self.retained is None:
             return False
         if self.ticket.is_exact:
@@ -137,21 +137,23 @@ class TicketedRequest:
 
     def admit(self, held: Collection[int], *, loads: bool) -> None:
         """
-        The slots hold vLLM's own blocks up to `num_local`. If it `loads`, the `held` copies follow.
+        vLLM allocated its blocks. Up to `num_local` they are from vLLM's prefix cache; behind that the `held`
+        copies are written, if it `loads`.
 
-            a copy that lies      is placed after this
-            before num_local      as it was before: these are the request's own blocks, in the prefix cache
+            position of a copy    whether it is placed now
+            before num_local      as before: these are the request's own blocks, from before a preemption
             behind num_local      if it is loaded now
-            across num_local      if it is loaded now; where that differs from before, its slots are mixed
+            across num_local      if it is loaded now; if it was placed before and is not now, or the reverse,
+                                  its slots are mixed
         """
         self._advance(Event.LOAD_REQUESTED if loads else Event.ADMITTED)
         self.num_local = self.num_found
         if self.num_first_local is None:
             self.num_first_local = self.num_local
             if self.num_local:
-                self._note_mixed()  # a sibling's blocks under the same salt, filled from what it found
+                self._note_mixed()  # blocks of another choice of the same request, which has the same salt
         if self.num_local and self.ticket.order is not None:
-            self._note_mixed()  # what was chosen at an earlier admission stands there
+            self._note_mixed()  # they hold repairs that were chosen at an earlier admission
         placed = set()
         for index, copy in enumerate(self.ticket.copies):
             before, now = index in self.placed, loads and index in held
@@ -165,7 +167,7 @@ class TicketedRequest:
         self.repaired = ()
 
     def note_load(self, result: LoadResult) -> None:
-        """What was lost behind `num_local` was computed; a lost copy across it is mixed."""
+        """Lost copies behind `num_local` were computed instead; a lost copy across it leaves mixed slots."""
         self._advance(Event.LOAD_REPORTED)
         self.load_failed = self.load_failed or result.failed
         lost = frozenset(index for index in self.placed if self._is_lost(self.copy(index), result))
@@ -179,7 +181,7 @@ class TicketedRequest:
             self.lost = Reason.LOAD_FAILED if result.failed else Reason.SEGMENTS_GONE
 
     def retain(self, copies: frozenset[int], stored: tuple[Stored, ...]) -> None:
-        """What is retained: these copies and, between them, what is saved now."""
+        """The retained KV consists of these copies and of the segments that are saved now."""
         self.retained, self.stored, self.repaired_when_saved = copies, stored, self.repaired
 
     def note_times(self, stage_seconds: Mapping[str, float]) -> None:
@@ -196,12 +198,12 @@ class TicketedRequest:
         return self.prefilled
 
     def note_prompt_lost(self) -> None:
-        """It may be saved with its answer."""
+        """The early save failed; the prompt may still be saved with its answer."""
         if self.state is not State.SAVING:
             self.retained, self.stored = None, ()
 
     def end(self, *, num_prompt: int) -> None:
-        """What is retained is noted by then. While it is loaded again, that is its prompt."""
+        """It has ended. `retain` was called if something is to be saved; during a load, its prompt."""
         if self.state is State.LOADING and self.retained is not None:
             self.lost = self.lost or Reason.ABORTED
         saves = self.retained is not None and self.state is not State.LOADING
@@ -209,12 +211,12 @@ class TicketedRequest:
         self.num_prompt = num_prompt
 
     def note_saved(self, *, lost: Reason | None) -> None:
-        """`lost`: why nothing is retained after all."""
+        """The save has ended; `lost` says why nothing is retained, if so."""
         self._advance(Event.SAVED)
         self.lost = lost
 
     def finished(self) -> Finished:
-        """What is reported to the proxy."""
+        """The event for the proxy."""
         num_local = self.num_first_local or 0
         targets = (self.copy(index).target for index in self.placed)
         num_placed = sum(max(0, target.end - max(target.start, num_local)) for target in targets)
@@ -242,20 +244,20 @@ class TicketedRequest:
         self.state = following
 
     def _note_mixed(self) -> None:
-        """Exact KV is the same wherever it came from."""
+        """Exact KV is never mixed: it is the same wherever it came from."""
         self.is_mixed = self.is_mixed or not self.ticket.is_exact
 
     def _is_lost(self, copy: WireCopy, result: LoadResult) -> bool:
         return copy.target.end > self.num_local and (result.failed or copy.segment_id in result.unreadable)
 
     def _is_whole(self, copies: Collection[int], unreadable: Collection[SegmentId]) -> bool:
-        """Whether a retained prompt still consists of the copies it was taken to consist of."""
+        """Whether the copies that a retained prompt refers to are readable, and still in its slots."""
         if any(self.copy(index).segment_id in unreadable for index in copies):
             return False
         return self.ticket.is_exact or self.placed.issuperset(copies)
 
     def _reason(self) -> Reason | None:
-        """Why less was shared than planned."""
+        """Why less was shared than planned, or None."""
         if self.unshared is not None:
             return self.unshared
         if self.load_failed:

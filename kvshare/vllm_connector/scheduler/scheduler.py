@@ -1,8 +1,8 @@
 """
-The connector inside vLLM's scheduler: tickets become load and save requests, reports become events.
+The connector inside vLLM's scheduler: it turns tickets into load and save requests, and reports into events.
 
-Everything runs on the scheduler's thread, but for `drop`, which the control server may call at any time. A
-ticket that cannot be used costs its request the sharing, never the answer.
+Everything runs on the scheduler's thread, except `drop`, which the control server may call at any time. A
+request whose ticket cannot be used is served unshared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_SEEN = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Retained:
-    """What of an ended request is in its slots for good."""
+    """The computed KV of a request that may be saved."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class _Retained:
 
 @dataclass(eq=False, kw_only=True)
 class ConnectorScheduler:
-    """One per scheduler, with vLLM's method names. Requests go by vLLM's id, events carry the proxy's."""
+    """One per scheduler, with vLLM's method names. Keys are vLLM's request ids; events carry the proxy's."""
 
     segments: SegmentIndex
     events: EventLog
@@ -57,10 +57,10 @@ class ConnectorScheduler:
 
     def __post_init__(self) -> None:
         self._requests: dict[str, TicketedRequest] = {}  # until they are `done`
-        self._seen: OrderedDict[str, None] = OrderedDict()  # n > 1 sends one ticket n times
+        self._seen: OrderedDict[str, None] = OrderedDict()  # a request with n > 1 sends its ticket n times
         self._loads: list[LoadRequest] = []
         self._saves: list[SaveRequest] = []
-        self._cancelled: list[str] = []  # loads for which nobody waits any more
+        self._cancelled: list[str] = []  # loads of aborted requests
         self._drops: list[SegmentId] = []
         self._drops_lock = threading.Lock()
 
@@ -82,7 +82,7 @@ class ConnectorScheduler:
         self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first)
 
     def get_num_new_matched_tokens(self, request: Request, num_local: int) -> int:
-        """How many tokens behind the `num_local` that vLLM has itself can be provided, while others run."""
+        """How many tokens behind the `num_local` in vLLM's prefix cache can be loaded asynchronously."""
         ticketed = self._requests.get(request.request_id)
         if ticketed is None:
             return 0
@@ -93,14 +93,14 @@ class ConnectorScheduler:
         end = max((ticketed.copy(index).target.end for index in self._held(ticket)), default=0)
         order = ticket.order
         if order is not None and end > ticket.first_approximate and order.end - end <= MOST_BEHIND:
-            end = ticket.num_tokens  # computed here to learn what it attends to
+            end = ticket.num_tokens  # the worker computes the tail, to see what it attends to
         return max(0, end - num_local)
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external: int) -> None:
-        """The request has its blocks, and `num_external` tokens are to be provided in them."""
+        """vLLM allocated the request's blocks, and `num_external` tokens are to be loaded into them."""
         ticketed = self._requests.get(request.request_id)
         if ticketed is None or request.num_computed_tokens:
-            return  # what was to be loaded is there, and now vLLM begins
+            return  # the second call, after an asynchronous load
         held = self._held(ticketed.ticket)
         ticketed.admit(held, loads=num_external > 0)
         if not num_external:
@@ -124,14 +124,14 @@ class ConnectorScheduler:
         )
 
     def build_connector_meta(self, step: SchedulerOutput) -> StepMetadata:
-        """All that was requested since the last call; `step` is what vLLM itself is going to do."""
+        """All requests since the last call; `step` is what vLLM itself has scheduled."""
         self._save_prompts(step)
         with self._drops_lock:
             drops, self._drops = tuple(self._drops), []
         loads, self._loads = tuple(self._loads), []
         saves, self._saves = self._saves, []
         cancelled, self._cancelled = tuple(self._cancelled), []
-        if drops:  # a segment may leave before it was saved
+        if drops:  # a segment may be dropped before it is saved
             saves = [save.without(drops) for save in saves]
         return StepMetadata(
             loads,
@@ -143,12 +143,12 @@ class ConnectorScheduler:
         )
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """The request has ended, however. Returns whether its blocks must stay until its KV is saved."""
+        """The request has ended or was aborted. Returns whether its blocks must stay until they are saved."""
         ticketed = self._requests.pop(request.request_id, None)
         if ticketed is None:
             return False
         if ticketed.state is State.LOADING:
-            self._cancelled.append(request.request_id)  # vLLM keeps its blocks until that is over
+            self._cancelled.append(request.request_id)  # vLLM keeps its blocks until the load is reported
         else:
             self._retain(ticketed, request, block_ids)
         ticketed.end(num_prompt=request.num_prompt_tokens)
@@ -157,7 +157,7 @@ class ConnectorScheduler:
         return ticketed.state is State.SAVING
 
     def update_connector_output(self, report: WorkerReport | None, saved: Iterable[str]) -> None:
-        """Take what the workers report of a step, and the requests whose KV they have saved by now."""
+        """Take the workers' report of a step, and the ended requests whose KV has been saved."""
         report = report if report is not None else WorkerReport()
         for request_id, stage_seconds in report.stage_seconds.items():
             if (ticketed := self._requests.get(request_id)) is not None:
@@ -175,19 +175,19 @@ class ConnectorScheduler:
                 self._note_saved(request_id, ticketed, report)
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> int:
-        """Drop segments. Returns how many were held. From any thread."""
+        """Drop segments. Returns how many were held. Thread-safe."""
         removed = self.segments.drop(segment_ids)
         self._note_dropped(removed)
         return len(removed)
 
     def reset_cache(self) -> None:
-        """The weights may have changed: nothing that is held is of this model any more."""
+        """The weights may have changed: drop all segments, and retain nothing of running requests."""
         self.drop(self.segments.ids())
         for ticketed in self._requests.values():
             ticketed.is_mixed = True
 
     def _retain(self, ticketed: TicketedRequest, request: Request, block_ids: Sequence[int]) -> None:
-        """Have an ended request saved, or what of it is not saved yet."""
+        """Request a save of an ended request, or of what is not saved of it yet."""
         num_retained = _num_retained(request, ticketed)
         output_ids = tuple(request.output_token_ids[: max(0, num_retained - request.num_prompt_tokens)])
         retained = _Retained(request.request_id, tuple(block_ids), num_retained, output_ids)
@@ -198,9 +198,9 @@ class ConnectorScheduler:
 
     def _save_prompts(self, step: SchedulerOutput) -> None:
         """
-        Have prompts saved whose prefill is over, in the step behind it: the first token does not wait.
+        Request saves of prompts that are prefilled, one step later, so that the first token does not wait.
 
-        What their loads did is known by then, and their blocks are there for all of the step.
+        By then the results of their loads are known, and their blocks stay allocated during the step.
         """
         due = [name for name in step.num_scheduled_tokens if self._may_save_prompt(name)]
         if not due:
@@ -215,7 +215,7 @@ class ConnectorScheduler:
             block_ids = tuple(step.kv_connector_block_state.resolve_block_ids(request_id)[0])
             prompt = _Retained(request_id, block_ids, ticketed.ticket.num_tokens, ())
             self._save(ticketed, prompt, has_ended=False)
-            ticketed.lost = None  # it is tried again with the answer
+            ticketed.lost = None  # if it failed, it is tried again with the answer
             ticketed.saved_early = ticketed.stored
 
     def _may_save_prompt(self, request_id: str) -> bool:
@@ -223,16 +223,16 @@ class ConnectorScheduler:
         return ticketed is not None and ticketed.may_save_prompt
 
     def _save(self, ticketed: TicketedRequest, retained: _Retained, *, has_ended: bool = True) -> None:
-        """Make room for what no stored segment covers, and request that it is saved."""
+        """Make room for all tokens that no stored segment covers, and request their save."""
         copies = self._retained_copies(ticketed)
         if not ticketed.ticket.is_exact and not ticketed.placed <= copies:
-            ticketed.lost = Reason.SEGMENTS_GONE  # copied KV must not be retained as computed
+            ticketed.lost = Reason.SEGMENTS_GONE  # copied KV must not be stored as if it had been computed
             return
         computed = gaps((ticketed.copy(index).target for index in copies), retained.num_tokens)
-        if ticketed.ticket.order is not None:  # a segment is of one generation
+        if ticketed.ticket.order is not None:  # all tokens of a segment have the same generation
             computed = merge([*computed, *ticketed.repaired])
             computed = cut(computed, _first_approximate(ticketed, copies))
-        computed = cut(computed, retained.num_tokens - len(retained.output_ids))  # the answer is kept apart
+        computed = cut(computed, retained.num_tokens - len(retained.output_ids))  # answers have own segments
         stored = self._add(ticketed, computed, copies)
         if stored is None:
             ticketed.lost = Reason.NO_ROOM
@@ -242,14 +242,14 @@ class ConnectorScheduler:
         ticketed.output_ids = retained.output_ids
 
     def _save_answer(self, ticketed: TicketedRequest, retained: _Retained) -> None:
-        """Its prompt is saved, or about to be. Its blocks wait for that, also if there is nothing more."""
+        """Request a save of the answer. Its prompt's save may still be under way, and needs the blocks."""
         assert ticketed.retained is not None
         answer: tuple[Stored, ...] = ()
         if retained.output_ids and ticketed.is_as_saved:
             behind = (Span(retained.num_tokens - len(retained.output_ids), retained.num_tokens),)
             added = self._add(ticketed, behind, ticketed.retained)
             if added is None:
-                ticketed.lost = Reason.NO_ROOM  # the prompt stays
+                ticketed.lost = Reason.NO_ROOM  # the prompt stays retained
             else:
                 answer, ticketed.output_ids = added, retained.output_ids
                 ticketed.stored += answer
@@ -258,7 +258,7 @@ class ConnectorScheduler:
     def _add(
         self, ticketed: TicketedRequest, computed: Iterable[Span], copies: Iterable[int]
     ) -> tuple[Stored, ...] | None:
-        """Segments for what was computed, in the index; others left for them. None if there is no room."""
+        """Add segments for computed spans to the index; others are dropped for them. None if no room."""
         spans = split(computed, segment_tokens(budget_of(self.segments.max_bytes) // self.bytes_per_token))
         stored = tuple(
             Stored(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)
@@ -279,10 +279,10 @@ class ConnectorScheduler:
 
     def _retained_copies(self, ticketed: TicketedRequest) -> frozenset[int]:
         """
-        The copies that the retained prompt consists of.
+        The copies that are part of the retained prompt.
 
-        Exact KV is the same wherever it came from: a prompt that vLLM's own prefix cache had points to the
-        stored segments just as well.
+        Exact KV is the same wherever it came from: a prompt that was in vLLM's own prefix cache can refer to
+        the stored segments as well.
         """
         if ticketed.unshared is not None:
             return frozenset()
@@ -299,7 +299,7 @@ class ConnectorScheduler:
     def _note_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
         lost = Reason.SAVE_FAILED if request_id in report.failed_saves else ticketed.lost
         if lost is None and not self._is_held(ticketed):
-            lost = Reason.SEGMENTS_GONE  # evicted or dropped while the rest was being saved
+            lost = Reason.SEGMENTS_GONE  # dropped while the rest was being saved
         ticketed.note_saved(lost=lost)
         if lost is not None:
             if ticketed.prefilled is not None and not self._are_held(ticketed, ticketed.prefilled.stored):
@@ -310,7 +310,7 @@ class ConnectorScheduler:
         self._publish_if_done(request_id, ticketed)
 
     def _is_held(self, ticketed: TicketedRequest) -> bool:
-        """Whether all that its retained KV consists of is there."""
+        """Whether all segments of its retained KV are held."""
         return self._are_held(ticketed, ticketed.stored)
 
     def _are_held(self, ticketed: TicketedRequest, stored: Iterable[Stored]) -> bool:
@@ -326,14 +326,14 @@ class ConnectorScheduler:
                 self.events.append(ticketed.finished())
 
     def _note_dropped(self, segment_ids: Sequence[SegmentId]) -> None:
-        """For the workers and for the proxy."""
+        """Have the workers drop them, and the proxy informed."""
         if segment_ids:
             with self._drops_lock:
                 self._drops.extend(segment_ids)
             self.events.append(Dropped(tuple(segment_ids)))
 
     def _held(self, ticket: Ticket) -> frozenset[int]:
-        """Indices of a ticket's copies whose segments are there."""
+        """Indices of a ticket's copies whose segments are held."""
         return frozenset(
             index
             for index, copy in enumerate(ticket.copies)
@@ -342,14 +342,14 @@ class ConnectorScheduler:
 
 
 def _first_approximate(ticketed: TicketedRequest, copies: Iterable[int]) -> int:
-    """Of the copies that are retained: what was computed behind it had not only exact KV before it."""
+    """Start of the first retained approximate copy: tokens behind it were computed over approximate KV."""
     starts = (ticketed.copy(index).target_start for index in copies)
     exact_length = ticketed.ticket.exact_length
     return min((start for start in starts if start >= exact_length), default=ticketed.ticket.num_tokens)
 
 
 def _order(ticket: Ticket, provided: Span) -> RepairOrder | None:
-    """What is to be chosen of the positions that are provided now."""
+    """The part of the ticket's repair order that lies in the loaded positions."""
     if ticket.order is None:
         return None
     parts = (piece.span.intersection(provided) for piece in ticket.order.pieces)
@@ -360,10 +360,10 @@ def _order(ticket: Ticket, provided: Span) -> RepairOrder | None:
 
 def _num_retained(request: Request, ticketed: TicketedRequest) -> int:
     """
-    Leading tokens whose KV is in the slots for good; 0 if nothing is to be retained.
+    Leading tokens whose KV is in the slots; 0 if nothing may be retained.
 
-    The last sampled token is never computed. A request that was preempted has no slots left, and one that
-    was aborted in prefill has not filled them.
+    The last sampled token is never computed. A preempted request has lost its slots, and one that was aborted
+    in prefill has not filled them.
     """
     num_computed: int = request.num_prompt_tokens + request.num_output_tokens - 1
     is_complete = request.num_output_tokens and request.num_computed_tokens >= num_computed
@@ -378,7 +378,7 @@ def _save_request(retained: _Retained, stored: Iterable[Stored], *, has_ended: b
 
 
 def _num_computed(step: SchedulerOutput) -> dict[str, int]:
-    """How many tokens of each request of a step are there before it."""
+    """How many tokens of each request of a step were computed before it."""
     cached = step.scheduled_cached_reqs
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     return computed | {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}

@@ -1,9 +1,9 @@
 """
-Which segments the workers hold, and which leave when room is needed. Bytes live in the workers; every rank
-carries out the same drops, so one index is true for all. Knows no vLLM.
+An index of the segments that the workers hold. The bytes are in the workers; every rank drops the same
+segments, so one index serves all ranks. Imports no vLLM.
 
-The proxy knows prompts, and has segments dropped before there is no room. The order here is for when it is
-not there, or too slow: docs/decisions/0001-who-orders-evictions.md.
+Normally the proxy, which knows the prompts, has segments dropped before memory is full. If it does not, the
+least recently used ones are dropped here: docs/decisions/0001-who-orders-evictions.md.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class HeldSegment:
 
 
 class SegmentIndex(SegmentTable[HeldSegment]):
-    """Least recently used segments leave first. The control server reads and drops, too."""
+    """Drops the least recently used segments first. Thread-safe: the control server reads and drops, too."""
 
     def ids(self) -> list[SegmentId]:
         with self._lock:
             return list(self._entries)
 
     def covers(self, segment_id: SegmentId, namespace: str, *, end: int) -> bool:
-        """Whether the segment is held, for that very namespace, and has `end` tokens at least."""
+        """Whether the segment is held, belongs to the namespace and has at least `end` tokens."""
         entry = self._entries.get(segment_id)
         return entry is not None and entry.namespace == namespace and end <= entry.num_tokens
 
     def touch(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Count a use."""
+        """Mark segments as the most recently used."""
         with self._lock:
             for segment_id in segment_ids:
                 if (entry := self._entries.pop(segment_id, None)) is not None:
@@ -45,9 +45,9 @@ class SegmentIndex(SegmentTable[HeldSegment]):
 
     def make_room(self, num_bytes: int, *, in_use: Iterable[SegmentId] = ()) -> list[SegmentId] | None:
         """
-        Take out the least recently used until `num_bytes` fit; those in `in_use` stay.
+        Drop the least recently used segments until `num_bytes` fit, but none of those in `in_use`.
 
-        Returns: what left; None, and nothing left, if even that would not be enough
+        Returns: the dropped segments; None if not enough can be dropped (then none is)
         """
         staying = frozenset(in_use)
         with self._lock:

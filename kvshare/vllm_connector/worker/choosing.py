@@ -1,13 +1,13 @@
 """
-Repairs that are chosen while a load is computed: a probe pass, and what is computed behind it.
+Choosing repairs during a load: a first pass with probes, the choice, and a second pass for the repairs.
 
     [ copy ][ run ][ copy ][ run ][ copy ][ tail ]
-       p       x     p p      x              x         x computed, p probes: the first pass
-      r r            r        x              x         r repairs, x again:   the second
+       p       x     p p      x              x         first pass:   x computed, p probes
+      r r            r        x              x         second pass:  r repairs, x again
 
-The tail is computed twice, first to learn what it attends to; its last token a third time, by vLLM. Where
-attention cannot be followed, or much comes behind the last copy, which is then the end, there is no probe,
-and repairs are chosen by place.
+The tail is computed twice, the first time to see what it attends to; vLLM computes its last token a third
+time. Where attention cannot be watched, or the tail is long (then the load ends at the last copy), there are
+no probes, and repairs are chosen by position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Summed = Callable[[torch.Tensor], torch.Tensor]  # over all ranks, each of which
 
 
 class Choosing:
-    """One load's order. Its copies are laid by now."""
+    """The repair order of one load, whose copies are written."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Choosing:
         probes = order.probes if self.listens else ()
         probes = tuple(p for p in probes if not any(s.start <= p < s.end for s in self._computed))
         self._order = RepairOrder(order.pieces, probes, order.num_tokens)
-        self._laid = cache.rows(load.block_ids, probes) if probes else None
+        self._probed_rows = cache.rows(load.block_ids, probes) if probes else None
         self.listener = Listener(
             last_tokens(self._computed, MAX_LISTENERS),
             num_layers=cache.kv_layout.num_layers,
@@ -57,17 +57,17 @@ class Choosing:
 
     @property
     def first_pass(self) -> list[Run]:
-        """What is computed before anything is chosen."""
+        """The runs before the choice: placeholders and probes."""
         probes = (Span(place, place + 1) for place in self._order.probes)
         listener = self.listener if self.listens else None
         return [self._run(span, listener) for span in merge([*self._computed, *probes])]
 
     def second_pass(self, choice: Choice) -> list[Run]:
-        """What is computed behind it."""
+        """The runs after the choice: repairs, and what attends to them."""
         return [self._run(span) for span in merge([*choice.repairs, *choice.again])]
 
     def choice(self, summed: Summed, num_ranks: int) -> Choice:
-        """The same on every rank. The probes stand as they were laid again: they count as no repair."""
+        """The same on every rank. Probed rows are restored, so that probes are no repairs."""
         if not self.listens:
             return choose_by_place(
                 self._order,
@@ -76,12 +76,12 @@ class Choosing:
                 first_approximate=self._load.first_approximate,
             )
         changed = np.empty((self._cache.kv_layout.num_layers, 0))
-        if self._laid is not None:
+        if self._probed_rows is not None:
             _, fresh = self._cache.rows(self._load.block_ids, self._order.probes)
-            squares = (fresh.float() - self._laid[1].float()).flatten(2).square().sum(dim=2)
+            squares = (fresh.float() - self._probed_rows[1].float()).flatten(2).square().sum(dim=2)
             changed = summed(squares).sqrt().cpu().numpy()
             slots = [self._cache.slots(self._load.block_ids, Span(p, p + 1)) for p in self._order.probes]
-            self._cache.write(*self._laid, torch.cat(slots))
+            self._cache.write(*self._probed_rows, torch.cat(slots))
         received = summed(self.listener.attended_there) / num_ranks
         return choose(
             self._order,

@@ -1,7 +1,7 @@
 """
-A thread beside the worker's, which copies: one job after the other, in the order in which they are given.
+A thread that copies, beside the worker's own: one job after the other, in the order of submission.
 
-The order is what keeps bytes right: an extent that is freed and taken again is read before it is written.
+The order protects bytes: a segment's memory is read for a load before the next segment is written there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLOSE_S = 10.0
 
 @dataclass(eq=False)
 class Job:
-    """Something to copy. `failed`: it raised an error, which was logged."""
+    """Something to copy. `failed`: it raised an error, which is logged."""
 
     what: str  # for the log
     act: Callable[[], Mapping[str, float]]  # returns seconds by stage
@@ -53,7 +53,7 @@ class Job:
 
 
 class CopyThread:
-    """Starts with its first job; dies with the process."""
+    """Starts with its first job; a daemon thread."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # None: no more will come
@@ -67,7 +67,7 @@ class CopyThread:
         return job
 
     def close(self) -> None:
-        """Ends it, once its jobs are done."""
+        """End the thread when its jobs are done."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(_CLOSE_S)
@@ -76,24 +76,24 @@ class CopyThread:
         _be_modest()
         while (job := self._jobs.get()) is not None:
             job.run()
-            del job  # what it holds on to is large
+            del job  # it refers to large buffers
 
 
 def _be_modest() -> None:
     """
-    One processor for this thread, and any: vLLM binds its own threads to processors, which others inherit.
+    Run on one processor at a time, on any: threads inherit vLLM's binding to its own processors.
 
-    Not torch's number of threads: part of that is everybody's.
+    `torch.set_num_threads` is not used: part of its effect is process-wide.
     """
     try:
         os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))
         ctypes.CDLL(None).omp_set_num_threads(1)
     except (AttributeError, OSError):
-        log.debug("kvshare: copies run on the processors and threads that vLLM has")
+        log.debug("kvshare: the thread that copies stays on vLLM's own processors")
 
 
-class Lap:
-    """Seconds since the last look at it."""
+class LapTimer:
+    """Each call returns the seconds since the last one."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()

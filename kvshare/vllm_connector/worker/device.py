@@ -1,12 +1,12 @@
 """
-What copies need of a device, which is another for CUDA and for a CPU. The protocol above is the same.
+What copies need of a device, for CUDA and for a CPU.
 
-    mark      a point in the order of what vLLM's own stream was given
-    beside    work that comes after a mark, and in nobody's way: it has been done when the context ends
-    staging   device memory of a fixed size, through which rows go between the host's memory and vLLM's cache
+    mark      a point in the order of work on vLLM's own stream
+    beside    a context: work inside starts after a mark, beside vLLM's stream, and is done when it ends
+    staging   a buffer of fixed size on the device, between host memory and vLLM's cache
 
-    CUDA      a stream of its own, staging on the device, host memory that is registered: copies are DMA
-    CPU       the thread that copies is the stream; the host's memory is the device's: nothing is staged
+    CUDA      a stream of its own, a staging buffer, registered host memory: copies are DMA
+    CPU       the thread that copies takes the place of the stream; rows are in host memory, nothing is staged
 """
 
 from __future__ import annotations
@@ -26,33 +26,35 @@ STAGING_BYTES = 128 * 1024**2  # what a CUDA worker leaves free for it, see `wor
 
 
 class Device(Protocol):
-    """Used by one thread at a time but for `mark`."""
+    """Used by one thread at a time, except `mark`."""
 
     def register(self, buffer: torch.Tensor) -> None:
-        """Host memory that is going to be copied from and to."""
+        """Prepare host memory for fast copies."""
 
     def mark(self) -> Any:
-        """Now, in the order of what the device was given."""
+        """The current point in the order of work on the device."""
 
     def beside(self, mark: Any) -> Any:
-        """A context: what is given to the device inside comes after the mark; it is done at the end."""
+        """A context: work inside starts after the mark, and is done when the context ends."""
 
     def to_device(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Host rows, to be read on the device. Those of one batch; the next takes their place."""
+        """One batch of host rows on the device; the next batch reuses their memory."""
 
     def room_for(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Where the device may write what is then to be copied into these host rows."""
+        """Device memory of the rows' shapes, to be copied to the host by `to_host`."""
 
     def to_host(self, staged: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
-        """Copy what was written there."""
+        """Copy rows from the device's memory into host rows."""
 
 
 class HostDevice:
+    """The CPU: host rows are used where they are."""
+
     def register(self, buffer: torch.Tensor) -> None:
         pass
 
     def mark(self) -> None:
-        """What the worker's thread did before is done."""
+        """Work on the CPU is done when its call returns."""
 
     @contextmanager
     def beside(self, mark: None) -> Iterator[None]:
@@ -69,7 +71,7 @@ class HostDevice:
 
 
 class CudaDevice:
-    """Not run for want of a GPU; what it asks of CUDA is tested with a module that stands in for it."""
+    """Not run on a GPU yet: its calls of CUDA are tested with a stand-in for torch.cuda."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -110,7 +112,7 @@ class CudaDevice:
         staged, start = [], 0
         for each in rows:
             room = self._staging[start : start + each.nbytes]
-            if len(room) < each.nbytes:  # a single segment that is larger than all of it
+            if len(room) < each.nbytes:  # a single segment that is larger than the staging buffer
                 room = torch.empty(each.nbytes, dtype=torch.uint8, device=self._device)
             staged.append(room.view(each.dtype).view(each.shape))
             start += -(-each.nbytes // 512) * 512
@@ -126,7 +128,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def batches(rows: Sequence[torch.Tensor]) -> Iterator[slice]:
-    """Which of the rows fit the staging together; at least one does."""
+    """Batches of rows that fit the staging buffer together; a batch has at least one."""
     start = num_bytes = 0
     for index, each in enumerate(rows):
         size = -(-each.nbytes // 512) * 512
@@ -139,7 +141,7 @@ def batches(rows: Sequence[torch.Tensor]) -> Iterator[slice]:
 
 
 def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
-    """The arrays on a device, in one copy that waits for nothing."""
+    """The arrays as tensors on a device, in one non-blocking copy."""
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
     host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for array, room in zip(arrays, torch.split(host, sizes), strict=True):

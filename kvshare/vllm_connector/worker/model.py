@@ -1,8 +1,8 @@
 """
-What matters of vLLM's model to KV that is stored: the frequencies it rotates keys with, and its weights.
+What stored KV depends on in vLLM's model: the frequencies that rotate its keys, and its weights.
 
-Frequencies are read from vLLM's own modules; which layer uses which is tried by the self-test. KV of other
-weights must not be taken for the model's own, whatever the model is called.
+Frequencies are read from vLLM's own modules; the self-test determines by trial which layer uses which. The
+digest of the weights keeps KV of different weights apart, even if the models have the same name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SAMPLES = 64  # values of every parameter: reading all of a large model would t
 
 def frequency_tables(model: torch.nn.Module) -> tuple[list[torch.Tensor], str]:
     """
-    All fixed tables of the model, (F,) each, and what is said of others.
+    All fixed frequency tables of the model, (F,) each, and why others cannot be used.
 
-    Models that vLLM runs in their transformers form have modules of that kind.
+    Models that vLLM runs through transformers have modules of transformers' kind.
     """
     tables, refused = transformers_tables(model)
     refused = refused or "the model has no rotary embedding"
@@ -44,8 +44,8 @@ def _frequencies(module: RotaryEmbeddingBase) -> torch.Tensor:
     """
     Angle per position of every pair of dimensions, (F,) float32.
 
-    From row 1 of the table that the module computes in float32 (the one it keeps has the model's dtype): no
-    frequency exceeds 1, so the angle of position 1 is the frequency. A magnitude factor cancels out.
+    Taken from row 1 of the table that the module computes in float32 (its own buffer has the model's dtype):
+    no frequency exceeds 1, so the angle at position 1 is the frequency. A magnitude factor cancels out.
     """
     if type(module).__name__ in _PLAIN:
         frequencies: torch.Tensor = module._compute_inv_freq(module.base)

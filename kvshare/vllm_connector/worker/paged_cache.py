@@ -5,13 +5,13 @@ vLLM's paged KV cache: one slot per token, in all layers.
     block      block_ids[0]  block_ids[1]  block_ids[2]
     slot       block id * N + position % N
 
-vLLM's kernels write. Reading needs to know how K and V lie inside a block. A layer's cache is (B, H, N, 2 D)
-for every backend, whatever its strides. The layout inside a block is found by writing random rows through
-vLLM: it is the one that gives them back.
+Rows are written by vLLM's own kernels. To read them, the layout of K and V inside a block must be known. For
+every backend a layer's cache has the shape (B, H, N, 2 D), with any strides. The layout inside a block is
+determined by writing random rows through vLLM: the right one reads them back.
 
     content     [..., :D] is K, [..., D:] is V                   FlashAttention, Triton, FlashInfer
     transposed  per head N*D elements of K as (D, N), then V     CPU, vector kernels
-    learned     any other permutation inside a block             CPU, AMX and the like
+    learned     any other permutation inside a block             CPU, for example AMX
 
 Alphabet: B blocks, N tokens per block, H kv heads of this rank, D head dim.
 """
@@ -39,8 +39,8 @@ class PagedCache:
     """
     The layers' caches of this worker.
 
-    `layers` are vLLM's attention modules by name: `impl` writes, `kv_cache` (B, H, N, 2 D) is read. A kernel
-    may use smaller blocks than the scheduler; `block_size` is the scheduler's, N the kernel's.
+    `layers` are vLLM's attention modules by name: rows are written through `impl` and read from `kv_cache`
+    (B, H, N, 2 D). `block_size` is the scheduler's; kernels may use smaller blocks, of N tokens.
     """
 
     def __init__(self, layers: Mapping[str, Any], *, block_size: int) -> None:
@@ -58,7 +58,7 @@ class PagedCache:
 
     @property
     def num_blocks(self) -> int:
-        """The scheduler's, block 0 included."""
+        """The scheduler's blocks, with block 0."""
         return len(self._in_order[0].kv_cache) * self.kernel_block_size // self.block_size
 
     @property
@@ -66,7 +66,7 @@ class PagedCache:
         return self._layout.name if self._layout is not None else "unknown"
 
     def find_layout(self, block_id: int) -> str | None:
-        """Find out how blocks are read, with a block that nobody uses. Why they cannot be, or None."""
+        """Determine how blocks are read, with an unused block. Returns why that failed, or None."""
         if len({layer.kv_cache.shape for layer in self.layers.values()}) != 1:
             return "the layers' KV caches have different shapes"
         if self.block_size % self.kernel_block_size:
@@ -76,20 +76,20 @@ class PagedCache:
         block = layer.kv_cache[self.kernel_blocks((block_id,))[0]]
         self._layout = find_layout(block, lambda k, v: self._write_layer(layer, k, v, slots))
         if self._layout is None:
-            return "the layout of the attention backend's KV cache is not understood"
+            return "the layout of the attention backend's KV cache is unknown"
         return None
 
     def kernel_blocks(self, block_ids: Sequence[int]) -> list[int]:
-        """The block table in the kernel's blocks."""
+        """The block table in kernel blocks."""
         ratio = self.block_size // self.kernel_block_size
         return [block_id * ratio + part for block_id in block_ids for part in range(ratio)]
 
     def _blocks_of(self, block_ids: Sequence[int], span: Span) -> Sequence[int]:
-        """Those that a span lies in: a long prompt has hundreds of spans and thousands of blocks."""
+        """The blocks of a span only: a long prompt has hundreds of spans and thousands of blocks."""
         return block_ids[span.start // self.block_size : -(-span.end // self.block_size)]
 
     def kernel_blocks_of(self, block_ids: Sequence[int], span: Span) -> list[int]:
-        """Those that a span lies in."""
+        """The kernel blocks of a span."""
         return self.kernel_blocks(self._blocks_of(block_ids, span))
 
     def slots(self, block_ids: Sequence[int], span: Span) -> torch.Tensor:
@@ -97,7 +97,7 @@ class PagedCache:
         return torch.from_numpy(self.slot_numbers(block_ids, span)).to(self.kv_layout.device)
 
     def slot_numbers(self, block_ids: Sequence[int], span: Span) -> NDArray[np.int64]:
-        """The same on the host."""
+        """The same as `slots`, as an array on the host."""
         first = span.start // self.block_size
         positions = np.arange(span.start, span.end)
         table = np.array(self._blocks_of(block_ids, span), np.int64)
@@ -106,7 +106,7 @@ class PagedCache:
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """
-        Put rows into slots, by each layer's own kernel.
+        Write rows into slots by each layer's own kernel.
 
         Shapes:  k, v (L, T, H, D) of the cache's dtype; slots (T,)
         """
@@ -114,7 +114,7 @@ class PagedCache:
             self.write_layer(index, k[index], v[index], slots)
 
     def write_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """The same in one layer. Shapes:  k, v (T, H, D); slots (T,)"""
+        """The same for one layer. Shapes:  k, v (T, H, D); slots (T,)"""
         self._write_layer(self._in_order[layer], k, v, slots)
 
     def read(self, block_ids: Sequence[int], span: Span) -> SegmentKV:
@@ -128,7 +128,7 @@ class PagedCache:
 
     def gather(self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[torch.Tensor]) -> None:
         """
-        Copy the KV of spans, one gathering a layer for all of them.
+        Copy the KV of spans, with one gather per layer for all of them.
 
         Shapes:  into (H, L, 2, len(span), D) each, on the device
         """
@@ -149,11 +149,11 @@ class PagedCache:
                     target[:, index, plane] = rows[place].transpose(0, 1)
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
-        """The kernel's blocks of positions [0, num_tokens), on the device."""
+        """The kernel blocks of positions [0, num_tokens), on the device."""
         return self._on_device(self.kernel_blocks_of(block_ids, Span(0, num_tokens)))
 
     def keys(self, layer: int, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """A layer's K of positions [0, num_tokens) on the device, (T, H, D); `table` has their blocks."""
+        """K of one layer at positions [0, num_tokens) on the device, (T, H, D); `table` has their blocks."""
         assert self._layout is not None
         cache = self._in_order[layer].kv_cache
         return self._layout.k(cache.index_select(0, table)).flatten(0, 1)[:num_tokens]
@@ -164,7 +164,7 @@ class PagedCache:
         size, table = self.kernel_block_size, self.kernel_blocks(block_ids)
         blocks = self._on_device([table[position // size] for position in positions])[:, None, None]
         inside = self._on_device([position % size for position in positions])
-        # Element by element: the blocks of so few rows would be megabytes.
+        # Element by element: copying the whole blocks of a few rows would move megabytes.
         k: list[torch.Tensor] = []
         v: list[torch.Tensor] = []
         for layer in self.layers.values():
@@ -175,7 +175,7 @@ class PagedCache:
         return torch.stack(k), torch.stack(v)
 
     def _offsets(self, strides: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """How far each element of K and of V lies behind a block's first in memory, (N, H, D) each."""
+        """Offset in memory of each element of K and V from the first of its block, (N, H, D) each."""
         if (known := self._known_offsets.get(strides)) is not None:
             return known
         assert self._layout is not None
@@ -197,7 +197,7 @@ ReadRows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _elements(cache: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """By their distance in memory from the first, whatever the cache's strides."""
+    """Elements by their offset in memory, for any strides of the cache."""
     last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
     return cache.as_strided((last + 1,), (1,)).index_select(0, offsets.flatten()).view(offsets.shape)
 
@@ -205,7 +205,7 @@ def _elements(cache: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """
-    Reads blocks that were copied out of a cache and are contiguous.
+    Reads contiguous copies of blocks.
 
     Shapes:  `k` and `v` take blocks (B, H, N, 2 D) -> (B, N, H, D), views or copies
     """
@@ -245,20 +245,20 @@ _KNOWN = (
 
 def find_layout(block: torch.Tensor, write: WriteRows) -> BlockLayout | None:
     """
-    The layout that gives back what `write` puts into `block`, or None. The block is overwritten.
+    The layout that reads back what `write` writes into `block`, or None. The block is overwritten.
 
     Shapes:  block (H, N, 2 D), a view into the cache
     """
     num_heads, num_tokens, width = block.shape
     shape = (num_tokens, num_heads, width // 2)
     for layout in _KNOWN:
-        if _gives_back(layout, block, write, shape):
+        if _reads_back(layout, block, write, shape):
             return layout
     learned = _learn(block, write, shape)
-    return learned if learned is not None and _gives_back(learned, block, write, shape) else None
+    return learned if learned is not None and _reads_back(learned, block, write, shape) else None
 
 
-def _gives_back(
+def _reads_back(
     layout: BlockLayout, block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
@@ -271,7 +271,7 @@ def _gives_back(
 
 
 def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -> BlockLayout | None:
-    """Write every element's number bit by bit; where its bits turn up is its place."""
+    """Write every element's number bit by bit, and look where the bits appear."""
     count = shape[0] * shape[1] * shape[2]
     numbers = torch.arange(count, device=block.device).view(shape)
     places = []
@@ -283,17 +283,17 @@ def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -
         place = torch.full((count,), -1, dtype=torch.int64, device=block.device)
         place[found[where].clamp(max=count - 1)] = where
         if len(where) != count or int(place.min()) < 0:
-            return None  # not a permutation: quantised, or not stored at all
+            return None  # no permutation: quantised, or not stored
         places.append(place.view(shape))
     return BlockLayout("learned", *map(_gathered, places))
 
 
 def _gathered(places: torch.Tensor) -> ReadRows:
-    """By where each element lies in a flattened block. Shapes:  places (N, H, D)"""
+    """Reads each element from its place in a flattened block. Shapes:  places (N, H, D)"""
     flat = places.flatten()
 
     def rows(blocks: torch.Tensor) -> torch.Tensor:
-        if blocks.device.type == "cpu":  # where block by block takes a third of the time
+        if blocks.device.type == "cpu":  # block by block takes a third of the time there
             found = torch.stack([block.flatten().index_select(0, flat) for block in blocks])
         else:
             found = blocks.flatten(start_dim=1).index_select(1, flat)

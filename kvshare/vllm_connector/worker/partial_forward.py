@@ -1,15 +1,15 @@
 """
 Partial attention in stock vLLM: every run is a sequence of its own over the request's block table.
 
-Paged attention takes a block table, a query length and a sequence length per sequence, with the causal mask
-aligned to the sequence's end. So a run [a, b) becomes
+Paged attention takes a block table, a query length and a sequence length per sequence, and aligns the causal
+mask to the sequence's end. So a run [a, b) becomes a sequence with
 
-    block table   the request's           queries    positions a .. b-1
-    query_len     b - a                   sees       slots 0 .. b-1, causal inside the run
+    block table   of the request          queries    positions a .. b-1
+    query_len     b - a                   attends    to slots 0 .. b-1, causally inside the run
     seq_len       b
 
-A layer writes all new K and V before it attends, so later runs see earlier ones, of the same pass and of the
-passes before. One forward pass over all runs of all requests of a step is exact, on every backend.
+A layer writes all new K and V before it attends, so later runs attend to earlier ones of the same pass. One
+forward pass over all runs of all requests of a step is therefore exact, with every backend.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from kvshare.kv.listening import Listener, placed
 from kvshare.vllm_connector.worker.device import to_device
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
-# As in vLLM's own buffer of token ids; positions are int64. A compiled model reads its input as what it was
-# traced with, and vLLM drops the guards that would notice: of int64 ids every other one would be 0.
+# The dtype of vLLM's own buffer of token ids. A compiled model reads its input as the dtype it was traced
+# with, and vLLM drops the guards that would notice another one: of int64 ids, it would read every other one
+# as 0.
 _TOKEN_DTYPE = np.int32
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Positions of a request to compute in one go, with its block table and its token ids."""
+    """A run of a request's positions to compute, with its block table and token ids."""
 
     block_ids: tuple[int, ...]
     span: Span
     token_ids: tuple[int, ...]  # the request's, from position 0 on
-    shift: int = 0  # how much higher the model believes the positions to be; slots stay as they are
-    listener: Listener | None = None  # writes down what some of the rows attend to
+    shift: int = 0  # added to the positions that the model sees; slots stay as they are
+    listener: Listener | None = None  # records what some of the rows attend to
 
 
 def split(runs: Sequence[Run], max_tokens: int, max_runs: int) -> Iterator[list[Run]]:
     """
-    Passes of at most `max_tokens` tokens and `max_runs` runs. Within a request runs come from left to right,
-    as they must: what a run attends to is computed in its own pass or an earlier one.
+    Passes of at most `max_tokens` tokens and `max_runs` runs. Runs of a request come from left to right, so
+    that all that a run attends to is computed in its own pass or an earlier one.
     """
     batch: list[Run] = []
     room = max_tokens
@@ -72,11 +73,11 @@ def split(runs: Sequence[Run], max_tokens: int, max_runs: int) -> Iterator[list[
 
 
 Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""Gets a layer's number, and a pass's rows (N, H_q, D) of queries and of what attention made of them."""
+"""Called with a layer's number, and the queries and outputs of its attention in a pass, (N, H_q, D) each."""
 
 
 class PartialForward:
-    """Runs the model on runs. Has a metadata builder of its own: backends keep plan state in theirs."""
+    """Computes runs with vLLM's model. It has its own metadata builder, because those keep state."""
 
     def __init__(
         self, model: torch.nn.Module, cache: PagedCache, vllm_config: VllmConfig, spec: KVCacheSpec
@@ -85,7 +86,7 @@ class PartialForward:
         self._cache = cache
         self._config = vllm_config
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self._max_runs = vllm_config.scheduler_config.max_num_seqs  # backends keep buffers of that many
+        self._max_runs = vllm_config.scheduler_config.max_num_seqs  # backends have buffers for that many
         backend = next(iter(cache.layers.values())).get_attn_backend()
         self.backend_name: str = backend.get_name()
         without_graphs = _without_graphs(vllm_config)
@@ -98,14 +99,14 @@ class PartialForward:
             )
 
     def scaling(self, layer: int) -> float:
-        """What a layer multiplies queries and keys by."""
+        """The factor of a layer's attention scores."""
         return float(list(self._cache.layers.values())[layer].impl.scale)
 
     def form(self, layer: int) -> Form:
-        """What a layer's kernel does beside softmax over all earlier slots, as its implementation says."""
+        """Window, soft cap and sinks of a layer's attention, as its implementation has them."""
         impl = list(self._cache.layers.values())[layer].impl
         window = getattr(impl, "sliding_window", None)
-        if isinstance(window, tuple):  # (earlier ones, later ones): FlashAttention's way
+        if isinstance(window, tuple):  # FlashAttention has (number of earlier slots, of later slots)
             window = window[0] + 1
         reach = Reach(int(window)) if window is not None and window > 0 else ALL_EARLIER
         softcap, sinks = getattr(impl, "logits_soft_cap", None) or None, getattr(impl, "sinks", None)
@@ -115,18 +116,19 @@ class PartialForward:
         self, runs: Sequence[Run], *, watching: Callable[[Sequence[Run]], Watch] | None = None
     ) -> None:
         """
-        Make the slots of all runs valid.
+        Compute the KV of all runs into their slots.
 
-        `watching` gets the runs of each pass, in the order of its rows; its answer is called in each layer.
+        `watching` is called with the runs of each pass in the order of rows; its result is called in each
+        layer.
         """
         for batch in split(runs, self._max_tokens, self._max_runs):
-            # Backends that treat short queries apart want them first; the order does not change the result.
+            # Some backends treat short queries separately and expect them first. The result does not change.
             ordered = sorted(batch, key=lambda run: len(run.span))
             with self._watched(watching(ordered)) if watching is not None else nullcontext():
                 self._forward(ordered)
 
     def listening(self, runs: Sequence[Run]) -> Watch:
-        """Tells the runs' listeners what their rows attend to."""
+        """Shows the runs' listeners what their rows attend to; a `watching` for `compute`."""
         places = placed([run.span for run in runs])
         listening = []
         for listener, block_ids in {run.listener: run.block_ids for run in runs}.items():
@@ -151,8 +153,9 @@ class PartialForward:
     @contextmanager
     def _watched(self, watch: Watch) -> Iterator[None]:
         """
-        Stand in for the attention kernels of all layers. vLLM calls them through an opaque operator, outside
-        of what it compiles; a kernel that writes the cache itself has done so by then.
+        Wrap the attention kernels of all layers. This works with compiled models, because vLLM calls kernels
+        through an opaque operator. Kernels that write the cache themselves have written it when `watch` is
+        called.
         """
         impls = [layer.impl for layer in self._cache.layers.values()]
 
@@ -172,7 +175,7 @@ class PartialForward:
             yield
         finally:
             for impl in impls:
-                del impl.forward  # the class's own is found again
+                del impl.forward  # the class's own method is in effect again
 
     def _forward(self, runs: Sequence[Run]) -> None:
         token_ids, positions, slots, metadata = self._inputs(runs)
@@ -193,7 +196,7 @@ class PartialForward:
     def _inputs(
         self, runs: Sequence[Run]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, CommonAttentionMetadata]:
-        """Token ids, positions, slots and what attention needs of a pass, all in one copy to the device."""
+        """Token ids, positions, slots and attention metadata of a pass, in one copy to the device."""
         spans = [run.span for run in runs]
         lengths = np.array([len(span) for span in spans], np.int32)
         starts = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
@@ -230,7 +233,7 @@ class PartialForward:
 
 
 def _without_graphs(config: VllmConfig) -> VllmConfig:
-    """No pass of ours runs in a CUDA graph: a builder is to keep no buffers for any."""
+    """The configuration without CUDA graphs: our passes use none, so the builder needs no buffers."""
     changed, compilation = copy.copy(config), copy.copy(config.compilation_config)
     compilation.cudagraph_mode = CUDAGraphMode.NONE
     changed.compilation_config = compilation

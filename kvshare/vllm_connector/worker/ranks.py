@@ -1,9 +1,9 @@
 """
-What the ranks of tensor parallelism must do alike. A pass is full of collectives: all ranks run it, or none.
+Agreement between the ranks of tensor parallelism. A pass contains collectives: all ranks run it, or none.
 
-    before a pass   what one rank could not do, none counts as done: `agreed`, `on_all_ranks`
-    in a pass       a rank that fails has left the others inside a collective, where nobody can reach them:
-                    its process ends, and vLLM, which watches over it, ends the others (`as_one`)
+    before a pass   the ranks agree on what succeeded on all of them: `agreed`, `on_all_ranks`
+    in a pass       if one rank fails, the others wait inside a collective and cannot be reached: its process
+                    ends, and vLLM, which monitors it, ends the others (`as_one`)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class RankFailed(SystemExit):
-    """Ends a worker process. Any other exception is an answer to vLLM, which waits for lower ranks' first."""
+    """Ends a worker process. vLLM would treat any other exception as an answer, and wait for lower ranks'."""
 
 
 def num_ranks() -> int:
@@ -36,7 +36,7 @@ def rank() -> int:
 
 
 def agreed(values: Sequence[bool]) -> list[bool]:
-    """What holds on every rank."""
+    """Elementwise AND over all ranks."""
     group = get_tp_group()
     if group.world_size == 1 or not values:
         return list(values)
@@ -46,7 +46,7 @@ def agreed(values: Sequence[bool]) -> list[bool]:
 
 
 def summed(values: torch.Tensor) -> torch.Tensor:
-    """Over all ranks."""
+    """Sum over all ranks."""
     group = get_tp_group()
     if group.world_size == 1:
         return values
@@ -56,7 +56,7 @@ def summed(values: torch.Tensor) -> torch.Tensor:
 
 
 def on_all_ranks(act: Callable[[], _T], problem: str) -> _T:
-    """Raises on every rank if `act`, which runs no collective, fails on one: what follows needs them all."""
+    """Run `act`, which has no collective. Raises on every rank if it fails on one."""
     is_done = False
     try:
         with torch.inference_mode():
@@ -71,7 +71,7 @@ def on_all_ranks(act: Callable[[], _T], problem: str) -> _T:
 
 @contextmanager
 def as_one(what: str) -> Iterator[None]:
-    """Around what runs collectives. With a single rank errors are the caller's."""
+    """A context for code with collectives: an error ends the process, unless there is a single rank."""
     try:
         yield
     except Exception as exc:

@@ -1,14 +1,14 @@
 """
-What must be true before anything is shared, tried out on the running model before the first request.
+The self-test: checks on the running model before the first request. Without it nothing is shared.
 
-    layout     what vLLM writes into blocks is read back bit by bit, wherever they lie
-    partial    scattered runs give the KV that one pass gives
-    listening  from queries and stored keys follow the attention weights that the kernel used
-    movement   how rows get to other positions is found layer by layer; see `kvshare.kv.movement`
+    layout     rows that vLLM writes into scattered blocks are read back bit by bit
+    partial    partial attention over scattered runs gives the KV of one full pass
+    listening  attention weights computed from queries and stored keys give the kernel's output
+    movement   how rows move to other positions is determined layer by layer; see `kvshare.kv.movement`
 
-A layer without positions, a mask that is not causal, a kernel that reads its cache in another way: each fails
-one of them, whatever the model is called. A test counts only where what must fail does: rows taken for those
-of another token, block or head, and a run that saw wrong neighbours.
+A model whose layers have no positions, a mask that is not causal, or a kernel that reads its cache in another
+way fails one of them. Negative controls must fail, or the test does not count: rows of another token, block
+or head, and a run that attended to wrong rows.
 
 Alphabet: L layers, T tokens, H kv heads of this rank, D head dim.
 """
@@ -29,19 +29,19 @@ from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 
 _NUM_TOKENS = 620  # so that a run is longer than 512
 _NUM_BLOCKS = 4  # or more
-_FEW_TOKENS = 48  # where length proves nothing; at least so many there are
+_FEW_TOKENS = 48  # enough where the length does not matter; the prompt has at least so many
 _BEYOND_WINDOW = 64  # tokens, of the shortest one
 _LONGEST = 4096
 _SHIFTS = (37, 133)
-_FIRST_BLOCK = 1  # vLLM keeps block 0 for itself; the others are free until the first request
+_FIRST_BLOCK = 1  # vLLM reserves block 0; the others are free until the first request
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-_FAINT = 1e-2  # of a layer's typical spread: channels with less count as if they had so much
-_ROUNDING = 1 / 6  # of the tolerance: what an error is at least taken to be
-_CLEARLY = 4.0  # times as far off
+_FAINT = 1e-2  # lower limit of a channel's spread, as a share of the layer's typical one
+_ROUNDING = 1 / 6  # lower limit of an error, as a share of the tolerance
+_CLEARLY = 4.0  # negative controls must deviate by so many times the error
 
 
 class SelfTest:
-    """Tries one worker's parts. The blocks it writes hold nothing of value afterwards."""
+    """The checks of one worker. It overwrites blocks, so it must run before the first request."""
 
     def __init__(
         self, cache: PagedCache, forward: PartialForward, *, vocab_size: int, max_model_len: int
@@ -61,7 +61,7 @@ class SelfTest:
 
     @property
     def _runs(self) -> tuple[Span, ...]:
-        """Of 7, 1, 17 and many tokens, and what is left."""
+        """Runs of 7, 1, 17 and many tokens, and the rest."""
         last = max(25, self._length - 40)
         return tuple(filter(None, map(Span, (0, 7, 8, 25, last), (7, 8, 25, last, self._length))))
 
@@ -79,42 +79,42 @@ class SelfTest:
         self._cache.write(k, v, self._cache.slots(self._block_ids, everywhere))
         found = self._cache.read(self._block_ids, everywhere)
         if not all(map(torch.equal, found.planes, written)):
-            return "what is written into scattered blocks is not read back"
+            return "rows written into scattered blocks are not read back"
         return None
 
     def check_partial_attention(self) -> str | None:
         """Why partial attention is not exact here, or None."""
         whole, runs = self._compute([Span(0, self._length)]), self._runs
         tolerance, errors = self._tolerance, list[float]()
-        # All in one pass, and pass by pass: what lies in wrong blocks is something else then.
+        # All runs in one pass, then one run per pass: wrong blocks would hold other rows in the second case.
         for passes in ([runs], [[run] for run in runs]):
             self._write([torch.full_like(whole.k, 3.0), torch.full_like(whole.v, -3.0)], self._length)
             for together in passes:
                 parts = self._compute(together)
             errors += self._deviation(whole, parts)
         if (error := max(errors)) > tolerance:
-            return "partial attention does not give what a whole prefill gives"
+            return "partial attention does not give the KV of a full prefill"
         clearly = _CLEARLY * max(error, _ROUNDING * tolerance)
         if any(max(self._deviation(whole, wrong)) < clearly for wrong in self._mistaken(whole)):
-            return "rows of this model do not tell tokens, blocks or heads apart: nothing can be proved"
-        if self._cache.kv_layout.num_layers > 1:  # in the first nothing was attended to yet
+            return "rows of this model are too similar to detect errors: the self-test is inconclusive"
+        if self._cache.kv_layout.num_layers > 1:  # KV of the first layer does not depend on attention
             start = runs[-1].start
             self._write([rows.flip(dims=(1,)) for rows in whole.planes], start)
             blind = self._compute(runs[-1:])
             if max(self._deviation(_behind(whole, start), _behind(blind, start))) < clearly:
-                return "what stands before a run makes no difference to it: nothing can be proved"
+                return "a run does not depend on the rows before it: the self-test is inconclusive"
         return None
 
     def _mistaken(self, whole: SegmentKV) -> Iterator[SegmentKV]:
-        """Rows as they would be read if something small were wrong."""
-        yield SegmentKV(tuple(rows.roll(1, dims=1) for rows in whole.planes))  # a slot off by one
-        if self._length > self._cache.block_size:  # two blocks taken for each other
+        """Negative controls: the rows as if something small were wrong."""
+        yield SegmentKV(tuple(rows.roll(1, dims=1) for rows in whole.planes))  # slots off by one
+        if self._length > self._cache.block_size:  # blocks swapped
             yield SegmentKV(tuple(rows.roll(self._cache.block_size, dims=1) for rows in whole.planes))
         if whole.k.shape[2] > 1:
             yield SegmentKV(tuple(rows.roll(1, dims=2) for rows in whole.planes))
 
     def _write(self, planes: Sequence[torch.Tensor], num_tokens: int) -> None:
-        """Rows of the first tokens."""
+        """Write the rows of the first tokens."""
         k, v = (rows[:, :num_tokens].contiguous().to(self._cache.kv_layout.device) for rows in planes)
         self._cache.write(k, v, self._cache.slots(self._block_ids, Span(0, num_tokens)))
 
@@ -131,11 +131,11 @@ class SelfTest:
         return k, v
 
     def check_listening(self) -> str | None:
-        """Why what tokens attend to cannot be followed, or None."""
+        """Why attention weights cannot be computed from stored keys, or None."""
         try:
             return self._check_listening()
         except Exception as exc:  # noqa: BLE001  sharing goes on without it
-            return f"following attention raised an error: {type(exc).__name__}: {exc}"
+            return f"watching attention raised an error: {type(exc).__name__}: {exc}"
 
     def _check_listening(self) -> str | None:
         length = self._length
@@ -163,10 +163,10 @@ class SelfTest:
         self._forward.compute([whole_prompt], watching=lambda _: watch)
         if len(errors) != num_layers:
             return "the attention kernels cannot be watched"
-        return None if all(errors) else "attention is not that of queries and stored keys"
+        return None if all(errors) else "attention does not follow from queries and stored keys"
 
     def movements(self, tables: Sequence[torch.Tensor]) -> list[tuple[Proof, Proof]]:
-        """How each layer's K and V get to other positions, by these tables of frequencies or not at all."""
+        """How each layer's K and V move to other positions: by one of these tables, or not at all."""
         whole = [Span(0, _FEW_TOKENS)]
         here = self._compute(whole)
         there = {shift: self._compute(whole, shift=shift) for shift in _SHIFTS}
@@ -181,12 +181,12 @@ class SelfTest:
         return [(proof(0, layer), proof(1, layer)) for layer in range(self._cache.kv_layout.num_layers)]
 
     def _compute(self, spans: Sequence[Span], *, shift: int = 0) -> SegmentKV:
-        """What stands in the slots up to the last span's end once they are computed."""
+        """Compute the spans, and return all rows up to the last one's end."""
         self._forward.compute([Run(self._block_ids, span, self._tokens, shift) for span in spans])
         return self._cache.read(self._block_ids, Span(0, spans[-1].end))
 
     def _agree(self, expected: torch.Tensor, got: torch.Tensor) -> bool:
-        """Whether every layer's rows are as near as rounding allows, in units of its largest value."""
+        """Whether every layer's rows agree within rounding, relative to its largest value."""
         difference = (expected.float() - got.float()).abs().flatten(1).amax(1)
         scale = expected.float().abs().flatten(1).amax(1).clamp(min=1e-6)
         return bool((difference <= self._tolerance * scale).all())
@@ -194,14 +194,14 @@ class SelfTest:
 
 def deviation(expected: torch.Tensor, got: torch.Tensor, *, tolerance: float) -> float:
     """
-    The error of the worst channel of the worst layer: root of the mean square over tokens, in units of the
-    channel's own spread. A few large channels, as models with biased keys have, hide nothing of the others.
+    The error of the worst channel of the worst layer: root mean square over tokens, relative to the channel's
+    own spread. So a few large channels, as in models with biased keys, do not hide errors in the others.
 
     Shapes:  expected, got (L, T, H, D)
     """
     right, found = expected.float(), got.float()
     error = (right - found).square().mean(dim=1).sqrt()
-    # What rounding does to a channel that is large and hardly varies is no error.
+    # Rounding of a channel that is large and hardly varies is no error.
     rounding = 2 * torch.finfo(expected.dtype).eps / tolerance * right.square().mean(dim=1).sqrt()
     spread = torch.maximum(right.std(dim=1), rounding)
     typical = spread.flatten(1).median(dim=1).values[:, None, None]
@@ -209,7 +209,7 @@ def deviation(expected: torch.Tensor, got: torch.Tensor, *, tolerance: float) ->
 
 
 def _scattered(num_blocks: int, count: int) -> tuple[int, ...]:
-    """Ids of free blocks, far apart and in no order."""
+    """Ids of free blocks, far apart and in random order."""
     apart = np.linspace(_FIRST_BLOCK, _FIRST_BLOCK + num_blocks - 1, count).astype(int)
     return tuple(np.random.default_rng(3).permutation(apart).tolist())
 

@@ -1,7 +1,7 @@
 """
-Host memory that all ranks of an engine see: each has its heads of a segment there, together they are whole.
+Host memory that all ranks of an engine share: each rank writes its own heads of a segment there.
 
-What is stored does not depend on the number of ranks then, and one reader can hand on all of it.
+So the stored bytes do not depend on the number of ranks, and one reader can read whole segments.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FOLDER = Path("/dev/shm")
 
 def shared_by_ranks(num_bytes: int, name: str) -> torch.Tensor | None:
     """
-    So many bytes, reserved now, the same on every rank; None with a single one, and where they cannot be had.
+    Reserve `num_bytes` that all ranks share. None with a single rank, and if they cannot be reserved.
 
-    All ranks call it together. `name` is the engine's alone.
+    All ranks call it together. `name` is unique to the engine.
     """
     if num_ranks() == 1:
         return None
@@ -46,15 +46,15 @@ def _mapped(path: Path, num_bytes: int, *, creates: bool) -> torch.Tensor | None
         descriptor = os.open(path, flags, 0o600)
         try:
             if creates:
-                # Reserved at once: memory that is not there when it is written ends the process.
+                # Reserved now: running out of memory at a later write would end the process.
                 os.posix_fallocate(descriptor, 0, num_bytes)
             return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
         finally:
             os.close(descriptor)
     except OSError as exc:
         log.warning(
-            "kvshare: %d bytes of shared memory cannot be had (%s): each rank keeps its own part. A larger "
-            "%s (docker run --shm-size) changes that",
+            "kvshare: %d bytes of shared memory cannot be reserved (%s): each rank stores its own part. "
+            "Enlarge %s (docker run --shm-size) to share it",
             num_bytes,
             exc.strerror or exc,
             _FOLDER,

@@ -1,8 +1,8 @@
 """
-How much sharing may compute in one step. Behind it loads wait their turn, in order.
+The budget of tokens that loads may compute in one step. Other loads wait for later steps, in order.
 
-vLLM's own budget counts the tails that it computes, not what the connector computes before: fifty planned
-requests with short tails would all be computed at once, and every running answer would wait for them.
+vLLM's own token budget does not count what the connector computes: without this one, fifty planned requests
+would be computed in the same step, and all running answers would wait.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class StepBudget:
-    """The first of a step always fits, and what computes nothing. One that waits is passed by none."""
+    """The first load of a step always fits, and any that computes nothing. Loads never overtake others."""
 
     max_tokens: int
     _num_tokens: int = field(default=0, init=False)
     _is_over: bool = field(default=False, init=False)
 
     def admits(self, num_tokens: int) -> bool:
-        """Whether so many tokens may be computed in this step as well; they count then."""
+        """Whether so many tokens may be computed in this step, too; if so, they are counted."""
         if self._is_over or (self._num_tokens and self._num_tokens + num_tokens > self.max_tokens):
             self._is_over = True
             return False

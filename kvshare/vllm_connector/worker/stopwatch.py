@@ -1,8 +1,8 @@
 """
-How long a device took for its work, not how long it took to be given it: a GPU is only sent what it is to do.
+Times of work on a device. A GPU works asynchronously, so the host's clock would only time the launches.
 
-    CPU    the clock when a mark is set
-    CUDA   events in the stream; their times are known once the device is past them, which may be a step later
+    CPU    marks are times of the host's clock
+    CUDA   marks are events in the stream; their times are known when the device has reached them
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Mark = TypeVar("Mark")
 
 class Stopwatch(Protocol[Mark]):
     def mark(self) -> Mark:
-        """Now, in the order of what the device was given."""
+        """The current point in the order of work on the device."""
 
     def seconds(self, begin: Mark, end: Mark) -> float | None:
         """Between two marks; None while the device has not reached the second."""
@@ -34,7 +34,7 @@ class HostStopwatch:
 
 
 class CudaStopwatch:
-    """Not run for want of a GPU; tested with events that are stood in for."""
+    """Not run on a GPU yet: tested with stand-ins for events."""
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
@@ -51,7 +51,7 @@ def stopwatch_of(device: torch.device) -> Stopwatch[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """Something that was done for several requests together, and what share of it each had."""
+    """Work that was done for several requests together, and each one's share of it."""
 
     name: str
     begin: Any
@@ -60,7 +60,7 @@ class Stage:
 
 
 class Times:
-    """Stages whose times are not known yet."""
+    """Collects the times of stages by request, some of which are known only later."""
 
     def __init__(self, stopwatch: Stopwatch[Any]) -> None:
         self._stopwatch = stopwatch
@@ -71,19 +71,19 @@ class Times:
         return self._stopwatch.mark()
 
     def add(self, name: str, begin: Any, end: Any, counts: dict[str, int]) -> None:
-        """A stage between two marks, and how much of its work was each request's."""
+        """A stage between two marks; `counts` is each request's amount of its work."""
         total = sum(counts.values())
         shares = {request_id: count / total if total else 0.0 for request_id, count in counts.items()}
         self._pending.append(Stage(name, begin, end, shares))
 
     def note(self, request_id: str, seconds: Mapping[str, float]) -> None:
-        """Stages of one request whose times are known."""
+        """Stages of one request with known times."""
         own = self._known.setdefault(request_id, {}) if seconds else {}
         for stage, value in seconds.items():
             own[stage] = own.get(stage, 0.0) + value
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Seconds by request and stage, of all that is known by now and was not taken before."""
+        """Seconds by request and stage: all that became known since the last call."""
         waiting = []
         for stage in self._pending:
             seconds = self._stopwatch.seconds(stage.begin, stage.end)

@@ -1,12 +1,12 @@
 """
-The connector inside a worker: writes segments into vLLM's blocks, computes what lies between, saves prompts.
+The connector inside a worker: writes segments into vLLM's blocks, computes placeholders, saves prompts.
 
-    begin       before vLLM's forward pass of a step: copies into the blocks of waiting requests are started
-    advance     behind it: where they have arrived, what lies between them is computed, as much as a step may
-    save        what is to be saved is given to the thread that copies; it is reported when it is there
+    begin       before vLLM's forward pass of a step: start copies into the blocks of waiting requests
+    advance     behind it: compute placeholders of loads whose copies have arrived, within the step's budget
+    save        behind it: start saves on the thread that copies; each is reported when it is complete
 
-vLLM waits for none of it: a request whose KV is loaded is scheduled when that is reported. A load that fails
-is computed by vLLM as if nothing had been found. `attach_model` comes once, before the first step.
+vLLM waits for none of it: a request is scheduled when its load is reported. If a load fails, vLLM computes
+the prompt. `attach_model` is called once, before the first step.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from kvshare.vllm_connector.metadata import (
     WorkerReport,
 )
 from kvshare.vllm_connector.worker.choosing import Choosing
-from kvshare.vllm_connector.worker.copying import CopyThread, Job, Lap
+from kvshare.vllm_connector.worker.copy_writer import CopyWriter
+from kvshare.vllm_connector.worker.copying import CopyThread, Job, LapTimer
 from kvshare.vllm_connector.worker.device import batches, device_of
-from kvshare.vllm_connector.worker.laying import Laying
 from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
@@ -52,23 +52,23 @@ from kvshare.vllm_connector.worker.stopwatch import Times, stopwatch_of
 
 log = logging.getLogger("vllm.kvshare")
 
-_PATIENCE_S = 0.005  # that a step without a forward pass waits for copies; requests may arrive meanwhile
+_MAX_WAIT_S = 0.005  # how long a step without a forward pass waits for copies; new requests wait meanwhile
 
 
 @dataclass(eq=False)
 class _Load:
-    """Copies on their way into a request's blocks. `readable`: the segments that turned out to be whole."""
+    """A load under way. `readable`: the wanted segments whose checksums are right."""
 
     request: LoadRequest
     wanted: frozenset[SegmentId]
     readable: set[SegmentId] = field(default_factory=set)
-    unreadable: frozenset[SegmentId] = frozenset()  # on any rank; known when the copies have arrived
+    unreadable: frozenset[SegmentId] = frozenset()  # on any rank; known when all copies have arrived
     is_cancelled: bool = False
 
 
 @dataclass(eq=False)
 class _Save:
-    """Rows on their way into extents."""
+    """A save under way."""
 
     request: SaveRequest
     targets: Mapping[SegmentId, Stored]
@@ -79,7 +79,7 @@ class _Save:
 
 
 class ConnectorWorker:
-    """One per worker process. What is not said to be of the thread that copies runs on vLLM's own."""
+    """One per worker process. Methods run on vLLM's thread unless they say "on the thread that copies"."""
 
     def __init__(
         self,
@@ -93,20 +93,20 @@ class ConnectorWorker:
         self._layer_names = list(layer_names)
         self._settings = settings
         self._can_listen = False
-        self.handshake: WorkerHandshake | None = None  # None: no model was attached
+        self.handshake: WorkerHandshake | None = None  # None until a model is attached
         device = torch.device(current_platform.device_type)
         self._device = device_of(device)
         self._times = Times(stopwatch_of(device))
         self._budget = StepBudget(settings.step_tokens or vllm_config.scheduler_config.max_num_batched_tokens)
-        self._store: SegmentStore | None = None  # once the model's layout is known
+        self._store: SegmentStore | None = None  # None until the model's layout is known
         self._copies = CopyThread()
         self._copying: deque[tuple[_Load | _Save, Job]] = deque()  # in the order of the jobs
-        self._arrived: deque[_Load] = deque()  # copied, and not computed yet
+        self._arrived: deque[_Load] = deque()  # copied but not computed yet
         self._transfers = Transfers()
         self._report = WorkerReport()
 
     def attach_model(self, model: torch.nn.Module) -> None:
-        """Take the model and run the self-test with it. Raises nothing: failures are in the handshake."""
+        """Take the model and run the self-test. Failures are reported in the handshake, not raised."""
         try:
             on_all_ranks(partial(self._take_model, model), "another rank could not be prepared")
             self._take_memory()
@@ -132,7 +132,7 @@ class ConnectorWorker:
                 ),
             )
         except Exception as exc:
-            log.exception("kvshare: the self-test raised an error")  # whole: there were no prompts yet
+            log.exception("kvshare: the self-test raised an error")  # with its message: no prompt exists yet
             reason = f"the self-test raised an error: {type(exc).__name__}: {exc}"
             self.handshake = WorkerHandshake(unsupported=(reason,))
 
@@ -144,7 +144,7 @@ class ConnectorWorker:
         self._forward = PartialForward(model, self._cache, self._config, self._spec)
 
     def _take_memory(self) -> None:
-        """All ranks together."""
+        """Allocate the arena; all ranks call it together."""
         keys, _ = self._cache.kv_layout.planes
         transfer, max_bytes = self._config.kv_transfer_config, self._settings.max_bytes
         assert transfer is not None, "or there would be no connector"
@@ -153,13 +153,13 @@ class ConnectorWorker:
             memory = Memory.of_this_rank(max_bytes // num_ranks(), keys.num_heads)
         else:
             total = self._config.model_config.get_total_num_kv_heads()
-            copies = max(1, keys.num_heads * num_ranks() // total)  # with more ranks than heads
+            copies = max(1, keys.num_heads * num_ranks() // total)  # more ranks than heads: replicated
             memory = Memory(shared, total, rank() // copies * keys.num_heads)
         self._store = SegmentStore(memory, self._cache.kv_layout)
         self._device.register(memory.buffer)
 
     def _run_self_test(self, model: torch.nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Why nothing can be shared, and what works, but not as meant."""
+        """Reasons why nothing can be shared, and warnings about what is limited."""
         model_config = self._config.model_config
         self_test = SelfTest(
             self._cache,
@@ -173,7 +173,7 @@ class ConnectorWorker:
                 return (problem or "the self-test failed on another rank",), ()
         problem = self_test.check_listening()
         self._can_listen = all(agreed([problem is None]))
-        warnings = () if self._can_listen else (f"repairs are chosen by their place alone: {problem}",)
+        warnings = () if self._can_listen else (f"repairs are chosen by position only: {problem}",)
         tables, refused = frequency_tables(model)
         proofs = self_test.movements(tables)
         self._cache.kv_layout = self._cache.kv_layout.moving([(k.movement, v.movement) for k, v in proofs])
@@ -183,7 +183,7 @@ class ConnectorWorker:
         return (), warnings
 
     def forget_segments(self) -> None:
-        """Any that are here are of another model now; what is on its way is not to be used."""
+        """The weights have changed: drop all segments and fail loads that are under way."""
         for _, job in self._copying:
             job.wait()
             job.failed = True
@@ -194,7 +194,7 @@ class ConnectorWorker:
             self._store.clear()
 
     def close(self) -> None:
-        """What is being copied is not cut off: its memory is about to be given back."""
+        """Waits for copies under way, whose memory is about to be freed."""
         self._copies.close()
 
     def begin(self, step: StepMetadata) -> None:
@@ -208,10 +208,10 @@ class ConnectorWorker:
             self._store.drop(step.drops)
         for transfer, job in self._copying:
             if isinstance(transfer, _Save) and transfer.request.request_id in step.preempted:
-                job.wait()  # its blocks are somebody else's from this step on
+                job.wait()  # another request writes its blocks in this step
 
     def advance(self, step: StepMetadata) -> None:
-        """Behind the forward pass: report what was copied, and compute for what was loaded."""
+        """Behind the forward pass: report finished copies, and compute placeholders of loads."""
         if not step.has_forward:
             self._wait_for_loads()
         self._take_arrived()
@@ -220,17 +220,17 @@ class ConnectorWorker:
             self._report_loaded(due, self._computed(due))
 
     def save(self, step: StepMetadata) -> None:
-        """Behind the forward pass, too: what it has written is copied from here on."""
+        """Behind the forward pass, too, because the rows it has written are saved."""
         for request in step.saves:
             self._begin_save(request)
 
     def take_transfers(self) -> Transfers:
-        """Requests that were saved, loaded, or whose load failed, since the last call."""
+        """Requests whose saves and loads ended or failed since the last call."""
         transfers, self._transfers = self._transfers, Transfers()
         return transfers
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What happened since the last call, or None."""
+        """The report of everything since the last call, or None."""
         report, self._report = self._report, WorkerReport()
         report.stage_seconds = self._times.take()
         return report if report != WorkerReport() else None
@@ -239,24 +239,26 @@ class ConnectorWorker:
         assert self._store is not None, "there is a handshake"
         wanted = frozenset(copy.segment_id for copy in request.copies)
         load = _Load(request, wanted)
-        act = partial(self._lay, load, self._store.find(wanted), self._device.mark())
+        act = partial(self._write_copies, load, self._store.find(wanted), self._device.mark())
         self._copying.append((load, self._copies.submit(Job("loading a request's KV", act))))
 
-    def _lay(self, load: _Load, found: Mapping[SegmentId, Stored], mark: object) -> Mapping[str, float]:
-        """Write all copies, with keys moved to where they are going. On the thread that copies."""
-        lap = Lap()
+    def _write_copies(
+        self, load: _Load, found: Mapping[SegmentId, Stored], mark: object
+    ) -> Mapping[str, float]:
+        """Write all copies, keys rotated to their new positions. On the thread that copies."""
+        lap = LapTimer()
         load.readable = self._readable(found)
         fetch_s = lap()
         with self._device.beside(mark):
-            laying = Laying(self._cache, self._device)
+            writer = CopyWriter(self._cache, self._device)
             for copy, target in load.request.targets():
                 if copy.segment_id not in load.readable:
                     continue
                 start = copy.offset + target.start - copy.target_start
                 slots = self._cache.slot_numbers(load.request.block_ids, target)
                 rows = found[copy.segment_id].rows
-                laying.add(rows, Span(start, start + len(target)), copy.shift, slots)
-            laying.write()
+                writer.add(rows, Span(start, start + len(target)), copy.shift, slots)
+            writer.write()
         return {"fetch": fetch_s, "lay": lap()}
 
     def _readable(self, found: Mapping[SegmentId, Stored]) -> set[SegmentId]:
@@ -269,7 +271,7 @@ class ConnectorWorker:
             for segment_id, span in request.spans:
                 targets[segment_id] = self._store.add(segment_id, len(span))
         except MemoryError as exc:
-            log.warning("kvshare: a prompt is not kept: %s; a larger --kv-bytes gives more", exc)
+            log.warning("kvshare: a prompt is not stored: %s. Raise --kv-bytes for more room", exc)
             self._store.drop(targets)
             targets = {}
         save = _Save(request, targets)
@@ -277,8 +279,8 @@ class ConnectorWorker:
         self._copying.append((save, self._copies.submit(Job("saving a prompt's KV", act))))
 
     def _copy_out(self, save: _Save, mark: object) -> Mapping[str, float]:
-        """On the thread that copies."""
-        lap = Lap()
+        """Copy rows from vLLM's blocks into extents. On the thread that copies."""
+        lap = LapTimer()
         spans, rows = dict(save.request.spans), [stored.rows for stored in save.targets.values()]
         for batch in batches(rows):
             with self._device.beside(mark):
@@ -291,15 +293,15 @@ class ConnectorWorker:
         return {"save": lap()} if rows else {}
 
     def _wait_for_loads(self) -> None:
-        """There is nothing else to do."""
-        lap, waited = Lap(), 0.0
+        """In a step without a forward pass there is nothing else to do."""
+        lap, waited = LapTimer(), 0.0
         for transfer, job in self._copying:
-            if isinstance(transfer, _Load) and waited < _PATIENCE_S:
-                job.wait(_PATIENCE_S - waited)
+            if isinstance(transfer, _Load) and waited < _MAX_WAIT_S:
+                job.wait(_MAX_WAIT_S - waited)
                 waited += lap()
 
     def _take_arrived(self) -> None:
-        """What has been copied on every rank by now, in order: on each the same."""
+        """Take the transfers that are finished on every rank, in order, so that all ranks take the same."""
         done = agreed([job.is_done for _, job in self._copying])
         count = done.index(False) if False in done else len(done)
         finished = [self._copying.popleft() for _ in range(count)]
@@ -313,7 +315,7 @@ class ConnectorWorker:
             if isinstance(transfer, _Save):
                 self._report_saved(transfer, is_whole=is_whole)
                 continue
-            if not is_whole:  # of its segments nothing is known
+            if not is_whole:  # its slots may hold anything
                 self._fail(transfer)
                 continue
             transfer.unreadable = frozenset(segment_id for load, segment_id in gone if load is transfer)
@@ -328,7 +330,7 @@ class ConnectorWorker:
         saved.add(save.request.request_id)
 
     def _due(self) -> list[_Load]:
-        """Those that arrived first, as many as a step may compute."""
+        """The loads to compute in this step: in the order of arrival, within the budget."""
         self._budget.next_step()
         due: list[_Load] = []
         while self._arrived and (
@@ -343,7 +345,7 @@ class ConnectorWorker:
         return computed if order is None else computed + order.num_tokens + len(order.probes)
 
     def _computed(self, loads: Sequence[_Load]) -> Mapping[str, _Passed] | None:
-        """What a pass over all that lies between copies came to, by request; None if it broke off."""
+        """Compute the placeholders of the loads. Returns the results by request; None if the pass failed."""
         began = self._times.mark()
         awaited = [load for load in loads if not load.is_cancelled]
         try:
@@ -369,13 +371,13 @@ class ConnectorWorker:
             self._report.loads[request_id] = LoadResult(False, load.unreadable, repaired)
 
     def _fail(self, load: _Load) -> None:
-        """vLLM computes it, as if nothing had been found."""
+        """Report that vLLM must compute the request's prompt."""
         self._transfers.loaded.add(load.request.request_id)
         self._transfers.failed.add(load.request.request_id)
         self._report.loads[load.request.request_id] = LoadResult(True, load.unreadable)
 
     def _choices_to_make(self, loads: Sequence[_Load]) -> dict[str, Choosing]:
-        """What chooses repairs, by request, where a load has them chosen."""
+        """For loads with a repair order: what chooses their repairs, by request."""
         if all(load.request.order is None for load in loads):
             return {}
         return on_all_ranks(
@@ -383,7 +385,7 @@ class ConnectorWorker:
         )
 
     def _compute(self, loads: Sequence[_Load], choosing: Mapping[str, Choosing]) -> dict[str, _Passed]:
-        """Everything that is not laid, and repairs. By request."""
+        """Compute placeholders, choose repairs and compute them. Returns the results by request."""
         runs = {
             (request := load.request).request_id: choosing[request.request_id].first_pass
             if request.request_id in choosing
@@ -421,14 +423,14 @@ class ConnectorWorker:
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """What was computed for a load."""
+    """The result of a load's passes."""
 
     num_tokens: int
     repaired: tuple[Span, ...]
 
 
 def _unproved(proofs: Sequence[tuple[Proof, Proof]]) -> str:
-    """Of the first layer whose rows cannot be moved."""
+    """The reason of the first layer whose rows cannot be moved."""
     for layer, (k, v) in enumerate(proofs):
         for name, proof in (("keys", k), ("values", v)):
             if proof.movement is None:

@@ -55,8 +55,13 @@ async def test_time_to_first_token_is_measured_in_four_arms() -> None:
     assert set(document["median_ttft_s"]) == {"full", "shared", "exact_prefix", "ideal"}
     assert document["recomputed_fraction"] < 1
     assert sum(document["tokens"].values()) == 300
-    for key in ("speedup", "ideal_speedup", "exact_prefix_speedup", "of_ideal"):
+    for key in ("speedup", "equal_compute_speedup", "exact_prefix_speedup", "of_equal_compute", "of_bound"):
         assert document[key] > 0
+    assert document["of_ideal"] == document["of_equal_compute"]
+    bound = document["bound"]
+    assert document["of_bound"] == pytest.approx(document["speedup"] / bound["speedup"])
+    assert 0 < bound["flop_share"] < 1
+    assert bound["bytes"] == (300 - document["recomputed_fraction"] * 300) * 2 * 14 * 256 * 4
 
 
 async def test_near_duplicates_at_once_are_measured_beside_a_stored_donor() -> None:

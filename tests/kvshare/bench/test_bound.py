@@ -1,5 +1,7 @@
 """The least that a shared prefill could take: operations counted one by one, bytes, and bandwidth."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,19 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, LlamaForCausalLM
 
 from delta_tree import Span
-from kvshare.bench.bound import (
-    Bound,
-    bound_of,
-    computed_spans,
-    copied_bytes_per_s,
-    model_size,
-    prefill_flops,
-    throughput_bound,
-)
+from kvshare.bench.bound import Bound, ModelSize, computed_spans, spans_of, throughput_bound
+from kvshare.bench.copies import copied_bytes_per_s
 from kvshare.bench.random_models import llama_config
+from kvshare.kv.layout import ALL_EARLIER, Reach
 from kvshare.vllm_protocol.messages import Finished, Stored
 
 CONFIG = llama_config("small", max_position_embeddings=64, vocab_size=32)
+SIZE = ModelSize.of_config(CONFIG)
 
 
 def brute_force(spans: list[Span], length: int) -> int:
@@ -41,22 +38,34 @@ def brute_force(spans: list[Span], length: int) -> int:
 @pytest.mark.parametrize("spans", [[Span(0, 9)], [Span(0, 1)], [Span(2, 4), Span(7, 9)]])
 def test_operations_are_those_of_the_model(spans: list[Span]) -> None:
     """As counted while a Llama computes those tokens at those positions."""
-    assert prefill_flops(CONFIG, spans) == brute_force(spans, 9)
+    assert SIZE.flops(spans) == brute_force(spans, 9)
 
 
 def test_later_tokens_cost_more() -> None:
     """A whole prompt is its parts, and a token at its end sees more than one at its top."""
-    whole = prefill_flops(CONFIG, [Span(0, 300)])
-    assert whole == prefill_flops(CONFIG, [Span(0, 120), Span(120, 300)])
-    assert prefill_flops(CONFIG, [Span(299, 300)]) > prefill_flops(CONFIG, [Span(0, 1)])
-    assert prefill_flops(CONFIG, []) == 0
+    whole = SIZE.flops([Span(0, 300)])
+    assert whole == SIZE.flops([Span(0, 120), Span(120, 300)])
+    assert SIZE.flops([Span(299, 300)]) > SIZE.flops([Span(0, 1)])
+    assert SIZE.flops([]) == 0
 
 
-def test_a_model_is_told_by_its_size() -> None:
+def test_a_model_is_described_by_its_size() -> None:
     """Weights of the layers, as the model has them."""
     layers = LlamaForCausalLM(CONFIG).model.layers
     weights = sum(w.numel() for name, w in layers.named_parameters() if "norm" not in name)
-    assert model_size(CONFIG) == {"num_layers": 4, "hidden_size": 256, "layer_parameters": weights}
+    assert SIZE.to_json() == {"num_layers": 4, "hidden_size": 256, "layer_parameters": weights}
+    assert SIZE.attention_width == 4 * 64
+
+
+def test_windows_and_chunks_bound_what_a_token_attends_to() -> None:
+    """Counted one by one: a window of 3 tokens, chunks of 4, and all earlier tokens."""
+    places = range(2, 9)
+    seen = {ALL_EARLIER: [p + 1 for p in places], Reach(3): [min(p + 1, 3) for p in places]}
+    seen[Reach(4, is_chunked=True)] = [p % 4 + 1 for p in places]
+    for reach, attended in seen.items():
+        size = replace(SIZE, num_layers=1, reaches=(reach,))
+        expected = 2 * SIZE.layer_parameters * 7 + 4 * SIZE.attention_width * sum(attended)
+        assert size.flops([Span(2, 9)]) == expected
 
 
 def finished(*stored: tuple[int, int], num_computed: int, num_local: int = 0) -> Finished:
@@ -75,15 +84,15 @@ def test_computed_tokens_stand_where_new_kv_was_retained() -> None:
 
 
 def test_computed_tokens_that_were_not_retained_are_counted_at_the_top() -> None:
-    """Where they stood nobody knows; there they cost least."""
+    """Their positions are not known; at the top they cost least."""
     assert computed_spans(finished(num_computed=20)) == (Span(0, 20),)
 
 
 def test_the_bound_adds_computing_and_copying() -> None:
     """Seconds of a full prefill by the share of operations, and bytes over bandwidth."""
     assert Bound(flop_share=0.1, num_bytes=3000, copied_bytes_per_s=1000.0).seconds(20.0) == 5.0
-    report = finished((50, 50), num_computed=50)
-    found = bound_of(CONFIG, report, num_tokens=100, bytes_per_token=8, bytes_per_s=1e9)
+    computed = spans_of(np.arange(50, 100))
+    found = Bound.of(SIZE, computed, num_tokens=100, num_copied=50, bytes_per_token=8, bytes_per_s=1e9)
     assert found.num_bytes == 50 * 8
     assert 0.5 < found.flop_share < 0.6, "the second half sees more"
 

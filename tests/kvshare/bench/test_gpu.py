@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvshare.bench import copies
 from kvshare.bench.random_models import LLAMAS
-from kvshare.bench.vllm import break_even, copies, decoding, gpu, stack, syncs
+from kvshare.bench.vllm import break_even, decoding, gpu, stack, syncs
+from kvshare.bench.vllm.decoding import Decoded
 from kvshare.bench.vllm.servers import Server
 from kvshare.cli import views
 from kvshare.errors import ConfigError, EngineError
@@ -59,7 +61,9 @@ def test_arms_are_compared_with_nothing_else_running() -> None:
     """The gaps of all streams, in milliseconds and over those of `quiet`."""
     gaps = {"quiet": [0.010] * 100, "full": [0.010] * 50 + [0.030] * 50}
     gaps |= {"saves": [0.020] * 100, "loads": [0.010] * 99 + [0.050]}
-    found = decoding.summary(gaps, dict.fromkeys(decoding.ARMS, 1))
+    rounds = {name: [Decoded(own[:50], 1), Decoded(own[50:], 2)] for name, own in gaps.items()}
+    found = decoding.summary(rounds)
+    assert found["arrivals"]["loads"] == 3
     assert found["mean_ratio"]["full"] == pytest.approx(2.0)
     assert found["p99_ratio"]["saves"] == pytest.approx(2.0)
     assert found["max_ratio"]["loads"] == pytest.approx(5.0)
@@ -71,7 +75,7 @@ def test_host_waits_are_counted_by_place() -> None:
     runner = "/opt/x/site-packages/vllm/v1/worker/gpu/model_runner.py:9: UserWarning:"
     log = "\n".join(
         [
-            "(EngineCore pid=7) /opt/x/site-packages/kvshare/vllm_connector/worker/laying.py:33: "
+            "(EngineCore pid=7) /opt/x/site-packages/kvshare/vllm_connector/worker/copy_writer.py:33: "
             "UserWarning: called a synchronizing CUDA operation (Triggered internally at Functions.cpp:1.)",
             "(EngineCore pid=7)   rows = rows.to(device)",
             f"{runner} called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:1.)",
@@ -83,7 +87,7 @@ def test_host_waits_are_counted_by_place() -> None:
     assert (found["per_step"], found["ours_per_step"]) == (0.3, 0.1)
     assert found["places"] == {
         "vllm/v1/worker/gpu/model_runner.py:9": 2,
-        "kvshare/vllm_connector/worker/laying.py:33": 1,
+        "kvshare/vllm_connector/worker/copy_writer.py:33": 1,
     }
     assert syncs.counted("", 0)["per_step"] == 0
 
@@ -180,7 +184,7 @@ async def test_where_nothing_is_shared_the_other_parts_say_so(monkeypatch: pytes
     """With the connector's own words in the self-test; that is a failure of the backend."""
 
     async def refused(_: object) -> dict[str, Any]:
-        return {"passed": False, "refusals": ["partial attention does not give what a whole prefill gives"]}
+        return {"passed": False, "refusals": ["partial attention does not give the KV of a full prefill"]}
 
     monkeypatch.setattr(gpu, "self_test", refused)
     report = gpu.Report("SOME_ATTN")

@@ -9,11 +9,12 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from kvshare.bench.vllm import burst, interference, load, parity, selection, soak, steady, ttft
+from kvshare.bench.vllm import burst, interference, load, parity, selection, soak, stack, steady, ttft
 from kvshare.bench.vllm.stack import ALWAYS_SHARE, Pair, Stack, pair, with_proxy
 from kvshare.bench.vllm.workload import read_prompts
 from kvshare.replay.workloads import generate, write_rows
@@ -31,7 +32,7 @@ _KV_BYTES = 3072 * 4096  # a few prompts: steady must evict
 def both() -> Iterator[Pair]:
     """Two vLLMs whose KV caches are so small that requests are preempted."""
     options = replace(
-        parity.pair_options(parity.Config(tokens=_TOKENS, eager=True)),
+        parity.Config(tokens=_TOKENS, eager=True).options,
         kv_bytes=_KV_BYTES,
         proxy_settings=ALWAYS_SHARE,
     )
@@ -46,19 +47,28 @@ def servers(both: Pair) -> Iterator[Stack]:
         yield whole
 
 
-def check_header(document: dict[str, Any], name: str) -> None:
+async def measured(module: ModuleType, servers: Pair, **options: Any) -> dict[str, Any]:
+    """What a benchmark measures; by default with prompts of `_TOKENS` tokens, 5 % changed in 2 places."""
+    edits = {"prompt_tokens": _TOKENS, "changed": 0.05, "edits": 2} if module is not soak else {}
+    found: dict[str, Any] = await module.measure(servers, module.Config(**{**edits, **options}))
+    return found
+
+
+def test_a_document_begins_with_what_was_started(both: Pair) -> None:
     """What every document begins with."""
-    assert (document["benchmark"], document["engine"], document["document_version"]) == (name, "vllm", 1)
+    document = stack.document("ttft", both.options, ttft.Config())
+    assert (document["benchmark"], document["engine"], document["document_version"]) == ("ttft", "vllm", 1)
     assert document["environment"]["vllm"].startswith("vllm")
     assert document["servers"]["vllm"]["dtype"] == "float32"
+    assert document["model"]["num_layers"] == 4
 
 
 async def test_planned_requests_equal_plain_vllm(both: Pair) -> None:
     """The promise of the README; before the proxy starts, which drops what it does not know."""
     config = parity.Config(tokens=_TOKENS, seed=1)
     mode = await parity.measure(both, config, copies=1)
-    document = parity.summary(both.options, {"eager": mode}, config)
-    check_header(document, "parity")
+    document = parity.summary({"eager": mode}, config)
+    assert document["benchmark"] == "parity"
     assert document["max_abs_logprob_error"] <= 1e-4
     assert set(mode["errors"]) >= {"all_placeholders", "scattered", "identity", "prefix", "preempted"}
     assert mode["foreign_kv_error"] > 0.01  # or the laid KV would not be what answers
@@ -69,9 +79,7 @@ async def test_planned_requests_equal_plain_vllm(both: Pair) -> None:
 
 async def test_choosing_is_timed_beside_computing_as_many_tokens(both: Pair) -> None:
     """Both arms compute what was planned, or the benchmark ends in an error."""
-    config = selection.Config(prompt_tokens=300, changed=0.05, edits=2, repeats=1, seed=7)
-    document = await selection.measure(both, config)
-    check_header(document, "selection")
+    document = await measured(selection, both, prompt_tokens=300, repeats=1, seed=7)
     for kind in ("edited", "reordered"):
         found = document[kind]
         assert found["ratio"] > 0
@@ -81,16 +89,13 @@ async def test_choosing_is_timed_beside_computing_as_many_tokens(both: Pair) -> 
 
 async def test_time_to_first_token_is_measured_in_seven_arms(servers: Stack) -> None:
     """All ratios are there, and the shared arms really shared."""
-    document = await ttft.measure(
-        servers, ttft.Config(prompt_tokens=300, changed=0.05, edits=2, repeats=1, seed=2)
-    )
-    check_header(document, "ttft")
+    document = await measured(ttft, servers, prompt_tokens=300, repeats=1, seed=2)
     shared = {"shared", "ideal", "shared_even", "ideal_even"}
     assert set(document["median_ttft_s"]) == {"full", "full_proxied", "prefix_cache", *shared}
     assert document["decisions"]["approx"] == 4
     assert 0 < document["tokens"]["computed"] < 200
-    assert document["tokens"]["ideal_computed"] == document["tokens"]["computed"]
-    for key in ("speedup", "ideal_speedup", "prefix_cache_speedup", "of_ideal", "of_bound"):
+    assert document["tokens"]["equal_computed"] == document["tokens"]["computed"]
+    for key in ("speedup", "equal_compute_speedup", "prefix_cache_speedup", "of_equal_compute", "of_bound"):
         assert document[key] > 0
     assert document["even"]["of_bound"] > 0
     assert 0 < document["bound"]["flop_share"] < 1
@@ -99,20 +104,9 @@ async def test_time_to_first_token_is_measured_in_seven_arms(servers: Stack) -> 
 
 async def test_both_arms_answer_the_same_load(servers: Stack) -> None:
     """Every request of every sequence is answered in both, and near ones are shared."""
-    config = load.Config(
-        concurrency=2,
-        requests=6,
-        prompt_tokens=_TOKENS,
-        changed=0.05,
-        edits=2,
-        families=1,
-        min_output=2,
-        max_output=4,
-        repeats=1,
-        seed=3,
+    document = await measured(
+        load, servers, concurrency=2, requests=6, families=1, min_output=2, max_output=4, repeats=1, seed=3
     )
-    document = await load.measure(servers, config)
-    check_header(document, "load")
     for arm in ("plain", "shared"):
         assert document["mixed"][arm]["requests"] == 6
         assert document["unrelated"][arm]["requests"] == 3
@@ -128,19 +122,9 @@ async def test_both_arms_answer_the_same_load(servers: Stack) -> None:
 
 async def test_an_open_loop_has_both_arms_at_each_rate(servers: Stack) -> None:
     """The same requests at the same times."""
-    config = load.Config(
-        rate="2,4",
-        requests=4,
-        prompt_tokens=_TOKENS,
-        changed=0.05,
-        edits=2,
-        families=1,
-        min_output=2,
-        max_output=4,
-        seed=10,
+    document = await measured(
+        load, servers, rate="2,4", requests=4, families=1, min_output=2, max_output=4, seed=10
     )
-    document = await load.measure(servers, config)
-    check_header(document, "load")
     assert [found["rate"] for found in document["open_loop"]] == [2.0, 4.0]
     for found in document["open_loop"]:
         for arm in ("plain", "shared"):
@@ -149,11 +133,7 @@ async def test_an_open_loop_has_both_arms_at_each_rate(servers: Stack) -> None:
 
 async def test_running_answers_are_timed_while_planned_requests_come(servers: Stack) -> None:
     """Every one that comes shares. What share of the steps that is, a model this small does not show."""
-    config = interference.Config(
-        concurrency=2, tokens=150, every=50, prompt_tokens=_TOKENS, changed=0.05, edits=2, repeats=1, seed=9
-    )
-    document = await interference.measure(servers, config)
-    check_header(document, "interference")
+    document = await measured(interference, servers, concurrency=2, tokens=150, every=50, repeats=1, seed=9)
     assert document["arrivals"] == 2
     assert document["decisions"]["approx"] == 4
     assert 0 <= document["affected_steps"] <= 1
@@ -178,7 +158,6 @@ async def test_a_workload_takes_the_place_of_made_up_prompts(servers: Stack, tmp
         seed=6,
     )
     document = await load.measure(servers, config, given)
-    check_header(document, "load")
     assert document["workload"] == given.description
     for arm in ("plain", "shared"):
         assert document["mixed"][arm]["requests"] == 8
@@ -188,11 +167,7 @@ async def test_a_workload_takes_the_place_of_made_up_prompts(servers: Stack, tmp
 
 async def test_all_but_one_of_a_burst_copy(servers: Stack) -> None:
     """From a prompt whose answer is still generated; stock vLLM's prefix cache finds little."""
-    config = burst.Config(
-        concurrency=3, prompt_tokens=_TOKENS, changed=0.05, edits=2, max_tokens=4, repeats=1, seed=8
-    )
-    document = await burst.measure(servers, config)
-    check_header(document, "burst")
+    document = await measured(burst, servers, concurrency=3, max_tokens=4, repeats=1, seed=8)
     assert document["reused"]["burst"] > 0.4
     assert document["reused"]["warm"] > 0.4
     assert document["reused"]["full"] < 0.2
@@ -201,11 +176,9 @@ async def test_all_but_one_of_a_burst_copy(servers: Stack) -> None:
 
 async def test_a_full_store_evicts_and_stays_within_its_bytes(servers: Stack) -> None:
     """Batches go on being measured while segments are dropped."""
-    config = steady.Config(
-        batches=3, recipients=4, strangers=2, families=2, prompt_tokens=300, changed=0.05, edits=2, seed=4
+    document = await measured(
+        steady, servers, batches=3, recipients=4, strangers=2, families=2, prompt_tokens=300, seed=4
     )
-    document = await steady.measure(servers, config)
-    check_header(document, "steady")
     assert len(document["speedups"]) == 3
     assert all(len(batch["computed"]) == 4 for batch in document["batches"])
     assert document["last3_over_first3"] > 0
@@ -219,11 +192,17 @@ async def test_a_full_store_evicts_and_stays_within_its_bytes(servers: Stack) ->
 
 async def test_soaked_answers_are_vllms_own(servers: Stack) -> None:
     """Mixed traffic for some seconds: nothing wrong, nothing failed, and clients did hang up."""
-    config = soak.Config(
-        minutes=0.15, concurrency=4, min_prompt=60, max_prompt=150, output_tokens=16, evict_every=10, seed=5
+    document = await measured(
+        soak,
+        servers,
+        minutes=0.15,
+        concurrency=4,
+        min_prompt=60,
+        max_prompt=150,
+        output_tokens=16,
+        evict_every=10,
+        seed=5,
     )
-    document = await soak.measure(servers, config)
-    check_header(document, "soak")
     assert document["passed"], document["failed"]
     assert document["wrong_outputs"] == 0, document["examples"]
     assert document["right_outputs"] > 0

@@ -13,7 +13,7 @@ from kvshare.bench.vllm import interference, load, ttft
 from kvshare.bench.vllm.client import Answer
 from kvshare.bench.vllm.interference import Scene
 from kvshare.bench.vllm.load_figures import Played, closed_figures, open_figures
-from kvshare.bench.vllm.prompts import near_duplicate, prefix_hit, stranger
+from kvshare.bench.vllm.prompts import near_duplicate, prefix_hit, unrelated_prompt
 from kvshare.bench.vllm.sequences import Load, Request, play_open, poisson_arrivals
 from kvshare.bench.vllm.servers import session_cpu_seconds
 from kvshare.bench.vllm.steady import course
@@ -59,7 +59,7 @@ def test_arms_take_turns_in_coming_first() -> None:
 def test_even_edits_leave_the_top_alone() -> None:
     """Five stretches, each inside its fifth of the prompt and away from its ends."""
     rng = np.random.default_rng(0)
-    donor = stranger(rng, 2000)
+    donor = unrelated_prompt(rng, 2000)
     edited = near_duplicate(rng, donor, changed=0.1, edits=5, is_even=True)
     places = np.nonzero(donor != edited)[0]
     assert 180 < len(places) <= 200
@@ -71,7 +71,7 @@ def test_even_edits_leave_the_top_alone() -> None:
 def test_a_prefix_hit_leaves_as_many_tokens_to_compute() -> None:
     """The donor's head ends at a block."""
     rng = np.random.default_rng(0)
-    donor = stranger(rng, 1000)
+    donor = unrelated_prompt(rng, 1000)
     prompt = prefix_hit(rng, donor, num_new=130, block_size=128)
     same = int(np.argmax(prompt[: len(donor)] != donor[: len(prompt)]))
     assert (same, len(prompt)) == (896, 1026)
@@ -90,11 +90,11 @@ def answered(ttft_s: float, *gaps_s: float, sent_at_s: float = 0.0) -> Answer:
     return Answer(sent_at_s=sent_at_s, token_times_s=times)
 
 
-def repeat(full: float, shared: float, ideal: float) -> Repeat:
+def repeat(full: float, shared: float, equal_compute: float) -> Repeat:
     found = Repeat()
-    found.ttft_s = {"full": full, "shared": shared, "ideal": ideal}
+    found.ttft_s = {"full": full, "shared": shared, "ideal": equal_compute}
     found.bounds = {"shared": Bound(flop_share=0.1, num_bytes=1000, copied_bytes_per_s=10_000.0)}
-    found.computed = found.ideal_computed = {"shared": 10}
+    found.computed = found.equal_computed = {"shared": 10}
     return found
 
 
@@ -105,14 +105,14 @@ def test_the_time_to_first_token_is_compared_with_its_bound() -> None:
     assert found["bound"]["seconds"] == pytest.approx(1.1)
     assert found["bound"]["speedup"] == pytest.approx(10 / 1.1)
     assert found["of_bound"] == pytest.approx(found["speedup"] / found["bound"]["speedup"])
-    assert found["of_ideal"] == pytest.approx(0.5)
+    assert found["of_equal_compute"] == found["of_ideal"] == pytest.approx(0.5)
     assert found["tokens"]["computed_fraction"] == 0.1
     assert found["intervals"]["of_bound"]["low"] < 0.55 < found["intervals"]["of_bound"]["high"]
-    assert "even" not in found, "only full, shared and ideal were measured"
+    assert "even" not in found, "only full, shared and the equal-compute prefix hit were measured"
 
 
 def test_long_prompts_are_measured_less_often() -> None:
-    """Three times above 8,000 tokens, seven times else, unless told."""
+    """By default three times above 8,000 tokens, else seven times."""
     assert (ttft.Config().num_repeats, ttft.Config(prompt_tokens=30_000).num_repeats) == (7, 3)
     assert ttft.Config(prompt_tokens=30_000, repeats=5).to_json()["repeats"] == 5
     assert not ttft.Config(prompt_tokens=8000).is_long
@@ -120,7 +120,7 @@ def test_long_prompts_are_measured_less_often() -> None:
 
 def played(ttft_s: list[float], *, seconds: float, cpu_s: float, flops: int) -> Played:
     """Half of the requests near, half unrelated."""
-    prompt = stranger(np.random.default_rng(0), 8)
+    prompt = unrelated_prompt(np.random.default_rng(0), 8)
     requests = [Request(prompt, 2, is_near=number % 2 == 0) for number in range(len(ttft_s))]
     return Played(Load(requests, [answered(each, 0.1) for each in ttft_s], seconds), cpu_s, flops)
 
@@ -186,7 +186,7 @@ class _Echo:
 
 async def test_an_open_loop_waits_for_no_answer() -> None:
     """Requests go out at their times."""
-    prompt, began = stranger(np.random.default_rng(0), 4), time.perf_counter()
+    prompt, began = unrelated_prompt(np.random.default_rng(0), 4), time.perf_counter()
     requests = [Request(prompt, 1, is_near=None)] * 3
     found = await play_open(_Echo(), requests, [0.0, 0.05, 0.1])  # type: ignore[arg-type]  # all it needs
     sent = [answer.sent_at_s - began for answer in found.answers]

@@ -10,7 +10,7 @@ from kvshare.bench.vllm import parity, steady
 from kvshare.bench.vllm.client import Answer
 from kvshare.bench.vllm.load import Config, given_sequence, new_sequence
 from kvshare.bench.vllm.parity import distance
-from kvshare.bench.vllm.prompts import Mixture, near_duplicate, stranger
+from kvshare.bench.vllm.prompts import Mixture, near_duplicate, unrelated_prompt
 from kvshare.bench.vllm.reports import Counters
 from kvshare.bench.vllm.servers import Server, VllmOptions, running
 from kvshare.bench.vllm.soak import judge
@@ -34,7 +34,7 @@ def test_an_equal_answer_is_right() -> None:
 
 
 def test_a_different_token_is_wrong() -> None:
-    """Where and by how much is told."""
+    """The verdict has the place and the margin."""
     verdict = judge(answer(1, 9, 3), answer(1, 2, 3))
     assert (verdict.name, verdict.first_difference, verdict.margin) == ("wrong", 1, 1.0)
     assert verdict.agreement == pytest.approx(1 / 3)
@@ -48,7 +48,7 @@ def test_a_different_token_at_even_odds_is_a_tie() -> None:
 def test_a_short_answer_is_wrong_unless_the_client_hung_up() -> None:
     """A server that stops early has lost something."""
     assert judge(answer(1, 2), answer(1, 2, 3)).name == "wrong"
-    assert judge(answer(1, 2), answer(1, 2, 3), aborted=True).name == "right"
+    assert judge(answer(1, 2, aborted=True), answer(1, 2, 3)).name == "right"
 
 
 def test_parity_counts_tokens_that_one_side_does_not_name() -> None:
@@ -61,7 +61,7 @@ def test_parity_counts_tokens_that_one_side_does_not_name() -> None:
 def test_a_near_duplicate_differs_near_the_top() -> None:
     """As many tokens as asked for, the first within the first hundredth, the length unchanged."""
     rng = np.random.default_rng(0)
-    donor = stranger(rng, 2000)
+    donor = unrelated_prompt(rng, 2000)
     edited = near_duplicate(rng, donor, changed=0.1, edits=5)
     differing = np.nonzero(donor != edited)[0]
     assert len(edited) == 2000
@@ -72,7 +72,7 @@ def test_a_near_duplicate_differs_near_the_top() -> None:
 def test_a_sequence_mixes_kinds_and_never_repeats() -> None:
     """Half and half, shuffled, and every prompt new."""
     rng = np.random.default_rng(0)
-    donors = [stranger(rng, 200) for _ in range(3)]
+    donors = [unrelated_prompt(rng, 200) for _ in range(3)]
     config = Config(prompt_tokens=200, changed=0.1, edits=2, min_output=4, max_output=8)
     requests = new_sequence(rng, config, donors, num_requests=20)
     assert sum(request.is_near is True for request in requests) == 10
@@ -106,8 +106,8 @@ def test_a_workload_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
         read_prompts(file, num_prompts=2, max_tokens=100)
 
 
-def test_strangers_may_never_be_approximate() -> None:
-    """Whatever their mode, they have no relatives; nor may any request that did not ask for it."""
+def test_unrelated_prompts_may_never_be_approximate() -> None:
+    """In no mode; nor may any request that did not ask for it."""
     mixture = Mixture(np.random.default_rng(0), min_prompt=20, max_prompt=60, max_prompts=10)
     ops = []
     for _ in range(200):
@@ -142,8 +142,8 @@ def test_a_steady_store_is_smaller_than_what_comes() -> None:
     """It holds the popular prompts, and not even three batches more."""
     config = steady.Config(batches=6, prompt_tokens=1000)
     popular = config.families * config.prompt_tokens
-    strangers = 3 * config.strangers * config.prompt_tokens
-    assert popular < config.capacity_tokens < popular + strangers + 3 * config.recipients * 200
+    unrelated = 3 * config.strangers * config.prompt_tokens
+    assert popular < config.capacity_tokens < popular + unrelated + 3 * config.recipients * 200
 
 
 def test_a_server_that_ends_shows_its_log(tmp_path: Path) -> None:
@@ -162,18 +162,18 @@ def test_a_server_that_ends_shows_its_log(tmp_path: Path) -> None:
 def test_the_error_of_parity_is_the_larger_of_both_modes() -> None:
     """Neither mode hides behind the other, and the document shows each."""
     modes = {name: {"max_abs_logprob_error": error} for name, error in (("compiled", 3e-5), ("eager", 1e-6))}
-    document = parity.summary(parity.pair_options(parity.Config(tokens=100)), modes, parity.Config())
+    document = parity.summary(modes, parity.Config(tokens=100))
     assert document["max_abs_logprob_error"] == 3e-5
     assert document["modes"] == modes
 
 
-def test_vllm_compiles_unless_told_otherwise() -> None:
+def test_vllm_compiles_by_default() -> None:
     """Benchmarks measure what users run."""
     assert "--enforce-eager" not in VllmOptions().arguments
     assert "--enforce-eager" in VllmOptions(enforce_eager=True).arguments
 
 
 def test_both_vllms_get_the_same_cores() -> None:
-    """All but one unless told; never none."""
+    """By default all but one; never none."""
     assert VllmOptions(num_threads=1).cores == VllmOptions().cores[-1:]
     assert len(VllmOptions().cores) >= 1

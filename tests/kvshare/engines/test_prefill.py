@@ -45,7 +45,7 @@ def computed(made: Trial, plan: Plan, *, max_queries: int = 512) -> tuple[Prefil
     kv = made.model.model.new_sequence(made.num_tokens)
     kv.k.zero_()
     kv.v.zero_()
-    kv.lay_out(plan.copies, made.shelf.kv)
+    kv.lay_out(plan.copies, made.stored.kv)
     prefill = Prefill(made.model.model, made.scenario.prompt.token_ids, plan, kv)
     logits = None
     while logits is None:
@@ -78,7 +78,7 @@ def test_the_plan_says_how_much_is_computed(scene: str) -> None:
     made = trial(scene)
     plan = plan_of(made)
     kv = made.model.model.new_sequence(made.num_tokens)
-    kv.lay_out(plan.copies, made.shelf.kv)
+    kv.lay_out(plan.copies, made.stored.kv)
     prefill, num_computed, logits = (
         Prefill(made.model.model, made.scenario.prompt.token_ids, plan, kv),
         0,

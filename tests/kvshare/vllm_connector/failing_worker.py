@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import get_tp_group
 
 from delta_tree import SegmentId
-from kvshare.vllm_connector.worker.laying import Laying
+from kvshare.vllm_connector.worker.copy_writer import CopyWriter
 from kvshare.vllm_connector.worker.partial_forward import PartialForward
 from kvshare.vllm_connector.worker.self_test import SelfTest
 from kvshare.vllm_connector.worker.worker import ConnectorWorker
@@ -21,7 +21,7 @@ STAGES = {
     "prepare": (ConnectorWorker, "_take_model"),
     "self-test": (SelfTest, "check_listening"),
     "fetch": (ConnectorWorker, "_readable"),
-    "place": (Laying, "write"),
+    "place": (CopyWriter, "write"),
     "pass": (PartialForward, "_forward"),
     "save": (ConnectorWorker, "_copy_out"),
 }

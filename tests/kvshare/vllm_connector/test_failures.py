@@ -86,7 +86,7 @@ def fail(*_: Any) -> None:
     raise RuntimeError("out of memory, say")
 
 
-@pytest.mark.parametrize("stage", ["_lay", "_compute"])
+@pytest.mark.parametrize("stage", ["_write_copies", "_compute"])
 @pytest.mark.parametrize("max_tokens", [1, 8])
 def test_a_load_that_breaks_off(
     vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str, max_tokens: int
@@ -116,7 +116,7 @@ def test_a_load_that_breaks_off(
     assert event.decision == "approx"
 
 
-@pytest.mark.parametrize("stage", ["_lay", "_compute"])
+@pytest.mark.parametrize("stage", ["_write_copies", "_compute"])
 def test_a_load_that_breaks_off_with_a_step_in_flight(
     start: Callable[..., Vllm], text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -157,14 +157,14 @@ def test_one_that_is_aborted_while_it_is_loaded(
     tokens = text(600, 13)
     donor = vllm.keep(tokens)
     ticket = vllm.ticket(tokens, copies(donor, (0, 590)), exact_length=590)
-    may_copy, lay = threading.Event(), vllm.worker._lay
+    may_copy, write_copies = threading.Event(), vllm.worker._write_copies
 
-    def lay_late(*arguments: Any) -> Any:
+    def write_late(*arguments: Any) -> Any:
         may_copy.wait()
-        return fail() if fails else lay(*arguments)
+        return fail() if fails else write_copies(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.worker, "_lay", lay_late)
+        patch.setattr(vllm.worker, "_write_copies", write_late)
         request_id = vllm.fresh()
         add(vllm, request_id, tokens, ticket, salt="tenant")
         for _ in range(3):

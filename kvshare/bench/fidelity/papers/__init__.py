@@ -1,10 +1,10 @@
 """
-The tables and figures of the papers that KVShare competes with, made anew with a model of one's own.
+The tables and figures of published papers on KV reuse, measured again with any model.
 
-    data.py      published data sets, as they are written -> questions, pairs of a text and what it becomes
-    prompts.py   what is asked, what is stored, in words and tokens
-    answers.py   an arm's answer, and what it cost
+    data.py      published data sets -> questions, and pairs of a text and what it becomes
+    prompts.py   what is asked and what is stored, in words and tokens
+    answers.py   an arm's answer and its cost
     scores.py    BLEU, ROUGE-L, F1, Jaccard; means with intervals
-    tables.py    one function per paper: data sets x arms
-    texts.yaml   wording of prompts and of the report
+    tables.py    one function for each paper: data sets x arms
+    texts.yaml   prompts, arms and notes
 """

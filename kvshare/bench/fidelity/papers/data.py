@@ -1,9 +1,11 @@
 """
-Published data sets, in the formats they are published in. What a format lacks is made by rule, and said.
+Published data sets in the formats they are published in. What a format lacks is made by rule, as stated here.
 
     wmt19/newstest2019.XX-YY      pairs of segments, in the order of their documents
     rag_cacheblend/*              CacheBlend's questions with chunks of 512 tokens, none marked as supporting
     rag_full_context/*            questions with passages, supporting ones marked
+
+All lie in one folder as NAME.jsonl.gz; a data set whose file is missing has no rows.
 """
 
 from __future__ import annotations
@@ -11,43 +13,37 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, NamedTuple
 
 from kvshare.bench.fidelity.papers.scores import plain
+from kvshare.bench.fidelity.texts import texts_beside
 from kvshare.errors import ConfigError
 from kvshare.replay.workloads.sources import objects
 
-TEXTS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text(encoding="utf-8"))
+TEXTS = texts_beside(__file__, "texts.yaml")
 _MARKED = 2  # pieces of unmarked chunks that count as supporting
 _SHORT_WORD = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A question, its passages with the supporting ones first, and every accepted answer."""
 
     text: str
     passages: tuple[str, ...]
-    num_supporting: int
     answers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A text and what it becomes: its translation, its summary."""
+class Pair(NamedTuple):
+    """A text and what it becomes: its translation or its summary."""
 
     text: str
     result: str
 
 
 def wmt19(folder: Path, languages: str) -> list[Pair]:
-    """newstest2019 of one direction such as de-en; empty where it is not there."""
-    path = folder / "wmt19" / f"newstest2019.{languages}.jsonl.gz"
-    rows = objects([path]) if path.exists() else ()
+    """newstest2019 of one direction such as de-en."""
+    rows = _rows(folder, f"wmt19/newstest2019.{languages}")
     return [Pair(_line(row["src"]), _line(row["ref"])) for row in rows if row.get("src") and row.get("ref")]
 
 
@@ -65,33 +61,33 @@ def samsum(path: Path) -> list[Pair]:
             if row["dialogue"].strip() and row["summary"].strip()
         ]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
-        raise ConfigError("--samsum", f"{path.name} is no JSON list of id, dialogue, summary: {exc}") from exc
+        expected = f"expected a JSON list of id, dialogue and summary in {path.name}"
+        raise ConfigError("--samsum", f"{expected}, got {type(exc).__name__}: {exc}") from exc
 
 
 def cacheblend(folder: Path, name: str, *, piece_words: int) -> list[Asked]:
     """
     CacheBlend's own file, its chunks cut into pieces of at most so many words.
 
-    Supporting: the pieces that have the answer, then those that share most words with the question.
+    Two pieces count as supporting: first those with the answer, then those that share most words with the
+    question.
     """
-    path = folder / "rag_cacheblend" / f"{name}.jsonl.gz"
     found = []
-    for row in objects([path]) if path.exists() else ():
-        answers = tuple(_flat(row["answers"]))
+    for row in _rows(folder, f"rag_cacheblend/{name}"):
+        question, answers = row["question"], tuple(_flat(row["answers"]))
         texts = [_line(item["text"]) for item in row["ctxs"] if item.get("text")]
         pieces = [piece for text in texts for piece in _pieces(text, piece_words)]
         if answers and len(pieces) > _MARKED:
-            first = sorted(pieces, key=lambda each: _relevance(each, row["question"], answers))
-            supporting = first[:_MARKED]
+            supporting = sorted(pieces, key=lambda piece: _relevance(piece, question, answers))[:_MARKED]
             others = [piece for piece in pieces if piece not in supporting]
-            found.append(Asked(_line(row["question"]), (*supporting, *others), _MARKED, answers))
+            found.append(Asked(_line(question), (*supporting, *others), answers))
     return found
 
 
 def two_wiki(folder: Path) -> list[Asked]:
-    """2WikiMultihopQA's rows that bring their articles."""
+    """2WikiMultihopQA's rows that have their articles."""
     found = []
-    for row in _full_context(folder, "2wikimqa_200"):
+    for row in _rows(folder, "rag_full_context/2wikimqa_200"):
         titles = {title for title, _ in row.get("supporting_facts") or ()}
         passages = [
             (title in titles, f"{title}: {_line(' '.join(said))}") for title, said in row.get("context") or ()
@@ -108,29 +104,28 @@ def musique(folder: Path) -> list[Asked]:
             [(item["is_supporting"], _passage(item)) for item in row["paragraphs"]],
             [row["answer"], *row.get("answer_aliases", ())],
         )
-        for row in _full_context(folder, "musique_200")
+        for row in _rows(folder, "rag_full_context/musique_200")
     ]
 
 
 def single_hop(folder: Path) -> list[Asked]:
-    """The first step of each MuSiQue question, which no other step must answer before; each asked once."""
+    """The first step of each MuSiQue question, which depends on no other step; each asked once."""
     found: dict[str, Asked] = {}
-    for row in _full_context(folder, "musique_200"):
+    for row in _rows(folder, "rag_full_context/musique_200"):
         step = row["question_decomposition"][0]
-        subject, is_relation, relation = step["question"].partition(" >> ")
-        asked = subject
+        text, is_relation, relation = step["question"].partition(" >> ")
         if is_relation:
-            asked = TEXTS["questions"]["relation"].format(subject=subject, relation=relation)
+            text = TEXTS["questions"]["relation"].format(subject=text, relation=relation)
         passages = [
             (item["idx"] == step["paragraph_support_idx"], _passage(item)) for item in row["paragraphs"]
         ]
-        single = _asked(asked, passages, [step["answer"]])
+        single = _asked(text, passages, [step["answer"]])
         found.setdefault(single.text, single)
     return list(found.values())
 
 
 def wrong_answer(asked: Asked, others: Sequence[Asked]) -> str | None:
-    """No for yes, yes for no; else one of the others' that is not accepted here. None: there is none."""
+    """No for yes, yes for no; else another question's answer that is not accepted here, if there is one."""
     right = {plain(answer) for answer in asked.answers}
     for answer, opposite in (("yes", "no"), ("no", "yes")):
         if answer in right:
@@ -139,15 +134,15 @@ def wrong_answer(asked: Asked, others: Sequence[Asked]) -> str | None:
     return next((each for each in answers if plain(each) not in {*right, "yes", "no"}), None)
 
 
-def _full_context(folder: Path, name: str) -> Iterable[Mapping[str, Any]]:
-    path = folder / "rag_full_context" / f"{name}.jsonl.gz"
+def _rows(folder: Path, name: str) -> Iterable[Mapping[str, Any]]:
+    path = folder / f"{name}.jsonl.gz"
     return objects([path]) if path.exists() else ()
 
 
 def _asked(question: str, passages: Sequence[tuple[bool, str]], answers: Sequence[str]) -> Asked:
-    supporting = [text for is_supporting, text in passages if is_supporting]
-    others = [text for is_supporting, text in passages if not is_supporting]
-    return Asked(_line(question), (*supporting, *others), len(supporting), tuple(answers))
+    """`passages`: whether each supports the answer, and its text."""
+    first = sorted(passages, key=lambda each: not each[0])
+    return Asked(_line(question), tuple(text for _, text in first), tuple(answers))
 
 
 def _passage(item: Mapping[str, Any]) -> str:
@@ -163,7 +158,7 @@ def _pieces(text: str, num_words: int) -> Iterator[str]:
 
 
 def _relevance(piece: str, question: str, answers: Sequence[str]) -> tuple[bool, int]:
-    """Sorts the most telling piece first."""
+    """Sorts the most relevant piece first."""
     lower = piece.lower()
     asked = {word for word in re.findall(r"\w+", question.lower()) if len(word) >= _SHORT_WORD}
     has_answer = any(answer.lower() in lower for answer in answers)

@@ -1,4 +1,4 @@
-"""What the papers' prompts look like here: chunks in the user's message, each a paragraph of its own."""
+"""The prompts of the papers' tables: chunks in the user's message, each a paragraph of its own."""
 
 from __future__ import annotations
 
@@ -11,36 +11,19 @@ from kvshare.bench.fidelity.papers.data import TEXTS, Asked, Pair
 from kvshare.bench.fidelity.scenario import Draft, Messages, Scenario, tokenized
 from kvshare.conversation.chat import Chat
 from kvshare.engines.embedded.tokenizer import PromptEncoder
-from kvshare.replay.requests import Message
 
 _FEWEST_PASSAGES = 2
 _SHARE = 0.6  # of the passages that each of two earlier prompts had
 EXAMPLES = 5
-QUESTIONS, PAIRS = TEXTS["questions"], TEXTS["pairs"]
+QUESTIONS, _PAIRS = TEXTS["questions"], TEXTS["pairs"]
+SUMMARY: str = _PAIRS["summary"]  # a request with `{text}` in it
 
 
-@dataclass(frozen=True, slots=True)
-class Wording:
-    """How a pair is asked for, with `{text}` in it."""
-
-    request: str
-
-    @classmethod
-    def of_translation(cls, languages: str) -> Wording:
-        """Such as de-en."""
-        source, target = (TEXTS["languages"][code] for code in languages.split("-"))
-        return cls(PAIRS["translation"].format(source=source, target=target, text="{text}"))
-
-    @classmethod
-    def of_summary(cls) -> Wording:
-        return cls(PAIRS["summary"])
-
-    def turns(self, pair: Pair) -> Messages:
-        """The request and its result."""
-        return (self.asked(pair), {"role": "assistant", "content": pair.result})
-
-    def asked(self, pair: Pair) -> Message:
-        return {"role": "user", "content": self.request.format(text=pair.text)}
+def translation(languages: str) -> str:
+    """The request for a translation such as de-en, with `{text}` in it."""
+    source, target = (TEXTS["languages"][code] for code in languages.split("-"))
+    request: str = _PAIRS["translation"].format(source=source, target=target, text="{text}")
+    return request
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +34,27 @@ class Writer:
     longest: int
 
     def passages(self, asked: Asked, most: int, draw: random.Random) -> list[str]:
-        """At most so many as fit beside the longest question, the supporting ones first; then shuffled."""
-        kept = list(asked.passages[:most])
+        """The first passages, at most `most`, as many as fit with the longest question; shuffled."""
+        chosen = list(asked.passages[:most])
         ending = QUESTIONS["statement"].format(question=asked.text, answer=asked.answers[0])
-        while len(kept) > _FEWEST_PASSAGES and self._length(with_passages(kept, ending)) > self.longest:
-            kept.pop()
-        draw.shuffle(kept)
-        return kept
+        while len(chosen) > _FEWEST_PASSAGES and self._length(with_passages(chosen, ending)) > self.longest:
+            chosen.pop()
+        draw.shuffle(chosen)
+        return chosen
 
-    def few_shot(
-        self, pairs: Sequence[Pair], number: int, wording: Wording
-    ) -> tuple[list[Messages], Messages]:
-        """The examples before the number-th pair, as many as fit, and the chat that asks for its result."""
-        query = wording.asked(pairs[number])
-        examples = [wording.turns(pair) for pair in pairs[max(0, number - EXAMPLES) : number]]
-        while examples and self._length((*chain(*examples), query)) > self.longest:
+    def few_shot(self, pairs: Sequence[Pair], number: int, request: str) -> tuple[list[Messages], Messages]:
+        """As many pairs before the number-th as fit, as examples, and the chat that asks for its result."""
+        query = paragraphs(request.format(text=pairs[number].text))
+        examples: list[Messages] = [
+            (*paragraphs(request.format(text=pair.text)), {"role": "assistant", "content": pair.result})
+            for pair in pairs[max(0, number - EXAMPLES) : number]
+        ]
+        while examples and self._length((*chain(*examples), *query)) > self.longest:
             examples.pop(0)
-        return examples, (*chain(*examples), query)
+        return examples, (*chain(*examples), *query)
 
     def scenario(self, prompt: Messages, stored: Sequence[Messages], *, suite: str, number: int) -> Scenario:
-        """In tokens."""
+        """The scenario of these prompts, in tokens."""
         draft = Draft(source=f"{suite}:{number}", stored=tuple(stored), prompt=prompt)
         return tokenized(draft, self.encoder, suite=suite, number=number)
 
@@ -84,17 +68,18 @@ def paragraphs(*texts: str) -> Messages:
 
 
 def with_passages(passages: Sequence[str], ending: str) -> Messages:
+    """The passages between the introduction and the question."""
     return paragraphs(QUESTIONS["intro"], *passages, ending)
 
 
 def alone(passages: Sequence[str]) -> list[Messages]:
-    """Each passage a prompt of its own."""
+    """A prompt for each passage."""
     return [paragraphs(QUESTIONS["intro"], passage) for passage in passages]
 
 
 def earlier(passages: Sequence[str], others: Sequence[Asked], draw: random.Random) -> list[Messages]:
     """
-    Two prompts with other questions that have these passages between them, in other places and company.
+    Two prompts with other questions that together have all of these passages, in other places.
 
     Each has the larger half of them, and passages of its own question instead of the rest.
     """

@@ -1,4 +1,4 @@
-"""One function per paper's table: the data sets that are there x the arms that the paper compares."""
+"""One function for each paper's table: the data sets that are there x the arms that the paper compares."""
 
 from __future__ import annotations
 
@@ -12,46 +12,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvshare.bench.fidelity.measures import jaccard, token_f1
 from kvshare.bench.fidelity.papers import data, prompts, scores
-from kvshare.bench.fidelity.papers.answers import FULL, KVSHARE, PREFIX, Answer, Arm, Server
-from kvshare.bench.fidelity.papers.data import Asked, Pair
-from kvshare.bench.fidelity.papers.prompts import QUESTIONS, Wording, Writer, with_passages
+from kvshare.bench.fidelity.papers.answers import FULL, Answer, Arm, Server
+from kvshare.bench.fidelity.papers.data import TEXTS, Asked, Pair
+from kvshare.bench.fidelity.papers.prompts import EXAMPLES, QUESTIONS, SUMMARY, Writer, with_passages
 from kvshare.bench.fidelity.papers.scores import Sheet
 from kvshare.bench.fidelity.scenario import Messages
-from kvshare.bench.fidelity.shelf import Shelf, prefill
-from kvshare.bench.fidelity.trial import Trial
 from vector_index import Embedder
 
 log = logging.getLogger(__name__)
 
-DIRECTIONS = ("de-en", "en-de", "zh-en", "en-zh")
+_DIRECTIONS = ("de-en", "en-de", "zh-en", "en-zh")
 _MOST_ALONE, _MOST_REUSED = 10, 5  # passages of a prompt: top-k of CacheBlend and of Cache-Craft
-_NUM_STORED = 2  # earlier prompts, of which a new one may copy
-_SHORT, _ONE_WORD = 12, 4  # tokens of an answer that is asked to be short
-_TOKENS_A_WORD = 1.4
+_NUM_STORED = 2  # earlier prompts from which a new one may copy
+_SHORT, _ONE_WORD = 12, 4  # tokens of a short answer and of a verdict
+_TOKENS_PER_WORD = 1.4
 _PIECES = 8  # in a prompt, at most _LONGEST_PIECE tokens each
 _LONGEST_PIECE = 512
+_ARMS = {table: tuple(Arm(**arm) for arm in arms) for table, arms in TEXTS["arms"].items()}
 
-_REPAIRS = (
-    *(Arm("random", "random", budget) for budget in (0.1, 0.2, 0.3)),
-    *(Arm("most-attended", "most-attended", budget) for budget in (0.1, 0.2, 0.3)),
-    *(Arm("cache-craft", "cache-craft", budget) for budget in (0.1, 0.2, 0.3)),
-)
-_TABLE_1 = (FULL, PREFIX, KVSHARE)
-_FIGURE_12 = (FULL, PREFIX, Arm("full-reuse", "placeholders"), Arm("cacheblend", "cacheblend", 0.15), KVSHARE)
-_FIGURE_20 = (
-    FULL,
-    PREFIX,
-    Arm("full-cache", "placeholders"),
-    Arm("set-cache", "set-cache"),
-    *_REPAIRS,
-    KVSHARE,
-)
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all tables are made with. `samsum`: the user's own copy."""
+    """What all tables are made with. `samsum`: the user's own copy of SAMSum."""
 
     server: Server
     writer: Writer
@@ -66,139 +52,127 @@ class Bench:
         """The same for the same options."""
         return random.Random(f"{self.seed}:{name}:{number}")
 
+    def drawn(self, name: str, numbers: range) -> list[int]:
+        """As many of these numbers as a table has rows, in a drawn order."""
+        return self.draw(name).sample(numbers, min(self.rows, len(numbers)))
+
     def is_there(self, name: str, items: Sequence[object]) -> bool:
-        """Whether there is a data set; one that is not is noted."""
+        """Whether a data set has items; if not, its name is added to `absent`."""
         if not items and name not in self.absent:
             self.absent.append(name)
         return bool(items)
 
+    def summaries(self) -> list[Pair]:
+        """SAMSum, if it is there."""
+        pairs = data.samsum(self.samsum) if self.samsum else []
+        return pairs if self.is_there("SAMSum", pairs) else []
 
-def kvshare_1(bench: Bench) -> list[dict[str, Any]]:
-    """KVShare, table 1: translation and summaries, beside returning an earlier answer."""
+    def answers(
+        self, table: str, sheet: Sheet, number: int, prompt: Messages, stored: Sequence[Messages]
+    ) -> dict[Arm, Answer]:
+        """The answers of a table's arms; none where nothing can be copied, which the sheet counts."""
+        scenario = self.writer.scenario(prompt, stored, suite=sheet.data, number=number)
+        trial = self.server.trial(scenario, self.server.store(scenario.stored))
+        if trial is None:
+            sheet.skipped += 1
+            return {}
+        found = self.server.answers(trial, _ARMS[table], limit=self.answer_tokens, turn=number)
+        log.info("%s: prompt %d answered", sheet.data, number)
+        return found
+
+
+def kvshare_1(bench: Bench) -> Rows:
+    """KVShare, table 1: translation and summaries, compared with returning an earlier answer."""
     found = []
-    for languages in DIRECTIONS:
-        pairs = data.wmt19(bench.data, languages)
-        if bench.is_there(f"WMT19 {languages}", pairs):
-            language = languages.rpartition("-")[2]
-            stream = _Stream(bench, f"WMT19 {languages}", pairs, Wording.of_translation(languages))
-            found += stream.measured("bleu", language)
-    pairs = data.samsum(bench.samsum) if bench.samsum else []
-    if bench.is_there("SAMSum", pairs):
-        found += _Stream(bench, "SAMSum", pairs, Wording.of_summary()).measured("rouge_l", "en")
+    for languages in _DIRECTIONS:
+        name, pairs = f"WMT19 {languages}", data.wmt19(bench.data, languages)
+        if bench.is_there(name, pairs):
+            request, language = prompts.translation(languages), languages.rpartition("-")[2]
+            found += _stream(bench, name, pairs, request, "bleu", language)
+    if pairs := bench.summaries():
+        found += _stream(bench, "SAMSum", pairs, SUMMARY, "rouge_l", "en")
     return found
 
 
-class _Stream:
-    """Pairs one after another, each asked for with those before as examples."""
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """A prompt of a stream, the embedding of its text, and the full prefill's answer."""
 
-    def __init__(self, bench: Bench, name: str, pairs: Sequence[Pair], wording: Wording) -> None:
-        self._bench, self._name, self._pairs, self._wording = bench, name, pairs, wording
-        self._embedder = Embedder()
-        self._vectors: list[NDArray[np.float32]] = []
-        self._asked: list[int] = []  # numbers of pairs
-        self._answers: list[str] = []  # the full prefill's
-
-    def measured(self, measure: str, language: str) -> list[dict[str, Any]]:
-        """Rows of the table. The first two prompts are only stored."""
-        sheet, wanted = Sheet(self._name), self._bench.rows + _NUM_STORED
-        last = max(prompts.EXAMPLES, len(self._pairs) - wanted)
-        start = self._bench.draw(self._name).randint(prompts.EXAMPLES, last)
-        for number in range(start, min(start + wanted, len(self._pairs))):
-            for arm, answer in self._answered(number, sheet).items():
-                figures = _figures(measure, self._pairs[number].result, answer.text, language)
-                sheet.add(arm.name, 0.0, figures | _costs(arm, answer))
-        return sheet.rows(compared=(measure,), seed=self._bench.seed)
-
-    def _answered(self, number: int, sheet: Sheet) -> dict[Arm, Answer]:
-        """By every arm; of prompts that are only stored none."""
-        server, limit = self._bench.server, self._bench.answer_tokens
-        scenario = self._bench.writer.scenario(self._prompt(number), [], suite=self._name, number=number)
-        near = self._most_similar(number)
-        self._asked.append(number)
-        if len(near) < _NUM_STORED:
-            self._answers.append(server.full_answer(prefill(server.model, scenario.prompt), limit))
-            return {}
-        stored = [self._prompt(self._asked[place]) for place in reversed(near)]  # the nearest is the newest
-        scenario = self._bench.writer.scenario(self._prompt(number), stored, suite=self._name, number=number)
-        trial = server.trial(scenario, server.store(scenario.stored))
-        if trial is None:
-            self._answers.append(server.full_answer(prefill(server.model, scenario.prompt), limit))
-            sheet.skipped += 1
-            return {}
-        found = server.answers(trial, _TABLE_1, limit=limit, turn=number)
-        self._answers.append(found[FULL].text)
-        response = Answer(self._answers[near[0]], 0.0, 0.0, 0.0)
-        log.info("%s: prompt %d answered", self._name, number)
-        return {**found, Arm("response", None): response}
-
-    def _prompt(self, number: int) -> Messages:
-        return self._bench.writer.few_shot(self._pairs, number, self._wording)[1]
-
-    def _most_similar(self, number: int) -> list[int]:
-        """Places of the earlier prompts whose text means most nearly the same, the nearest first."""
-        text = "\n".join(message["content"] for message in self._prompt(number))
-        vector = self._embedder.embed([text])[0]
-        near = sorted(range(len(self._vectors)), key=lambda place: -float(self._vectors[place] @ vector))
-        self._vectors.append(vector)
-        return near[:_NUM_STORED]
+    prompt: Messages
+    vector: NDArray[np.float32]
+    answer: str
 
 
-def cacheblend_12(bench: Bench) -> list[dict[str, Any]]:
-    """CacheBlend, figure 12: quality and time to first token, every passage cached alone."""
+def _stream(
+    bench: Bench, name: str, pairs: Sequence[Pair], request: str, measure: str, language: str
+) -> Rows:
+    """
+    Asks for pairs one after another, with the pairs before as examples.
+
+    The two earlier prompts with the most similar text are stored; the first two prompts have none to copy
+    from.
+    """
+    sheet, wanted, embedder = Sheet(name), bench.rows + _NUM_STORED, Embedder()
+    start = bench.draw(name).randint(EXAMPLES, max(EXAMPLES, len(pairs) - wanted))
+    earlier: list[_Earlier] = []
+    for number in range(start, min(start + wanted, len(pairs))):
+        _, prompt = bench.writer.few_shot(pairs, number, request)
+        vector = embedder.embed(["\n".join(message["content"] for message in prompt)])[0]
+        near = sorted(earlier, key=lambda each: -float(each.vector @ vector))[:_NUM_STORED]
+        stored = [each.prompt for each in reversed(near)]  # the nearest is the newest
+        found = bench.answers("kvshare-1", sheet, number, prompt, stored) if len(near) == _NUM_STORED else {}
+        if found:
+            full = found[FULL].text
+            found[Arm("response")] = Answer(near[0].answer, 0.0, 0.0, 0.0)
+        else:
+            alone = bench.writer.scenario(prompt, [], suite=name, number=number).prompt
+            full = bench.server.full_answer(alone, bench.answer_tokens)
+        earlier.append(_Earlier(prompt, vector, full))
+        for arm, answer in found.items():
+            figures = _figures(measure, pairs[number].result, answer.text, language)
+            sheet.add(arm.name, 0.0, figures | _costs(arm, answer))
+    return sheet.rows(compared=(measure,), seed=bench.seed)
+
+
+def cacheblend_12(bench: Bench) -> Rows:
+    """CacheBlend, figure 12: quality and time to first token, with every passage cached alone."""
     found = []
-    words = int(min(_LONGEST_PIECE, bench.writer.longest / _PIECES) / _TOKENS_A_WORD)
+    words = int(min(_LONGEST_PIECE, bench.writer.longest / _PIECES) / _TOKENS_PER_WORD)
     for name, file in (("2WikiMQA", "wikimqa_s_clean"), ("MuSiQue", "musique_s")):
         questions = data.cacheblend(bench.data, file, piece_words=words)
         if bench.is_there(f"{name} (CacheBlend)", questions):
             sheet = Sheet(name)
-            for number, asked in _drawn(bench, file, questions):
-                _add_question(bench, sheet, number, asked)
+            for number in bench.drawn(file, range(len(questions))):
+                asked = questions[number]
+                chunks = bench.writer.passages(asked, _MOST_ALONE, bench.draw(name, number))
+                prompt = with_passages(chunks, QUESTIONS["short"].format(question=asked.text))
+                for arm, answer, costs in _timed(bench, sheet, number, prompt, prompts.alone(chunks)):
+                    f1 = scores.best(token_f1, asked.answers, _first_line(answer.text))
+                    sheet.add(arm.name, arm.budget, {"f1": f1} | costs)
             found += sheet.rows(compared=("f1",), seed=bench.seed)
-    pairs = data.samsum(bench.samsum) if bench.samsum else []
-    if bench.is_there("SAMSum", pairs):
-        found += _summaries(bench, pairs)
+    if pairs := bench.summaries():
+        sheet = Sheet("SAMSum")
+        for number in bench.drawn("SAMSum 12", range(EXAMPLES, len(pairs))):
+            examples, prompt = bench.writer.few_shot(pairs, number, SUMMARY)
+            for arm, answer, costs in _timed(bench, sheet, number, prompt, examples):
+                figures = _figures("rouge_l", pairs[number].result, answer.text, "en")
+                sheet.add(arm.name, arm.budget, figures | costs)
+        found += sheet.rows(compared=("rouge_l",), seed=bench.seed)
     return found
 
 
-def _add_question(bench: Bench, sheet: Sheet, number: int, asked: Asked) -> None:
-    chunks = bench.writer.passages(asked, _MOST_ALONE, bench.draw(sheet.data, number))
-    prompt = with_passages(chunks, QUESTIONS["short"].format(question=asked.text))
-    alone = prompts.alone(chunks)
-    for arm, answer, costs in _asked_12(bench, sheet, number, prompt, alone):
-        f1 = scores.best_f1(asked.answers, _first_line(answer.text))
-        sheet.add(arm.name, arm.budget, {"f1": f1} | costs)
-
-
-def _summaries(bench: Bench, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    sheet, wording = Sheet("SAMSum"), Wording.of_summary()
-    behind = range(prompts.EXAMPLES, len(pairs))
-    chosen = bench.draw("SAMSum 12").sample(behind, min(bench.rows, len(behind)))
-    for number in chosen:
-        examples, prompt = bench.writer.few_shot(pairs, number, wording)
-        for arm, answer, costs in _asked_12(bench, sheet, number, prompt, examples):
-            figures = _figures("rouge_l", pairs[number].result, answer.text, "en")
-            sheet.add(arm.name, arm.budget, figures | costs)
-    return sheet.rows(compared=("rouge_l",), seed=bench.seed)
-
-
-def _asked_12(
-    bench: Bench, sheet: Sheet, number: int, prompt: Messages, alone: Sequence[Messages]
+def _timed(
+    bench: Bench, sheet: Sheet, number: int, prompt: Messages, stored: Sequence[Messages]
 ) -> Iterator[tuple[Arm, Answer, dict[str, float]]]:
     """Every arm's answer, and its costs with the time to the first token."""
-    scenario = bench.writer.scenario(prompt, alone, suite=sheet.data, number=number)
-    trial = bench.server.trial(scenario, bench.server.store(scenario.stored))
-    if trial is None:
-        sheet.skipped += 1
-        return
-    found = bench.server.answers(trial, _FIGURE_12, limit=bench.answer_tokens, turn=number)
-    log.info("%s: prompt %d answered", sheet.data, number)
+    found = bench.answers("cacheblend-12", sheet, number, prompt, stored)
     for arm, answer in found.items():
         seconds = {"ttft_s": answer.seconds, "ttft_of_full": answer.seconds / found[FULL].seconds}
         yield arm, answer, _costs(arm, answer) | seconds
 
 
-def cachecraft(bench: Bench) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Cache-Craft, figures 20 and 21: likeness to the full prefill's answer, by budget."""
+def cachecraft(bench: Bench) -> tuple[Rows, Rows]:
+    """Cache-Craft, figures 20 and 21: similarity to the full prefill's answer, by budget."""
     long, short = [], []
     sets = (("MuSiQue", data.musique), ("MuSiQue, single hop", data.single_hop), ("2WikiMQA", data.two_wiki))
     for name, read in sets:
@@ -206,11 +180,11 @@ def cachecraft(bench: Bench) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
         if not bench.is_there(name, questions):
             continue
         sheets = {task: Sheet(name, task) for task in ("long", "short", "statement")}
-        for number, asked in _drawn(bench, name, questions):
-            others = bench.draw(f"{name} others", number).sample(
-                [other for other in questions if other is not asked], _NUM_STORED
-            )
-            _Reuse(bench, sheets, number, asked, others).add()
+        for number in bench.drawn(name, range(len(questions))):
+            asked = questions[number]
+            different = [other for other in questions if other is not asked]
+            others = bench.draw(f"{name} others", number).sample(different, _NUM_STORED)
+            _add_reuse(bench, sheets, number, asked, others)
             log.info("%s: prompt %d answered", name, number)
         long += sheets["long"].rows(seed=bench.seed)
         short += sheets["short"].rows(compared=("jaccard_reference",), seed=bench.seed)
@@ -218,60 +192,45 @@ def cachecraft(bench: Bench) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     return long, short
 
 
-@dataclass(frozen=True, slots=True)
-class _Reuse:
+def _add_reuse(
+    bench: Bench, sheets: Mapping[str, Sheet], number: int, asked: Asked, others: Sequence[Asked]
+) -> None:
     """A question whose passages were in two earlier prompts, asked in three ways."""
-
-    bench: Bench
-    sheets: Mapping[str, Sheet]
-    number: int
-    asked: Asked
-    others: Sequence[Asked]
-
-    def add(self) -> None:
-        draw = self.bench.draw(self.sheets["long"].data, self.number)
-        chunks = self.bench.writer.passages(self.asked, _MOST_REUSED, draw)
-        writer, name = self.bench.writer, self.sheets["long"].data
-        earlier = prompts.earlier(chunks, self.others, draw)
-        wrong = data.wrong_answer(self.asked, self.others)
-        is_true = wrong is None or draw.random() < 0.5
-        said = self.asked.answers[0] if is_true else wrong
-        shelf: Shelf | None = None
-        for task, limit in (("long", self.bench.answer_tokens), ("short", _SHORT), ("statement", _ONE_WORD)):
-            ending = QUESTIONS[task].format(question=self.asked.text, answer=said)
-            prompt = with_passages(chunks, ending)
-            scenario = writer.scenario(prompt, earlier, suite=name, number=self.number)
-            shelf = shelf or self.bench.server.store(scenario.stored)
-            trial = self.bench.server.trial(scenario, shelf)
-            if trial is None:
-                self.sheets[task].skipped += 1
-            else:
-                self._add_task(task, trial, min(limit, self.bench.answer_tokens), is_true)
-
-    def _add_task(self, task: str, trial: Trial, limit: int, is_true: bool) -> None:
-        found = self.bench.server.answers(trial, _FIGURE_20, limit=limit, turn=self.number)
-        full = found[FULL].text
+    name, server = sheets["long"].data, bench.server
+    draw = bench.draw(name, number)
+    chunks = bench.writer.passages(asked, _MOST_REUSED, draw)
+    earlier = prompts.earlier(chunks, others, draw)
+    wrong = data.wrong_answer(asked, others)
+    is_true = wrong is None or draw.random() < 0.5
+    stored = None
+    for task, limit in (("long", bench.answer_tokens), ("short", _SHORT), ("statement", _ONE_WORD)):
+        ending = QUESTIONS[task].format(question=asked.text, answer=asked.answers[0] if is_true else wrong)
+        prompt = with_passages(chunks, ending)
+        scenario = bench.writer.scenario(prompt, earlier, suite=name, number=number)
+        stored = stored or server.store(scenario.stored)
+        trial = server.trial(scenario, stored)
+        if trial is None:
+            sheets[task].skipped += 1
+            continue
+        limit = min(limit, bench.answer_tokens)
+        found = server.answers(trial, _ARMS["cachecraft"], limit=limit, turn=number)
         for arm, answer in found.items():
-            if task == "long":
-                figures = {"rouge_l": scores.rouge_l(full, answer.text)}
-            elif task == "short":
-                own, text = _first_line(full), _first_line(answer.text)
-                figures = {
-                    "jaccard": scores.best_jaccard([own], text),
-                    "jaccard_reference": scores.best_jaccard(self.asked.answers, text),
-                }
-            else:
-                figures = {
-                    "accuracy": float(_verdict(answer.text) is is_true),
-                    "same_as_full": float(_verdict(answer.text) is _verdict(full)),
-                }
-            self.sheets[task].add(arm.name, arm.budget, figures | _costs(arm, answer))
+            figures = _likeness(task, asked, answer.text, found[FULL].text, is_true=is_true)
+            sheets[task].add(arm.name, arm.budget, figures | _costs(arm, answer))
 
 
-def _drawn(bench: Bench, name: str, questions: Sequence[Asked]) -> Iterator[tuple[int, Asked]]:
-    """As many questions as there are rows, in a drawn order."""
-    numbers = bench.draw(name).sample(range(len(questions)), min(bench.rows, len(questions)))
-    return ((number, questions[number]) for number in numbers)
+def _likeness(task: str, asked: Asked, text: str, full: str, *, is_true: bool) -> dict[str, float]:
+    """The figures of an answer to one of the three tasks, against the full prefill's and the right one."""
+    if task == "long":
+        return {"rouge_l": scores.rouge_l(full, text)}
+    if task == "short":
+        line = _first_line(text)
+        return {
+            "jaccard": scores.best(jaccard, [_first_line(full)], line),
+            "jaccard_reference": scores.best(jaccard, asked.answers, line),
+        }
+    verdict = _verdict(text)
+    return {"accuracy": float(verdict is is_true), "same_as_full": float(verdict is _verdict(full))}
 
 
 def _figures(measure: str, reference: str, text: str, language: str) -> dict[str, float | scores.Figures]:
@@ -292,6 +251,6 @@ def _first_line(text: str) -> str:
 
 
 def _verdict(text: str) -> bool | None:
-    """What the first word says; None if neither."""
+    """True or false by the first word; None for any other word."""
     words = scores.plain(text).split()
     return {"true": True, "false": False}.get(words[0]) if words else None

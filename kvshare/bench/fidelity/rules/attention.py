@@ -1,170 +1,132 @@
-"""Rules that look at attention: of the tokens that are computed anyway, or at the time of caching."""
+"""Rules that look at attention: of the tokens that are computed anyway, or in the stored prompts' prefill."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from delta_tree import Copy, Span
 from kvshare.bench.fidelity.layered import Mask
-from kvshare.bench.fidelity.rules.base import Rule, chunks, heads, num_wanted, pieces, takes_all
-from kvshare.bench.fidelity.shelf import copies_from, covered
+from kvshare.bench.fidelity.rules.base import Choices, chunks, heads, no_probe, num_wanted, pieces, takes_all
+from kvshare.bench.fidelity.stored_prompts import copies_from
 from kvshare.bench.fidelity.trial import Selection, Trial
-from kvshare.sharing.plan import clip
-from kvshare.sharing.selection import Scores, blocks, highest
+from kvshare.sharing.plan import within
+from kvshare.sharing.selection import Scores, blocks, covered, highest
 
 _WINDOW = 8  # tokens
-_PARAGRAPH = 12  # tokens: a shorter last part is what the chat template ends with
+_PARAGRAPH = 12  # tokens: a shorter last part is the end of the chat template
 
 
 def second_pass(trial: Trial) -> float:
-    """The tokens computed anyway are the probe, and computed again with the repairs."""
+    """The base is the probe, and is computed again with the repairs."""
     return float(trial.base_layer_tokens())
 
 
-def last_again(trial: Trial) -> float:
-    """The same, but of these tokens only the question is computed again."""
+def _question_again(trial: Trial) -> float:
+    """The base is computed once, as the probe; with the repairs, only the question is computed again."""
     return float(question(trial).sum() * trial.num_layers)
 
 
 def question(trial: Trial) -> Mask:
-    """(T,) the computed tokens from the last paragraph on, or from the tail if that is further in front."""
+    """(T,) the computed tokens from the last paragraph on, or from the tail if it begins before that."""
     last = next(part for part in reversed(trial.scenario.prompt.parts) if len(part) >= _PARAGRAPH)
     start = min(last.start, trial.num_tokens - trial.settings.repair.tail)
     return trial.base & (np.arange(trial.num_tokens) >= start)
 
 
-def asked_for(trial: Trial) -> Scores:
-    """(T,) attention of the question, mean over its tokens, summed over layers."""
-    asking = question(trial)[trial.base]
-    scores: Scores = trial.guided[:, asking].mean(axis=1).sum(axis=0)
+def question_attention(trial: Trial) -> Scores:
+    """(L, T) attention of the question's tokens to each token, mean over them."""
+    attention, _ = trial.base_pass
+    scores: Scores = attention[:, question(trial)[trial.base]].mean(axis=1)
     return scores
 
 
-def _query(trial: Trial, budget: float) -> Selection:
-    rows = highest(asked_for(trial), trial.copied, num_wanted(trial, budget))
-    return Selection(rows, probe=second_pass(trial))
-
-
-def _all_asked_for(trial: Trial) -> Scores:
-    """(T,) attention of every token that is computed anyway."""
-    scores: Scores = trial.guided.sum(axis=(0, 1))
+def _by_question(trial: Trial) -> Scores:
+    """(T,) the question's attention, summed over layers."""
+    scores: Scores = question_attention(trial).sum(axis=0)
     return scores
 
 
-def _query_all(trial: Trial, budget: float) -> Selection:
-    """Every token that is computed anyway asks, placeholders too."""
-    return Selection(
-        highest(_all_asked_for(trial), trial.copied, num_wanted(trial, budget)), probe=second_pass(trial)
-    )
+def _by_base(trial: Trial) -> Scores:
+    """(T,) attention of every token that is computed anyway, placeholders too."""
+    attention, _ = trial.base_pass
+    scores: Scores = attention.sum(axis=(0, 1))
+    return scores
 
 
-def _once(trial: Trial, scores: Scores, budget: float) -> Selection:
-    """Placeholders are computed once, in the pass that is watched; behind the repairs the question again."""
-    rows = highest(scores, trial.copied, num_wanted(trial, budget))
-    kept = None if takes_all(trial, budget) else trial.base & ~question(trial)
-    return Selection(rows, probe=last_again(trial), kv=trial.guided_kv, kept=kept)
-
-
-def _query_once(trial: Trial, budget: float) -> Selection:
-    return _once(trial, asked_for(trial), budget)
-
-
-def _query_all_once(trial: Trial, budget: float) -> Selection:
-    return _once(trial, _all_asked_for(trial), budget)
-
-
-def windows(scores: Scores, allowed: Mask, count: int) -> Mask:
-    """Windows of equal size with the highest mean scores, `count` positions together."""
-    return blocks(scores, allowed, count, _WINDOW)
-
-
-def _query_windows(trial: Trial, budget: float) -> Selection:
-    rows = windows(asked_for(trial), trial.copied, num_wanted(trial, budget))
+def _most_asked_for(
+    trial: Trial, budget: float, *, scores: Callable[[Trial], Scores], window: int = 1
+) -> Selection:
+    """The tokens, or windows of equal size, with the highest scores."""
+    rows = blocks(scores(trial), trial.copied, num_wanted(trial, budget), window)
     return Selection(rows, probe=second_pass(trial))
+
+
+def _base_once(trial: Trial, budget: float, *, scores: Callable[[Trial], Scores]) -> Selection:
+    """The same, but the base is computed once, as the probe, and only the question is computed again."""
+    rows = highest(scores(trial), trial.copied, num_wanted(trial, budget))
+    computed = None if takes_all(trial, budget) else trial.base & ~question(trial)
+    return Selection(rows, probe=_question_again(trial), kv=trial.base_pass[1], computed=computed)
 
 
 def _half_and_half(trial: Trial, budget: float) -> Selection:
-    """Half of the budget for windows behind edits, half for what the query attends to."""
+    """Half of the budget for windows behind edits, half for what the question attends to."""
     count = num_wanted(trial, budget)
     rows = heads(pieces(trial), trial.num_tokens, count // 2)
-    rows |= highest(asked_for(trial), trial.copied & ~rows, count - int(rows.sum()))
+    rows |= highest(_by_question(trial), trial.copied & ~rows, count - int(rows.sum()))
     return Selection(rows, probe=second_pass(trial))
 
 
 def _most_attended(trial: Trial, budget: float) -> Selection:
-    """In each chunk, the same share of tokens: those most attended to when the chunk was cached."""
+    """The same share of each chunk: what the chunk attended to most when its prompt was computed."""
     scores = np.zeros(trial.num_tokens)
-    for copy in trial.foreign:
-        if (done := trial.shelf.prefills.get(copy.donor)) is not None:
+    for copy in trial.approximate_copies:
+        if (done := trial.stored.prefills.get(copy.donor)) is not None:
             source = slice(copy.donor_start, copy.donor_start + copy.length)
-            scores[copy.target_start : copy.target_start + copy.length] = done.watched.received[source]
-    rows = np.zeros(trial.num_tokens, np.bool_)
-    total, spent, wanted = int(trial.copied.sum()), 0, num_wanted(trial, budget)
-    seen = 0
-    for chunk in chunks(trial):
-        seen += len(chunk)
-        count = round(wanted * seen / max(1, total)) - spent
-        rows |= highest(scores, covered([chunk], trial.num_tokens), count)
-        spent += count
+            scores[copy.target.start : copy.target.end] = done.attention.received[source]
+    rows, found = np.zeros(trial.num_tokens, np.bool_), chunks(trial)
+    seen, total = np.cumsum([len(chunk) for chunk in found]), max(1, int(trial.copied.sum()))
+    counts = np.diff(np.round(num_wanted(trial, budget) * seen / total), prepend=0)
+    for chunk, count in zip(found, counts, strict=True):
+        rows |= highest(scores, covered([chunk], trial.num_tokens), int(count))
     return Selection(rows)
 
 
 def _set_cache(trial: Trial, budget: float) -> Selection:
     """
-    The longest stored beginning whose documents all occur in the prompt, in any order, keys moved.
+    Reuses the longest stored prefix whose documents all occur in the prompt, in any order, with keys moved.
 
-    Everything else is computed. There is no budget: it is what it is.
+    Everything else is computed, so there is no budget.
     """
     prompt = trial.scenario.prompt
     places = {prompt.token_ids[part.start : part.end].tobytes(): part for part in prompt.parts}
     best: list[Copy] = []
     behind = Span(trial.exact_length, trial.num_tokens)
-    for node in trial.shelf.nodes:
-        done = trial.shelf.prefills.get(node.node_id)
-        if done is None:
+    for node in trial.stored.nodes:
+        if (done := trial.stored.prefills.get(node.node_id)) is None:
             continue
         copies: list[Copy] = []
         for part in done.prompt.parts:
             target = places.get(done.prompt.token_ids[part.start : part.end].tobytes())
             if target is None:
                 break
-            found = copies_from(node, part, target)
-            copies += [own for copy in found if (own := clip(copy, behind))]
+            copies += within(copies_from(node, part, target), behind)
         if sum(copy.length for copy in copies) > sum(copy.length for copy in best):
             best = copies
-    exact = [kept for copy in trial.copies if (kept := clip(copy, Span(0, trial.exact_length)))]
-    reused = covered([copy.target for copy in (*exact, *best)], trial.num_tokens)
-    return Selection(~reused, copies=(*exact, *best))
+    copies = [*within(trial.copies, Span(0, trial.exact_length)), *best]
+    reused = covered([copy.target for copy in copies], trial.num_tokens)
+    return Selection(~reused, copies=tuple(copies))
 
 
-RULES = (
-    Rule("query", "after query-guided selection", "arXiv:2602.02579", _query, second_pass, after=True),
-    Rule("query-all", "after SparseX", "arXiv:2606.01751", _query_all, second_pass, after=True),
-    Rule(
-        "query-once",
-        "after query-guided, placeholders once",
-        "arXiv:2602.02579",
-        _query_once,
-        last_again,
-        after=True,
-    ),
-    Rule(
-        "query-all-once",
-        "after SparseX, placeholders once",
-        "arXiv:2606.01751",
-        _query_all_once,
-        last_again,
-        after=True,
-    ),
-    Rule(
-        "query-windows",
-        "after CacheClip (windows)",
-        "arXiv:2510.10129",
-        _query_windows,
-        second_pass,
-        after=True,
-    ),
-    Rule("windows-query", "half windows, half query", "", _half_and_half, second_pass, published=False),
-    Rule("most-attended", "Prefill-H2O", "Cache-Craft's baseline", _most_attended),
-    Rule("set-cache", "Set-Cache", "Cache-Craft's baseline", _set_cache, has_budget=False),
-)
+CHOICES: Choices = {
+    "query": (partial(_most_asked_for, scores=_by_question), second_pass),
+    "query-all": (partial(_most_asked_for, scores=_by_base), second_pass),
+    "query-once": (partial(_base_once, scores=_by_question), _question_again),
+    "query-all-once": (partial(_base_once, scores=_by_base), _question_again),
+    "query-windows": (partial(_most_asked_for, scores=_by_question, window=_WINDOW), second_pass),
+    "windows-query": (_half_and_half, second_pass),
+    "most-attended": (_most_attended, no_probe),
+    "set-cache": (_set_cache, no_probe),
+}

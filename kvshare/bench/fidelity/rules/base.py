@@ -1,4 +1,4 @@
-"""What a repair rule is, and what most rules need: budgets as token counts, the best so many, equal heads."""
+"""What a repair rule is, and what most rules need: budgets as token counts, equal heads, pieces, chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from delta_tree import Span
 from kvshare.bench.fidelity.layered import Mask
@@ -15,46 +14,51 @@ from kvshare.bench.fidelity.trial import Selection, Trial
 from kvshare.sharing.plan import continues
 from kvshare.sharing.selection import stretches
 
-NO_COST: Callable[[Trial], float] = lambda trial: 0.0  # noqa: E731
+Choose = Callable[[Trial, float], Selection]
+Probe = Callable[[Trial], float]
+Choices = dict[str, tuple[Choose, Probe]]
+"""By rule: how it chooses, and what choosing costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """
-    A way to choose what is computed again.
+    A way to choose what is computed again; rules.yaml has all fields but the two functions.
 
-    `choose(trial, budget)`: budget b as a share of layers x prompt tokens; rules without one ignore it.
-    `probe(trial)`: layer-tokens that the selection itself gives fresh Q, K, V, whatever the budget;
-    `paid_layers`: in so many layers repaired rows are part of it.
-    `after`: our reading of a published description, not of its code. `per_layer`: layers differ in their
-    rows, so the rule cannot run in an engine whose compiled forward takes one set of positions.
+    `choose(trial, budget)`: the budget is a share of layers x prompt tokens; rules without one ignore it.
+    `probe(trial)`: layer-tokens that the selection gives fresh Q, K, V, at any budget. `paid_layers`: in that
+    many layers the probe computes the repaired rows already. `per_layer`: layers differ in their rows, so the
+    rule cannot run in an engine whose compiled forward pass takes one set of positions.
     """
 
     name: str
+    choose: Choose
+    probe: Probe
     title: str
-    source: str
-    choose: Callable[[Trial, float], Selection]
-    probe: Callable[[Trial], float] = NO_COST
+    source: str = ""
     paid_layers: float = 0.0
     has_budget: bool = True
-    after: bool = False
     per_layer: bool = False
-    published: bool = True
 
     def affordable(self, trial: Trial, charged: float) -> float:
-        """What a charged budget leaves for repairs; not above 0 where selecting alone costs more."""
+        """The budget that a charged budget leaves for repairs; 0 or less where selecting alone exceeds it."""
         num_layers = trial.num_layers
         left = charged - self.probe(trial) / (num_layers * trial.num_tokens)
         return left * num_layers / (num_layers - self.paid_layers)
 
 
+def no_probe(trial: Trial) -> float:
+    """The cost of rules that choose without computing anything."""
+    return 0.0
+
+
 def num_wanted(trial: Trial, budget: float) -> int:
-    """Positions that a budget buys in all layers; never more than there are copied ones."""
+    """How many positions a budget pays for in all layers; at most all copied ones."""
     return min(int(trial.copied.sum()), round(budget * trial.num_tokens))
 
 
 def takes_all(trial: Trial, budget: float) -> bool:
-    """Whether a budget buys every copied position: then nothing may stay that was computed over stale KV."""
+    """Whether a budget pays for every copied position: then no KV that depends on a stale copy may remain."""
     return num_wanted(trial, budget) == int(trial.copied.sum())
 
 
@@ -72,7 +76,7 @@ def heads(stretches: Sequence[Span], num_tokens: int, count: int, *, from_end: b
 
 
 def cut(mask: Mask, starts: Sequence[int]) -> list[Span]:
-    """The runs of True, cut before each of these positions too."""
+    """The runs of True, cut before each of these positions."""
     found: list[Span] = []
     for run in stretches(mask):
         inside = [start for start in starts if run.start < start < run.end]
@@ -82,22 +86,11 @@ def cut(mask: Mask, starts: Sequence[int]) -> list[Span]:
 
 
 def pieces(trial: Trial) -> list[Span]:
-    """Stretches of copied positions from one place of one donor each."""
-    starts = []
-    for before, copy in pairwise(trial.foreign):
-        if not continues(before, copy):
-            starts.append(copy.target_start)
-    return cut(trial.copied, starts)
+    """Stretches of copied positions, each from one place of one donor."""
+    copies = pairwise(trial.approximate_copies)
+    return cut(trial.copied, [copy.target_start for before, copy in copies if not continues(before, copy)])
 
 
 def chunks(trial: Trial) -> list[Span]:
-    """Copied stretches within one part of the prompt each: what systems for retrieved text call chunks."""
+    """Stretches of copied positions, each within one part of the prompt: a chunk of the literature."""
     return cut(trial.copied, [part.start for part in trial.scenario.prompt.parts])
-
-
-def moved(trial: Trial) -> NDArray[np.int64]:
-    """(T,) by how many tokens each copied position moved; 0 elsewhere."""
-    shifts = np.zeros(trial.num_tokens, np.int64)
-    for copy in trial.foreign:
-        shifts[copy.target_start : copy.target_start + copy.length] = copy.shift
-    return shifts * trial.copied

@@ -1,12 +1,13 @@
 """
-Cache-Craft (SIGMOD'25): how much a cached chunk depends on what stood before it, and which of its tokens.
+Cache-Craft (SIGMOD'25): how much a cached chunk depends on its old prefix, and which of its tokens do most.
 
-Attention is what was recorded when the stored prompts were computed, mean over layers and heads. Equation
-numbers are the paper's.
+Attention is that of the stored prompts' prefill, mean over layers and heads. Equation numbers are the
+paper's.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,24 +16,96 @@ import numpy as np
 
 from delta_tree import Copy, Node, Span
 from kvshare.bench.fidelity.layered import Mask
-from kvshare.bench.fidelity.rules.attention import question, second_pass
-from kvshare.bench.fidelity.rules.base import Rule, num_wanted
-from kvshare.bench.fidelity.rules.chunks import (
-    LEAST_MISMATCH,
-    ChunkStore,
-    Variant,
-    content,
-    fix_overhead,
-    focused_chunks,
-    variant,
-)
-from kvshare.bench.fidelity.shelf import Prefill, copies_from, covered
+from kvshare.bench.fidelity.rules.attention import question_attention, second_pass
+from kvshare.bench.fidelity.rules.base import Choices, no_probe, num_wanted, takes_all
+from kvshare.bench.fidelity.scenario import Prompt
+from kvshare.bench.fidelity.stored_prompts import Prefill, copies_from
 from kvshare.bench.fidelity.trial import Selection, Trial
-from kvshare.sharing.plan import clip
-from kvshare.sharing.selection import Scores, highest, stretches
+from kvshare.sharing.plan import within
+from kvshare.sharing.selection import Scores, covered, highest, stretches
 
-_CAPACITY = 256  # variants, N x M: more than a scenario has chunks, or the oldest would leave
+_LEAST_MISMATCH = 1e-6  # of 1 - beta': at 100 % every token is computed, whatever was before it
 _CONFIDENCE = 3  # layers that must agree on the focused chunks (w of algorithm 1; the paper gives no value)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A chunk as it was computed in one stored prompt."""
+
+    tokens: bytes
+    prefix: tuple[bytes, ...]  # the chunks before it, in order
+    inter: Scores  # (chunks before,) attention to each of them, summed over the chunk's tokens
+    impact: float  # CCI, eq. 11
+    token_scores: Scores  # (|C|,) attention of each token to all chunks before it (eq. 14)
+
+
+def variant(prompt: Prompt, to_parts: Scores, itself: Scores, part: int) -> Variant:
+    """
+    What is recorded of a chunk when it is computed (eq. 3, 4, 9 to 11).
+
+    Shapes:  to_parts (T, P) attention of each token to each chunk, itself (T,) to itself
+    """
+    spans = prompt.parts
+    rows = slice(spans[part].start, spans[part].end)
+    inter = to_parts[rows, :part].sum(axis=0)
+    length = len(spans[part])
+    intra = float(to_parts[rows, part].sum() - itself[rows].sum())
+    outside = sum(value / (length * len(spans[j])) for j, value in enumerate(inter))
+    inside = intra / length**2
+    impact = 1.0 if inside <= 0 else 1 / (1 + math.exp(-min(outside / inside, 50.0)))
+    return Variant(
+        tokens=content(prompt, part),
+        prefix=tuple(content(prompt, before) for before in range(part)),
+        inter=inter,
+        impact=impact,
+        token_scores=to_parts[rows, :part].sum(axis=1),
+    )
+
+
+def prefix_overlap(stored: Variant, prefix: Sequence[bytes]) -> float:
+    """beta' of a stored chunk that now has these chunks before it (eq. 6 to 8)."""
+    if not stored.prefix:
+        return 1.0 if not prefix else 0.0
+    total = float(stored.inter.sum())
+    common = [number for number, chunk in enumerate(stored.prefix) if chunk in prefix]
+    beta = float(stored.inter[common].sum()) / total if total > 0 else 0.0
+    order = [list(prefix).index(stored.prefix[number]) for number in common]
+    pairs = list(itertools.combinations(order, 2))
+    discordant = sum(first > second for first, second in pairs)
+    return beta * (1 - (discordant / len(pairs) if pairs else 0.0))
+
+
+def fix_overhead(stored: Variant, prefix: Sequence[bytes]) -> float:
+    """CFO without alpha: CCI x (1 - beta') (eq. 12)."""
+    return stored.impact * max(_LEAST_MISMATCH, 1 - prefix_overlap(stored, prefix))
+
+
+def content(prompt: Prompt, part: int) -> bytes:
+    """The tokens of a part; equal parts have equal contents."""
+    return prompt.token_ids[prompt.parts[part].start : prompt.parts[part].end].tobytes()
+
+
+def focused_chunks(attention: Scores, *, confidence: int) -> tuple[frozenset[int], int]:
+    """
+    Algorithm 1: the chunks that the question looks at, and the layer after which they no longer change.
+
+    Shapes:  attention (L, k) of the question to each chunk, by layer
+    """
+    num_layers, num_chunks = attention.shape
+    everything = frozenset(range(num_chunks))
+    if num_chunks < 3:
+        return everything, num_layers
+    found: list[frozenset[int]] = []
+    for layer, sums in enumerate(np.cumsum(attention, axis=0), start=1):
+        order = np.argsort(-sums, kind="stable")
+        gaps = -np.diff(sums[order])
+        shares = gaps / max(float(gaps.sum()), 1e-12)
+        entropy = np.cumsum(-shares * np.log(np.maximum(shares, 1e-12)))
+        number = int(np.argmax(np.diff(entropy))) + 1
+        found.append(frozenset(order[:number].tolist()))
+        if layer >= confidence and len(set(found[-confidence:])) == 1:
+            return found[-1], layer
+    return everything, num_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,69 +120,61 @@ class _Chunk:
 
 def _found_chunks(trial: Trial) -> list[_Chunk]:
     """
-    Every part that is copied, from the variant with the least overhead.
+    Every part that is copied, each from its stored variant with the least overhead.
 
-    A part that no stored prompt has as a whole is a miss in the paper; here it keeps the plan's copies and
-    the record of most of it.
+    In the paper, a part that no stored prompt has as a whole is a miss. Here it keeps the plan's copies, and
+    is scored by the part that most of it comes from.
     """
-    prompt, found = trial.scenario.prompt, []
-    store, origins = _stored(trial)
+    prompt, stored, found = trial.scenario.prompt, _variants(trial), []
     for number, span in enumerate(prompt.parts):
         if not trial.copied[span.start : span.end].any():
             continue
         prefix = [content(prompt, before) for before in range(number)]
-        best = store.best(content(prompt, number), prefix)
-        if best is None:
+        same = [each for each in stored if each[0].tokens == content(prompt, number)]
+        if not same:
             found.append(_partly_copied(trial, span, prefix))
             continue
-        node, source = origins[best]
+        overheads = [fix_overhead(each, prefix) for each, *_ in same]
+        best, node, source = same[int(np.argmin(overheads))]
         scores = np.zeros(trial.num_tokens)
-        scores[span.start : span.end] = store[best].token_scores
-        inside = stretches(covered([span], trial.num_tokens) & trial.copied)
-        laid = [clip(copy, run) for copy in copies_from(node, source, span) for run in inside]
-        found.append(_Chunk(span, fix_overhead(store[best], prefix), scores, tuple(filter(None, laid))))
+        scores[span.start : span.end] = best.token_scores
+        runs = stretches(covered([span], trial.num_tokens) & trial.copied)
+        copies = [part for run in runs for part in within(copies_from(node, source, span), run)]
+        found.append(_Chunk(span, min(overheads), scores, tuple(copies)))
     return found
 
 
-def _stored(trial: Trial) -> tuple[ChunkStore, dict[int, tuple[Node, Span]]]:
-    """Every chunk of every stored prompt, and which node and part of it a variant is of."""
-    store, origins = ChunkStore(_CAPACITY), {}
-    for node in reversed(trial.shelf.nodes):
-        if (done := trial.shelf.prefills.get(node.node_id)) is not None:
-            for part, span in enumerate(done.prompt.parts):
-                origins[store.add(_recorded(done, part))] = (node, span)
-    return store, origins
+def _variants(trial: Trial) -> list[tuple[Variant, Node, Span]]:
+    """Every part of every stored prompt, oldest prompt first, and where it is."""
+    return [
+        (_recorded(done, part), node, span)
+        for node in reversed(trial.stored.nodes)
+        if (done := trial.stored.prefills.get(node.node_id)) is not None
+        for part, span in enumerate(done.prompt.parts)
+    ]
 
 
 def _recorded(done: Prefill, part: int) -> Variant:
-    return variant(done.prompt, done.watched.to_parts, done.watched.itself, part)
+    return variant(done.prompt, done.attention.to_parts, done.attention.to_itself, part)
 
 
 def _partly_copied(trial: Trial, span: Span, prefix: Sequence[bytes]) -> _Chunk:
     scores = np.zeros(trial.num_tokens)
-    most, cost = 0, 1.0
-    for copy in trial.copies:
-        start, end = max(copy.target_start, span.start), min(copy.target_start + copy.length, span.end)
-        done = trial.shelf.prefills.get(copy.donor)
-        if start >= end or done is None:
+    most, overhead = 0, 1.0
+    for copy in within(trial.copies, span):
+        if (done := trial.stored.prefills.get(copy.donor)) is None:
             continue
-        first = copy.donor_start + start - copy.target_start
-        part = int(done.watched.part_of[first])
-        seen = done.watched.to_parts[first : first + end - start, :part]
-        scores[start:end] = seen.sum(axis=1)
-        if end - start > most:
-            most = end - start
-            cost = fix_overhead(_recorded(done, part), prefix)
-    return _Chunk(span, cost, scores, ())
-
-
-def _layout(trial: Trial, chunks: Sequence[_Chunk]) -> tuple[Copy, ...]:
-    """The plan's copies, with whole chunks from their best variants laid over them."""
-    return (*trial.copies, *(copy for chunk in chunks for copy in chunk.copies))
+        first, target = copy.donor_start, copy.target
+        part = next(n for n, each in enumerate(done.prompt.parts) if each.start <= first < each.end)
+        seen = done.attention.to_parts[first : first + copy.length, :part]
+        scores[target.start : target.end] = seen.sum(axis=1)
+        if copy.length > most:
+            most, overhead = copy.length, fix_overhead(_recorded(done, part), prefix)
+    return _Chunk(span, overhead, scores, ())
 
 
 def _counts(trial: Trial, chunks: Sequence[_Chunk], weights: Sequence[float], total: float) -> list[int]:
-    """N of each chunk (section 3.2.1) with alpha such that the weighted sum is the budget."""
+    """N of each chunk (section 3.2.1), with alpha such that the weighted sum is the budget."""
     sizes = [int(trial.copied[chunk.span.start : chunk.span.end].sum()) for chunk in chunks]
 
     def at(alpha: float) -> list[int]:
@@ -117,7 +182,7 @@ def _counts(trial: Trial, chunks: Sequence[_Chunk], weights: Sequence[float], to
             min(size, math.ceil(alpha * c.overhead * size)) for c, size in zip(chunks, sizes, strict=True)
         ]
 
-    low, high = 0.0, 1 / LEAST_MISMATCH * 4
+    low, high = 0.0, 1 / _LEAST_MISMATCH * 4
     for _ in range(80):
         middle = math.sqrt(max(low, 1e-9) * high) if high > 1e-8 else (low + high) / 2
         spent = sum(count * weight for count, weight in zip(at(middle), weights, strict=True))
@@ -126,7 +191,7 @@ def _counts(trial: Trial, chunks: Sequence[_Chunk], weights: Sequence[float], to
 
 
 def _topped_up(counts: list[int], sizes: Sequence[int], weights: Sequence[float], total: float) -> list[int]:
-    """Single tokens more, where the ceiling of N jumped over the budget."""
+    """Adds single tokens where the ceiling of N jumped over the budget."""
     left = total - sum(count * weight for count, weight in zip(counts, weights, strict=True))
     for place in sorted(range(len(counts)), key=lambda place: counts[place] - sizes[place]):
         more = min(sizes[place] - counts[place], int(left // max(weights[place], 1e-9)))
@@ -136,59 +201,46 @@ def _topped_up(counts: list[int], sizes: Sequence[int], weights: Sequence[float]
 
 
 def _rows(trial: Trial, chunks: Sequence[_Chunk], counts: Sequence[int]) -> list[Mask]:
-    """Of each chunk, the tokens that attended most to what stood before it (eq. 14)."""
-    rows = []
-    for chunk, count in zip(chunks, counts, strict=True):
-        inside = covered([chunk.span], trial.num_tokens) & trial.copied
-        rows.append(highest(chunk.scores, inside, count))
-    return rows
+    """Of each chunk, the tokens that attended most to what was before it (eq. 14)."""
+    inside = [covered([chunk.span], trial.num_tokens) & trial.copied for chunk in chunks]
+    both = zip(chunks, inside, counts, strict=True)
+    return [highest(chunk.scores, allowed, count) for chunk, allowed, count in both]
+
+
+def _copies(trial: Trial, chunks: Sequence[_Chunk]) -> tuple[Copy, ...]:
+    """The plan's copies, then those of whole chunks from their best variants, which overwrite them."""
+    return (*trial.copies, *(copy for chunk in chunks for copy in chunk.copies))
 
 
 def _cachecraft(trial: Trial, budget: float) -> Selection:
     chunks = _found_chunks(trial)
     counts = _counts(trial, chunks, [1.0] * len(chunks), num_wanted(trial, budget))
-    chosen = _rows(trial, chunks, counts)
-    return Selection(_union(chosen, trial.num_tokens), copies=_layout(trial, chunks))
+    nothing = np.zeros(trial.num_tokens, np.bool_)
+    rows = np.logical_or.reduce([nothing, *_rows(trial, chunks, counts)])
+    return Selection(rows, copies=_copies(trial, chunks))
 
 
 def _focused(trial: Trial, budget: float) -> Selection:
     """
-    With early termination (section 3.2.2): behind layer L*, only the chunks that the question looks at go on.
+    With early termination (section 3.2.2): after layer L*, only the chunks that the question looks at go on.
 
-    L* and the focused chunks come from a pass over the tokens computed anyway, so that the budget is met; the
-    paper finds them on the way.
+    L* and the focused chunks come from a pass over the base, so that the budget is met; the paper finds them
+    during the prefill itself.
     """
     chunks = _found_chunks(trial)
     spans = [chunk.span for chunk in chunks]
-    attention = trial.guided[:, question(trial)[trial.base]].mean(axis=1)  # (L, T)
+    attention = question_attention(trial)
     by_chunk = np.array([[layer[span.start : span.end].sum() for span in spans] for layer in attention])
     focused, last = focused_chunks(by_chunk, confidence=_CONFIDENCE)
-    num_layers = trial.num_layers
-    shares = [1.0 if number in focused else last / num_layers for number in range(len(chunks))]
-    everything = num_wanted(trial, budget) >= int(trial.copied.sum())
-    counts = _counts(trial, chunks, [1.0] * len(chunks) if everything else shares, num_wanted(trial, budget))
-    chosen = _rows(trial, chunks, counts)
-    rows = np.zeros((num_layers, trial.num_tokens), np.bool_)
-    for number, own in enumerate(chosen):
-        rows[: num_layers if everything or number in focused else last] |= own
-    return Selection(rows, probe=second_pass(trial), copies=_layout(trial, chunks))
+    if takes_all(trial, budget):
+        last = trial.num_layers
+    layers = [trial.num_layers if number in focused else last for number in range(len(chunks))]
+    shares = [each / trial.num_layers for each in layers]
+    chosen = _rows(trial, chunks, _counts(trial, chunks, shares, num_wanted(trial, budget)))
+    rows = np.zeros((trial.num_layers, trial.num_tokens), np.bool_)
+    for depth, own in zip(layers, chosen, strict=True):
+        rows[:depth] |= own
+    return Selection(rows, probe=second_pass(trial), copies=_copies(trial, chunks))
 
 
-def _union(masks: Sequence[Mask], num_tokens: int) -> Mask:
-    rows = np.zeros(num_tokens, np.bool_)
-    for mask in masks:
-        rows |= mask
-    return rows
-
-
-RULES = (
-    Rule("cache-craft", "Cache-Craft", "SIGMOD'25, section 3", _cachecraft),
-    Rule(
-        "cache-craft-focused",
-        "Cache-Craft, focused chunks",
-        "SIGMOD'25, 3.2.2",
-        _focused,
-        second_pass,
-        per_layer=True,
-    ),
-)
+CHOICES: Choices = {"cache-craft": (_cachecraft, no_probe), "cache-craft-focused": (_focused, second_pass)}

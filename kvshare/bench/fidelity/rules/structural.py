@@ -1,35 +1,21 @@
-"""Rules that look at places alone: where copies begin and end, and where documents do."""
+"""Rules that look at places alone: the starts and ends of copies, pieces, chunks and documents."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvshare.bench.fidelity.rules.base import Rule, chunks, cut, heads, num_wanted, pieces
+from kvshare.bench.fidelity.rules.base import Choices, chunks, cut, heads, no_probe, num_wanted, pieces
 from kvshare.bench.fidelity.scenario import SEED
-from kvshare.bench.fidelity.shelf import covered
 from kvshare.bench.fidelity.trial import Selection, Trial
 from kvshare.sharing.plan import MAX_SMALL_SHIFT
 from kvshare.sharing.repair import repairs_by_place
-from kvshare.sharing.selection import Scores, highest
+from kvshare.sharing.selection import Scores, covered, highest
 
 _BLOCK = 256  # tokens: a copied block of SCR
 
 
-def _nothing(trial: Trial, budget: float) -> Selection:
-    return Selection(np.zeros(trial.num_tokens, np.bool_))
-
-
-def _all(trial: Trial, budget: float) -> Selection:
-    everything = np.ones(trial.num_tokens, np.bool_)
-    return Selection(everything, copies=())
-
-
-def _prefix(trial: Trial, budget: float) -> Selection:
-    return Selection(trial.copied.copy())
-
-
-def _full_reuse(trial: Trial, budget: float) -> Selection:
-    """Parts that were stored as they are are reused; one with an edit is computed as a whole."""
+def _edited_parts(trial: Trial, budget: float) -> Selection:
+    """Parts that were stored without a change are copied; a part with an edit is computed as a whole."""
     rows = np.zeros(trial.num_tokens, np.bool_)
     for part in trial.scenario.prompt.parts:
         inside = slice(part.start, min(part.end, trial.num_tokens - trial.settings.repair.tail))
@@ -38,22 +24,14 @@ def _full_reuse(trial: Trial, budget: float) -> Selection:
 
 
 def server_windows(trial: Trial, max_small_shift: int | None = None) -> Selection:
-    """What the server repairs where it repairs by place. `max_small_shift`: without its limit of a tenth."""
+    """What the server repairs by place. `max_small_shift`: instead of its limit, a tenth of the prompt."""
     spans = repairs_by_place(
-        trial.foreign,
+        trial.approximate_copies,
         num_tokens=trial.num_tokens,
         settings=trial.settings.repair,
         max_small_shift=max_small_shift,
     )
     return Selection(covered(spans, trial.num_tokens) & trial.copied)
-
-
-def _default(trial: Trial, budget: float) -> Selection:
-    return server_windows(trial)
-
-
-def _default_512(trial: Trial, budget: float) -> Selection:
-    return server_windows(trial, max_small_shift=MAX_SMALL_SHIFT)
 
 
 def _random(trial: Trial, budget: float) -> Selection:
@@ -63,16 +41,15 @@ def _random(trial: Trial, budget: float) -> Selection:
 
 
 def _epic(trial: Trial, budget: float) -> Selection:
-    """The first k tokens of every chunk but the first of the prompt, which gets what they leave over."""
+    """The first tokens of every chunk; those of a chunk at position 0 only when all others are repaired."""
     size, count = trial.num_tokens, num_wanted(trial, budget)
-    behind = [chunk for chunk in chunks(trial) if chunk.start > 0]
+    rows = heads([chunk for chunk in chunks(trial) if chunk.start > 0], size, count)
     first = [chunk for chunk in chunks(trial) if chunk.start == 0]
-    rows = heads(behind, size, count)
     return Selection(rows | heads(first, size, count - int(rows.sum())))
 
 
 def _edit_windows(trial: Trial, budget: float) -> Selection:
-    """A contiguous window behind each edit, that is at the start of each piece."""
+    """A contiguous window behind each edit, which is at the start of each piece."""
     return Selection(heads(pieces(trial), trial.num_tokens, num_wanted(trial, budget)))
 
 
@@ -85,31 +62,27 @@ def _block_ends(trial: Trial, budget: float) -> Selection:
 
 def _vlcache(trial: Trial, budget: float) -> Selection:
     """
-    The first r_l of each reused piece in layer l; r_l falls with depth as the deviation behind layer l does.
+    The first r_l tokens of each piece in layer l; r_l falls with depth as the deviation behind layer l does.
 
-    Calibrated on the plan itself, which no server could: the published rule cannot be better placed.
+    It is calibrated on the plan itself, as no server could: the published rule cannot do better.
     """
     deviation = trial.value_deviation.flatten(1).norm(dim=1).numpy()
-    laid = trial.laid.v[:, : trial.num_tokens].flatten(1).norm(dim=1).cpu().numpy()
-    relative = deviation / np.maximum(laid, 1e-6)
-    left = np.cumsum(relative[::-1])[::-1]  # what computing a layer can still set right
-    places = trial.copied.nonzero()[0]
+    copied = trial.placed.v[:, : trial.num_tokens].flatten(1).norm(dim=1).cpu().numpy()
+    relative = deviation / np.maximum(copied, 1e-6)
+    remaining = np.cumsum(relative[::-1])[::-1]  # deviation that computing a layer can still remove
     total = num_wanted(trial, budget) * trial.num_layers
-    counts = _shared_out(left, total, len(places))
-    rows = np.zeros((trial.num_layers, trial.num_tokens), np.bool_)
-    for layer, count in enumerate(counts):
-        rows[layer] = heads(pieces(trial), trial.num_tokens, count)
-    return Selection(rows)
+    counts = _shared_out(remaining, total, int(trial.copied.sum()))
+    return Selection(np.stack([heads(pieces(trial), trial.num_tokens, count) for count in counts]))
 
 
 def _shared_out(weights: Scores, total: int, most: int) -> list[int]:
-    """`total` in proportion to falling weights, none above `most`, falling too."""
+    """`total` in proportion to falling weights; the counts fall too, and none exceeds `most`."""
     counts = np.zeros(len(weights))
-    open_ = np.ones(len(weights), np.bool_)
+    is_open = np.ones(len(weights), np.bool_)
     left = float(total)
-    while left > 1e-6 and open_.any() and weights[open_].sum() > 0:
-        counts[open_] += left * weights[open_] / weights[open_].sum()
-        open_ = counts < most
+    while left > 1e-6 and is_open.any() and weights[is_open].sum() > 0:
+        counts[is_open] += left * weights[is_open] / weights[is_open].sum()
+        is_open = counts < most
         left = float(np.maximum(counts - most, 0).sum())
         counts = np.minimum(counts, most)
     whole = np.floor(counts + 1e-6).astype(int)
@@ -118,36 +91,19 @@ def _shared_out(weights: Scores, total: int, most: int) -> list[int]:
     return [int(count) for count in np.minimum.accumulate(whole)]
 
 
-RULES = (
-    Rule("placeholders", "placeholders only (KVShare)", "arXiv:2503.16525", _nothing, has_budget=False),
-    Rule(
-        "full-reuse",
-        "full reuse of whole parts",
-        "PromptCache, arXiv:2311.04934",
-        _full_reuse,
-        has_budget=False,
-    ),
-    Rule("prefix", "prefix cache", "", _prefix, has_budget=False, published=False),
-    Rule("full", "full prefill", "", _all, has_budget=False, published=False),
-    Rule(
-        "default",
-        "the server's default",
-        "",
-        _default,
-        has_budget=False,
-        published=False,
-    ),
-    Rule(
-        "default-512",
-        "the default before small shifts were capped at a tenth",
-        "",
-        _default_512,
-        has_budget=False,
-        published=False,
-    ),
-    Rule("random", "random", "Cache-Craft's baseline", _random),
-    Rule("epic", "after EPIC (chunk heads)", "arXiv:2410.15332", _epic, after=True),
-    Rule("edit-windows", "after edit-local windows", "arXiv:2609.17983", _edit_windows, after=True),
-    Rule("block-ends", "after SCR (block ends)", "Suffix Cache Reuse", _block_ends, after=True),
-    Rule("vlcache", "after VLCache", "arXiv:2512.12977", _vlcache, after=True, per_layer=True),
-)
+CHOICES: Choices = {
+    name: (choose, no_probe)
+    for name, choose in {
+        "placeholders": lambda trial, budget: Selection(np.zeros(trial.num_tokens, np.bool_)),
+        "full-reuse": _edited_parts,
+        "prefix": lambda trial, budget: Selection(trial.copied.copy()),
+        "full": lambda trial, budget: Selection(np.ones(trial.num_tokens, np.bool_), copies=()),
+        "default": lambda trial, budget: server_windows(trial),
+        "default-512": lambda trial, budget: server_windows(trial, MAX_SMALL_SHIFT),
+        "random": _random,
+        "epic": _epic,
+        "edit-windows": _edit_windows,
+        "block-ends": _block_ends,
+        "vlcache": _vlcache,
+    }.items()
+}

@@ -1,6 +1,8 @@
 """
-The suites: what is edited, moved or recomposed in each. One function makes the number-th draft of a suite
-from the documents of one half; the same number is the same draft in every run.
+The suites: what is edited, moved or recomposed in each.
+
+A suite is a function that makes the number-th draft from the documents of one half. The same number and the
+same state of `draw` give the same draft.
 """
 
 from collections.abc import Callable, Mapping

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
+from kvshare.bench.fidelity.suites.conversations import Conversation, sentences, shortened
+from kvshare.bench.fidelity.suites.drawing import in_turn
 from kvshare.bench.fidelity.suites.library import Library, Source
 from kvshare.bench.fidelity.suites.own_forms import NEUTRAL
-from kvshare.bench.fidelity.suites.talks import Talk, sentences, shortened
+from kvshare.bench.fidelity.texts import texts_beside
 from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.chats import kept, reworded
-from kvshare.replay.workloads.sources import WORDS
 
-_TEXTS: Mapping[str, Any] = yaml.safe_load(
-    Path(__file__).with_name("conversations.yaml").read_text(encoding="utf-8")
-)
-_SYSTEM: Message = {"role": "system", "content": WORDS["window_system"]}
+_TEXTS = texts_beside(__file__, "conversations.yaml")
+_SYSTEM: Message = {"role": "system", "content": sources.WORDS["window_system"]}
 _THINKING_SYSTEM: Message = {"role": "system", "content": _TEXTS["thinking_system"]}
 _SHORTEST, _LONGEST = 1300, 3800  # characters of a conversation
 _REASONING = {"short": (180, 330), "long": (480, 760)}  # characters, at least and at most
@@ -36,28 +31,29 @@ _NUM_NEUTRAL = 2  # paragraphs behind a chain's tail, of some 50 tokens each
 
 def thinking(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
-    The last answer was stored with its reasoning, as it was generated; the next prompt has it without.
+    The last answer was stored with its reasoning, as it was generated; the next prompt has it without
+    reasoning.
 
     Label `reasoning`: `short`, about 40 to 80 tokens, or `long`, about 120 to 200.
     """
-    chosen = _chosen(library, number, lambda talk: bool(_reasoned(talk)))
+    chosen = _chosen(library, number, lambda chat: bool(_reasoned(chat)))
     if chosen is None:
         return None
-    talk = chosen.item[: draw.choice(_reasoned(chosen.item))]
-    length = ("short", "long")[number % 2]
-    reasoning = _reasoning(talk[-3]["content"], talk[-2]["content"], length, draw)
-    answer = {"role": "assistant", "content": f"<think>\n{reasoning}\n</think>\n\n{talk[-2]['content']}"}
+    chat = chosen.item[: draw.choice(_reasoned(chosen.item))]
+    length = in_turn(("short", "long"), number)
+    reasoning = _reasoning(chat[-3]["content"], chat[-2]["content"], length, draw)
+    answer = {"role": "assistant", "content": f"<think>\n{reasoning}\n</think>\n\n{chat[-2]['content']}"}
     return Draft(
         source=chosen.name,
-        stored=((_THINKING_SYSTEM, *talk[:-2], answer),),
-        prompt=(_THINKING_SYSTEM, *talk),
+        stored=((_THINKING_SYSTEM, *chat[:-2], answer),),
+        prompt=(_THINKING_SYSTEM, *chat),
         labels={"reasoning": length},
     )
 
 
 def resubmit(library: Library, number: int, draw: random.Random) -> Draft | None:
-    """A few words of an earlier turn of the user's are changed; what came after it stays."""
-    chosen = _chosen(library, number, lambda talk: bool(_ends(talk)))
+    """A few words of an earlier question change; what came after it stays."""
+    chosen = _chosen(library, number, lambda chat: bool(_ends(chat)))
     if chosen is None:
         return None
     before = chosen.item[: draw.choice(_ends(chosen.item))]
@@ -70,19 +66,19 @@ def resubmit(library: Library, number: int, draw: random.Random) -> Draft | None
 
 
 def window(library: Library, number: int, draw: random.Random) -> Draft | None:
-    """Behind a fixed system message the oldest turns are dropped, so that everything else moves forward."""
-    chosen = _chosen(library, number, lambda talk: any(_moved(talk, size) for size in _WINDOWS))
+    """The oldest turns after a fixed system message are dropped, so that all others move forward."""
+    chosen = _chosen(library, number, lambda chat: any(_moved(chat, size) for size in _WINDOWS))
     if chosen is None:
         return None
     before, after = draw.choice([pair for size in _WINDOWS for pair in _moved(chosen.item, size)])
     return Draft(source=chosen.name, stored=((_SYSTEM, *before),), prompt=(_SYSTEM, *after))
 
 
-def _moved(talk: Talk, size: int) -> list[tuple[Talk, Talk]]:
-    """Windows of this size, and one or two turns later, of which the later one dropped something."""
-    if _num_chars(talk) <= size:
+def _moved(chat: Conversation, size: int) -> list[tuple[Conversation, Conversation]]:
+    """Pairs of windows of this size, one or two turns apart, of which the later one dropped something."""
+    if _num_chars(chat) <= size:
         return []
-    windows = [kept(talk[:end], size) for end in range(1, len(talk) + 1, 2)]
+    windows = [kept(chat[:end], size) for end in range(1, len(chat) + 1, 2)]
     return [
         (before, after)
         for place, before in enumerate(windows)
@@ -92,26 +88,28 @@ def _moved(talk: Talk, size: int) -> list[tuple[Talk, Talk]]:
     ]
 
 
-def _shared(before: Talk, after: Talk) -> int:
-    """Characters that both windows have, at another place; 0 if nothing was dropped."""
+def _shared(before: Conversation, after: Conversation) -> int:
+    """Characters of the messages that both windows have; 0 if nothing was dropped."""
     if before[0] is after[0]:
         return 0
     return _num_chars([message for message in after if any(message is other for other in before)])
 
 
-def _chosen(library: Library, number: int, fits: Callable[[Talk], bool]) -> Source[Talk] | None:
-    found = [source for source in library.talks if fits(source.item)]
-    return found[number % len(found)] if found else None
+def _chosen(
+    library: Library, number: int, fits: Callable[[Conversation], bool]
+) -> Source[Conversation] | None:
+    found = [source for source in library.conversations if fits(source.item)]
+    return in_turn(found, number) if found else None
 
 
-def _ends(talk: Talk) -> list[int]:
-    """Behind which questions a prompt may end that is neither too short nor too long; not the first one."""
-    return [end for end in range(3, len(talk) + 1, 2) if _SHORTEST <= _num_chars(talk[:end]) <= _LONGEST]
+def _ends(chat: Conversation) -> list[int]:
+    """The ends of prompts that are neither too short nor too long, each after a question but the first."""
+    return [end for end in range(3, len(chat) + 1, 2) if _SHORTEST <= _num_chars(chat[:end]) <= _LONGEST]
 
 
-def _reasoned(talk: Talk) -> list[int]:
-    """Those of them whose last answer is long enough."""
-    return [end for end in _ends(talk) if len(talk[end - 2]["content"]) >= _SHORTEST_ANSWER]
+def _reasoned(chat: Conversation) -> list[int]:
+    """The ends whose last answer is long enough."""
+    return [end for end in _ends(chat) if len(chat[end - 2]["content"]) >= _SHORTEST_ANSWER]
 
 
 def _num_chars(messages: Sequence[Message]) -> int:
@@ -119,7 +117,7 @@ def _num_chars(messages: Sequence[Message]) -> int:
 
 
 def _reasoning(question: str, answer: str, length: str, draw: random.Random) -> str:
-    """What somebody may think who then writes this answer: a pool's sentences around the answer's own."""
+    """Reasoning that may come before this answer: sentences of a pool around the answer's own."""
     least, most = _REASONING[length]
     pool = _TEXTS["reasoning"]
     points = [shortened(each, 160) for each in sentences(answer)] or [shortened(answer, 160)]
@@ -136,19 +134,20 @@ def _reasoning(question: str, answer: str, length: str, draw: random.Random) -> 
 
 def chain(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
-    A prompt in which one place is written anew in every turn, and a fact that no turn touches is asked for.
+    A prompt of which one place is written anew in every turn; the question is about a fact that never
+    changes.
 
-    Places: `front`, two to four lines on top, of a date, a clock and the like; `governing`, the sentence
-    of the system prompt that says how to answer; `middle`, an entry of the log before the fact; `tail`, an
-    entry behind it, with two neutral paragraphs between it and the question. No turn writes what an earlier
-    one wrote. The number's depth, in turns, and the place go round; both are labels.
+    Places: `front`, two to four lines at the top, with a date, a clock and the like; `governing`, the
+    sentence of the system prompt that says how to answer; `middle`, an entry of the log before the fact;
+    `tail`, an entry after it, with two neutral paragraphs between it and the question. No two turns write the
+    same. Numbers take turns in depth (how many turns) and place; both are labels.
     """
     least, most = _FILLING
     texts = [source for source in library.passages if len(source.item.text) >= least]
     if len(texts) < 2:
         return None
-    depth, place = _DEPTHS[number % len(_DEPTHS)], _PLACES[number // len(_DEPTHS) % len(_PLACES)]
-    first = texts[number % len(texts)]
+    depth, place = in_turn(_DEPTHS, number), in_turn(_PLACES, number // len(_DEPTHS))
+    first = in_turn(texts, number)
     second = draw.choice([source for source in texts if source is not first])
     fact = draw.choice(_TEXTS["chain"]["facts"])
     values = [str(code) for code in draw.sample(range(1000, 10_000), 4)]
@@ -162,7 +161,9 @@ def chain(library: Library, number: int, draw: random.Random) -> Draft | None:
     }
     prompts, written = [_chained(parts)], [parts[place]]
     for _ in range(depth):
-        written.append(_rewritten(place, written, draw))
+        while (text := _written(place, draw)) in written:
+            pass
+        written.append(text)
         prompts.append(_chained({**parts, place: written[-1]}))
     return Draft(
         source=first.name,
@@ -177,20 +178,11 @@ def chain(library: Library, number: int, draw: random.Random) -> Draft | None:
 
 def _chained(parts: Mapping[str, str]) -> Messages:
     texts = _TEXTS["chain"]
-    return (
-        {"role": "system", "content": texts["system"].format(**parts)},
-        {"role": "user", "content": texts["user"].format(**parts)},
-    )
-
-
-def _rewritten(place: str, not_these: Sequence[str], draw: random.Random) -> str:
-    while (text := _written(place, draw)) in not_these:
-        pass
-    return text
+    return tuple({"role": role, "content": texts[role].format(**parts)} for role in ("system", "user"))
 
 
 def _written(place: str, draw: random.Random) -> str:
-    """One line of this place's pool with new values; at the front, two to four."""
+    """One line of this place's pool with new values; at the front, two to four lines."""
     lines = draw.sample(_TEXTS["chain"][place], draw.randint(2, 4) if place == "front" else 1)
     return "\n".join(line.format(**_details(draw)) for line in lines)
 

@@ -1,36 +1,22 @@
 """
 Suites made from forms: `template`, `derived`, `negation` and `needle`.
 
-A suite makes the draft of a number: the same one each time, from one source document of the library's half.
+A suite makes the draft of a number, from one source document of the library's half. The same number is the
+same draft each time.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
-from kvshare.bench.fidelity.suites.found_forms import (
-    filled,
-    found_answers,
-    found_forms,
-    slot_value,
-    typed_slots,
-)
+from kvshare.bench.fidelity.suites.drawing import four_answers, in_turn, shuffled, source_for
+from kvshare.bench.fidelity.suites.found_forms import filled, found_forms, slot_value, typed_slots
 from kvshare.bench.fidelity.suites.library import Library, Source
-from kvshare.bench.fidelity.suites.own_forms import (
-    FORMS,
-    NEUTRAL,
-    WORDS,
-    Form,
-    Values,
-    asked,
-    in_turn,
-    shuffled,
-    source_for,
-)
+from kvshare.bench.fidelity.suites.own_forms import FORMS, NEUTRAL, WORDS, Form, Values
 from kvshare.replay.workloads import sources
 
 DISTANCES = (0, 50, 250)  # tokens, about
@@ -38,11 +24,11 @@ CHANGES = ("decision", "number", "name", "date")
 TASKS = ("needle", "record")
 ASKS = ("edited", "other")
 
-_NUM_GAPS = {0: 0, 50: 1, 250: 5}  # neutral paragraphs, of some 48 tokens each
+_NUM_GAPS = {0: 0, 50: 1, 250: 5}  # neutral paragraphs of some 48 tokens each, by distance
 _NUM_NEUTRAL = 6  # in all: a prompt is equally long at each distance
 _MAX_CHANGED = 5
-_SUMMARY = 0.5  # of the drafts that ask for something else
-_SECOND_STORED = 0.3  # of the drafts have two stored prompts
+_SUMMARY = 0.5  # of the drafts that ask for something other than the edit
+_SECOND_STORED = 0.3  # of the drafts: they have two stored prompts
 _PASSAGE = (1100, 4000)  # characters
 _RECORD_SLOTS = 4
 _SENTENCE = re.compile(r"(?<=[.!?]) ")
@@ -50,10 +36,10 @@ _SENTENCE = re.compile(r"(?<=[.!?]) ")
 
 def template(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
-    The same form with other values in one to five slots; every second one is a found prompt.
+    The same form with other values in one to five slots; every second form is a published prompt.
 
-    What is asked is one of these values, computed anew anyway, or (label `asks`) something `other`: a
-    value that stayed, or a summary, which has no candidates.
+    Label `asks`: `edited` for one of these values, which is computed anyway, or `other` for a value that did
+    not change or for a summary, which has no candidates.
     """
     found = found_forms(library) if number % 2 else []
     if found:
@@ -72,25 +58,19 @@ def template(library: Library, number: int, draw: random.Random) -> Draft | None
     ask, candidates = form.slots[name].ask, form.answers(name, new, before, draw)
     if asks == "other" and draw.random() < _SUMMARY:
         page, ask, candidates = replace(page, system=WORDS["summary_system"]), WORDS["summary"], ()
-    stored = [page.messages(old, ask)]
+    stored = [old]
     if draw.random() < _SECOND_STORED:
-        stored.append(page.messages(form.values(draw, taken=[*new.values(), *old.values()]), ask))
-    return Draft(
-        source=source.name,
-        stored=tuple(stored),
-        prompt=page.messages(new, ask),
-        labels={"num_slots": len(changed), "asks": asks},
-        candidates=candidates,
-        reordered=page.reordered(new, ask, draw),
-    )
+        stored.append(form.values(draw, [*new.values(), *old.values()]))
+    labels: dict[str, str | int] = {"num_slots": len(changed), "asks": asks}
+    return page.draft(source.name, stored, new, ask, draw, labels=labels, candidates=candidates)
 
 
 def derived(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
-    A changed figure and, `distance` tokens behind it, a sentence that is the same in both prompts and means
-    another thing because of it: only both together answer what is asked (after arXiv:2609.17983).
+    A changed figure and, `distance` tokens behind it, a sentence that is equal in both prompts but means
+    something else because of the figure: the question needs both (after arXiv:2609.17983).
 
-    Three numbers in a row are one text, in which only the figure stands elsewhere; so `draw` is not used.
+    Three numbers in a row are one text in which only the figure's place differs; so `draw` is not used.
     """
     distance, number = in_turn(DISTANCES, number), number // len(DISTANCES)
     draw = random.Random(f"derived:{library.half}:{number}")
@@ -106,18 +86,12 @@ def derived(library: Library, number: int, draw: random.Random) -> Draft | None:
     candidates = form.answers(form.figure.slot, new, old, draw)
     if kind == "limit":
         candidates = (*(limit.answer(values[form.figure.slot]) for values in (new, old)), *limit.others)
-    return Draft(
-        source=source.name,
-        stored=(page.messages(old, ask),),
-        prompt=page.messages(new, ask),
-        labels={"distance": distance, "kind": kind},
-        candidates=candidates,
-        reordered=page.reordered(new, ask, draw),
-    )
+    labels: dict[str, str | int] = {"distance": distance, "kind": kind}
+    return page.draft(source.name, [old], new, ask, draw, labels=labels, candidates=candidates)
 
 
 def negation(library: Library, number: int, draw: random.Random) -> Draft | None:
-    """One decision of a text is the opposite, or one number, name or date is another one."""
+    """One decision of a text becomes its opposite, or one number, name or date changes."""
     kind = in_turn(CHANGES, number)
     source = source_for(library.own(FORMS), number)
     form = source.item
@@ -128,24 +102,18 @@ def negation(library: Library, number: int, draw: random.Random) -> Draft | None
         was, is_now = draw.sample(form.slots[name].options[:2], 2)
         old, new = {**old, name: was}, {**old, name: is_now}
     page, ask = _page(form, draw, num_neutral=draw.randint(2, 5)), form.slots[name].ask
-    return Draft(
-        source=source.name,
-        stored=(page.messages(old, ask),),
-        prompt=page.messages(new, ask),
-        labels={"kind": kind},
-        candidates=form.answers(name, new, old, draw),
-        reordered=page.reordered(new, ask, draw),
-    )
+    candidates = form.answers(name, new, old, draw)
+    return page.draft(source.name, [old], new, ask, draw, labels={"kind": kind}, candidates=candidates)
 
 
 def needle(library: Library, number: int, draw: random.Random) -> Draft | None:
-    """Seven digits in a text about something else (after RULER), or a value of a single record."""
+    """A number of seven digits in a text about something else (after RULER), or a value of a record."""
     make = {"needle": _needle, "record": _record}[in_turn(TASKS, number)]
     return make(library, number // len(TASKS), draw)
 
 
 def _needle(library: Library, number: int, draw: random.Random) -> Draft:
-    """Of every two, one lies in a form and one in a passage, where there are passages of that length."""
+    """Every second needle is in a passage, if any has the right length; the others are in forms."""
     source, haystack = _haystack(library, number, draw)
     word = draw.choice(WORDS["needle_words"])
     new, old, *others = (str(digits) for digits in draw.sample(range(1_000_000, 10_000_000), 4))
@@ -153,35 +121,31 @@ def _needle(library: Library, number: int, draw: random.Random) -> Draft:
     sentences = _SENTENCE.split(haystack[place])
     sentences.insert(draw.randint(1, len(sentences)), WORDS["needle_line"].format(word=word, value="{value}"))
     page = _Page("", [*haystack[:place], " ".join(sentences), *haystack[place + 1 :]], WORDS["needle_system"])
-    ask = WORDS["needle_ask"].format(word=word)
-    return Draft(
-        source=source,
-        stored=(page.messages({"value": old}, ask),),
-        prompt=page.messages({"value": new}, ask),
+    return page.draft(
+        source,
+        [{"value": old}],
+        {"value": new},
+        WORDS["needle_ask"].format(word=word),
+        draw,
         labels={"kind": "needle"},
         candidates=(new, old, *others),
         expected=new,
-        reordered=page.reordered({"value": new}, ask, draw),
     )
 
 
 def _haystack(library: Library, number: int, draw: random.Random) -> tuple[str, list[str]]:
-    """Paragraphs without slots, and the source document's name."""
+    """The source document's name, and its paragraphs without slots."""
     shortest, longest = _PASSAGE
     passages = [found for found in library.passages if shortest <= len(found.item.text.encode()) <= longest]
     if passages and number % 2:
         passage = source_for(passages, number // 2)
         title, text = passage.item.title, passage.item.text
-        return passage.name, [_bare(f"{title}. {text}"), *draw.sample(NEUTRAL, 2)]
+        bare = f"{title}. {text}".replace("{", "(").replace("}", ")")  # braces would be slots
+        return passage.name, [bare, *draw.sample(NEUTRAL, 2)]
     source = source_for(library.own(FORMS), number // 2)
     values = source.item.values(draw)
-    told = [paragraph.format_map(values) for paragraph in source.item.paragraphs]
-    return source.name, shuffled([*told, *draw.sample(NEUTRAL, 3)], draw)
-
-
-def _bare(text: str) -> str:
-    """Without braces, which would be slots."""
-    return text.replace("{", "(").replace("}", ")")
+    written = [paragraph.format_map(values) for paragraph in source.item.paragraphs]
+    return source.name, shuffled([*written, *draw.sample(NEUTRAL, 3)], draw)
 
 
 def _record(library: Library, number: int, draw: random.Random) -> Draft:
@@ -193,15 +157,15 @@ def _record(library: Library, number: int, draw: random.Random) -> Draft:
     lines = [WORDS["record_line"].format(label=_label(name), value=f"{{{name}}}") for name in names]
     paragraphs = shuffled([f"{form.title}. {', '.join(lines)}.", *draw.sample(NEUTRAL, _NUM_NEUTRAL)], draw)
     page = _Page("", paragraphs, WORDS["record_system"])
-    ask = WORDS["record_ask"].format(label=_label(asked_for))
-    return Draft(
-        source=source.name,
-        stored=(page.messages(old, ask),),
-        prompt=page.messages(new, ask),
+    return page.draft(
+        source.name,
+        [old],
+        new,
+        WORDS["record_ask"].format(label=_label(asked_for)),
+        draw,
         labels={"kind": "record"},
         candidates=form.answers(asked_for, new, old, draw),
         expected=new[asked_for],
-        reordered=page.reordered(new, ask, draw),
     )
 
 
@@ -211,20 +175,42 @@ def _label(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Paragraphs with open slots under a title; their order means nothing."""
+    """Paragraphs with open slots under a title; they can be read in any order."""
 
-    title: str  # none: empty
+    title: str  # may be empty
     paragraphs: Sequence[str]
     system: str
 
     def messages(self, values: Values, ask: str) -> Messages:
-        """With these values and this question behind it."""
-        told = [paragraph.format_map(values) for paragraph in self.paragraphs]
-        return asked([self.title, *told] if self.title else told, ask, system=self.system)
+        """A prompt with these values and this question at the end."""
+        parts = [paragraph.format_map(values) for paragraph in self.paragraphs]
+        parts = [*([self.title] if self.title else []), *parts, WORDS["question"].format(ask=ask)]
+        text = "\n\n".join(parts)
+        return {"role": "system", "content": self.system}, {"role": "user", "content": text}
 
-    def reordered(self, values: Values, ask: str, draw: random.Random) -> Messages:
-        """The same in another order."""
-        return replace(self, paragraphs=shuffled(self.paragraphs, draw)).messages(values, ask)
+    def draft(
+        self,
+        source: str,
+        stored: Sequence[Values],
+        new: Values,
+        ask: str,
+        draw: random.Random,
+        *,
+        labels: Mapping[str, str | int],
+        candidates: tuple[str, ...],
+        expected: str | None = None,
+    ) -> Draft:
+        """A draft whose prompts differ in their values alone; another order of paragraphs is drawn too."""
+        reordered = replace(self, paragraphs=shuffled(self.paragraphs, draw))
+        return Draft(
+            source=source,
+            stored=tuple(self.messages(values, ask) for values in stored),
+            prompt=self.messages(new, ask),
+            labels=labels,
+            candidates=candidates,
+            expected=expected,
+            reordered=reordered.messages(new, ask),
+        )
 
 
 def _page(form: Form, draw: random.Random, *, num_neutral: int) -> _Page:
@@ -235,8 +221,8 @@ def _page(form: Form, draw: random.Random, *, num_neutral: int) -> _Page:
 
 def _page_with_gap(form: Form, follows: str, distance: int, draw: random.Random) -> _Page:
     """
-    What follows from the figure is `distance` tokens behind it, and at the same place for each distance:
-    neutral text that does not lie between them lies before the figure, and half of the form or more behind.
+    What follows from the figure is `distance` tokens behind it, and at the same place for each distance: the
+    neutral text that is not between them is before the figure. Half of the form or more comes after both.
     """
     sections, neutral = shuffled(form.sections, draw), draw.sample(NEUTRAL, _NUM_NEUTRAL)
     place = draw.randint(0, len(sections) // 2)
@@ -249,7 +235,7 @@ def _page_with_gap(form: Form, follows: str, distance: int, draw: random.Random)
 
 
 def _found_template(source: Source[str], number: int, draw: random.Random) -> Draft | None:
-    """None: every old value still stands somewhere in the new text."""
+    """None where the new text still contains every old value."""
     names = typed_slots(source.item)
     old: dict[str, str] = {}
     for name in names:
@@ -267,7 +253,10 @@ def _found_template(source: Source[str], number: int, draw: random.Random) -> Dr
     candidates: tuple[str, ...] = ()
     if asks == "edited":
         ask = WORDS["library_question"].format(slot=_label(gone[0]).strip().lower())
-        candidates = found_answers(gone[0], new, old, draw)
+        name, taken = gone[0], [*old.values(), *new.values()]
+        candidates = four_answers(
+            new[name], old[name], lambda found: slot_value(name, draw, [*taken, *found])
+        )
     return Draft(
         source=source.name,
         stored=(_one_message(before, ask),),

@@ -1,7 +1,7 @@
 """
-Prompts of other people that have slots: which of these a value fits into, and filling them in.
+Published prompts that have slots: which of them have slots that a value fits into, and filling them in.
 
-Owns what is drawn for a slot by its name. Knows nothing of suites.
+Draws a value for a slot by its name. Knows nothing of suites.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import random
 import re
 from collections.abc import Iterable
 
+from kvshare.bench.fidelity.suites.drawing import fresh
 from kvshare.bench.fidelity.suites.library import Library, Source
-from kvshare.bench.fidelity.suites.own_forms import Values, fresh
+from kvshare.bench.fidelity.suites.own_forms import Values
 from kvshare.replay.workloads import forms, sources
 
-_FIXED = (1400, 4500)  # bytes of a text with slots: some 300 to 1,200 tokens
+_FIXED = (1400, 4500)  # bytes of a text outside its slots, at least, and with them, at most
 
 
 def found_forms(library: Library) -> list[Source[str]]:
@@ -43,21 +44,13 @@ def _is_typed(name: str) -> bool:
     return not any(value.startswith(f"{topic} in ") for topic in sources.TOPICS)
 
 
-def found_answers(name: str, new: Values, old: Values, draw: random.Random) -> tuple[str, ...]:
-    """To the question of a slot: the new value, the old one, and two that neither text was given."""
-    found = [new[name], old[name]]
-    for _ in range(2):
-        found.append(slot_value(name, draw, [*old.values(), *new.values(), *found]))
-    return tuple(found)
-
-
 def slot_value(name: str, draw: random.Random, taken: Iterable[str]) -> str:
-    """One that cannot be mistaken for one that is taken."""
+    """A value that cannot be confused with a taken one."""
     return fresh(lambda: sources.value_for(name, draw), taken)
 
 
 def filled(form: str, values: Values, choice: str) -> str:
-    """Other slots get what is always the same: the author's default, their name, or a choice."""
+    """The form with these values; other slots get the author's default, their own name, or the choice."""
 
     def value(match: re.Match[str]) -> str:
         name = forms.slot_name(match)

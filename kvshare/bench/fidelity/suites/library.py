@@ -1,9 +1,8 @@
 """
-The source documents that scenarios are made of, one half of them: from a folder of published data sets, or
-the project's own samples.
+One half of the source documents of scenarios: from a folder of published data sets, or the project's samples.
 
-Sources are known by their content, so that a document is in the same half in every suite and data set. A
-passage is with the questions that it supports: if these are in both halves, with those of half 0.
+A source is identified by its content, so that a document is in the same half in every suite and data set. A
+passage is in the half of the questions that it supports; if they are in both halves, in half 0.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvshare.bench.fidelity.scenario import SEED, Draft, half_of
-from kvshare.bench.fidelity.suites import samples
+from kvshare.bench.fidelity.suites.conversations import Conversation, conversation_of, in_turns
 from kvshare.bench.fidelity.suites.questions import Asked, MarkedQuestion, marked_questions
-from kvshare.bench.fidelity.suites.talks import Talk, talk_of
-from kvshare.replay.requests import Message
+from kvshare.bench.fidelity.texts import texts_beside
 from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.generate import SAMPLES
-from kvshare.replay.workloads.sources import Passage, Question
+from kvshare.replay.workloads.sources import Passage
 
 T = TypeVar("T")
+_SAMPLES = texts_beside(__file__, "samples.yaml")
 
 
 @dataclass(frozen=True, slots=True)
 class Source(Generic[T]):
-    """A document and what halves know it by."""
+    """A document and the name by which its half is drawn."""
 
     name: str
     item: T
@@ -38,12 +37,12 @@ class Source(Generic[T]):
 
 @lru_cache(maxsize=50_000)
 def name_of(kind: str, text: str) -> str:
-    """What halves know a document of this text by; case and white space do not count."""
+    """The name of a document with this text, whatever its case and white space."""
     return f"{kind}:{hashlib.sha256(' '.join(text.lower().split()).encode()).hexdigest()[:12]}"
 
 
 class Library:
-    """The documents of one half, each kind in an order drawn once."""
+    """The documents of one half, each kind in an order that is drawn once."""
 
     def __init__(self, folder: Path | None, half: int, log: Path | None = None) -> None:
         """`log`: a file of requests, for the suite of that name."""
@@ -57,45 +56,34 @@ class Library:
         return self._half("text", sources.texts(paths), str)
 
     @cached_property
-    def questions(self) -> Sequence[Source[Question]]:
-        """Questions with their passages and answers: MuSiQue and 2WikiMultihopQA."""
-        names = ["rag_cacheblend/musique_s.jsonl.gz", "rag_cacheblend/wikimqa_s_clean.jsonl.gz"]
-        names += ["rag_full_context/musique_200.jsonl.gz", "rag_full_context/2wikimqa_200.jsonl.gz"]
-        found = sources.questions(self._paths(names, "questions.jsonl"))
-        return self._half("question", found, lambda question: question.text)
-
-    @cached_property
     def marked(self) -> Sequence[Source[MarkedQuestion]]:
         """Questions whose supporting passages are known."""
         names = ["musique_200.jsonl.gz", "musique_train_100.jsonl.gz", "2wikimqa_200.jsonl.gz"]
         paths = self._paths([f"rag_full_context/{name}" for name in names])
-        found = marked_questions(paths) if paths else samples.marked_questions()
+        found = marked_questions(paths) if paths else _sample_questions()
         return self._half("question", found, lambda question: question.whole.text)
 
     @cached_property
     def passages(self) -> Sequence[Source[Passage]]:
-        """Documents of no question."""
+        """Documents that came with no question."""
         paths = self._paths(["rag_full_context/2wikimqa_corpus.jsonl.gz"], "tool_results.jsonl")
-        found = sources.bare_passages(paths) + ([] if self._folder else samples.passages())
+        found = sources.bare_passages(paths) + ([] if self._folder else _sample_passages())
         return self._half("passage", found, lambda passage: passage.text)
 
     @cached_property
-    def chats(self) -> Sequence[Source[tuple[Message, ...]]]:
-        """Conversations of several turns."""
+    def conversations(self) -> Sequence[Source[Conversation]]:
+        """Conversations of several turns, each message cut to its first sentences."""
         paths = self._paths(["sharegpt_en_1k/sharegpt_en.jsonl.gz"], "chats.jsonl")
-        found = sources.chats(paths) + ([] if self._folder else samples.chats())
-        return self._half("chat", found, lambda chat: chat[0]["content"])
-
-    @cached_property
-    def talks(self) -> Sequence[Source[Talk]]:
-        """The same conversations, each message cut to its first sentences."""
-        return [Source(chat.name, talk_of(chat.item)) for chat in self.chats]
+        found = sources.chats(paths)
+        found += [] if self._folder else [in_turns(said) for said in _SAMPLES["chats"]]
+        chats = self._half("chat", found, lambda chat: chat[0]["content"])
+        return [Source(chat.name, conversation_of(chat.item)) for chat in chats]
 
     def owns(self, passage: Passage) -> bool:
         """
-        Whether this half may have that passage of a question in a prompt; never both may.
+        Whether this half may have that passage of a question in a prompt; never both halves may.
 
-        The project's twelve samples, which all hang together, are not divided.
+        The project's twelve sample passages refer to each other and are not divided.
         """
         if self._folder is None:
             return True
@@ -103,12 +91,12 @@ class Library:
         return self._halves_of_supporting.get(name, half_of(name)) == self.half
 
     def may_ask(self, asked: Asked) -> bool:
-        """Whether neither the question nor what supports it is another half's."""
+        """Whether neither the question nor a passage that supports it belongs to the other half."""
         return name_of("question", asked.text) not in self._taken and all(map(self.owns, asked.supporting))
 
     @cached_property
     def _halves_of_supporting(self) -> Mapping[str, int]:
-        """By the passage's name; what supports questions of both halves is half 0's."""
+        """By the passage's name; passages that support questions of both halves are in half 0."""
         found: dict[str, int] = {}
         for half in (0, 1):
             for asked in self._questions_of(half):
@@ -127,20 +115,36 @@ class Library:
         return [asked for source in marked for asked in (source.item.whole, *source.item.steps)]
 
     def own(self, items: Sequence[Source[T]]) -> list[Source[T]]:
-        """Those of these documents that are in this half, in an order drawn once."""
+        """The documents that are in this half, in an order that is drawn once."""
         chosen = [item for item in items if half_of(item.name) == self.half]
         random.Random(f"{SEED}:{self.half}:{len(items)}").shuffle(chosen)
         return chosen
 
     def _paths(self, names: Sequence[str], sample: str | None = None) -> list[Path]:
-        """These files of the folder; without one, this file of the project's samples, if any is named."""
+        """These files of the folder; without one, this file of the project's samples, if one is named."""
         if self._folder:
             return [self._folder / name for name in names]
         return [SAMPLES / sample] if sample else []
 
     def _half(self, kind: str, items: Iterable[T], identity: Callable[[T], str]) -> list[Source[T]]:
-        """Those of this half; a document that comes twice is one."""
+        """The documents of this half; one that comes twice counts once."""
         found: dict[str, T] = {}
         for item in items:
             found.setdefault(name_of(kind, identity(item)), item)
         return self.own([Source(name, item) for name, item in found.items()])
+
+
+def _sample_passages() -> list[Passage]:
+    return [Passage(title, text) for title, text in _SAMPLES["passages"].items()]
+
+
+def _sample_questions() -> list[MarkedQuestion]:
+    """Each with all passages that do not support it."""
+    texts = {passage.title: passage for passage in _sample_passages()}
+    found = []
+    for row in _SAMPLES["questions"]:
+        whole = Asked(row["question"], row["answer"], tuple(texts[title] for title in row["supporting"]))
+        steps = [Asked(step["question"], step["answer"], (texts[step["passage"]],)) for step in row["steps"]]
+        others = (passage for passage in texts.values() if passage not in whole.supporting)
+        found.append(MarkedQuestion(whole, tuple(steps), tuple(others)))
+    return found

@@ -17,19 +17,19 @@ from kvshare.replay.stream import RequestStream
 
 _MOST_REQUESTS = 20_000  # read of a log
 _WORDS = 8  # of a shingle
-_MOST_HOLDERS = 8  # earlier requests that a shingle remembers
+_MOST_HOLDERS = 8  # earlier requests that are remembered for a shingle
 _MOST_DONORS = 3
 _LEAST_SHARED = 0.2  # of a request's shingles, by a donor
 
 
 def log(library: Library, number: int, draw: random.Random) -> Draft | None:
-    """One of them at random; a number whose request does not fit gets another one."""
+    """One of the log's requests at random; another attempt at the same number draws another one."""
     drafts = _drafts(library)
     return drafts[draw.randrange(len(drafts))] if drafts else None
 
 
 def _drafts(library: Library) -> Sequence[Draft]:
-    """Of this half; a request belongs to the half of the donor that gives most."""
+    """The drafts of this half; a request is in the half of the earlier request that shares most with it."""
     if library.log is None:
         return ()
     if library.drafts_of_log is None:
@@ -40,7 +40,7 @@ def _drafts(library: Library) -> Sequence[Draft]:
 
 def similar_requests(path: Path) -> Iterator[Draft]:
     """
-    Requests of which an earlier one has words, but for those that only go on where it ended.
+    Requests that share words with an earlier one, unless they only continue earlier ones.
 
     Raises:  LogError for a file that cannot be replayed
     """
@@ -67,7 +67,7 @@ def similar_requests(path: Path) -> Iterator[Draft]:
 
 
 def _messages(requests: Iterable[LoggedRequest]) -> Iterator[Messages]:
-    """Of the requests that have text; a prompt is a user's message."""
+    """The messages of requests that have text; a prompt becomes a user's message."""
     for request in requests:
         if request.messages is not None:
             yield request.messages

@@ -1,30 +1,33 @@
 """
-The project's own forms, forms.yaml: paragraphs with slots, and a figure that something else follows from.
+The project's own texts with slots: forms (forms.yaml), with a figure from which something else follows, and
+tools that a model may call (systems.yaml).
 
-Owns drawing values that do not get in each other's way. Knows nothing of suites.
+Draws values that cannot be confused with each other. Knows nothing of suites.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import yaml
-
-from kvshare.bench.fidelity.scenario import SEED, Messages
+from kvshare.bench.fidelity.suites.drawing import four_answers, fresh
 from kvshare.bench.fidelity.suites.library import Source
+from kvshare.bench.fidelity.texts import texts_beside
 from kvshare.replay.workloads import sources
 
-T = TypeVar("T")
 Values = Mapping[str, str]  # by slot
 
-WORDS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"))
+WORDS = texts_beside(__file__, "forms.yaml")
 NEUTRAL: Sequence[str] = WORDS["neutral"]
 
-_MAX_TRIES = 1000
+_DRAWN: Mapping[str, Callable[[random.Random], str]] = {
+    "name": sources.person,
+    "date": sources.date,
+    "place": lambda draw: draw.choice(sources.PLACES),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,44 +35,43 @@ class Slot:
     """A place in a text that is filled differently each time, and the question that it answers."""
 
     kind: str  # name, place, date, number or decision
-    ask: str
-    numbers: range = range(0)  # of a number
-    options: tuple[str, ...] = ()  # of a decision; of a form's, the first two are opposites
+    ask: str = ""
+    least: int = 0  # of a number
+    most: int = -1
+    step: int = 1
+    options: Sequence[str] = ()  # of a decision; of a form's, the first two are opposites
 
-    @classmethod
-    def from_yaml(cls, row: Mapping[str, Any]) -> Slot:
-        """As forms.yaml has it."""
-        numbers = range(row.get("from", 0), row.get("to", -1) + 1, row.get("step", 1))
-        return cls(row["kind"], row.get("ask", ""), numbers, tuple(row.get("of", ())))
+    @property
+    def numbers(self) -> range:
+        """From least to most; empty if the slot is no number."""
+        return range(self.least, self.most + 1, self.step)
 
     def value(self, draw: random.Random, taken: Iterable[str]) -> str:
-        """One that cannot be mistaken for one that is taken: of names, not even one word is shared."""
-        return fresh(lambda: self._any(draw), taken, whole=self.kind != "name")
+        """A value that cannot be confused with a taken one; names do not even share a word."""
 
-    def _any(self, draw: random.Random) -> str:
-        if self.kind == "number":
-            return str(draw.choice(self.numbers))
-        if self.kind == "decision":
-            return draw.choice(self.options)
-        if self.kind == "place":
-            return draw.choice(sources.PLACES)
-        return sources.person(draw) if self.kind == "name" else sources.date(draw)
+        def make() -> str:
+            if self.kind in _DRAWN:
+                return _DRAWN[self.kind](draw)
+            return str(draw.choice(self.options or self.numbers))
+
+        return fresh(make, taken, whole=self.kind != "name")
 
 
-def fresh(make: Callable[[], str], taken: Iterable[str], *, whole: bool = True) -> str:
-    """
-    The first one made that is not contained in one of these, nor contains one, counted in words.
-
-    With `whole` off, not even one word is shared.
-    Raises:  ValueError if all that are made are taken
-    """
-    others = [set(other.split()) for other in taken]
-    for _ in range(_MAX_TRIES):
-        value = make()
-        words = set(value.split())
-        if not any((words <= other or other <= words) if whole else words & other for other in others):
-            return value
-    raise ValueError(f"{_MAX_TRIES} tries brought nothing that is not among {len(others)} values")
+def refilled(
+    slots: Mapping[str, Slot],
+    names: Iterable[str],
+    draw: random.Random,
+    *,
+    values: Values | None = None,
+    taken: Iterable[str] = (),
+) -> dict[str, str]:
+    """The values with other ones in the named slots, none of which was there before or is taken."""
+    found = dict(values or {})
+    used = [*taken, *found.values()]
+    for name in names:
+        found[name] = slots[name].value(draw, used)
+        used.append(found[name])
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +83,16 @@ class Limit:
     ask: str
     over: str  # right from `at` on
     under: str
-    others: tuple[str, ...]  # answers that are never right
+    others: Sequence[str]  # answers that are never right
 
     def answer(self, value: str) -> str:
-        """What follows from the figure."""
+        """The answer that follows from the figure."""
         return self.over if int(value) >= self.at else self.under
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """The sentence with the number that something follows from; `same`: what has the same number."""
+    """The sentence with the number from which something follows. `same`: a sentence about an equal number."""
 
     slot: str
     text: str
@@ -101,83 +103,95 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Paragraphs that can be read in any order; each slot stands once, in one of them or in the figure."""
+    """Paragraphs that can be read in any order; each slot is in one of them or in the figure, once."""
 
     title: str
     slots: Mapping[str, Slot]
-    sections: tuple[str, ...]
+    sections: Sequence[str]
     figure: Figure
-
-    @classmethod
-    def from_yaml(cls, row: Mapping[str, Any]) -> Form:
-        """As forms.yaml has it."""
-        figure = row["figure"]
-        limit = Limit(**{**figure["limit"], "others": tuple(figure["limit"]["others"])})
-        same = figure["same"]
-        return cls(
-            row["title"],
-            {name: Slot.from_yaml(slot) for name, slot in row["slots"].items()},
-            tuple(row["sections"]),
-            Figure(figure["slot"], figure["text"], same["text"], same["ask"], limit),
-        )
 
     @property
     def paragraphs(self) -> list[str]:
-        """All of them, slots open."""
+        """All of them, with open slots."""
         return [*self.sections, f"{self.figure.text} {self.figure.same}"]
 
     def of_kind(self, kind: str) -> list[str]:
-        """The slots of that kind."""
+        """The slots of a kind."""
         return [name for name, slot in self.slots.items() if slot.kind == kind]
 
     def values(self, draw: random.Random, taken: Iterable[str] = ()) -> dict[str, str]:
         """A value for each slot."""
-        return self.refilled({}, self.slots, draw, taken)
+        return refilled(self.slots, self.slots, draw, taken=[*taken, str(self.figure.limit.at)])
 
-    def refilled(
-        self, values: Values, names: Iterable[str], draw: random.Random, taken: Iterable[str] = ()
-    ) -> dict[str, str]:
+    def refilled(self, values: Values, names: Iterable[str], draw: random.Random) -> dict[str, str]:
         """The same values with others in these slots."""
-        found, used = dict(values), [*taken, *values.values(), str(self.figure.limit.at)]
-        for name in names:
-            found[name] = self.slots[name].value(draw, used)
-            used.append(found[name])
-        return found
+        return refilled(self.slots, names, draw, values=values, taken=[str(self.figure.limit.at)])
 
     def answers(self, name: str, new: Values, old: Values, draw: random.Random) -> tuple[str, ...]:
-        """To the question of a slot: the new value, the old one, and two that stand in neither text."""
-        found = [new[name], old[name]]
-        for _ in range(2):
-            used = found if self.slots[name].options else [*found, *new.values(), *old.values()]
-            found.append(self.slots[name].value(draw, used))
-        return tuple(found)
+        """To the question of a slot: the new value, the old one, and two that are in neither text."""
+        slot = self.slots[name]
+        others = [] if slot.options else [*new.values(), *old.values()]
+        return four_answers(new[name], old[name], lambda found: slot.value(draw, [*found, *others]))
 
 
-FORMS: Sequence[Source[Form]] = [
-    Source(f"form:{name}", Form.from_yaml(row)) for name, row in WORDS["forms"].items()
+def _form(row: Mapping[str, Any]) -> Form:
+    """A form of forms.yaml, whose keys are the fields of these classes."""
+    slots = {name: Slot(**slot) for name, slot in row["slots"].items()}
+    figure = Figure(**{**row["figure"], "limit": Limit(**row["figure"]["limit"])})
+    return Form(row["title"], slots, row["sections"], figure)
+
+
+FORMS = [Source(f"form:{name}", _form(row)) for name, row in WORDS["forms"].items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a model may call, and how a user asks for it."""
+
+    name: str
+    description: str
+    request: str
+    result: str
+    arguments: Mapping[str, Slot]
+
+    @property
+    def definition(self) -> str:
+        """One line of JSON, for the system prompt."""
+        types = {name: _type_of(slot) for name, slot in self.arguments.items()}
+        return json.dumps({"name": self.name, "description": self.description, "parameters": types})
+
+    def call(self, values: Values) -> str:
+        """The one right line of JSON for these arguments."""
+        arguments = {
+            name: int(values[name]) if slot.kind == "number" else values[name]
+            for name, slot in self.arguments.items()
+        }
+        return json.dumps({"name": self.name, "arguments": arguments})
+
+    def values(self, draw: random.Random, taken: Sequence[str] = ()) -> dict[str, str]:
+        """A value for each argument."""
+        return refilled(self.arguments, self.arguments, draw, taken=taken)
+
+    def changed(
+        self, values: Values, name: str, draw: random.Random, taken: Sequence[str] = ()
+    ) -> dict[str, str]:
+        """The same values with another one for this argument."""
+        return refilled(self.arguments, [name], draw, values=values, taken=taken)
+
+
+def _type_of(slot: Slot) -> dict[str, Any]:
+    if slot.kind == "number":
+        return {"type": "integer"}
+    return {"type": "string", **({"enum": slot.options} if slot.options else {"description": slot.kind})}
+
+
+def _tool(name: str, row: Mapping[str, Any]) -> Tool:
+    """A tool of systems.yaml, whose keys are the fields of these classes."""
+    arguments = {argument: Slot(**slot) for argument, slot in row["arguments"].items()}
+    return Tool(name=name, **{**row, "arguments": arguments})
+
+
+TOOLS = [
+    Source(f"form:tool-{name}", _tool(name, row))
+    for name, row in texts_beside(__file__, "systems.yaml")["tools"].items()
 ]
-
-
-def in_turn(items: Sequence[T], number: int) -> T:
-    """Each as often as the others, in their order."""
-    return items[number % len(items)]
-
-
-def source_for(items: Sequence[T], number: int) -> T:
-    """Each as often as the others, in another order each time round: no label goes with a source."""
-    times_round, place = divmod(number, len(items))
-    return random.Random(f"{SEED}:{times_round}").sample(items, len(items))[place]
-
-
-def shuffled(items: Sequence[T], draw: random.Random) -> list[T]:
-    """In another order; there are at least two, and no two are equal."""
-    order = list(items)
-    while order == list(items):
-        draw.shuffle(order)
-    return order
-
-
-def asked(paragraphs: Sequence[str], ask: str, *, system: str) -> Messages:
-    """A text and the question behind it."""
-    text = "\n\n".join([*paragraphs, WORDS["question"].format(ask=ask)])
-    return {"role": "system", "content": system}, {"role": "user", "content": text}

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvshare.replay.workloads.sources import Passage, objects
 
-_RELATION = " >> "  # "Ulm >> country": how MuSiQue writes a question that nobody has put into words
+_RELATION = " >> "  # "Ulm >> country": how MuSiQue writes a question without words
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A question, its answer, and the passages that the answer follows from."""
 
     text: str
@@ -22,19 +20,18 @@ class Asked:
 
     @property
     def is_answerable(self) -> bool:
-        """Whether the answer stands in one of the passages, or is yes or no."""
+        """Whether the answer is in one of the passages, or is yes or no."""
         answer = self.answer.lower()
         found = any(answer in f"{each.title}\n{each.text}".lower() for each in self.supporting)
         return bool(answer) and (found or is_yes_or_no(answer))
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedQuestion:
+class MarkedQuestion(NamedTuple):
     """
     A question that needs several passages.
 
-    `steps`: those of its parts that can be asked alone, each with the one passage that answers it. `others`:
-    passages that came with it and support nothing.
+    `steps`: the parts that can be asked alone, each with the one passage that answers it. `others`: passages
+    that came with the question and support no answer.
     """
 
     whole: Asked
@@ -47,7 +44,7 @@ def is_yes_or_no(answer: str) -> bool:
 
 
 def marked_questions(paths: Sequence[Path]) -> Iterable[MarkedQuestion]:
-    """The rows that have marks; those that cannot be answered from their passages are passed over."""
+    """The rows with marked passages, without those that cannot be answered from them."""
     for row in objects(paths):
         found = _musique(row) if "paragraphs" in row else _two_wiki(row) if "context" in row else None
         if found and found.whole.is_answerable:

@@ -1,7 +1,8 @@
 """
-Suites with instructions, tools or answers to weigh: `header`, `toolcall` and `judge`.
+Suites with instructions, tools or answers to compare: `header`, `toolcall` and `judge`.
 
-A suite makes the draft of a number: the same one each time, from one source document of the library's half.
+A suite makes the draft of a number, from one source document of the library's half. The same number is the
+same draft each time.
 """
 
 from __future__ import annotations
@@ -15,21 +16,15 @@ from string import ascii_uppercase
 from typing import Any
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
+from kvshare.bench.fidelity.suites.conversations import in_turns
+from kvshare.bench.fidelity.suites.drawing import four_answers, fresh, in_turn, shuffled, source_for
 from kvshare.bench.fidelity.suites.library import Library
-from kvshare.bench.fidelity.suites.own_forms import (
-    FORMS,
-    NEUTRAL,
-    Form,
-    Values,
-    fresh,
-    in_turn,
-    shuffled,
-    source_for,
-)
-from kvshare.bench.fidelity.suites.own_tools import TOOLS, WORDS, Tool
+from kvshare.bench.fidelity.suites.own_forms import FORMS, NEUTRAL, TOOLS, Form, Tool, Values
+from kvshare.bench.fidelity.texts import texts_beside
 from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources
 
+WORDS = texts_beside(__file__, "systems.yaml")
 CHANGES = ("nonce", "clock", "effort", "tools", "user")
 NUM_ANSWERS = (3, 4, 5)  # to judge
 
@@ -43,7 +38,7 @@ _SENTENCE = re.compile(r"(?<=[.!?]) ")
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """A system prompt below the header, a question about it, and its candidates, the right one first."""
+    """A system prompt below the header, a question about it, and its answers, the right one first."""
 
     text: str
     reordered: str | None
@@ -53,8 +48,8 @@ class _Body:
 
 def header(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
-    One line on top of a long system prompt changes. What is asked is about that line, or about the text below
-    (label `asks`), whose answer stays what it was; nobody asks for the nonce.
+    One line above a long system prompt changes. Label `asks`: the question is about that line (`header`,
+    never about the nonce) or about the text below (`body`), whose answer does not change.
     """
     kind = in_turn(CHANGES, number)
     source, body = _body(library, number, draw)
@@ -75,7 +70,7 @@ def header(library: Library, number: int, draw: random.Random) -> Draft | None:
 
 
 def _body(library: Library, number: int, draw: random.Random) -> tuple[str, _Body]:
-    """Every second one is a found system prompt; the others are made of our own forms."""
+    """Every second one is a published system prompt; the others are made of our own forms."""
     shortest, longest = _SYSTEM_PROMPT
     found = [text for text in library.texts if shortest <= len(text.item.encode()) <= longest]
     if found and number % 2:
@@ -96,19 +91,15 @@ def _body(library: Library, number: int, draw: random.Random) -> tuple[str, _Bod
 def _header_values(draw: random.Random) -> dict[str, Any]:
     return {
         "nonce": f"{draw.getrandbits(64):016x}",
-        "clock": _clock(draw),
+        "clock": f"{sources.date(draw)}, {sources.clock(draw)}",
         "effort": draw.choice(WORDS["efforts"]),
         "user": sources.person(draw),
         "tools": tuple(draw.sample(sorted(sources.WORDS["tools"]), draw.randint(3, 5))),
     }
 
 
-def _clock(draw: random.Random) -> str:
-    return f"{sources.date(draw)}, {sources.clock(draw)}"
-
-
 def _changed(kind: str, values: Mapping[str, Any], draw: random.Random) -> Any:
-    """Another value; of tools, one more, one less or another one in front."""
+    """Another value; of tools, one more, one fewer or another one in front."""
     if kind == "tools":
         tools: tuple[str, ...] = values["tools"]
         front = draw.choice(sorted(set(sources.WORDS["tools"]) - set(tools)))
@@ -122,10 +113,11 @@ def _header_answers(
     if kind == "tools":
         first = [new["tools"][0], old["tools"][0]]
         return (*first, *draw.sample(sorted({*sources.WORDS["tools"]} - {*new["tools"], *old["tools"]}), 2))
-    found = [new[kind], old[kind]]
-    for _ in range(2):
-        found.append(fresh(lambda: _header_values(draw)[kind], found, whole=kind != "user"))
-    return tuple(found)
+
+    def another(found: Sequence[str]) -> str:
+        return fresh(lambda: _header_values(draw)[kind], found, whole=kind != "user")
+
+    return four_answers(new[kind], old[kind], another)
 
 
 def _with_header(values: Mapping[str, Any], body: str, ask: str) -> Messages:
@@ -137,9 +129,9 @@ def _with_header(values: Mapping[str, Any], body: str, ask: str) -> Messages:
 
 def toolcall(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
-    A call whose arguments the user named some turns ago, one of them another than in the stored prompt.
+    A call whose arguments the user named some turns ago; one of them differs from the stored prompt.
 
-    What came in between, three other calls and some notes, is the same in both and half of the prompt.
+    The turns in between, three other calls and some notes, are equal in both and half of the prompt.
     """
     own = library.own(TOOLS)
     source = source_for(own, number)
@@ -170,15 +162,14 @@ def toolcall(library: Library, number: int, draw: random.Random) -> Draft | None
 
 
 def _transcript(done: Sequence[tuple[Tool, Values]], notes: Sequence[str], request: str) -> Messages:
-    """What the user wants in the end, other calls that are made before it, notes, and the word to go."""
+    """The user's request, other calls that are made before it, notes, and the order to make the call now."""
     requests = [tool.request.format_map(values) for tool, values in done]
     said = [WORDS["toolcall_later"].format(request=request, first=requests[0])]
     following = [*requests[1:], WORDS["toolcall_notes"].format(notes="\n\n".join(notes))]
     for (tool, values), then in zip(done, following, strict=True):
         said += [tool.call(values), WORDS["toolcall_next"].format(result=tool.result, request=then)]
     said += [WORDS["toolcall_confirm"], WORDS["toolcall_go"]]
-    roles = ("user", "assistant")
-    return tuple({"role": in_turn(roles, place), "content": text} for place, text in enumerate(said))
+    return in_turns(said)
 
 
 def _with_tools(tools: Sequence[Tool], transcript: Messages) -> Messages:
@@ -191,7 +182,7 @@ def judge(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
     Answers to one question about a form, one of them right in every value, in another order than before.
 
-    A letter goes with its answer wherever that stands, so that the right letter stays the same.
+    A letter moves with its answer, so that the right letter stays the same.
     """
     num_answers = in_turn(NUM_ANSWERS, number)
     source = source_for(library.own(FORMS), number)
@@ -231,14 +222,13 @@ def _answers(
     openings = draw.sample(WORDS["judge_openings"], len(letters))
     for letter, opening in zip(letters, openings, strict=True):
         wrong = draw.sample(slots, draw.randint(1, _NUM_FACTS)) if made else []
-        told = form.refilled(values, wrong, draw)
-        said = " ".join(facts).format_map(told)
+        said = " ".join(facts).format_map(form.refilled(values, wrong, draw))
         made.append(WORDS["judge_answer"].format(letter=letter, opening=opening, facts=said))
     return made
 
 
 def _orders(answers: Sequence[str], draw: random.Random) -> list[list[str]]:
-    """Three different ones; between the first two, another answer comes first."""
+    """Three different ones; the first two begin with different answers."""
     first = shuffled(answers, draw)
     found = [first]
     while len(found) < 3:
@@ -249,7 +239,7 @@ def _orders(answers: Sequence[str], draw: random.Random) -> list[list[str]]:
 
 
 def _judged(form: Form, facts: Sequence[str], values: Values, order: Sequence[str], neutral: str) -> Messages:
-    """The paragraphs that the facts are from and a neutral one, the question and the answers."""
+    """The paragraphs with the facts and a neutral one, the question and the answers."""
     paragraphs = [*(part for part in form.paragraphs if any(fact in part for fact in facts)), neutral]
     asked_for = _slots_of(form, facts)
     prompt = WORDS["judge_prompt"].format(

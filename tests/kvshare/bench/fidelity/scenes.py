@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +22,7 @@ from delta_tree import Span, TokenIds, token_ids
 from kvshare.bench.fidelity.arms import make_trial
 from kvshare.bench.fidelity.layered import LayeredModel
 from kvshare.bench.fidelity.scenario import Prompt, Scenario
+from kvshare.bench.fidelity.shards import Stage
 from kvshare.bench.fidelity.trial import Trial
 from kvshare.bench.random_models import TINY, VOCAB_SIZE
 from kvshare.engines.embedded.model import EmbeddedModel
@@ -114,6 +116,15 @@ def front() -> Scenario:
 SCENES: dict[str, Callable[[], Scenario]] = {"edited": edited, "moved": moved, "front": front}
 
 
+scenes = pytest.mark.parametrize("scene", sorted(SCENES))
+
+
+def stage(*rules: str, budgets: Sequence[float] = (0.2,), **more: object) -> Stage:
+    """How rules are measured, with candidates ranked."""
+    fields = {"name": "made", "half": 0, "plans": {}, "rules": rules, "budgets": budgets, "rank": True}
+    return Stage.model_validate(fields | more)
+
+
 def trial_of(made: Scenario, num_layers: int = 4) -> Trial:
     trial = make_trial(made, llama(num_layers), SETTINGS)
     assert trial is not None
@@ -142,12 +153,13 @@ def engine_kv(model: LayeredModel, tokens: TokenIds) -> SequenceKV:
     return kv
 
 
-def laid_by_hand(made: Trial) -> tuple[torch.Tensor, torch.Tensor]:
+def placed_by_hand(made: Trial) -> tuple[torch.Tensor, torch.Tensor]:
     """What the plan copies, (L, T, H, D) each: the product's KV of the stored prompts, keys rotated."""
     rotation = made.model.model.rotation
     assert rotation is not None
     stored = {
-        node_id: engine_kv(made.model, done.prompt.token_ids) for node_id, done in made.shelf.prefills.items()
+        node_id: engine_kv(made.model, done.prompt.token_ids)
+        for node_id, done in made.stored.prefills.items()
     }
     some = next(iter(stored.values()))
     k = torch.zeros(made.num_layers, made.num_tokens, *some.k.shape[2:])
@@ -179,7 +191,7 @@ def dense(
     keep: Keep = lambda layer, rows, k, v: rows,
 ) -> Dense:
     """
-    A Llama in double precision over some rows of a prompt whose other rows are laid.
+    A Llama in double precision over some rows of a prompt whose other rows are given.
 
     `keep` gets a layer, its rows and their fresh K and V (N, H, D), and says which rows the next layer has.
     """

@@ -3,8 +3,7 @@
 import torch
 
 from delta_tree import TokenIds
-from kvshare.bench.fidelity.arms import Arms, make_trial, measured
-from kvshare.bench.fidelity.rules import RULES
+from kvshare.bench.fidelity.arms import make_trial, measured
 from tests.kvshare.bench.fidelity.scenes import (
     CANDIDATES,
     QUESTION,
@@ -16,6 +15,7 @@ from tests.kvshare.bench.fidelity.scenes import (
     llama,
     prompt,
     scenario,
+    stage,
     text,
     trial_of,
 )
@@ -36,9 +36,9 @@ def test_a_row_has_a_place_for_every_arm() -> None:
             expected="word",
         )
     )
-    rules = [RULES[name] for name in ("full", "placeholders", "epic", "deviation")]
-    arms = Arms(rules=rules, budgets=(0.1, 0.2), charged=(0.1, 0.9), free_tokens=8, decode=worded)
-    row = measured(made, arms, other=llama(4, dtype=torch.bfloat16))
+    rules, budgets = ("full", "placeholders", "epic", "deviation"), ((0.1, 0.2), (0.1, 0.9))
+    wanted = stage(*rules, budgets=budgets[0], charged=budgets[1], free_tokens=8, noise=True)
+    row = measured(made, wanted, decode=worded, other=llama(4, dtype=torch.bfloat16))
     found = {(arm["rule"], arm["by"], arm["budget"]): arm for arm in row["arms"]}
     assert len(found) == 2 + 2 * 4
     assert found["full", "b", 0.0]["kl"] <= 1e-6

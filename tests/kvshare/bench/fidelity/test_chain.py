@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from delta_tree import Copy, NodeId, SegmentId, Span, TokenIds, merge
-from kvshare.bench.fidelity.arms import Arms, measured
+from kvshare.bench.fidelity.arms import measured
 from kvshare.bench.fidelity.chain import POLICIES, _stored, _uppermost, measured_chain
 from kvshare.bench.fidelity.measures import divergence
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.scenario import Prompt, Scenario
-from kvshare.bench.fidelity.shelf import Shelf, prefill
+from kvshare.bench.fidelity.stored_prompts import StoredPrompts, prefill
 from kvshare.bench.fidelity.trial import Trial
 from kvshare.sharing.plan import Estimate, NoPlan, Plan, without
 from tests.kvshare.bench.fidelity.scenes import (
@@ -29,6 +29,7 @@ from tests.kvshare.bench.fidelity.scenes import (
     prompt,
     replaced,
     scenario,
+    stage,
     text,
     trial_of,
 )
@@ -52,10 +53,6 @@ def chain(depth: int) -> Scenario:
     return scenario(prompts[:1], prompts[-1], stages=prompts[1:-1], candidates=CANDIDATES)
 
 
-def arms(*names: str, budget: float = 0.2) -> Arms:
-    return Arms(rules=[RULES[name] for name in names], budgets=(budget,), noise=False)
-
-
 def by_rule(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {arm["rule"]: arm for arm in row["arms"]}
 
@@ -63,8 +60,8 @@ def by_rule(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def test_one_turn_is_one_trial() -> None:
     """At depth 1 nothing was shared before: the same figures, under both ways of storing."""
     made = chain(1)
-    row = measured_chain(made, llama(), SETTINGS, arms(*NAMES))
-    found, expected = by_rule(row), by_rule(measured(trial_of(made), arms(*NAMES)))
+    row = measured_chain(made, llama(), SETTINGS, stage(*NAMES))
+    found, expected = by_rule(row), by_rule(measured(trial_of(made), stage(*NAMES)))
     others = [f"{name}/{policy}" for name in NAMES[1:] for policy in POLICIES[1:]]
     assert set(found) == {*NAMES, *others}
     assert row["copied"] == trial_of(made).copied.sum()
@@ -78,7 +75,7 @@ def test_one_turn_is_one_trial() -> None:
 def test_resaved_copies_differ_from_originals_at_depth_three() -> None:
     """Re-saved prefixes count as exact, so that what is stale in front of the newest edit stays as it is."""
     found = by_rule(
-        measured_chain(chain(3), llama(), SETTINGS, arms("full", "epic", "deviation", budget=0.4))
+        measured_chain(chain(3), llama(), SETTINGS, stage("full", "epic", "deviation", budgets=[0.4]))
     )
     assert found["full"]["kl"] <= 1e-6
     for name in ("epic", "deviation"):
@@ -89,14 +86,14 @@ def test_resaved_copies_differ_from_originals_at_depth_three() -> None:
 
 def test_a_whole_budget_is_a_full_prefill_at_any_depth() -> None:
     """Turns that compute all that is not exact leave exact KV behind."""
-    found = by_rule(measured_chain(chain(3), llama(), SETTINGS, arms("epic", "cacheblend", budget=1.0)))
+    found = by_rule(measured_chain(chain(3), llama(), SETTINGS, stage("epic", "cacheblend", budgets=[1.0])))
     assert len(found) == 6
     assert all(arm["kl"] <= 1e-6 for arm in found.values())
 
 
 def test_repairs_that_are_not_stored_are_made_again() -> None:
     """The last turn copies what the first prompt had; with repairs stored, more of it is as it should be."""
-    found = by_rule(measured_chain(chain(3), llama(), SETTINGS, arms("epic", budget=0.4)))
+    found = by_rule(measured_chain(chain(3), llama(), SETTINGS, stage("epic", budgets=[0.4])))
     stored, dropped = found["epic"], found["epic/unrepaired"]
     assert dropped["b"] == pytest.approx(stored["b"], abs=0.02)
     assert dropped["kl"] > stored["kl"]
@@ -106,32 +103,35 @@ def test_what_a_probe_pass_computed_is_not_exact_later() -> None:
     """Ours computes placeholders once, over what it repairs: the next exact prefix ends before them."""
     made = chain(2)
     for name in ("kvshare", "epic"):
-        shelf = Shelf(SETTINGS.sharing)
-        shelf.store_full(prefill(llama(), turn(0)))
-        first = Trial(scenario([], turn(1)), llama(), SETTINGS, shelf)
+        stored_prompts = StoredPrompts(SETTINGS.sharing)
+        stored_prompts.store_full(prefill(llama(), turn(0)))
+        first = Trial(scenario([], turn(1)), llama(), SETTINGS, stored_prompts)
         selection = RULES[name].choose(first, 0.3)
         done = first.run(selection, forced=False)
-        shelf.store(turn(1).token_ids, done.kv, _stored(first, selection, done, "originals"))
-        again = Trial(scenario([], turn(1)), llama(), SETTINGS, shelf)
+        stored_prompts.store(turn(1).token_ids, done.kv, _stored(first, selection, done, "originals"))
+        again = Trial(scenario([], turn(1)), llama(), SETTINGS, stored_prompts)
         assert (again.exact_length == first.copied.argmax()) == (name == "kvshare"), made
 
 
 def test_what_one_layer_left_out_is_not_exact() -> None:
     """CacheBlend's filter starts from every copied token: they stay approximate all the same."""
     made, budget = chain(3), 0.6
-    found = by_rule(measured_chain(made, llama(), SETTINGS, arms("cacheblend", budget=budget)))["cacheblend"]
+    found = by_rule(measured_chain(made, llama(), SETTINGS, stage("cacheblend", budgets=[budget])))[
+        "cacheblend"
+    ]
     assert found["b"] == pytest.approx(round(budget * len(made.prompt)) / len(made.prompt), abs=1e-5)
 
 
 def third_turn(policy: str) -> Trial:
     """Behind two turns that were served with placeholders only, and stored one by one."""
-    shelf = Shelf(SETTINGS.sharing)
-    shelf.store_full(prefill(llama(), turn(0)))
+    stored_prompts = StoredPrompts(SETTINGS.sharing)
+    stored_prompts.store_full(prefill(llama(), turn(0)))
     for number in (1, 2):
-        made = Trial(scenario([], turn(number)), llama(), SETTINGS, shelf)
+        made = Trial(scenario([], turn(number)), llama(), SETTINGS, stored_prompts)
         done = made.run(RULES["placeholders"].choose(made, 0.0), forced=False)
-        shelf.store(turn(number).token_ids, done.kv, NoPlan() if policy == "re-saved" else plan_of(made))
-    return Trial(scenario([], turn(3)), llama(), SETTINGS, shelf)
+        plan = NoPlan() if policy == "re-saved" else plan_of(made)
+        stored_prompts.store(turn(number).token_ids, done.kv, plan)
+    return Trial(scenario([], turn(3)), llama(), SETTINGS, stored_prompts)
 
 
 def plan_of(made: Trial) -> Plan:
@@ -146,7 +146,7 @@ def test_a_chain_is_its_turns_one_by_one(policy: str) -> None:
     """The figures of depth 3 are those of three trials over one store."""
     third = third_turn(policy)
     name = "placeholders" if policy == "originals" else f"placeholders/{policy}"
-    found = by_rule(measured_chain(chain(3), llama(), SETTINGS, arms("placeholders")))[name]
+    found = by_rule(measured_chain(chain(3), llama(), SETTINGS, stage("placeholders")))[name]
     alone = third.run(RULES["placeholders"].choose(third, 0.0))
     assert found["kl"] == pytest.approx(divergence(third.truth, alone.log_probabilities).kl, rel=1e-3)
     assert found["charged"] == pytest.approx(alone.charged, abs=1e-5)

@@ -58,7 +58,7 @@ def test_an_unknown_stage_is_named(tmp_path: Path) -> None:
     options = ["bench", "fidelity", "--out", str(tmp_path), "--stage", "two"]
     result = CliRunner().invoke(app, options)
     assert isinstance(result.exception, ConfigError)
-    assert "'two'; there are one" in str(result.exception)
+    assert "there are one; got 'two'" in str(result.exception)
 
 
 def test_no_prompt_text_is_written(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from delta_tree import Span
-from kvshare.bench.fidelity.layered import LayeredModel, Pass, Step, causal
+from kvshare.bench.fidelity.layered import Intervention, LayeredModel, Pass, Step, causal
 from kvshare.bench.random_models import PLAIN, VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.errors import ModelError
@@ -67,7 +67,7 @@ def test_attention_is_what_the_written_out_decoder_sees() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [2, 4])
-def test_rows_that_leave_keep_what_was_laid_below(num_layers: int) -> None:
+def test_rows_that_are_dropped_keep_their_old_kv(num_layers: int) -> None:
     """Every second row leaves behind layer 0, every fourth behind layer 1: the others see their old KV."""
     model = llama(num_layers)
     kv, before = stale(model), stale(model)
@@ -85,7 +85,7 @@ def test_rows_that_leave_keep_what_was_laid_below(num_layers: int) -> None:
     assert not torch.equal(kv.k[0, gone], before.k[0, gone])
 
 
-class Leaving:
+class Leaving(Intervention):
     """Every second repaired row goes after each of the first two layers; what it was shown is kept."""
 
     def __init__(self) -> None:
@@ -122,15 +122,12 @@ def test_an_intervention_lets_repaired_rows_go() -> None:
         assert torch.equal(step.k, kv.k[step.layer, step.slots])
 
 
-class Zeroed:
+class Zeroed(Intervention):
     """Puts zeros for the fresh rows of layer 1."""
 
     def write(self, step: Step) -> None:
         if step.layer == 1:
             step.kv.k[1, step.slots], step.kv.v[1, step.slots] = 0.0, 0.0
-
-    def keep(self, step: Step) -> torch.Tensor | None:
-        return None
 
 
 def test_what_an_intervention_writes_is_attended_to() -> None:

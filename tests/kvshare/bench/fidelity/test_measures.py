@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from delta_tree import Span, token_ids
+from kvshare.bench.fidelity.greedy import greedy_answer
 from kvshare.bench.fidelity.measures import (
     agreement,
-    bleu,
     divergence,
-    free_running,
     jaccard,
     margin,
     rouge_l,
@@ -85,7 +84,8 @@ def test_scores_of_texts_are_between_nothing_and_one() -> None:
     assert found["f1"] == pytest.approx(2 * 1.0 * (3 / 4) / (1.0 + 3 / 4), abs=1e-5)
     assert 0 < found["bleu"] < 1
     # of five words four are right in a row, and so are 3 of 4 pairs, 2 of 3 triples, 1 of 2 fours
-    assert bleu(["a b c d e"], ["a b c d x"]) == pytest.approx((4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25)
+    expected = (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25
+    assert text_scores("a b c d e", "a b c d x")["bleu"] == pytest.approx(expected, abs=1e-5)
     assert rouge_l("alpha", "beta") == 0.0
 
 
@@ -96,7 +96,7 @@ def test_a_free_answer_is_the_engines_greedy_one() -> None:
     last = model.model.compute(PartialPass(kv, (Span(0, size),)), tokens)
     kv.k[:, size:] = 0.0
     before = kv.k.clone()
-    found = free_running(model, kv, torch.log_softmax(last, dim=-1), num_tokens=size, limit=12)
+    found = greedy_answer(model, kv, torch.log_softmax(last, dim=-1), num_tokens=size, limit=12)
     assert torch.equal(kv.k, before)
     expected = []
     for place in range(size, size + 12):
@@ -108,11 +108,11 @@ def test_a_free_answer_is_the_engines_greedy_one() -> None:
 def test_an_arm_answers_from_its_own_kv() -> None:
     """Behind repairs at 100 % as full prefill does, behind none it parts from it."""
     made = trial("front")
-    full = free_running(made.model, made.full.kv, made.full.last, num_tokens=made.num_tokens, limit=24)
+    full = greedy_answer(made.model, made.full.kv, made.full.first, num_tokens=made.num_tokens, limit=24)
     assert np.array_equal(full[: len(made.answer)], made.answer)
     for name, budget, is_equal in (("epic", 1.0, 1), ("placeholders", 0.0, 0)):
         done = made.run(RULES[name].choose(made, budget))
-        found = free_running(
+        found = greedy_answer(
             made.model, done.kv, done.log_probabilities[0], num_tokens=made.num_tokens, limit=24
         )
         assert agreement(full, found)["equal"] == is_equal

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from kvshare.bench.fidelity.scenario import half_of
-from kvshare.bench.fidelity.suites.own_forms import FORMS, NEUTRAL, Form, Slot, fresh
-from kvshare.bench.fidelity.suites.own_tools import TOOLS
+from kvshare.bench.fidelity.suites.drawing import fresh
+from kvshare.bench.fidelity.suites.own_forms import FORMS, NEUTRAL, TOOLS, Form, Slot
 
 EACH_FORM = pytest.mark.parametrize("form", [pytest.param(source.item, id=source.name) for source in FORMS])
 

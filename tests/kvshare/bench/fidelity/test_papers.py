@@ -16,20 +16,22 @@ import torch
 from sacrebleu.metrics.bleu import BLEU
 
 from kvshare.bench import papers
+from kvshare.bench.fidelity.greedy import greedy_answer, greedy_answers
 from kvshare.bench.fidelity.laboratory import Laboratory
-from kvshare.bench.fidelity.measures import free_running
+from kvshare.bench.fidelity.measures import jaccard, token_f1
 from kvshare.bench.fidelity.papers import data, prompts, scores
-from kvshare.bench.fidelity.papers.answers import FULL, KVSHARE, Arm, Server, Together, timed
+from kvshare.bench.fidelity.papers.answers import FULL, Arm, Server, timed
 from kvshare.bench.fidelity.papers.data import Asked
-from kvshare.bench.fidelity.papers.prompts import Wording, Writer
+from kvshare.bench.fidelity.papers.prompts import Writer, translation
 from kvshare.bench.fidelity.rules import RULES
-from kvshare.bench.fidelity.shelf import prefill
+from kvshare.bench.fidelity.stored_prompts import prefill
 from kvshare.cli.bench import BENCHMARKS
 from kvshare.conversation.chat import Chat
 from kvshare.errors import ConfigError
 from kvshare.served_model import FORMS_MODEL
 from kvshare.settings import load_settings
 
+KVSHARE = Arm("kvshare")
 PLACES = ("Aldermoor", "Tarrow", "Ebbing", "Penwick", "Saltby", "Hollin", "Marrick", "Oakham")
 
 
@@ -100,9 +102,9 @@ def test_scores_of_answers() -> None:
     """Longest common sequence, words without articles and punctuation, the best of several references."""
     assert scores.rouge_l("the cat sat down", "the cat lay down") == pytest.approx(0.75)
     assert scores.rouge_l("", "") == 1.0
-    assert scores.best_f1(["the Exeter College", "Exeter"], "Exeter.") == 1.0
-    assert scores.best_f1(["Exeter College"], "Exeter") == pytest.approx(2 / 3)
-    assert scores.best_jaccard(["red car"], "a red bus") == pytest.approx(1 / 3)
+    assert scores.best(token_f1, ["the Exeter College", "Exeter"], "Exeter.") == 1.0
+    assert scores.best(token_f1, ["Exeter College"], "Exeter") == pytest.approx(2 / 3)
+    assert scores.best(jaccard, ["red car"], "a red bus") == pytest.approx(1 / 3)
 
 
 def test_a_sheet_has_means_with_intervals_and_paired_differences() -> None:
@@ -123,7 +125,7 @@ def test_supporting_passages_stand_first_and_the_answer_marks_them(folder: Path)
     """CacheBlend's file marks none; MuSiQue's single hop has the passage of its first step."""
     asked = data.cacheblend(folder, "wikimqa_s_clean", piece_words=40)[2]
     assert "1802" in asked.passages[0]
-    assert (asked.num_supporting, len(asked.passages), asked.answers) == (2, 5, ("1802",))
+    assert (len(asked.passages), asked.answers) == (5, ("1802",))
     assert data.musique(folder)[0].passages[1].startswith("Saltby: ")
     single = data.single_hop(folder)[1]
     assert single.passages[0].startswith("Saltby: ")
@@ -147,7 +149,7 @@ def test_a_false_statement_is_false() -> None:
     """Not another accepted answer, however it is written; yes faces no."""
 
     def asked(*answers: str) -> Asked:
-        return Asked("?", (), 0, answers)
+        return Asked("?", (), answers)
 
     others = [asked("the ulm."), asked("no"), asked("Bern")]
     assert data.wrong_answer(asked("The town", "Ulm"), others) == "Bern"
@@ -177,7 +179,7 @@ def test_samsum_is_read_as_published(tmp_path: Path) -> None:
 
 def test_prompts_are_cut_to_their_length(server: Server) -> None:
     """Supporting passages stay; the oldest examples go first."""
-    asked = Asked("Where?", tuple(passage(number) for number in range(9)), 2, ("Tarrow",))
+    asked = Asked("Where?", tuple(passage(number) for number in range(9)), ("Tarrow",))
     length = len(
         server.encoder.encode_chat(Chat(tuple(prompts.with_passages(asked.passages[:4], "x")))).token_ids
     )
@@ -186,7 +188,7 @@ def test_prompts_are_cut_to_their_length(server: Server) -> None:
     assert {passage(0), passage(1)} <= set(kept)
     assert len(kept) < 9
     pairs = [data.Pair(f"Satz {number}", passage(number)) for number in range(8)]
-    examples, chat = Writer(server.encoder, 260).few_shot(pairs, 7, Wording.of_translation("de-en"))
+    examples, chat = Writer(server.encoder, 260).few_shot(pairs, 7, translation("de-en"))
     assert len(server.encoder.encode_chat(Chat(tuple(chat))).token_ids) <= 260
     assert 1 <= len(examples) < 5
     assert examples[-1][1]["content"] == passage(6)
@@ -196,7 +198,7 @@ def test_prompts_are_cut_to_their_length(server: Server) -> None:
 def test_earlier_prompts_have_all_passages_between_them() -> None:
     """In another order, with another question and other passages."""
     chunks = [passage(number) for number in range(5)]
-    others = [Asked(f"Why {n}?", tuple(passage(10 * n + k) for k in range(5)), 2, ("x",)) for n in (1, 2)]
+    others = [Asked(f"Why {n}?", tuple(passage(10 * n + k) for k in range(5)), ("x",)) for n in (1, 2)]
     first, second = prompts.earlier(chunks, others, random.Random(3))
     texts = [message[0]["content"].split("\n\n") for message in (first, second)]
     assert set(chunks) <= set(texts[0]) | set(texts[1])
@@ -211,11 +213,10 @@ def test_answers_written_together_are_those_written_alone(server: Server) -> Non
         chat = prompts.with_passages([passage(1), passage(2)], question)
         arms.append(prefill(server.model, writer.scenario(chat, [], suite="x", number=0).prompt))
     size = min(len(done.prompt) for done in arms)
-    together = Together(server.model, 3, num_tokens=size, limit=8)
-    for done in arms:
-        together.add(done.kv, done.last)
-    for done, found in zip(arms, together.answers(), strict=True):
-        alone = free_running(server.model, done.kv, done.last, num_tokens=size, limit=8)
+    starts = [(done.kv, done.first) for done in arms]
+    together = greedy_answers(server.model, starts, num_tokens=size, limit=8)
+    for done, found in zip(arms, together, strict=True):
+        alone = greedy_answer(server.model, done.kv, done.first, num_tokens=size, limit=8)
         assert found.tolist() == alone.tolist()
 
 
@@ -226,10 +227,10 @@ def test_the_servers_arm_makes_the_servers_plan(server: Server) -> None:
     stored = prompts.with_passages([passage(20), *chunks], "When?")
     new = prompts.with_passages([passage(30), *chunks], "When?")
     scenario = writer.scenario(new, [stored], suite="x", number=0)
-    shelf = server.store(scenario.stored)
-    trial = server.trial(scenario, shelf)
+    stored_prompts = server.store(scenario.stored)
+    trial = server.trial(scenario, stored_prompts)
     assert trial is not None
-    plan = shelf.plan(scenario.prompt.token_ids, server.settings)
+    plan = stored_prompts.plan(scenario.prompt.token_ids, server.settings)
     found = server.answers(trial, (FULL, KVSHARE), limit=2, turn=1)
     assert found[KVSHARE].is_approximate is True
     assert found[KVSHARE].computed == pytest.approx(plan.charged_budget)  # type: ignore[union-attr]  # a plan
@@ -238,7 +239,7 @@ def test_the_servers_arm_makes_the_servers_plan(server: Server) -> None:
 
 
 def test_the_clock_changes_nothing_that_an_arm_computes(server: Server) -> None:
-    """A rule's own start, such as the fresh first layers of CacheBlend's probe, is not laid over."""
+    """A rule's own start, such as the fresh first layers of CacheBlend's probe, is not overwritten."""
     writer = Writer(server.encoder, 1000)
     chunks = [passage(number) for number in range(6)]
     prompt = prompts.with_passages(chunks, "When?")

@@ -7,13 +7,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from kvshare.bench.fidelity.comparison import comparisons
 from kvshare.bench.fidelity.report import markdown, report, write
 from kvshare.bench.fidelity.rows import Setting, pairs, read_plans, setting_of
 from kvshare.errors import LogError
 
-TITLES = {"placeholders": "placeholders", "kvshare": "KVShare", "epic": "after EPIC", "query-guided": "query"}
-PUBLISHED = ("epic", "cacheblend", "random")
-FACTORS = {"epic": 3.0, "cacheblend": 1.0, "query-guided": 1.5, "windows": 0.9}
+FACTORS = {"epic": 3.0, "cacheblend": 1.0, "query": 1.5, "edit-windows": 0.9}
 
 
 def arm(rule, kl, budget=0.1, by="b", **more):
@@ -73,8 +72,7 @@ def document(tmp_path_factory):
         {"suite": "rag", "rule": "placeholders", "measure": "top1", "at": 0.123},
         {"suite": "rag", "rule": "full", "upper": 1e-6, "labels": {"hops": 2}},
     ]
-    regimes = ("query-guided", "windows")
-    return report(folder, titles=TITLES, published=PUBLISHED, bounds=bounds, regimes=regimes)
+    return report(folder, bounds=bounds)
 
 
 def the(rows, **wanted):
@@ -169,7 +167,7 @@ def test_results_hold_what_was_measured(tmp_path: Path) -> None:
         row(2 * i, [arm("epic", kl), arm("placeholders", base, 0.0)]) for i, (kl, base) in enumerate(found)
     ]
     saved(tmp_path, "1.jsonl", rows)
-    result = the(report(tmp_path, titles={}, published=())["results"], rule="epic")
+    result = the(report(tmp_path)["results"], rule="epic")
     assert (result["plans"], result["sources"], result["median"]) == (3, 3, 0.02)
     assert result["kl"]["value"] == pytest.approx(0.05)
     assert result["above"]["value"] == pytest.approx(1 / 3)
@@ -192,17 +190,17 @@ def test_the_comparison_finds_the_worse_rule_and_not_the_equal_one(document) -> 
 
 
 def test_holms_family_is_all_rules_and_suites(document) -> None:
-    """The smallest of the four p is multiplied by four."""
+    """Four rules in two suites: the smallest of the eight p is multiplied by eight."""
     rows = [one for one in the(document["comparisons"], by="b")["suites"] if one["p"] is not None]
     least = min(rows, key=lambda one: one["p"])
-    assert len(rows) == 4
-    assert least["p_holm"] == pytest.approx(4 * least["p"])
+    assert len(rows) == 8
+    assert least["p_holm"] == pytest.approx(8 * least["p"])
 
 
 def test_a_worse_rule_of_ours_is_called_so(tmp_path: Path) -> None:
     """The direction is ours against theirs."""
     saved(tmp_path, "1.jsonl", made_rows("rag", 0.05, 3))
-    found = report(tmp_path, titles={}, published=["kvshare"], ours="epic")["comparisons"]
+    found = comparisons(read_plans(tmp_path), "epic", ["kvshare"])
     assert the(the(found, by="b")["suites"], rule="kvshare")["verdict"] == "worse"
 
 
@@ -258,7 +256,7 @@ def test_the_files_are_complete_and_show_titles(document, tmp_path: Path) -> Non
         assert f"![{name}]({name}.png)" in text
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         ElementTree.parse(out / f"{name}.svg")
-    assert "after EPIC</text>" in (out / "kl-by-b.svg").read_text(encoding="utf-8")
+    assert "after EPIC (chunk heads)</text>" in (out / "kl-by-b.svg").read_text(encoding="utf-8")
 
 
 def test_every_row_of_a_markdown_table_has_the_heads_columns(document) -> None:
@@ -271,7 +269,7 @@ def test_every_row_of_a_markdown_table_has_the_heads_columns(document) -> None:
 def test_little_data_makes_a_report_too(tmp_path: Path) -> None:
     """One plan with one arm: no interval, no comparison, no regimes."""
     saved(tmp_path, "1.jsonl", [row(0, [arm("kvshare", 0.1)])])
-    document = report(tmp_path, titles=TITLES, published=PUBLISHED)
+    document = report(tmp_path)
     write(document, tmp_path / "out")
     assert document["results"][0]["kl"] == {"value": 0.1, "low": None, "high": None}
     assert not (tmp_path / "out" / "regimes.svg").exists()

@@ -7,12 +7,12 @@ import torch
 from kvshare.bench.fidelity.arms import make_trial
 from kvshare.bench.fidelity.measures import divergence
 from kvshare.bench.fidelity.rules import RULES
-from kvshare.bench.fidelity.rules.attention import question, windows
+from kvshare.bench.fidelity.rules.attention import question
 from kvshare.bench.fidelity.rules.base import num_wanted
 from kvshare.bench.fidelity.trial import Trial
+from kvshare.sharing.selection import blocks
 from tests.kvshare.bench.fidelity.scenes import (
     QUESTION,
-    SCENES,
     SETTINGS,
     SYSTEM,
     TAIL,
@@ -21,23 +21,23 @@ from tests.kvshare.bench.fidelity.scenes import (
     C,
     best,
     dense,
-    laid_by_hand,
     llama,
+    placed_by_hand,
     places,
     prompt,
     scenario,
+    scenes,
     text,
     trial,
     trial_of,
 )
 
-scenes = pytest.mark.parametrize("scene", sorted(SCENES))
 BUDGET = 0.15
 
 
 def asked(made: Trial) -> np.ndarray:
-    """(L, N, T) attention of the tokens computed anyway, mean over heads, over what is laid."""
-    k, v = laid_by_hand(made)
+    """(L, N, T) attention of the tokens computed anyway, mean over heads, over the copies."""
+    k, v = placed_by_hand(made)
     rows = torch.from_numpy(made.base.nonzero()[0])
     attention = dense(made.model, made.scenario.prompt.token_ids, k, v, rows).attention
     return torch.stack(attention).mean(dim=1).numpy()
@@ -64,10 +64,10 @@ def test_windows_have_the_highest_means() -> None:
     scores[20], allowed[16:20] = 2.6, False  # mean 0.65 of the four that are allowed
     scores[17] = 99.0
     scores[24:32] = 0.1
-    assert places(windows(scores, allowed, 4)) == [20, 21, 22, 23]
-    assert places(windows(scores, allowed, 12)) == [*range(8, 16), *range(20, 24)]
-    assert places(windows(scores, allowed, 15)) == [0, 1, 2, *range(8, 16), *range(20, 24)]
-    assert places(windows(scores[:13], allowed[:13], 13)) == list(range(13))
+    assert places(blocks(scores, allowed, 4, 8)) == [20, 21, 22, 23]
+    assert places(blocks(scores, allowed, 12, 8)) == [*range(8, 16), *range(20, 24)]
+    assert places(blocks(scores, allowed, 15, 8)) == [0, 1, 2, *range(8, 16), *range(20, 24)]
+    assert places(blocks(scores[:13], allowed[:13], 13, 8)) == list(range(13))
 
 
 def test_query_windows_are_windows_of_what_the_query_asks() -> None:
@@ -118,10 +118,10 @@ def test_set_cache_takes_the_longest_beginning_in_any_order() -> None:
     reused = {place for copy in chosen.copies for place in range(copy.target.start, copy.target.end)}
     assert reused == {*range(parts[0].start, parts[0].end), *range(parts[2].start, parts[3].end)}
     assert set(places(~chosen.rows)) == reused
-    k, _ = laid_by_hand(made)
+    k, _ = placed_by_hand(made)
     moved_there = slice(parts[2].start, parts[3].end)
-    laid = made.lay(chosen.copies).k[:, moved_there]
-    torch.testing.assert_close(laid, k[:, moved_there], atol=2e-5, rtol=0)
+    placed = made.place(chosen.copies).k[:, moved_there]
+    torch.testing.assert_close(placed, k[:, moved_there], atol=2e-5, rtol=0)
     found = made.run(chosen)
     assert found.charged == pytest.approx(1 - len(reused) / made.num_tokens)
 

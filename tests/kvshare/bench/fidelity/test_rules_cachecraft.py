@@ -8,8 +8,7 @@ import torch
 
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.rules.base import num_wanted
-from kvshare.bench.fidelity.rules.chunks import (
-    ChunkStore,
+from kvshare.bench.fidelity.rules.cachecraft import (
     Variant,
     fix_overhead,
     focused_chunks,
@@ -110,34 +109,6 @@ def test_overhead_is_impact_times_mismatch() -> None:
     assert 0 < fix_overhead(chunk, behind("AB")) <= 1e-6
 
 
-def test_the_store_gives_the_variant_that_needs_least_fixing() -> None:
-    """Of the same chunk; none where the chunk is not stored."""
-    store = ChunkStore(4)
-    far, near = (store.add(stored(prefix, [1.0])) for prefix in "AB")
-    other = store.add(stored("C", [1.0], tokens=b"Y"))
-    assert store.best(b"X", behind("B")) == near
-    assert store.best(b"X", behind("A")) == far
-    assert store.best(b"Y", behind("B")) == other
-    assert store.best(b"Z", behind("B")) is None
-
-
-def test_the_least_reusable_variant_is_evicted() -> None:
-    """Reusability grows by 1 / CFO with a use: one good fit outweighs two bad ones, over all chunks."""
-    store = ChunkStore(3)
-    often = store.add(stored("A", [1.0], impact=1.0))
-    well = store.add(stored("BC", [0.9, 0.1], impact=0.5, tokens=b"Y"))
-    never = store.add(stored("D", [1.0], impact=0.5, tokens=b"Z"))
-    for _ in range(2):
-        assert store.best(b"X", behind("Q")) == often  # 1 / 1 each
-    assert store.best(b"Y", behind("B")) == well  # 1 / (.5 x .1) = 20
-    new = store.add(stored("E", [1.0], tokens=b"W"))
-    assert never not in store
-    assert store.best(b"W", behind("E")) == new
-    store.add(stored("F", [1.0], tokens=b"V"))
-    assert often not in store
-    assert all(number in store for number in (well, new))
-
-
 def settled(sums: list[float]) -> set[int]:
     """Lines 4 to 9 of algorithm 1, as printed, for one layer."""
     order = sorted(range(len(sums)), key=lambda chunk: -sums[chunk])
@@ -216,7 +187,7 @@ def test_tokens_are_taken_by_overhead_and_by_what_they_saw() -> None:
         assert count == pytest.approx(wanted * weights[number] / sum(weights.values()), abs=2)
 
 
-def test_a_chunk_is_laid_from_the_variant_that_fits() -> None:
+def test_a_chunk_is_copied_from_the_variant_that_fits() -> None:
     """C is stored twice; behind A it is taken from the prompt where it stood behind A."""
     far, near = prompt(SYSTEM, B, C, text(30, 20)), prompt(SYSTEM, A, C, text(31, 20))
     for prompts in ([far, near], [near, far]):
@@ -224,10 +195,10 @@ def test_a_chunk_is_laid_from_the_variant_that_fits() -> None:
         copies = RULES["cache-craft"].choose(made, 0.1).copies
         assert copies is not None
         start = made.scenario.prompt.parts[3].start
-        laid = made.lay(copies).v[:, start : start + len(C)]
-        done = next(done for done in made.shelf.prefills.values() if done.prompt is near)
+        placed = made.place(copies).v[:, start : start + len(C)]
+        done = next(done for done in made.stored.prefills.values() if done.prompt is near)
         origin = near.parts[2].start
-        assert torch.equal(laid, done.kv.v[:, origin : origin + len(C)])
+        assert torch.equal(placed, done.kv.v[:, origin : origin + len(C)])
 
 
 def test_unfocused_chunks_leave_behind_the_cut_off_layer() -> None:
@@ -237,7 +208,7 @@ def test_unfocused_chunks_leave_behind_the_cut_off_layer() -> None:
     made = trial_of(scenario(old, prompt(SYSTEM, *documents, QUESTION)), 6)
     rows = RULES["cache-craft-focused"].choose(made, 0.2).rows
     spans = [part for part in made.scenario.prompt.parts[1:] if made.copied[part.start : part.end].any()]
-    asked = made.guided[:, -TAIL:].mean(axis=1)
+    asked = made.base_pass[0][:, -TAIL:].mean(axis=1)
     by_chunk = np.array([[layer[span.start : span.end].sum() for span in spans] for layer in asked])
     focused, last = focused_chunks(by_chunk, confidence=3)
     assert 0 < last < made.num_layers

@@ -1,4 +1,4 @@
-"""Rules that compare fresh K and V with what is laid, recomputed from the product's own passes."""
+"""Rules that compare fresh K and V with the copied ones, recomputed from the product's own passes."""
 
 import numpy as np
 import pytest
@@ -12,23 +12,22 @@ from kvshare.bench.fidelity.trial import Outcome, Selection, Trial
 from kvshare.kv.sequence import SequenceKV
 from tests.kvshare.bench.fidelity.scenes import (
     CLOSE,
-    SCENES,
     Dense,
     best,
     dense,
     engine_kv,
-    laid_by_hand,
+    placed_by_hand,
     places,
+    scenes,
     trial,
 )
 
-scenes = pytest.mark.parametrize("scene", sorted(SCENES))
 BUDGET = 0.15
 
 
 def differences(made: Trial) -> tuple[torch.Tensor, torch.Tensor]:
     """Of K and V, (L, T, H, D): the product's full prefill less what the plan lays."""
-    k, v = laid_by_hand(made)
+    k, v = placed_by_hand(made)
     full = engine_kv(made.model, made.scenario.prompt.token_ids)
     return full.k - k, full.v - v
 
@@ -117,7 +116,7 @@ def test_falling_counts_keep_their_mean(num_layers: int) -> None:
 def test_cacheblend_filters_layer_by_layer(scene: str) -> None:
     """The written-out decoder, keeping in each layer those of its rows that deviate most there."""
     made = trial(scene)
-    k, v = laid_by_hand(made)
+    k, v = placed_by_hand(made)
     counts = falling(num_wanted(made, BUDGET), made.num_layers, most=int(made.copied.sum()))
     sets: list[set[int]] = []
 
@@ -165,7 +164,7 @@ def assert_same(found: Outcome, expected: Dense, made: Trial) -> None:
 
 def hand_made_step(made: Trial, chosen: list[int], k: torch.Tensor, v: torch.Tensor) -> Step:
     """Layer 2 of a pass over the base and some repaired rows, whose fresh K and V are given, (T, H, D)."""
-    kv = made.laid.fork(made.num_tokens)
+    kv = made.placed.fork(made.num_tokens)
     slots = torch.tensor(sorted({*places(made.base), *chosen}))
     old_k, old_v = kv.k[2, slots].clone(), kv.v[2, slots].clone()
     kv.k[2, slots], kv.v[2, slots] = k[slots], v[slots]
@@ -181,7 +180,7 @@ def test_a_blend_is_as_fresh_as_it_differs() -> None:
     """A fresh key's share is the change's norm over the old key's, at most 1; values are fresh."""
     made = trial("moved")
     rows = places(made.copied)[:3]
-    k, v = (part[2, : made.num_tokens].clone() for part in (made.laid.k, made.laid.v))
+    k, v = (part[2, : made.num_tokens].clone() for part in (made.placed.k, made.placed.v))
     old_k, old_v = k.clone(), v.clone()
     k[rows[0]] *= 1.25  # a quarter of it: a quarter fresh
     k[rows[1]] *= -1.0  # twice of it: all fresh
@@ -214,9 +213,9 @@ def test_a_shift_that_all_keys_share_is_mended_exactly() -> None:
     size, everywhere = made.num_tokens, torch.arange(made.num_tokens)
     generator = torch.Generator().manual_seed(3)
     delta_k, delta_v = (0.3 * torch.randn(1, 2, 16, generator=generator) for _ in range(2))
-    laid_k, laid_v = made.laid.k[2, :size], made.laid.v[2, :size]
-    true_k = laid_k + turned(delta_k.expand(size, -1, -1), everywhere, made)
-    true_v = laid_v + delta_v
+    placed_k, placed_v = made.placed.k[2, :size], made.placed.v[2, :size]
+    true_k = placed_k + turned(delta_k.expand(size, -1, -1), everywhere, made)
+    true_v = placed_v + delta_v
     chosen = places(made.copied)[::9]
     step = hand_made_step(made, chosen, true_k, true_v)
     intervention = selection(made, "mean-shift").intervention
@@ -224,12 +223,12 @@ def test_a_shift_that_all_keys_share_is_mended_exactly() -> None:
     intervention.write(step)
     others = sorted(set(places(made.copied)) - set(chosen))
     # the cap: no shift is larger than the row that it is added to
-    small = [p for p in others if laid_k[p].norm() > delta_k.norm() and laid_v[p].norm() > delta_v.norm()]
+    small = [p for p in others if placed_k[p].norm() > delta_k.norm() and placed_v[p].norm() > delta_v.norm()]
     assert len(small) > len(others) / 2
     torch.testing.assert_close(step.kv.k[2, small], true_k[small], atol=1e-5, rtol=0)
     torch.testing.assert_close(step.kv.v[2, small], true_v[small], atol=1e-5, rtol=0)
     exact = slice(0, made.exact_length)
-    assert torch.equal(step.kv.k[2, exact], made.laid.k[2, exact])
+    assert torch.equal(step.kv.k[2, exact], made.placed.k[2, exact])
     assert torch.equal(step.kv.k[2, chosen], true_k[chosen])
 
 
@@ -237,16 +236,16 @@ def test_a_shift_is_capped_at_the_rows_own_size() -> None:
     """A shift a hundred times as large moves each row by its own norm."""
     made = trial("moved")
     size = made.num_tokens
-    laid_v = made.laid.v[2, :size]
+    placed_v = made.placed.v[2, :size]
     delta = torch.full((1, 2, 16), 100.0)
     chosen = places(made.copied)[::9]
-    step = hand_made_step(made, chosen, made.laid.k[2, :size].clone(), laid_v + delta)
+    step = hand_made_step(made, chosen, made.placed.k[2, :size].clone(), placed_v + delta)
     intervention = selection(made, "mean-shift").intervention
     assert intervention is not None
     intervention.write(step)
     others = sorted(set(places(made.copied)) - set(chosen))
-    change = (step.kv.v[2, others] - laid_v[others]).flatten(1).norm(dim=1)
-    torch.testing.assert_close(change, laid_v[others].flatten(1).norm(dim=1), atol=1e-3, rtol=1e-4)
+    change = (step.kv.v[2, others] - placed_v[others]).flatten(1).norm(dim=1)
+    torch.testing.assert_close(change, placed_v[others].flatten(1).norm(dim=1), atol=1e-3, rtol=1e-4)
 
 
 def test_corrections_change_the_pass() -> None:

@@ -7,9 +7,7 @@ from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.rules.base import num_wanted, pieces
 from kvshare.bench.fidelity.rules.kvshare import probed
 from kvshare.sharing.selection import listeners, probes
-from tests.kvshare.bench.fidelity.scenes import SCENES, trial
-
-scenes = pytest.mark.parametrize("scene", sorted(SCENES))
+from tests.kvshare.bench.fidelity.scenes import scenes, trial
 
 
 @scenes
@@ -24,32 +22,32 @@ def test_it_can_be_served(scene: str, budget: float) -> None:
     assert made.run(selection, forced=False).runs <= 32
     places = probes(pieces(made), made.num_tokens)
     assert len(places) <= min(64, 0.03 * made.num_tokens)
-    assert selection.kept is not None
-    again = int((made.base & ~selection.kept).sum())
+    assert selection.computed is not None
+    again = int((made.base & ~selection.computed).sum())
     assert again <= 32 + 64
     assert selection.probe == (len(places) + again) * made.num_layers
 
 
 @scenes
-def test_probes_stand_as_they_were_laid(scene: str) -> None:
-    """They are measured, not repaired: what is copied is the plan's, but for what the budget buys."""
+def test_copies_of_probes_are_restored(scene: str) -> None:
+    """They are measured, not repaired: all copies are the plan's, except those that the budget repairs."""
     made = trial(scene)
     kv = probed(made).kv
     copied = made.copied.nonzero()[0]
-    assert (kv.k[:, copied] == made.laid.k[:, copied]).all()
-    assert (kv.v[:, copied] == made.laid.v[:, copied]).all()
+    assert (kv.k[:, copied] == made.placed.k[:, copied]).all()
+    assert (kv.v[:, copied] == made.placed.v[:, copied]).all()
 
 
 @scenes
 def test_listeners_are_computed_again_and_nothing_that_saw_nothing_stale(scene: str) -> None:
     made = trial(scene)
-    kept = RULES["kvshare"].choose(made, 0.05).kept
-    assert kept is not None
-    assert not kept[listeners(made.base)].any()
+    computed = RULES["kvshare"].choose(made, 0.05).computed
+    assert computed is not None
+    assert not computed[listeners(made.base)].any()
     exact = made.base.copy()
     exact[listeners(made.base)] = False
     exact[made.copied.argmax() :] = False
-    assert kept[exact].all()
+    assert computed[exact].all()
 
 
 def test_what_is_listened_to_and_changed_scores_highest() -> None:

@@ -13,18 +13,17 @@ from kvshare.kv.attention import PartialPass
 from tests.kvshare.bench.fidelity.scenes import (
     CANDIDATES,
     CLOSE,
-    SCENES,
     SYSTEM,
     TAIL,
     A,
     dense,
     engine_kv,
-    laid_by_hand,
+    placed_by_hand,
     places,
+    scenes,
     trial,
 )
 
-scenes = pytest.mark.parametrize("scene", sorted(SCENES))
 budgeted = pytest.mark.parametrize("name", [rule.name for rule in RULES.values() if rule.has_budget])
 BUDGETS = (0.05, 0.1, 0.3, 0.6)
 
@@ -49,20 +48,20 @@ def test_a_plan_is_what_the_prompts_share() -> None:
     tail = range(size - TAIL, size)
     assert places(made.base) == sorted({*places(made.placeholders), *tail})
     assert places(made.copied) == [place for place in range(first, size) if not made.base[place]]
-    assert {copy.shift for copy in made.foreign} == {0}
+    assert {copy.shift for copy in made.approximate_copies} == {0}
 
 
 @scenes
-def test_what_is_laid_is_the_stored_kv_moved(scene: str) -> None:
+def test_copies_are_the_stored_kv_moved(scene: str) -> None:
     """The product's KV of the stored prompts, keys rotated to where they go."""
     made = trial(scene)
-    k, v = laid_by_hand(made)
-    torch.testing.assert_close(made.laid.k[:, : made.num_tokens], k, atol=CLOSE, rtol=0)
-    torch.testing.assert_close(made.laid.v[:, : made.num_tokens], v, atol=CLOSE, rtol=0)
+    k, v = placed_by_hand(made)
+    torch.testing.assert_close(made.placed.k[:, : made.num_tokens], k, atol=CLOSE, rtol=0)
+    torch.testing.assert_close(made.placed.v[:, : made.num_tokens], v, atol=CLOSE, rtol=0)
     full = engine_kv(made.model, made.scenario.prompt.token_ids)
     chosen = torch.from_numpy(made.copied)
-    for found, true, laid in ((made.key_deviation, full.k, k), (made.value_deviation, full.v, v)):
-        torch.testing.assert_close(found[:, chosen], (true - laid)[:, chosen], atol=5e-5, rtol=0)
+    for found, true, placed in ((made.key_deviation, full.k, k), (made.value_deviation, full.v, v)):
+        torch.testing.assert_close(found[:, chosen], (true - placed)[:, chosen], atol=5e-5, rtol=0)
         assert not found[:, torch.from_numpy(made.placeholders)].any()
 
 
@@ -74,7 +73,7 @@ def test_a_run_equals_the_engines_partial_pass(scene: str) -> None:
     rows[made.copied.nonzero()[0][::7]] = True
     found = made.run(Selection(rows))
     tokens = token_ids(np.concatenate([made.scenario.prompt.token_ids, made.answer[:-1]]))
-    kv = made.lay(made.copies)
+    kv = made.place(made.copies)
     computed = np.concatenate([made.base | rows, np.ones(NUM_FORCED - 1, np.bool_)])
     expected = made.model.model.logits(
         PartialPass(kv, stretches(computed)), tokens[computed], keep=NUM_FORCED
@@ -101,7 +100,7 @@ def test_a_whole_budget_is_a_full_prefill(name: str, scene: str) -> None:
 
 @scenes
 def test_a_full_prefill_is_itself(scene: str) -> None:
-    """And to leave everything as it is laid is not, or the tests above would say nothing."""
+    """Repairing nothing is not, or the tests above would say nothing."""
     made = trial(scene)
     full = made.run(RULES["full"].choose(made, 0.0))
     assert divergence(made.truth, full.log_probabilities).kl <= 1e-6
@@ -168,7 +167,7 @@ def test_candidates_do_not_see_each_other(scene: str) -> None:
         for candidate, score in zip(CANDIDATES, found.candidate_scores, strict=True):
             tokens = token_ids(np.concatenate([made.scenario.prompt.token_ids, candidate[:-1]]))
             computed = np.concatenate([rows, np.ones(len(candidate) - 1, np.bool_)])
-            kv = made.lay(made.copies)
+            kv = made.place(made.copies)
             logits = made.model.model.logits(
                 PartialPass(kv, stretches(computed)), tokens[computed], keep=len(candidate)
             )
@@ -176,7 +175,7 @@ def test_candidates_do_not_see_each_other(scene: str) -> None:
             assert score == pytest.approx(float(chosen.mean()), abs=CLOSE)
 
 
-def test_another_layout_is_laid() -> None:
+def test_a_selection_may_have_its_own_copies() -> None:
     """A selection's own copies stand where the plan's would."""
     made = trial("edited")
     nothing = np.zeros(made.num_tokens, np.bool_)
@@ -213,10 +212,10 @@ def test_the_answer_is_the_engines_own() -> None:
         torch.testing.assert_close(chunked, made.truth, atol=CLOSE, rtol=0)
 
 
-def test_what_is_seen_of_a_prefill() -> None:
+def test_what_is_recorded_of_a_prefill() -> None:
     """Sums of the written-out decoder's attention, means over heads and, but where said, layers."""
     made = trial("moved")
-    watched, whole = made.full.watched, made.scenario.prompt
+    attention, whole = made.full.attention, made.scenario.prompt
     size = len(whole)
     empty = torch.zeros(made.num_layers, size, 2, 16)
     expected = dense(made.model, whole.token_ids, empty, empty, torch.arange(size))
@@ -226,20 +225,20 @@ def test_what_is_seen_of_a_prefill() -> None:
     to_parts = np.stack([mean[:, part].sum(axis=1) for part in parts], axis=1)
     received = np.concatenate([mean[part, part].sum(axis=0) for part in parts])
     for found, wanted in (
-        (watched.to_parts, to_parts),
-        (watched.itself, mean.diagonal()),
-        (watched.received, received),
-        (watched.received_at, by_layer.sum(axis=1)),
-        (watched.from_last, by_layer[:, -16:].mean(axis=1)),
+        (attention.to_parts, to_parts),
+        (attention.to_itself, mean.diagonal()),
+        (attention.received, received),
+        (attention.received_at, by_layer.sum(axis=1)),
+        (attention.from_last, by_layer[:, -16:].mean(axis=1)),
     ):
         np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
-def test_a_base_that_asks_sees_what_is_laid() -> None:
+def test_the_base_pass_sees_the_copies() -> None:
     """Attention of the tokens computed anyway, over the copies, before anything is repaired."""
     made = trial("moved")
-    k, v = laid_by_hand(made)
+    k, v = placed_by_hand(made)
     rows = torch.from_numpy(made.base.nonzero()[0])
     expected = dense(made.model, made.scenario.prompt.token_ids, k, v, rows)
     wanted = torch.stack(expected.attention).mean(dim=1).numpy()
-    np.testing.assert_allclose(made.guided, wanted, atol=5e-5)
+    np.testing.assert_allclose(made.base_pass[0], wanted, atol=5e-5)

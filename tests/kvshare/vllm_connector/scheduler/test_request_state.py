@@ -284,7 +284,9 @@ class TestReport:
         assert (request.finished().reason, request.finished().decision) == ("load_failed", "full")
 
 
-@pytest.mark.parametrize("attribute", ["lora_request", "mm_features", "prompt_embeds", "resumable"])
+@pytest.mark.parametrize(
+    "attribute", ["lora_request", "mm_features", "pooling_params", "prompt_embeds", "resumable"]
+)
 def test_requests_of_other_kinds_are_refused(attribute: str) -> None:
     """One by one, on vLLM's own request object."""
     from vllm import SamplingParams

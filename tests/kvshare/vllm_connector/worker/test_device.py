@@ -102,8 +102,8 @@ def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
     import torch
 
     from kvshare.kv.movement import STAYS
+    from kvshare.vllm_connector.worker.copy_writer import CopyWriter
     from kvshare.vllm_connector.worker.device import batches
-    from kvshare.vllm_connector.worker.laying import Laying
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
     def update(_: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
@@ -125,12 +125,12 @@ def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", counted)
-        laying = Laying(cache, device)
+        writer = CopyWriter(cache, device)
         for number, rows in enumerate(stored):
             for start in range(0, 16, 4):  # four pieces
                 slots = cache.slot_numbers(block_ids, Span(16 * number + start, 16 * number + start + 4))
-                laying.add(rows, Span(start, start + 4), 0, slots)
-        laying.write()
+                writer.add(rows, Span(start, start + 4), 0, slots)
+        writer.write()
     assert copied == [True] * 3
     copied.clear()
 

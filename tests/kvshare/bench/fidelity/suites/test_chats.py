@@ -10,8 +10,8 @@ import pytest
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
 from kvshare.bench.fidelity.suites.chats import chain, resubmit, thinking, window
+from kvshare.bench.fidelity.suites.conversations import conversation_of, shortened
 from kvshare.bench.fidelity.suites.library import Library
-from kvshare.bench.fidelity.suites.talks import shortened, talk_of
 
 HALVES = (Library(None, 0), Library(None, 1))
 
@@ -115,8 +115,8 @@ def test_messages_are_cut_at_a_sentence() -> None:
     assert shortened(" All of it. ", 40) == "All of it."
 
 
-def test_a_talk_begins_with_a_question_and_takes_turns() -> None:
+def test_a_conversation_begins_with_a_question_and_takes_turns() -> None:
     """What comes before the first question is left out, and so is all from a break in the turns on."""
     roles = ["system", "assistant", "user", "assistant", "user", "user", "assistant"]
     chat = tuple({"role": role, "content": f"{role} {place}"} for place, role in enumerate(roles))
-    assert [message["content"] for message in talk_of(chat)] == ["user 2", "assistant 3", "user 4"]
+    assert [message["content"] for message in conversation_of(chat)] == ["user 2", "assistant 3", "user 4"]

