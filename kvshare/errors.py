@@ -25,6 +25,7 @@ A sharing plan that is refused is no error: it is `NoPlan(reason)`. The packages
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum, auto
 
 _MAX_QUOTED = 100  # characters of a client's value in a message
@@ -103,10 +104,19 @@ class LogError(KVShareError):
 class RequestError(KVShareError):
     """The request cannot be served as it stands."""
 
-    def __init__(self, message: str, *, param: str | None = None, code: ErrorCode | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: ErrorCode | None = None,
+        quoted: Sequence[str] = (),
+    ) -> None:
+        """`quoted`: the client's own text in `message` and `param`, which logs leave out."""
         super().__init__(message)
         self.param = param
         self.code = code
+        self.quoted = quoted
 
 
 class ContextLengthError(RequestError):

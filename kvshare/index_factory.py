@@ -57,6 +57,7 @@ class ServedIndex:
         self._space: DiskSpace | None = None
         self._store_bytes: int | None = None
         self._opened = False
+        self._problem: str | None = None  # why the index could not be opened, as logged
 
     async def open(self, forgotten: Iterable[tuple[str, int]]) -> Nominator:
         """
@@ -102,7 +103,20 @@ class ServedIndex:
         except IndexPausedError:
             self._opened = True  # it logged that, and opens by itself
         except VectorIndexError as exc:
-            log.warning("serving without the index until it can be opened: %s", exc)
+            self._note_closed(exc)
+            return
+        if self._problem is not None:
+            log.warning("the index is open: new prompts are found by it again")
+            self._problem = None
+
+    def _note_closed(self, exc: VectorIndexError) -> None:
+        """Log why the index cannot be opened: each reason once, as it is tried again and again."""
+        if str(exc) != self._problem:
+            self._problem = str(exc)
+            log.warning(
+                "the index cannot be opened: %s. Prompts are found by equal prefixes only; it is tried again",
+                exc,
+            )
 
     async def _open_backend(self) -> None:
         if self._settings.backend == "server":
@@ -132,7 +146,7 @@ class ServedIndex:
         try:
             await self.nominator.catch_up()
         except VectorIndexError as exc:
-            log.warning("serving without the index until it can be opened: %s", exc)
+            self._note_closed(exc)
             self._opened = False
 
     async def _keep_in_shape(self) -> None:

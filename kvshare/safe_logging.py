@@ -35,7 +35,10 @@ class Discreet(logging.Formatter):
 
 
 class JsonLines(Discreet):
-    """A record as one JSON object: time, level, logger, message, and the traceback if there is one."""
+    """
+    A record as one JSON object: time, level, logger, message, and the traceback if there is one. What a call
+    gives as `extra={"fields": {...}}` are further members.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -43,6 +46,7 @@ class JsonLines(Discreet):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)

@@ -1,8 +1,7 @@
 """
-The operator's routes: is the process alive, does it take requests; what is counted and stored, what to drop
-and what to pin.
+The operator's routes: probes, metrics, what is stored and what happened to requests, eviction and pinning.
 
-The first two are for orchestrators and load balancers, without a key. Answers of `/admin` may name donors.
+Probes are for orchestrators and load balancers and ask for no key. Answers of `/admin` may name donors.
 """
 
 from __future__ import annotations

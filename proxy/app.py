@@ -185,7 +185,7 @@ def _base_url(runner: web.AppRunner) -> str:
 def _warn_if_exposed(settings: Settings) -> None:
     if not settings.auth.keys and not is_loopback(settings.server.host):
         log.warning(
-            "no API keys and listening on %s: everybody who reaches it shares one namespace",
+            "no API keys, and listening on %s: all clients share one namespace. Configure auth.keys",
             settings.server.host,
         )
     if not settings.auth.keys and cors.ANY in settings.server.cors_origins:

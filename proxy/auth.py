@@ -1,5 +1,5 @@
 """
-API key -> caller: whose KV a request may share, and whether it may ask the operator's questions.
+API key -> caller: which KV a request may share, and whether it may use the operator's routes.
 
 Only hashes of keys are known here. Identity comes from the key and from nothing in the body.
 """
@@ -23,10 +23,8 @@ from proxy.errors import HttpError, forbidden
 
 
 class Role(StrEnum):
-    """What a key is for. An admin key may also infer."""
-
     INFER = "infer"
-    ADMIN = "admin"
+    ADMIN = "admin"  # may also infer
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +55,9 @@ class Keyring:
     def is_open(self) -> bool:
         return not self._callers
 
-    def require(self, request: web.Request, role: Role) -> Caller:
-        """The caller of `request`. Raises HttpError 401 for an unknown key, 403 for a lesser role."""
+    def caller_of(self, request: web.Request) -> Caller:
+        """Whose key a request has. Raises HttpError 401 for an unknown key, or none."""
         if self.is_open:
-            if role is Role.ADMIN and not is_local(request):
-                raise forbidden("Without API keys, admin routes answer loopback clients only.")
             return LOCAL
         key = _presented_key(request)
         caller = self._find(key) if key else None
@@ -71,9 +67,16 @@ class Keyring:
                 "or as 'x-api-key: <key>'."
             )
             raise HttpError(401, ErrorCode.INVALID_API_KEY, message, {"WWW-Authenticate": "Bearer"})
-        if role is Role.ADMIN and caller.role is not Role.ADMIN:
-            raise forbidden("This API key may not use admin routes.")
         return caller
+
+    def check_role(self, request: web.Request, caller: Caller, role: Role) -> None:
+        """Raises HttpError 403 if the role of `caller`, who sent `request`, is not enough."""
+        if role is not Role.ADMIN:
+            return
+        if self.is_open and not is_local(request):
+            raise forbidden("Without API keys, admin routes answer loopback clients only.")
+        if not self.is_open and caller.role is not Role.ADMIN:
+            raise forbidden("This API key may not use admin routes.")
 
     def _find(self, key: bytes) -> Caller | None:
         """Compares with every hash, so that timing does not reveal which one was close."""

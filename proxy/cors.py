@@ -41,8 +41,8 @@ def preflight(request: web.Request, origins: Sequence[str]) -> web.Response:
             "operators' route. See docs/operating.md."
         )
     headers = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": _MAX_AGE_S}
-    # Clients add headers of their own (x-stainless-...), and "*" would not cover Authorization: who may send
-    # at all may send those that the browser lists.
+    # Clients add headers of their own (x-stainless-...), and "*" would not cover Authorization: an allowed
+    # origin may send all headers that the browser lists.
     requested = request.headers.get("Access-Control-Request-Headers", "")
     if _REQUESTED.fullmatch(requested):
         headers["Access-Control-Allow-Headers"] = requested

@@ -54,12 +54,14 @@ class ErrorReply:
     param: str | None = None
 
     @property
+    def type(self) -> str:
+        """OpenAI's word for the kind of error."""
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    @property
     def body(self) -> dict[str, Any]:
-        default = "server_error" if self.status >= 500 else "invalid_request_error"
-        error_type = _TYPES.get(self.status, default)
-        return {
-            "error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}
-        }
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
 
     def anthropic_body(self, request_id: str) -> dict[str, Any]:
         """`request_id`: what the answer's headers say."""

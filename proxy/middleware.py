@@ -9,11 +9,11 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from proxy.auth import ANONYMOUS, Caller, Role
+from proxy.auth import Role
 from proxy.context import SERVER, ServerContext
 from proxy.cors import add_cors_headers, is_preflight, preflight
 from proxy.errors import is_anthropic, to_reply
-from proxy.request_log import RECORD, RequestRecord, combine, log_failure, log_request
+from proxy.request_log import RECORD, Failure, RequestRecord, combine, log_failure, log_request
 from proxy.runner import SERVER_NAME
 from proxy.unknown_route import unknown_route
 
@@ -40,11 +40,11 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         server.metrics.count(record, endpoint=endpoint, status=status)
         if record.mode is not None:
             server.history.end(record, endpoint, status)
-        log_request(record, endpoint, status)
+        log_request(record, endpoint, status, request.remote or "-")
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Runs when a response's headers go out: who answers which request, and what was planned for it."""
+    """Runs before a response's headers are sent: adds the request's id and what was planned for it."""
     response.headers["Server"] = SERVER_NAME
     add_cors_headers(request, response, request.app[SERVER].settings.server.cors_origins)
     if RECORD not in request:
@@ -79,34 +79,36 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
     try:
         if is_preflight(request):  # before keys are asked for: a browser sends none with it
             return preflight(request, server.settings.server.cors_origins)
-        request[RECORD].caller = _admit(request, server)
+        _admit(request, server)
         if isinstance(request.match_info.http_exception, web.HTTPNotFound):
             raise unknown_route(request)
         return await handler(request)
     except Exception as exc:  # noqa: BLE001  the one place where errors become replies
-        reply = to_reply(exc)
+        reply, record = to_reply(exc), request[RECORD]
+        record.failure = Failure.of(exc, reply)
         if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # that is a state
-            log_failure(request[RECORD].request_id, exc)
-        return reply.to_response(request.path, request[RECORD].request_id)
+            log_failure(record.request_id, exc)
+        return reply.to_response(request.path, record.request_id)
 
 
-def _admit(request: web.Request, server: ServerContext) -> Caller:
+def _admit(request: web.Request, server: ServerContext) -> None:
     """
-    The caller, if it may use the matched route now.
+    Record the caller, and check that it may use the matched route now.
 
     A route asks for a key, and is closed while the server starts or drains, unless it is listed here.
     """
-    route = _endpoint(request)
-    if route in _OPEN:
-        return ANONYMOUS
-    if route == "/metrics":
-        if server.keyring.is_open:
-            return ANONYMOUS
-        return server.keyring.require(request, Role.ADMIN)
-    is_admin_route = route.startswith("/admin/")
-    caller = server.keyring.require(request, Role.ADMIN if is_admin_route else Role.INFER)
-    server.lifecycle.check_accepting()
-    return caller
+    route, record, keyring = _endpoint(request), request[RECORD], server.keyring
+    is_metrics = route == "/metrics"
+    if route in _OPEN or (is_metrics and keyring.is_open):
+        return
+    record.caller = keyring.caller_of(request)
+    keyring.check_role(request, record.caller, Role.ADMIN if _is_for_admins(route) else Role.INFER)
+    if not is_metrics:
+        server.lifecycle.check_accepting()
+
+
+def _is_for_admins(route: str) -> bool:
+    return route == "/metrics" or route.startswith("/admin/")
 
 
 def _endpoint(request: web.Request) -> str:

@@ -15,14 +15,39 @@ from typing import Any
 from aiohttp import web
 
 from kvshare.engines.base import Delta, Finished
+from kvshare.errors import RequestError
 from kvshare.reasons import Reason
 from kvshare.requests import Decision, Prediction, SharingMode, SharingReport
 from kvshare.safe_logging import classes_and_places
 from proxy.auth import ANONYMOUS, Caller
+from proxy.errors import ErrorReply
 
 log = logging.getLogger("proxy.middleware")  # the name that operators know
 
 _QUIET = ("/health", "/ready", "/metrics")
+_WRITTEN = {  # of a request's fields those that are not written as name=value
+    "request_id": "request {}",
+    "endpoint": "{}",
+    "status": "{}",
+    "finish_reason": "{}",
+    "duration_ms": "{} ms",
+    "error_message": '"{}"',
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The error that a request was answered with. Without what it quotes of the client's text."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, exc: Exception, reply: ErrorReply) -> Failure:
+        """`reply`: what the client got for `exc`."""
+        code, param = reply.code or reply.type, reply.param
+        return cls(code, _loggable(exc, reply.message), None if param is None else _loggable(exc, param))
 
 
 @dataclass(slots=True)
@@ -40,6 +65,7 @@ class RequestRecord:
     first_token_s: float | None = None  # since the request came in
     token_gaps_s: list[float] = field(default_factory=list)
     finish_reason: str = ""  # OpenAI's, or "error" for a stream that broke off
+    failure: Failure | None = None
     disconnected: bool = False
     rules: tuple[str, ...] = ()  # those that rewrote its body
     unplanned: Reason | None = None  # why nothing could be planned for it
@@ -94,34 +120,48 @@ def combine(reports: Collection[SharingReport]) -> SharingReport:
     )
 
 
-def log_request(record: RequestRecord, endpoint: str, status: int) -> None:
-    """The one line of a request that is over."""
+def log_request(record: RequestRecord, endpoint: str, status: int, client: str) -> None:
+    """
+    The one line of a request that is over. As JSON it has the same as members.
+
+    `client`: the address that the connection came from, which may be a reverse proxy's.
+    """
+    fields: dict[str, Any] = {"request_id": record.request_id}
+    if record.request_id != record.unique_id:
+        fields["id"] = record.unique_id
+    fields |= {"key": record.caller.name, "endpoint": endpoint, "status": status}
+    fields |= {} if record.mode is None else _generated(record)
+    if record.rules:
+        fields["rules"] = ",".join(record.rules)
+    fields |= {"duration_ms": round(record.duration_s * 1e3, 1), "client": client}
+    if (failure := record.failure) is not None:
+        fields |= {"error": failure.code, "param": failure.param, "error_message": failure.message}
+    fields = {name: value for name, value in fields.items() if value is not None}
     level = logging.DEBUG if endpoint in _QUIET else logging.INFO
-    log.log(
-        level,
-        "request %s%s key=%s %s %d%s%s %.1f ms",
-        record.request_id,
-        "" if record.request_id == record.unique_id else f" id={record.unique_id}",
-        record.caller.name,
-        endpoint,
-        status,
-        "" if record.mode is None else _generated(record),
-        f" rules={','.join(record.rules)}" if record.rules else "",
-        record.duration_s * 1e3,
-    )
+    log.log(level, "%s", _line(fields), extra={"fields": fields})
 
 
-def _generated(record: RequestRecord) -> str:
-    """What a generating request adds to its line."""
-    total = combine(record.reports.values())
-    num_completion_tokens = record.num_completion_tokens
-    return (
-        f" {record.finish_reason or '-'} decision={total.decision if record.reports else '-'}"
-        f"{'' if record.reason is None else f' reason={record.reason}'}"
-        f" reused={total.num_cached} recomputed={total.num_recomputed + total.num_repaired}"
-        f" completion={'-' if num_completion_tokens is None else num_completion_tokens}"
-        f"{'' if total.prediction is None else _predicted(total.prediction, used=total.decision == 'approx')}"
-    )
+def _line(fields: Mapping[str, Any]) -> str:
+    """The fields in their order, each by its name but for those that need none."""
+    return " ".join(_WRITTEN.get(name, f"{name}={{}}").format(value) for name, value in fields.items())
+
+
+def _generated(record: RequestRecord) -> dict[str, Any]:
+    """What a generating request adds to its line. "-": not known here."""
+    total, num_completion_tokens = combine(record.reports.values()), record.num_completion_tokens
+    fields = {
+        "finish_reason": record.finish_reason or "-",
+        "decision": total.decision if record.reports else "-",
+        "reason": record.reason,
+        "reused": total.num_cached,
+        "recomputed": total.num_recomputed + total.num_repaired,
+        "completion": "-" if num_completion_tokens is None else num_completion_tokens,
+    }
+    if (prediction := total.prediction) is not None:
+        # How far the answer is expected to be off, or would have been, and how far it may be.
+        name = "deviation" if total.decision == "approx" else "refused"
+        fields |= {name: f"{prediction.expected:.2g}/{prediction.limit:g}", "repair": prediction.rule}
+    return fields
 
 
 def _worst(reports: Collection[SharingReport]) -> Prediction | None:
@@ -132,10 +172,11 @@ def _worst(reports: Collection[SharingReport]) -> Prediction | None:
     )
 
 
-def _predicted(prediction: Prediction, *, used: bool) -> str:
-    """How far the answer is expected to be off, or would have been; how much it may be; by which repair."""
-    word = "deviation" if used else "refused"
-    return f" {word}={prediction.expected:.2g}/{prediction.limit:g} repair={prediction.rule}"
+def _loggable(exc: Exception, text: str) -> str:
+    """A reply's text without the client's own words, on one line."""
+    for quoted in exc.quoted if isinstance(exc, RequestError) else ():
+        text = text.replace(quoted, "…") if quoted else text
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def log_failure(request_id: str, exc: Exception) -> None:

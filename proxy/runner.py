@@ -9,9 +9,9 @@ from aiohttp import web
 from kvshare.errors import ErrorCode
 from proxy.errors import ErrorReply
 
-SERVER_NAME = (
-    "kvshare"  # of the header Server: which libraries run here, and which versions, is nobody's concern
-)
+SERVER_NAME = "kvshare"  # in the header Server; aiohttp's default would show its version and Python's
+
+log = logging.getLogger("proxy.middleware")  # where requests are logged
 
 # aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
 _aiohttp_log = logging.getLogger("proxy.aiohttp")
@@ -59,6 +59,9 @@ class _Protocol(web.RequestHandler):
         """Bytes that are no HTTP request. aiohttp would answer as text, with these bytes in it."""
         super().handle_error(request, status, exc, message)  # closes the connection where an answer has begun
         text = "The server failed to answer; see its log."
+        log.info(
+            "request - key=- client=%s %d: bytes that are no HTTP request", request.remote or "-", status
+        )
         if status < 500:
             text = "This is no HTTP request: expected HTTP/1.1, and lines and headers of at most 8 KB each."
         code = ErrorCode.BAD_REQUEST if status < 500 else ErrorCode.INTERNAL_ERROR

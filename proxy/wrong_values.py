@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -21,41 +22,8 @@ _MAX_QUOTED = 40  # characters of a word, digits of a number
 _MAX_PARAM = 200
 _MAX_PROBLEMS = 200  # that are looked at: a long list of wrong entries has one for each
 
-# pydantic's error type -> what was expected, filled from the error's context.
-EXPECTED: Mapping[str, str] = MappingProxyType(
-    {
-        "string_type": "a string",
-        "string_unicode": "a string of Unicode text",
-        "string_too_short": "a string of {min_length} or more characters",
-        "string_too_long": "a string of at most {max_length} characters",
-        "string_pattern_mismatch": "text that matches {pattern}",
-        "int_type": "an integer",
-        "int_from_float": "an integer",
-        "int_parsing": "an integer",
-        "float_type": "a number",
-        "float_parsing": "a number",
-        "finite_number": "a finite number",
-        "multiple_of": "a multiple of {multiple_of}",
-        "greater_than": "a number above {gt}",
-        "greater_than_equal": "at least {ge}",
-        "less_than": "a number below {lt}",
-        "less_than_equal": "at most {le}",
-        "bool_type": "true or false",
-        "bool_parsing": "true or false",
-        "list_type": "a list",
-        "tuple_type": "a list",
-        "too_short": "a list of {min_length} or more",
-        "too_long": "a list of at most {max_length}",
-        "dict_type": "an object",
-        "mapping_type": "an object",
-        "model_type": "an object",
-        "model_attributes_type": "an object",
-        "none_required": "null",
-        "literal_error": "{expected}",
-        "enum": "{expected}",
-        "union_tag_invalid": "one of {expected_tags}",
-    }
-)
+# pydantic's type of an error -> what was expected.
+EXPECTED: Mapping[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 _OF_WORDS = ("literal_error", "enum")  # their values are words of a few, not text
 _ABSENT = ("missing", "union_tag_not_found")
 _UNKNOWN = "extra_forbidden"
@@ -67,6 +35,11 @@ def wrong(expected: str, value: object) -> PydanticCustomError:
     """The error that a field's own validator raises. `expected`: a noun phrase, such as "a list of texts"."""
     words = {"expected": expected, "found": found(value)}
     return PydanticCustomError("wrong_value", "expected {expected}, got {found}", words)
+
+
+def invalid(param: str, problem: str) -> RequestError:
+    """The error of a check that concerns more than one field, or a shape that no model describes."""
+    return RequestError(f"Invalid '{param}': {problem}.", param=param)
 
 
 def found(value: object) -> str:
@@ -91,15 +64,16 @@ def to_request_error(
     every = error.errors(include_url=False)
     problems = [_Problem.at(details, document) for details in every[:_MAX_PROBLEMS]]
     first, same = _meant(problems)
-    param = _param(first.place)
+    param, quoted = _param(first.place), first.quoted
     if first.kind == _UNKNOWN:
         return _unknown_key(first, param, model)
     if first.kind in _ABSENT:
         return RequestError(f"'{param}' is missing, and this request needs it.", param=param)
     if first.kind not in EXPECTED:  # a field's own validator: it says both
-        return RequestError(f"Invalid '{param}': {first.details['msg']}.", param=param)
+        return RequestError(f"Invalid '{param}': {first.details['msg']}.", param=param, quoted=quoted)
     expected = " or ".join(dict.fromkeys(problem.expected for problem in same))
-    return RequestError(f"Invalid '{param}': expected {expected}, got {first.found}.", param=param)
+    message = f"Invalid '{param}': expected {expected}, got {first.found}."
+    return RequestError(message, param=param, quoted=quoted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +87,8 @@ class _Problem:
     @classmethod
     def at(cls, details: ErrorDetails, document: object) -> _Problem:
         """
-        pydantic's location names branches of unions among the keys, and a branch may be called as a key is:
-        of what it can mean, that counts at whose end the wrong value stands.
+        pydantic's location has the branches of unions among the keys, and a branch may have the name of a
+        key. Of the ways to read it, the one that leads to the wrong value counts.
         """
         location, kind = details["loc"], details["type"]
         absent = location[-1:] if kind == "missing" else ()
@@ -141,6 +115,13 @@ class _Problem:
         if self.kind == "union_tag_invalid":
             return _quoted(self.details["ctx"]["tag"])
         return _quoted(value) if self.kind in _OF_WORDS and isinstance(value, str) else found(value)
+
+    @property
+    def quoted(self) -> Sequence[str]:
+        """The client's own text in the message."""
+        if self.kind in EXPECTED:
+            return [self.found] if self.found.startswith("'") else []
+        return [str(word) for name, word in self.details.get("ctx", {}).items() if name == "quoted"]
 
 
 def _ways(location: _Path, here: object, at: int = 0) -> Iterator[tuple[_Path, _Path, object]]:
@@ -188,9 +169,8 @@ def _meant(problems: Sequence[_Problem]) -> tuple[_Problem, list[_Problem]]:
 def _unknown_key(problem: _Problem, param: str, model: type[BaseModel]) -> RequestError:
     models = _models_at(model, problem.place[:-1])
     known = ", ".join(dict.fromkeys(name for each in models for name in each.model_fields))
-    return RequestError(
-        f"Unknown key '{param}': expected one of {known}.", param=param, code=ErrorCode.UNKNOWN_PARAMETER
-    )
+    message = f"Unknown key '{param}': expected one of {known}."
+    return RequestError(message, param=param, code=ErrorCode.UNKNOWN_PARAMETER, quoted=[param])
 
 
 def _models_at(model: type[BaseModel], place: _Path) -> list[type[BaseModel]]:

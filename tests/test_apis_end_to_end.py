@@ -17,20 +17,12 @@ from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel
 
 from tests.conftest import Server
+from tests.weather import PARAMETERS
 
 MODEL = "kvshare-demo"
 QUESTION = "What is the weather in Paris?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}  # the anthropic client has no parameter for it
-PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Paris", "Lyon"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 
 
 class Form(BaseModel):

@@ -19,20 +19,12 @@ from openai.types.shared_params import FunctionDefinition
 from pydantic import BaseModel, Field
 
 from tests.conftest import Server
+from tests.weather import PARAMETERS
 
 MODEL = "kvshare-demo"
 MESSAGES: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "What is the weather in Paris, and what time is it?"}
 ]
-PARAMETERS: dict[str, object] = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Paris", "Lyon"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 WEATHER: FunctionDefinition = {
     "name": "get_weather",
     "description": "The weather of a city",

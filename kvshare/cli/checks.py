@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
 
 class State(StrEnum):
-    """ok: fine; warn: it serves, but not as it could; fail: it does not serve."""
-
     OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
+    WARN = "warn"  # it serves, but not as it could
+    FAIL = "fail"  # it does not serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,7 @@ def check_tokenizer(settings: Settings) -> Check:
 
 
 def check_geometry(settings: Settings) -> Check:
-    """KV of this kind of model can be moved: proved on one layer of each kind with random weights."""
+    """KV of this kind of model can be moved: tested on one layer of each kind with random weights."""
     from kvshare.engines.embedded.loading import served
 
     try:
@@ -137,7 +135,7 @@ def check_geometry(settings: Settings) -> Check:
     except ModelError as exc:
         return found("geometry.wrong", problem=exc)
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as exc:
-        return found("geometry.not proved", problem=first_line(exc))
+        return found("geometry.not tested", problem=first_line(exc))
     if not model.can_share:
         return found("geometry.unshared", reason=model.refusal)
     if model.refusal:

@@ -80,8 +80,8 @@ class JsonClient:
         error = document.get("error") if isinstance(document, dict) else None
         message = error.get("message") if isinstance(error, dict) else error  # the connector's are plain text
         hint = self._key_hint if response.status in (401, 403) else ""
-        told = message or response.reason or "no reason given"
-        raise AnswerError(self._url, response.status, f"{told}{hint}")
+        problem = message or response.reason or "no reason given"
+        raise AnswerError(self._url, response.status, f"{problem}{hint}")
 
 
 class AdminClient(JsonClient):
@@ -92,8 +92,11 @@ class AdminClient(JsonClient):
     def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The document of a question, as `kvshare.cli.source` puts it."""
         if what == "explain":
-            model = arguments.get("model") or self.get("/v1/models")["data"][0]["id"]
-            return self.post("/admin/explain", {**arguments, "model": model})
+            request = {name: value for name, value in arguments.items() if name != "api"}
+            model = request.get("model") or self.get("/v1/models")["data"][0]["id"]
+            return self.post(
+                f"/admin/explain?api={arguments.get('api', 'chat')}", {**request, "model": model}
+            )
         if what in ("evict", "pin", "unpin"):
             return self.post(f"/admin/{what}", arguments)
         if what == "node":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvshare import __version__
-from kvshare.cli.options import Config, Format, Key, OutputFormat, Url
+from kvshare.cli.options import Config, Format, Key, OutputFormat, Url, option
 from kvshare.cli.output import ExitCode, show
 from kvshare.errors import ConfigError
 from kvshare.extras import missing_modules
@@ -29,16 +29,9 @@ _LIBRARIES = ("torch", "transformers", "qdrant-edge-py", "qdrant-client", "sente
 
 def doctor(
     config: Config = None,
-    vllm_url: Annotated[
-        str | None, typer.Option("--vllm-url", help="Check the running vLLM at this address instead.")
-    ] = None,
-    vllm_control_url: Annotated[
-        str | None,
-        typer.Option("--vllm-control-url", help="Its connector. [default: one port further]"),
-    ] = None,
-    vllm_data_parallel_size: Annotated[
-        int, typer.Option("--vllm-data-parallel-size", min=1, help="Its data-parallel ranks.")
-    ] = 1,
+    vllm_url: Annotated[str | None, option("doctor", "--vllm-url")] = None,
+    vllm_control_url: Annotated[str | None, option("doctor", "--vllm-control-url")] = None,
+    vllm_data_parallel_size: Annotated[int, option("doctor", "--vllm-data-parallel-size", min=1)] = 1,
     url: Url = None,
     key: Key = None,
     output_format: Format = OutputFormat.TERMINAL,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvshare.cli.options import Format, OutputFormat
+from kvshare.cli.options import Format, OutputFormat, option
 from kvshare.cli.output import note, show
 
 _PREFIX = "kvs-"
@@ -17,9 +17,7 @@ _NUM_RANDOM_BYTES = 32
 
 
 def hash_key(
-    generate: Annotated[
-        bool, typer.Option("--generate", "-g", help="Make a new random key and show it once.")
-    ] = False,
+    generate: Annotated[bool, option("hash-key", "--generate", "-g")] = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """Hash an API key for `auth.keys`. The key is read from stdin, or made with --generate."""

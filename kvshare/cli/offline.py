@@ -30,7 +30,7 @@ from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.planner import PlannerLimits
 from vector_index import Nominator, PromptRecord, QdrantEdgeIndex, VectorIndexError
 
-_NO_TIMEOUT_S = 3600.0  # nobody waits behind this prompt
+_NO_TIMEOUT_S = 3600.0  # no other request waits
 _TOKENS_PER_S = 5_000_000  # indexed by one core
 _BATCH = 256
 
@@ -41,8 +41,8 @@ def explain_offline(
     """
     The plan a prompt would have got from the prompts of a stopped store, were their KV still there.
 
-    The largest namespace is looked at, by equal prefixes and fingerprints: the store has no texts, so nobody
-    is nominated by meaning. Rates are those of config.yaml. Nothing is written to the store.
+    It searches the largest namespace by equal prefixes and fingerprints. The store has no texts, so that no
+    donor is nominated by embedding. Rates are those of config.yaml. Nothing is written to the store.
 
     Raises:  MissingExtraError; StoreError if the store cannot be read, or there is no room for an index of it
              in the temporary folder; ModelError, RequestError if the prompt cannot be encoded

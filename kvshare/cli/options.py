@@ -1,12 +1,25 @@
-"""The options that several commands share, so that they are spelled and explained once."""
+"""How commands declare options: options.toml says what each is for. And the options that several share."""
 
 from __future__ import annotations
 
+import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+_HELP = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def option(command: str, *flags: str, **settings: Any) -> Any:
+    """An option of a command, or "shared" of several; options.toml has it under the first of its flags."""
+    return typer.Option(*flags, help=_HELP[command][flags[0].removeprefix("--")], **settings)
+
+
+def argument(command: str, name: str, **settings: Any) -> Any:
+    """A positional argument of a command."""
+    return typer.Argument(help=_HELP[command][name], **settings)
 
 
 class OutputFormat(StrEnum):
@@ -16,20 +29,9 @@ class OutputFormat(StrEnum):
     JSON = "json"
 
 
-Format = Annotated[OutputFormat, typer.Option("--format", help="terminal for people, json for programs.")]
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", help="A YAML file with the settings that differ from the defaults."),
-]
-Url = Annotated[
-    str | None, typer.Option("--url", help="Ask the running server at this address. [env: KVSHARE_URL]")
-]
-Key = Annotated[str | None, typer.Option("--key", help="The server's admin key. [env: KVSHARE_ADMIN_KEY]")]
-Store = Annotated[
-    Path | None,
-    typer.Option("--store", help="Read this stopped store instead of asking a server. [default: store.path]"),
-]
-NamespaceDigest = Annotated[
-    str | None,
-    typer.Option("--namespace", help="Only this namespace: its digest, or enough of its first digits."),
-]
+Format = Annotated[OutputFormat, option("shared", "--format")]
+Config = Annotated[Path | None, option("shared", "--config", "-c")]
+Url = Annotated[str | None, option("shared", "--url")]
+Key = Annotated[str | None, option("shared", "--key")]
+Store = Annotated[Path | None, option("shared", "--store")]
+NamespaceDigest = Annotated[str | None, option("shared", "--namespace")]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvshare.cli.open_files import raise_open_files
-from kvshare.cli.options import Config, Format, OutputFormat
+from kvshare.cli.options import Config, Format, OutputFormat, option
 from kvshare.cli.output import is_quiet, note, show
 from kvshare.errors import ConfigError, EngineError
 from kvshare.extras import require
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from kvshare.settings import Settings
 
 
+log = logging.getLogger(__name__)
+
 Mode = Literal["off", "exact", "approx"]
 EngineKind = Literal["embedded", "vllm"]
 Dtype = Literal["auto", "float32", "bfloat16"]  # that the embedded engine computes in
@@ -32,55 +35,23 @@ Dtype = Literal["auto", "float32", "bfloat16"]  # that the embedded engine compu
 
 def serve(
     config: Config = None,
-    host: Annotated[
-        str | None, typer.Option("--host", help="Address to listen on. [default: loopback]")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="0 takes a free one. [default: 8000]")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="A Hugging Face name or path, or demo, the bundled forms model. [default: SmolLM2-135M]",
-        ),
-    ] = None,
-    served_name: Annotated[
-        str | None,
-        typer.Option("--served-name", help="What clients call the model. [default: the end of its path]"),
-    ] = None,
-    store: Annotated[
-        Path | None,
-        typer.Option("--store", help="Folder of metadata and index; `store.path: null` means memory."),
-    ] = None,
-    mode: Annotated[Mode | None, typer.Option("--mode", help="Sharing of requests that do not say.")] = None,
-    dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Number format of weights and KV.")] = None,
-    engine: Annotated[
-        EngineKind | None, typer.Option("--engine", help="Who computes. [default: embedded]")
-    ] = None,
-    vllm_url: Annotated[
-        list[str] | None,
-        typer.Option("--vllm-url", help="A vLLM server, as http://host:port; may be given several times."),
-    ] = None,
-    vllm_control_url: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--vllm-control-url",
-            help="Its connector's control server, in the order of --vllm-url. [default: the next port]",
-        ),
-    ] = None,
+    host: Annotated[str | None, option("serve", "--host")] = None,
+    port: Annotated[int | None, option("serve", "--port", min=0, max=65535)] = None,
+    model: Annotated[str | None, option("serve", "--model")] = None,
+    served_name: Annotated[str | None, option("serve", "--served-name")] = None,
+    store: Annotated[Path | None, option("serve", "--store")] = None,
+    mode: Annotated[Mode | None, option("serve", "--mode")] = None,
+    dtype: Annotated[Dtype | None, option("serve", "--dtype")] = None,
+    engine: Annotated[EngineKind | None, option("serve", "--engine")] = None,
+    vllm_url: Annotated[list[str] | None, option("serve", "--vllm-url")] = None,
+    vllm_control_url: Annotated[list[str] | None, option("serve", "--vllm-control-url")] = None,
     vllm_data_parallel_size: Annotated[
-        int | None,
-        typer.Option(
-            "--vllm-data-parallel-size",
-            min=1,
-            help="Data-parallel ranks of each vLLM; their control servers' ports count up. [default: 1]",
-        ),
+        int | None, option("serve", "--vllm-data-parallel-size", min=1)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and stop.")] = False,
+    dry_run: Annotated[bool, option("serve", "--dry-run")] = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
-    """Serve a model over an OpenAI-shaped API. Listens on loopback unless told otherwise."""
+    """Serve a model over an OpenAI-shaped API. Listens on loopback by default."""
     from kvshare import safe_logging
     from kvshare.settings import load_settings
 
@@ -158,17 +129,18 @@ def _run(settings: Settings, output_format: OutputFormat) -> None:
 
         engine, doing = EmbeddedEngine(settings), "loading the model"
 
+    def listening(url: str) -> None:
+        if settings.logging.json_lines:
+            log.info("listening on %s, %s", url, doing)
+        else:
+            note(f"listening on {url}, {doing}")
+
     def announce(url: str) -> None:
         ready_s = time.perf_counter() - started
         show("ready", {"url": url, "model": engine.card.model_id, "ready_s": ready_s}, output_format)
 
     try:
-        serving = serve_http(
-            settings, engine, on_listening=lambda url: note(f"listening on {url}, {doing}"), on_ready=announce
-        )
-        asyncio.run(serving)
+        asyncio.run(serve_http(settings, engine, on_listening=listening, on_ready=announce))
     except OSError as exc:
-        where = f"{settings.server.host}:{settings.server.port}"
-        raise EngineError(
-            f"cannot serve on {where}: {exc.strerror or exc}; `kvshare doctor` tells more"
-        ) from exc
+        # asyncio's text has the address, which may be the admin port's.
+        raise EngineError(f"cannot serve: {exc.strerror or exc}; `kvshare doctor` says more") from exc

@@ -2,7 +2,7 @@
 Where answers come from: a running server, or the metadata of a stopped one. Both answer alike.
 
 `ask(what, arguments)` gives the document of a question: a key of `kvshare.inspection.QUESTIONS`, or "explain"
-with a chat request. An argument of None is as good as not given.
+with a request. An argument of None is as good as not given.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ class StoreSource:
 
     def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if what == "explain":
+            if "api" in arguments:
+                raise StoreError("other requests than chats are explained by a running server: use --url")
             from kvshare.cli.offline import explain_offline
             from kvshare.settings import load_settings
 

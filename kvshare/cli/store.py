@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvshare.cli.options import NamespaceDigest
+from kvshare.cli.options import NamespaceDigest, argument, option
 from kvshare.cli.output import note
 from kvshare.cli.source import Ask, asking
 
+Api = Literal["chat", "completions", "responses", "messages"]
 TreeOrder = Literal["bytes", "hits", "age", "tokens"]  # the heaviest, the busiest, the oldest, the longest
 
 
@@ -23,31 +24,27 @@ def stats(ask: Ask, namespace: NamespaceDigest = None) -> None:
 @asking
 def tree(
     ask: Ask,
-    root: Annotated[int | None, typer.Argument(help="Only this node and what hangs below it.")] = None,
-    depth: Annotated[int, typer.Option("--depth", min=1, help="Levels shown.")] = 4,
-    sort: Annotated[TreeOrder, typer.Option("--sort", help="Which siblings come first.")] = "bytes",
+    root: Annotated[int | None, argument("tree", "root")] = None,
+    depth: Annotated[int, option("tree", "--depth", min=1)] = 4,
+    sort: Annotated[TreeOrder, option("tree", "--sort")] = "bytes",
     namespace: NamespaceDigest = None,
 ) -> None:
-    """The stored prompts as a tree. Who was edited from whom, and what that costs."""
+    """Stored prompts, each below the one that it was edited from, and the KV that they hold."""
     ask("tree", {"root": root, "depth": depth, "sort": sort, "namespace": namespace})
 
 
 @asking
-def node(
-    ask: Ask, node_id: Annotated[int, typer.Argument(metavar="ID", help="A node of `kvshare tree`.")]
-) -> None:
-    """One stored prompt. Its parents, its edits, where its KV lies and who shares it; never its text."""
+def node(ask: Ask, node_id: Annotated[int, argument("node", "node_id", metavar="ID")]) -> None:
+    """One stored prompt. Its parents, edits, pieces of KV and the prompts that share it; never its text."""
     ask("node", {"id": node_id})
 
 
 @asking
 def diff(
     ask: Ask,
-    a: Annotated[int, typer.Argument(help="The node to start from.")],
-    b: Annotated[int, typer.Argument(help="The node to arrive at.")],
-    min_run: Annotated[
-        int, typer.Option("--min-run", min=1, help="A shorter match counts as a change; see sharing.min_run.")
-    ] = 1,
+    a: Annotated[int, argument("diff", "a")],
+    b: Annotated[int, argument("diff", "b")],
+    min_run: Annotated[int, option("diff", "--min-run", min=1)] = 1,
 ) -> None:
     """The edits between two stored prompts, as spans and counts."""
     ask("diff", {"a": a, "b": b, "min_run": min_run})
@@ -56,15 +53,13 @@ def diff(
 @asking
 def evict(
     ask: Ask,
-    node_id: Annotated[int | None, typer.Argument(metavar="[ID]", help="The node to drop.")] = None,
+    node_id: Annotated[int | None, argument("evict", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every namespace.")] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Really drop a whole namespace or everything.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would be freed.")] = False,
+    everything: Annotated[bool, option("evict", "--all")] = False,
+    yes: Annotated[bool, option("evict", "--yes", "-y")] = False,
+    dry_run: Annotated[bool, option("evict", "--dry-run", "-n")] = False,
 ) -> None:
-    """Drop stored prompts and the KV that nobody else uses. More than one node: a dry run unless --yes."""
+    """Evict stored prompts, and free KV that no other prompt uses. More than one needs --yes."""
     if (node_id is not None) + (namespace is not None) + everything != 1:
         raise typer.BadParameter("expected exactly one of ID, --namespace and --all")
     if yes and dry_run:
@@ -72,16 +67,16 @@ def evict(
     only_show = dry_run or (node_id is None and not yes)
     ask("evict", {"node": node_id, "namespace": namespace, "all": everything, "dry_run": only_show})
     if only_show:
-        note("dry run: nothing was dropped" + ("" if dry_run else "; add --yes to do it"))
+        note("dry run: nothing was evicted" + ("" if dry_run else "; add --yes to do it"))
 
 
 @asking
 def pin(
     ask: Ask,
-    node_id: Annotated[int | None, typer.Argument(metavar="[ID]", help="The node to pin.")] = None,
+    node_id: Annotated[int | None, argument("pin", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
 ) -> None:
-    """Keep a stored prompt from eviction, or all that a namespace has now. At most half of the memory."""
+    """Protect stored prompts from eviction: one, or all that a namespace has now. At most half of the KV."""
     if (node_id is None) == (namespace is None):
         raise typer.BadParameter("expected exactly one of ID and --namespace")
     ask("pin", {"node": node_id, "namespace": namespace})
@@ -90,11 +85,11 @@ def pin(
 @asking
 def unpin(
     ask: Ask,
-    node_id: Annotated[int | None, typer.Argument(metavar="[ID]", help="The node to unpin.")] = None,
+    node_id: Annotated[int | None, argument("unpin", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every pinned prompt.")] = False,
+    everything: Annotated[bool, option("unpin", "--all")] = False,
 ) -> None:
-    """Let pinned prompts be evicted again when there is no room. Nothing is dropped now."""
+    """Allow the eviction of pinned prompts again. Nothing is evicted now."""
     if (node_id is not None) + (namespace is not None) + everything != 1:
         raise typer.BadParameter("expected exactly one of ID, --namespace and --all")
     ask("unpin", {"node": node_id, "namespace": namespace, "all": everything})
@@ -103,34 +98,30 @@ def unpin(
 @asking
 def explain(
     ask: Ask,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="One user message.")] = None,
+    prompt: Annotated[str | None, option("explain", "--prompt", "-p")] = None,
     file: Annotated[
-        typer.FileText | None,
-        typer.Option(
-            "--file",
-            "-f",
-            metavar="<path>",
-            encoding="utf-8",
-            help="A chat request or its messages as JSON; - reads stdin.",
-        ),
+        typer.FileText | None, option("explain", "--file", "-f", metavar="<path>", encoding="utf-8")
     ] = None,
+    api: Annotated[Api, option("explain", "--api")] = "chat",
 ) -> None:
-    """The plan that a prompt would get. Which donors, why not others, what is copied and computed."""
+    """Show the plan that a prompt would get: its donors, why others were not used, what is computed."""
     if (prompt is None) == (file is None):
         raise typer.BadParameter("expected exactly one of --prompt and --file")
     one_turn = {"messages": [{"role": "user", "content": prompt}]}
-    ask("explain", one_turn if file is None else _read_request(file))
+    if file is None and api != "chat":
+        raise typer.BadParameter("expected --file with a request of this API", param_hint="--api")
+    request = one_turn if file is None else _read_request(file, is_chat=api == "chat")
+    ask("explain", {**request, **({} if api == "chat" else {"api": api})})
 
 
-def _read_request(file: typer.FileText) -> dict[str, Any]:
-    """A request with `messages` from a file that holds the request, or only the messages."""
+def _read_request(file: typer.FileText, *, is_chat: bool) -> dict[str, Any]:
+    """A request from a file that holds the request or, of a chat, only its messages."""
     try:
         document = json.load(file)
     except (OSError, ValueError) as exc:
         raise typer.BadParameter(f"{file.name} cannot be read as JSON: {exc}", param_hint="--file") from exc
     request = {"messages": document} if isinstance(document, list) else document
-    if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
-        raise typer.BadParameter(
-            f'{file.name}: expected a list of messages or an object with "messages"', param_hint="--file"
-        )
+    if not isinstance(request, dict) or (is_chat and not isinstance(request.get("messages"), list)):
+        expected = 'a list of messages or an object with "messages"' if is_chat else "an object"
+        raise typer.BadParameter(f"{file.name}: expected {expected}", param_hint="--file")
     return request

@@ -14,13 +14,16 @@ from rich.text import Text
 
 Document = Mapping[str, Any]
 
+_WIDTH = 80  # columns of a terminal; tables that would need more stand closer together
+_LONG_WORDS = 16  # characters; what is shorter is a name or a number with its unit
+
 
 class Templates(Formatter):
     """
     The templates of one file, by name: a line, or the columns of a table.
 
-    Beside Python's format specs there are `bytes`, `ago` and `duration` of seconds, and `count WORD`, which
-    adds its plural. None is empty.
+    Beside Python's format specs there are `bytes`, `ago`, `idle` and `duration` of seconds, and `count WORD`,
+    which adds its plural. None is empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,16 +50,29 @@ class Templates(Formatter):
         box: Box | None = None,
         total: Document | None = None,
     ) -> Table:
-        """The first column to the left, the others to the right; the total below all rows."""
-        padding = (0, 2, 0, 0) if box is None else (0, 1)
+        """
+        The first column to the left, the others to the right; the total below all rows.
+
+        Where there is no room for all, columns with sentences are wrapped, and numbers and names are not.
+        """
+        lines = [list(self.cells(name, row).values()) for row in rows]
+        sums = [] if total is None else [list(self.cells(name, total).values())]
+        columns = dict(zip(self._templates[name], zip(*lines, *sums, strict=True), strict=False))
+        widths = [max(map(len, (*header.split(), *cells))) for header, cells in columns.items()]
+        gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= _WIDTH else 1
+        padding = (0, gap, 0, 0) if box is None else (0, 1)
         table = Table(title=title, title_justify="left", box=box, header_style="bold", padding=padding)
+        table.pad_edge = box is not None
         for number, column in enumerate(self._templates[name]):
-            table.add_column(column, justify="right" if number else "left")
-        for row in rows:
-            table.add_row(*self.cells(name, row).values())
-        if total is not None:
-            table.add_section()
-            table.add_row(*self.cells(name, total).values())
+            is_prose = any(
+                " " in cell.strip() and len(cell) > _LONG_WORDS for cell in columns.get(column, ())
+            )
+            table.add_column(column, justify="right" if number else "left", no_wrap=not is_prose)
+        for line in lines:
+            table.add_row(*line)
+        table.add_section()
+        for line in sums:
+            table.add_row(*line)
         return table
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -88,4 +104,13 @@ def _ago(duration_s: float) -> str:
     return f"{duration_s:.0f} s ago"
 
 
-_UNITS: Mapping[str, Callable[[float], str]] = {"bytes": _bytes, "ago": _ago, "duration": _seconds}
+def _idle(duration_s: float) -> str:
+    return _ago(duration_s).removesuffix(" ago")
+
+
+_UNITS: Mapping[str, Callable[[float], str]] = {
+    "bytes": _bytes,
+    "ago": _ago,
+    "idle": _idle,
+    "duration": _seconds,
+}

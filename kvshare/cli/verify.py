@@ -1,4 +1,4 @@
-"""`kvshare verify`: what of a model's KV can be shared, proved on the model itself, layer by layer."""
+"""`kvshare verify`: which KV of a model can be shared, tested on the model itself, layer by layer."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Annotated
 
 import typer
 
-from kvshare.cli.options import Format, OutputFormat
+from kvshare.cli.options import Format, OutputFormat, argument, option
 from kvshare.cli.output import show
 from kvshare.extras import require
 
 
 def verify(
-    model: Annotated[str, typer.Argument(help="A folder, a Hugging Face name, default or demo.")] = "default",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    model: Annotated[str, argument("verify", "model")] = "default",
+    dtype: Annotated[str, option("verify", "--dtype")] = "float32",
+    device: Annotated[str, option("verify", "--device")] = "auto",
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """
-    Load a model and show how each layer's KV moves to other positions, how far the layer sees, and the proof.
+    Load a model and test how each layer's KV moves to other positions, and how far the layer sees.
 
-    A model with a state, or with an attention that is not ours, is served and shares nothing. vLLM proves the
+    A model with a state, or with another kind of attention, is served and shares nothing. vLLM tests the
     same on its own model when it starts; `kvshare doctor --vllm-url` says what came of it.
     """
     if dtype not in (allowed := ("float32", "bfloat16", "float16", "auto")):

@@ -5,7 +5,8 @@ computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -15,21 +16,25 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree
 
 from kvshare.cli import gpu_view, replay_views
 from kvshare.cli.templates import Document, Templates
 
 _WIDTH_OFF_TERMINAL = 140
+_MOST_INDENTED = 4  # levels; what is further below is indented as much
 _STATE_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _TEMPLATES = Templates(Path(__file__).with_suffix(".yaml"))
 
 
-def draw(view: str, document: Document) -> None:
-    """Write the document to stdout; colours only on a terminal and without NO_COLOR."""
+def draw(view: str, document: Document, *, width: int | None = None) -> None:
+    """
+    Write the document to stdout; colours only on a terminal and without NO_COLOR.
+
+    `width`: columns; None is the terminal's, which is at least 80.
+    """
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH_OFF_TERMINAL
+    if width is not None or not console.is_terminal:
+        console.width = width or _WIDTH_OFF_TERMINAL
     with console.capture() as captured:
         for part in VIEWS[view](document):
             console.print(part)
@@ -62,9 +67,15 @@ def _origin(costs: Document) -> str:
 
 
 def tree(document: Document) -> list[RenderableType]:
+    """A table for each namespace; prompts are indented below those that they were edited from."""
     if not document["roots"]:
         return ["the store is empty"]
-    return [_branch(root, Tree(_node_label(root))) for root in document["roots"]]
+    parts: list[RenderableType] = []
+    for namespace in dict.fromkeys(root["namespace"] for root in document["roots"]):
+        roots = [root for root in document["roots"] if root["namespace"] == namespace]
+        rows = [row for root in roots for row in _branch(root, level=0)]
+        parts += [f"[bold]namespace {namespace:.12}[/]", _TEMPLATES.table("tree", rows), ""]
+    return parts[:-1]
 
 
 def node(document: Document) -> list[RenderableType]:
@@ -85,17 +96,9 @@ def diff(document: Document) -> list[RenderableType]:
 
 
 def evict(document: Document) -> list[RenderableType]:
-    verb = "would drop" if document["dry_run"] else "dropped"
+    verb = "would evict" if document["dry_run"] else "evicted"
     line = "evict unreadable" if "unreadable" in document else "evict"
     return [_TEMPLATES.say(line, {**document, "verb": verb})]
-
-
-def pin(document: Document) -> list[RenderableType]:
-    return [_TEMPLATES.say("pin", document)]
-
-
-def unpin(document: Document) -> list[RenderableType]:
-    return [_TEMPLATES.say("unpin", document)]
 
 
 def explain(document: Document) -> list[RenderableType]:
@@ -125,7 +128,7 @@ def explain(document: Document) -> list[RenderableType]:
 
 def warm(document: Document) -> list[RenderableType]:
     """The sums; then what failed, and which prompt is which node where it was pinned."""
-    parts: list[RenderableType] = [_TEMPLATES.table("warm", [document])]
+    parts: list[RenderableType] = [_facts(_TEMPLATES.cells("warm", document))]
     if failures := [_with_label(entry) for entry in document["failures"]]:
         parts += ["\n[bold]failed[/]", _TEMPLATES.table("warm failures", failures)]
     if nodes := [_with_label(entry) for entry in document["prompts"] if entry["pinned"]]:
@@ -163,7 +166,7 @@ def verify(document: Document) -> list[RenderableType]:
 
 
 def _times(control: float) -> str:
-    return "" if control == inf else f"{control:,.0f} times as far off"
+    return "" if control == inf else f"{control:,.0f}x"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -200,14 +203,14 @@ def settings(document: Document) -> list[RenderableType]:
     return [Text(yaml.safe_dump(dict(document), sort_keys=False).rstrip())]
 
 
-def ready(document: Document) -> list[RenderableType]:
-    return [_TEMPLATES.say("ready", document)]
-
-
 def bench(document: Document) -> list[RenderableType]:
     if document["benchmark"] == "gpu":
         return gpu_view.gpu(document)
     return [_facts(dict(_flat(document)))]
+
+
+def _line(name: str, document: Document) -> list[RenderableType]:
+    return [_TEMPLATES.say(name, document)]
 
 
 def _facts(rows: Mapping[str, object]) -> Table:
@@ -217,17 +220,15 @@ def _facts(rows: Mapping[str, object]) -> Table:
     return table
 
 
-def _branch(entry: Document, into: Tree) -> Tree:
+def _branch(entry: Document, level: int) -> Iterator[Document]:
+    """A prompt's row, then those of what is below it."""
+    indent = "  " * min(level, _MOST_INDENTED)
+    yield {**entry, "prompt": f"{indent}{entry['id']}", "state": "pinned" if entry["pinned"] else ""}
     for child in entry["children"]:
-        _branch(child, into.add(_node_label(child)))
-    hidden = entry["num_children"] - len(entry["children"])
-    if hidden:
-        into.add(f"[dim]... {hidden} more below; see --depth[/]")
-    return into
-
-
-def _node_label(entry: Document) -> str:
-    return _TEMPLATES.fill("tree", entry) + (" [yellow]pinned[/]" if entry["pinned"] else "")
+        yield from _branch(child, level + 1)
+    if hidden := entry["num_children"] - len(entry["children"]):
+        counted = dict.fromkeys((*entry, "state"))
+        yield {**counted, "prompt": f"{indent}  {hidden} more"}
 
 
 def _edit_table(edits: Document) -> RenderableType:
@@ -250,12 +251,10 @@ def _flat(document: Document, at: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-_OWN = (
-    *(stats, tree, node, diff, evict, pin, unpin, explain),
-    *(warm, verify, doctor, version, key, settings, ready, bench),
-)
+_OWN = (*(stats, tree, node, diff, evict, explain, warm, verify, doctor, version, key, settings, bench),)
 VIEWS: Mapping[str, Callable[[Document], list[RenderableType]]] = {
     **{view.__name__: view for view in _OWN},
+    **{name: partial(_line, name) for name in ("pin", "unpin", "ready")},
     "replay": replay_views.replay,
     "replay-diff": replay_views.diff,
     "replay-live": replay_views.live,

@@ -141,13 +141,13 @@ def _check_ranks(size: int, known: int) -> Iterator[Check]:
 
 
 def _check_settings(settings: Mapping[str, Any]) -> Iterator[Check]:
-    """vLLM's settings. One that is not told is not judged."""
+    """vLLM's settings, of those that the connector reports."""
     for name in _JUDGED:
         if name in settings:
             yield _judged(name, settings[name])
     others = ", ".join(f"{name} {value}" for name, value in settings.items() if name not in _JUDGED)
     if others:
-        yield found("settings.others", told=others)
+        yield found("settings.others", settings=others)
 
 
 def _judged(setting: str, value: object) -> Check:
@@ -171,5 +171,5 @@ def _probe_details(server: JsonClient, model: str) -> Check:
         answer = server.post("/v1/completions", {"model": model, "prompt": "a", "max_tokens": 1})
     except KVShareError as exc:
         return found("details.not asked", problem=first_line(exc))
-    told = (answer.get("usage") or {}).get("prompt_tokens_details") is not None
-    return _judged("prompt_tokens_details", told)
+    reported = (answer.get("usage") or {}).get("prompt_tokens_details") is not None
+    return _judged("prompt_tokens_details", reported)

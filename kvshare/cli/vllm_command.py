@@ -18,37 +18,29 @@ from typing import Annotated, Any
 
 import typer
 
+from kvshare.cli.options import argument, option
 from kvshare.cli.output import note
 from kvshare.errors import EngineError
 
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "help_option_names": []}  # also -dph is vLLM's, no -h
 
 _HELP = ("--help", "-h")
-_VLLM_PORT = 8000  # where vLLM listens if it is not told
+_VLLM_PORT = 8000  # vLLM's default
 # What this command gives itself, and an option with which vLLM would replace the connector.
 _TAKEN = ("kv-transfer-config", "worker-cls", "kv-offloading-size")
 _ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 _RENDERS = "--enable-scale-out"  # vLLM's /render routes, which say what tokens a request has
-# vLLM's short options for data parallelism; and those that put ranks behind APIs of their own or on several
-# machines.
+# vLLM's options for data parallelism by their short names.
 _SHORT = {
-    "-dp": "data-parallel-size",
-    "-dpn": "data-parallel-rank",
-    "-dpr": "data-parallel-start-rank",
-    "-dpl": "data-parallel-size-local",
-    "-dph": "data-parallel-hybrid-lb",
-    "-dpe": "data-parallel-external-lb",
-    "-dpm": "data-parallel-multi-port-external-lb",
-    "-dpb": "data-parallel-backend",
+    f"-dp{letter}": f"data-parallel-{end}"
+    for letter, end in [
+        *(("", "size"), ("n", "rank"), ("r", "start-rank"), ("l", "size-local"), ("b", "backend")),
+        *(("h", "hybrid-lb"), ("e", "external-lb"), ("m", "multi-port-external-lb")),
+    ]
 }
-_SPREAD = (
-    "data-parallel-rank",
-    "data-parallel-start-rank",
-    "data-parallel-size-local",
-    "data-parallel-hybrid-lb",
-    "data-parallel-external-lb",
-    "data-parallel-multi-port-external-lb",
-)
+_SPREAD = [_SHORT[f"-dp{letter}"] for letter in "nrlhem"]  # ranks behind several APIs or on several machines
+
+
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for suffix, base in (("b", 1000), ("ib", 1024))
@@ -67,34 +59,18 @@ def parse_bytes(text: object) -> int:
 
 def vllm(
     context: typer.Context,
-    arguments: Annotated[
-        list[str], typer.Argument(metavar="MODEL", help="The model, then any options of `vllm serve`.")
-    ],
-    control_host: Annotated[
-        str, typer.Option("--control-host", help="Where the connector answers KVShare's server.")
-    ] = "127.0.0.1",
-    control_port: Annotated[
-        int | None,
-        typer.Option("--control-port", min=1, max=65535, help="Its port. [default: vLLM's --port plus 1]"),
-    ] = None,
+    arguments: Annotated[list[str], argument("vllm", "arguments", metavar="MODEL")],
+    control_host: Annotated[str, option("vllm", "--control-host")] = "127.0.0.1",
+    control_port: Annotated[int | None, option("vllm", "--control-port", min=1, max=65535)] = None,
     kv_bytes: Annotated[
-        int,
-        typer.Option(
-            "--kv-bytes",
-            parser=parse_bytes,
-            metavar="SIZE",
-            show_default=False,
-            help="Host memory for KV that is kept. [default: 4GiB]",
-        ),
+        int, option("vllm", "--kv-bytes", parser=parse_bytes, metavar="SIZE", show_default=False)
     ] = 4 * 1024**3,
-    print_command: Annotated[
-        bool, typer.Option("--print-command", help="Print the command for a shell, and stop.")
-    ] = False,
+    print_command: Annotated[bool, option("vllm", "--print-command")] = False,
 ) -> None:
     """
     Start `vllm serve` with KVShare's connector. Options that are not listed here are vLLM's.
 
-    --help after MODEL shows vLLM's. With KVSHARE_VLLM_TOKEN set, the connector answers only who has it.
+    --help after MODEL shows vLLM's. With KVSHARE_VLLM_TOKEN set, the connector asks for that token.
     """
     from kvshare.vllm_protocol.versions import program
 
@@ -115,7 +91,7 @@ def vllm(
     num_models = 0 if arguments[0].startswith("-") else 1
     if _has_some_windows(arguments[0] if num_models else given.get("model", ""), given):
         settings.append(_ONE_GROUP)
-        note(f"{_ONE_GROUP}: KV is shared only where vLLM keeps all of it, in layers with a window, too")
+        note(f"{_ONE_GROUP}: KV is shared only if vLLM retains that of windowed layers, too")
     command = [*program(), "serve", *arguments[:num_models], *settings, *arguments[num_models:]]
     if print_command:
         typer.echo(shlex.join(command))
@@ -124,8 +100,8 @@ def vllm(
     note(f"the connector will answer on http://{host}:{port}")
     if ranks > 1:
         note(
-            f"and on the ports up to {port + ranks - 1}, one for each rank, which keeps its own KV. Tell the "
-            f"proxy: kvshare serve --vllm-data-parallel-size {ranks}, or data_parallel_size: {ranks} in "
+            f"and on the ports up to {port + ranks - 1}, one for each rank, which has its own KV. Start the "
+            f"proxy with: kvshare serve --vllm-data-parallel-size {ranks}, or data_parallel_size: {ranks} in "
             "vllm.replicas"
         )
     _become(command)
@@ -135,8 +111,8 @@ def _has_some_windows(model: object, given: Mapping[str, Any]) -> bool:
     """
     Whether some layers of a model see all earlier tokens and the others a window.
 
-    vLLM keeps the KV of such layers apart and gives away what is out of sight, unless it is told not to. A
-    model that cannot be looked at is vLLM's business.
+    By default vLLM manages the KV of such layers apart and frees what is outside the window. Of a model whose
+    configuration cannot be read vLLM reports the error.
     """
     if any(name.endswith(_ONE_GROUP.removeprefix("--")) for name in given):
         return False
@@ -179,9 +155,9 @@ def given_options(arguments: Sequence[str]) -> dict[str, Any]:
     those for data parallelism count.
     """
     given: dict[str, Any] = {}
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, equals, value = argument.partition("=")
-        if argument.startswith("--") or name in _SHORT:
+    for each, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = each.partition("=")
+        if each.startswith("--") or name in _SHORT:
             given[_SHORT.get(name) or _name(name)] = value if equals else following
     return {**_file_options(given.get("config")), **given}
 
@@ -242,7 +218,7 @@ def _refuse_open(host: str) -> None:
 
     if not is_loopback(host) and not os.environ.get(TOKEN_VARIABLE):
         raise typer.BadParameter(
-            f"{host} can be reached from other machines, and the connector tells what was generated: set "
+            f"{host} can be reached from other machines, and the connector reports what was generated: set "
             f"{TOKEN_VARIABLE} to a secret, here and for `kvshare serve`, or stay on 127.0.0.1",
             param_hint="--control-host",
         )

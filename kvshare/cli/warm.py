@@ -1,4 +1,4 @@
-"""`kvshare warm`: documents and prompts are computed ahead, so that the first user already finds them."""
+"""`kvshare warm`: compute documents and prompts before the first user asks."""
 
 from __future__ import annotations
 
@@ -8,49 +8,29 @@ from typing import Annotated
 
 import typer
 
-from kvshare.cli.options import OutputFormat
+from kvshare.cli.options import OutputFormat, argument, option
 from kvshare.cli.output import ExitCode, is_quiet, note, show
 
 _INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
 
 def warm(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...",
-            exists=True,
-            dir_okay=False,
-            help='.txt and .md: a document each; else a request body a line: {"messages"} or {"prompt"}.',
-        ),
-    ],
-    url: Annotated[str | None, typer.Option("--url", help="The running server. [env: KVSHARE_URL]")] = None,
-    key: Annotated[
-        str | None,
-        typer.Option("--key", envvar="KVSHARE_API_KEY", help="An API key: its users find what is stored."),
-    ] = None,
-    pin: Annotated[
-        bool, typer.Option("--pin", help="Pin what is stored, and print the nodes. Needs an admin key.")
-    ] = False,
-    admin_key: Annotated[
-        str | None,
-        typer.Option(
-            "--admin-key", envvar="KVSHARE_ADMIN_KEY", help="To ask what was stored. [default: the same key]"
-        ),
-    ] = None,
-    admin_url: Annotated[
-        str | None, typer.Option("--admin-url", help="Where server.admin_port is set. [default: --url]")
-    ] = None,
-    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests at a time.")] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, for programs.")] = False,
+    files: Annotated[list[Path], argument("warm", "files", metavar="FILE...", exists=True, dir_okay=False)],
+    url: Annotated[str | None, option("warm", "--url")] = None,
+    key: Annotated[str | None, option("warm", "--key", envvar="KVSHARE_API_KEY")] = None,
+    pin: Annotated[bool, option("warm", "--pin")] = False,
+    admin_key: Annotated[str | None, option("warm", "--admin-key", envvar="KVSHARE_ADMIN_KEY")] = None,
+    admin_url: Annotated[str | None, option("warm", "--admin-url")] = None,
+    concurrency: Annotated[int, option("warm", "--concurrency", min=1)] = 4,
+    as_json: Annotated[bool, option("warm", "--json")] = False,
 ) -> None:
     """
     Compute documents and prompts ahead and store them, for all users of a key.
 
-    A document is sent as a chat whose only message it is: prompts that contain it later copy it. Where it
-    will stand behind a fixed system prompt and heading, they copy more, and deviate less, if a line of JSON
-    has it behind the same. Each line is sent as it is, but for one token of answer, and shares only equal
-    prefixes, so that what is stored is not off itself, unless it has "kvshare" of its own.
+    A document is sent as a chat with one message. Later prompts that contain it copy its KV. If these have a
+    fixed system prompt and heading before it, give it as a line of JSON with the same ones: more is copied
+    then, and answers deviate less. Each line is sent unchanged, except that the answer has one token and only
+    equal prefixes are shared, so that the stored KV is exact; its own "kvshare" takes precedence.
     """
     from rich.console import Console
 

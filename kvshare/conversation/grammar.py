@@ -53,9 +53,8 @@ def _callable_tools(chat: Chat) -> Sequence[Mapping[str, Any]]:
     tools = [tool for tool in chat.tools if tool["function"]["name"] == name]
     if not tools:
         names = ", ".join(repr(tool["function"]["name"]) for tool in chat.tools)
-        raise RequestError(
-            f"'tool_choice' names the function {name!r}; 'tools' has {names}.", param="tool_choice"
-        )
+        message = f"'tool_choice' names the function {name!r}; 'tools' has {names}."
+        raise RequestError(message, param="tool_choice", quoted=[repr(name), names])
     return tools
 
 

@@ -108,7 +108,8 @@ def _refuse(param: str, found: object, expected: str) -> NoReturn:
     """Raises RequestError. Of text only the name of a role or a type is repeated."""
     is_name = param.endswith((".role", ".type")) and isinstance(found, str) and len(found) <= 32
     shown = repr(found) if is_name else _kind(found)
-    raise RequestError(f"'{param}': found {shown}; expected {expected}.", param=param)
+    quoted = [shown] if is_name else []
+    raise RequestError(f"'{param}': found {shown}; expected {expected}.", param=param, quoted=quoted)
 
 
 def _kind(found: object) -> str:

@@ -108,7 +108,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
             # A donor may have been evicted since; a report that cannot be true is a bug over there.
             self._note_refused(exc)
         except Exception as exc:  # noqa: BLE001  logged, without its message
-            log.warning("prompt not kept: %s", classes_and_places(exc))
+            log.warning("a prompt is not stored: %s", classes_and_places(exc))
             self.telemetry.fallback(Component.COMMIT, FallbackReason.ERROR)
         return None
 

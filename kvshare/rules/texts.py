@@ -25,7 +25,7 @@ _TEXT_PARTS = ("text", "input_text")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text of a body, whose role its place says."""
+    """One text of a body, and its role."""
 
     role: Role
     path: Path
@@ -50,19 +50,18 @@ class BodyShape:
 
 
 CHAT = BodyShape({}, "messages")
-_SHAPES: Mapping[str, BodyShape] = {
+SHAPES: Mapping[str, BodyShape] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": BodyShape({"prompt": "user"}),
     "/v1/responses": BodyShape({"instructions": "system"}, "input", "input_text"),
     "/v1/messages": BodyShape({"system": "system"}, "messages"),
-    "/admin/explain": CHAT,
 }
 
 
 def shape_of(path: str) -> BodyShape | None:
     """Of bodies sent to a route or below it, such as `/v1/messages/count_tokens`. None: it has no prompt."""
     return next(
-        (shape for route, shape in _SHAPES.items() if path == route or path.startswith(f"{route}/")), None
+        (shape for route, shape in SHAPES.items() if path == route or path.startswith(f"{route}/")), None
     )
 
 
@@ -120,7 +119,7 @@ def with_text(body: Any, path: Path, text: str, *, new_part: str | None = None) 
 
 
 def _contents(messages: object, name: str) -> Iterator[tuple[Path, Role, object]]:
-    """Of each message that is not the model's: where its content is, who wrote it, and the content."""
+    """Of each message that is not the model's: the path of its content, its role, and the content."""
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, Mapping):
             continue

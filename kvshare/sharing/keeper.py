@@ -118,7 +118,7 @@ class Keeper(Generic[TierT]):
             self.tier.drop(segment.segment_id for segment in draft.new_segments)
             raise
         if self._num_unstored:
-            log.warning("prompts are kept again; %d were not, meanwhile", self._num_unstored)
+            log.warning("prompts are stored again; %d were not, meanwhile", self._num_unstored)
             self._num_unstored = 0
         self.tier.drop(insertion.freed_segments)
         return insertion
@@ -127,11 +127,15 @@ class Keeper(Generic[TierT]):
         """Count a prompt that was not taken. A store that fails does so for all: it is logged once."""
         self.telemetry.fallback(Component.COMMIT, FallbackReason.REFUSED)
         if not isinstance(exc, StoreError):
-            log.warning("prompt not kept: %s", exc)
+            log.warning("a prompt is not stored: %s", exc)
             return
         self._num_unstored += 1
         if self._num_unstored == 1:
-            log.warning("prompts are not kept until the store can be written: %s", exc)
+            log.warning(
+                "prompts are not stored until the store can be written: %s. Free some space, no restart is "
+                "needed",
+                exc,
+            )
 
     def _is_wanted(self, namespace: str, token_ids: TokenIds) -> bool:
         """

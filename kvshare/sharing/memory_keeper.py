@@ -168,7 +168,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
             # A donor may have been evicted by an administrator in the meantime. Nothing was stored.
             self._note_refused(exc)
         except Exception as exc:  # noqa: BLE001  logged, without its message
-            log.warning("prompt not kept: %s", classes_and_places(exc))
+            log.warning("a prompt is not stored: %s", classes_and_places(exc))
             self.telemetry.fallback(Component.COMMIT, FallbackReason.ERROR)
         return None
 

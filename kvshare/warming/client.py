@@ -107,7 +107,7 @@ class WarmClient:
         return status == 200
 
     async def _admin(self, method: str, path: str, **content: Any) -> tuple[int, dict[str, Any]]:
-        """Status and document; status 0 where nobody answers."""
+        """Status and document; status 0 if the server does not answer."""
         try:
             async with self._admins.request(method, path, allow_redirects=False, **content) as response:
                 return response.status, await _document(response)
@@ -139,7 +139,7 @@ async def _document(response: aiohttp.ClientResponse) -> dict[str, Any]:
 
 
 def _why(document: Mapping[str, Any], status: int) -> str:
-    """The error's code, or where it has none the status and the field that is wrong. 0: nobody answered."""
+    """The error's code, or where it has none the status and the field that is wrong. 0: no answer."""
     if (code := error_code(document)) != "error" and not code.isdigit():
         return code
     error = document.get("error")

@@ -1,7 +1,7 @@
 """
 What is to be computed ahead: files -> entries, each the body of one request.
 
-    *.txt, *.md       one document: a chat whose only message, the user's, it is
+    *.txt, *.md       one document: it becomes the only message, the user's, of a chat
     anything else     rows as replay reads them (JSON lines, a JSON array, Parquet; gzip, zstd), each a body:
                       {"messages": [...]} or {"prompt": ...}, with tools and whatever else belongs to it
 

@@ -37,7 +37,7 @@ class WarmOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one entry. `node` None: not stored, or nobody could say. `reason`: why it failed."""
+    """What became of one entry. `node` None: not stored, or not known. `reason`: why it failed."""
 
     place: Place
     sent: Sent
@@ -52,8 +52,8 @@ def warm(
     """
     Send the entries; returns the document. Ctrl-C ends it early; it is raised only where nothing is finished.
 
-    Raises:  UnreachableError if nobody answers; UpstreamError if that is no server of models, or does not let
-             this key pin; LogError for a file that cannot be opened
+    Raises:  UnreachableError if no server answers; UpstreamError if that is no server of models, or this key
+             may not pin; LogError for a file that cannot be opened
     """
     run = _Run(options, report)
     began, complete = time.perf_counter(), True

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from kvshare.conversation.parser import AnswerParser
 from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasoning, Text
 from kvshare.engines.base import Delta, FinishReason
 from kvshare.errors import EngineError
+from proxy.generate.answer import Answer
+from proxy.generate.requests import ChatRequest
 
 
 class BlockKind(StrEnum):
-    """What a block is for."""
-
     TEXT = "text"
     REASONING = "reasoning"
     CALL = "call"
@@ -37,28 +38,12 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
-    """A block begins; it is empty."""
+class Change:
+    """A block begins, empty; gets more `text`; or ends."""
 
+    kind: Literal["began", "grew", "ended"]
     block: Block
-
-
-@dataclass(frozen=True, slots=True)
-class Grew:
-    """A block got more text."""
-
-    block: Block
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """No more comes to a block."""
-
-    block: Block
-
-
-Change = Began | Grew | Ended
+    text: str = ""
 
 
 class Blocks:
@@ -112,18 +97,34 @@ class Blocks:
                 if not self._is_open or self.all[-1].kind is not kind:
                     yield from self._begin(kind)
                 self.all[-1].text += part.text
-                yield Grew(self.all[-1], part.text)
+                yield Change("grew", self.all[-1], part.text)
 
     def _begin(self, kind: BlockKind, *, call_id: str = "", name: str = "") -> Iterator[Change]:
         yield from self._end()
         self.all.append(Block(len(self.all), kind, call_id=call_id, name=name))
         self._is_open = True
-        yield Began(self.all[-1])
+        yield Change("began", self.all[-1])
 
     def _end(self) -> Iterator[Change]:
         if self._is_open:
             self._is_open = False
-            yield Ended(self.all[-1])
+            yield Change("ended", self.all[-1])
+
+
+class BlockAnswer(Answer):
+    """An answer that consists of blocks; its stream is made of their changes."""
+
+    def __init__(self, asked: ChatRequest, *, is_stream: bool) -> None:
+        self.requests = [asked.generation]
+        self.is_stream = is_stream
+        self._blocks = Blocks(asked.new_parser())
+
+    @property
+    def has_calls(self) -> bool:
+        return self._blocks.has_calls
+
+    def collect(self, delta: Delta) -> None:
+        self._blocks.add(delta)
 
 
 _KINDS: dict[type[Part], BlockKind] = {

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
 from kvshare.errors import ModelNotFoundError, UnsupportedParameterError
-from proxy.generate.engine_key import ENGINE
 from proxy.generate.fields import Body, Whole
+from proxy.generate.requests import ENGINE
 from proxy.request_body import at_most, read_object, validated
 from proxy.wrong_values import wrong
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvshare.errors import RequestError
 from proxy.generate.fields import INT32, Body, Whole
-from proxy.wrong_values import found
+from proxy.wrong_values import found, invalid
 
 MAX_TOOLS = 1024  # coding agents with many MCP servers send hundreds
 _MAX_QUOTED = 40  # characters of a type
+_BETWEEN = "\n"
 
 Model = Annotated[str, Field(min_length=1, max_length=256)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256)]  # of a call
@@ -46,11 +46,31 @@ def of_types(*types: str, default: str | None = None, hint: str) -> Callable[[ob
         if given is None and default is not None:
             return {**part, "type": default}
         if given not in types:
-            words = {"got": f"'{given[:_MAX_QUOTED]}'" if isinstance(given, str) else found(given)}
-            raise PydanticCustomError("part_type", f"expected type {names}, got {{got}}; {hint}", words)
+            name = "quoted" if isinstance(given, str) else "found"
+            words = {name: f"'{given[:_MAX_QUOTED]}'" if isinstance(given, str) else found(given)}
+            raise PydanticCustomError("part_type", f"expected type {names}, got {{{name}}}; {hint}", words)
         return part
 
     return check
+
+
+def text_as(part_type: str) -> BeforeValidator:
+    """A string is short for a list of one part, of this type, with its text."""
+    return BeforeValidator(
+        lambda content: [{"type": part_type, "text": content}] if isinstance(content, str) else content
+    )
+
+
+class HasText(Protocol):
+    """A part of a message that is text."""
+
+    @property
+    def text(self) -> str: ...
+
+
+def joined(parts: Iterable[HasText]) -> str:
+    """The text of parts that are paragraphs of one message."""
+    return _BETWEEN.join(part.text for part in parts if part.text)
 
 
 def template_tool(
@@ -73,10 +93,8 @@ def check_tools(names: Sequence[str], *, chosen: str | None, required: bool) -> 
     Raises:  RequestError if two have one name, or the chosen, or any that is required, is not there
     """
     if len(set(names)) != len(names):
-        raise RequestError("Invalid 'tools': expected names that differ, got one twice.", param="tools")
+        raise invalid("tools", "expected names that differ, got one twice")
     if chosen is not None and chosen not in names:
-        message = "Invalid 'tool_choice.name': expected the name of one of 'tools', got another."
-        raise RequestError(message, param="tool_choice.name")
+        raise invalid("tool_choice.name", "expected the name of one of 'tools', got another")
     if required and not names:
-        message = "Invalid 'tool_choice': it requires a call, and there are no 'tools' to call."
-        raise RequestError(message, param="tool_choice")
+        raise invalid("tool_choice", "it requires a call, and there are no 'tools' to call")

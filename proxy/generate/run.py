@@ -20,7 +20,7 @@ from kvshare.errors import EngineError, KVShareError
 from proxy.context import SERVER
 from proxy.errors import to_reply
 from proxy.generate.answer import Answer, Usage
-from proxy.request_log import RECORD, RequestRecord, combine, log_failure
+from proxy.request_log import RECORD, Failure, RequestRecord, combine, log_failure
 from proxy.sse import HEADERS, dump
 
 
@@ -132,6 +132,7 @@ async def answer(request: web.Request, engine: GeneratingEngine, written: Answer
                 raise
             record.finish_reason = "error"
             reply = to_reply(exc)
+            record.failure = Failure.of(exc, reply)
             if reply.status >= 500:
                 log_failure(record.request_id, exc)
             await stream.write(written.broken_off(reply))

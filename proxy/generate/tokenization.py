@@ -8,9 +8,8 @@ from kvshare.engines.base import GeneratingEngine
 from kvshare.errors import UnsupportedParameterError
 from kvshare.requests import Prompt
 from proxy.generate.chat.template import TemplateBody
-from proxy.generate.engine_key import ENGINE
 from proxy.generate.fields import Body, TokenIds
-from proxy.generate.requests import check_model
+from proxy.generate.requests import ENGINE, check_model, read_body
 from proxy.request_body import read_object, validated
 
 
@@ -41,7 +40,7 @@ class TokenizeChatBody(TokenizeBody, TemplateBody):
         """Raises RequestError."""
         if self.add_special_tokens:
             raise UnsupportedParameterError("add_special_tokens", "those of a chat are in its template")
-        return await engine.encode_chat(self.chat())
+        return await engine.encode_chat(self.chat)
 
 
 class DetokenizeBody(Body):
@@ -66,7 +65,5 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize"""
-    engine = request.app[ENGINE]
-    body = validated(DetokenizeBody, await read_object(request))
-    check_model(engine, body.model)
-    return web.json_response({"prompt": await engine.decode_tokens(body.tokens)})
+    body = await read_body(request, DetokenizeBody)
+    return web.json_response({"prompt": await request.app[ENGINE].decode_tokens(body.tokens)})

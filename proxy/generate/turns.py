@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvshare.errors import RequestError
+from proxy.wrong_values import invalid
 
 _BETWEEN = "\n"  # texts that become one message
 
@@ -41,20 +41,16 @@ class Turns:
     def result(self, call_id: str, text: str, *, param: str) -> None:
         """What the tool answered. Raises RequestError for `param` if no such call came before."""
         if call_id not in self._names:
-            message = (
-                f"Invalid '{param}': no call before it has this id; send the call along with its result."
-            )
-            raise RequestError(message, param=param)
+            raise invalid(param, "no call before it has this id; send the call along with its result")
         name = self._names[call_id]
         self._messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
 
     def check_complete(self, *, param: str) -> None:
         """Raises RequestError for `param` if there is nothing to answer, or a call without its result."""
         if not self._messages:
-            raise RequestError(f"Invalid '{param}': expected a message with text.", param=param)
+            raise invalid(param, "expected a message with text")
         if "tool_calls" in self._messages[-1]:
-            message = f"Invalid '{param}': the last message calls tools; send their results, too."
-            raise RequestError(message, param=param)
+            raise invalid(param, "the last message calls tools; send their results, too")
 
     def _turn_of(self, role: str) -> dict[str, Any]:
         """The last message, or a new one if that is another's."""

@@ -16,7 +16,7 @@ from proxy.generate.embeddings import EmbeddingBody
 from proxy.generate.messages.bodies import CountTokensBody, MessagesBody
 from proxy.generate.responses.bodies import ResponsesBody
 from proxy.generate.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
-from proxy.openapi.table import SCHEMAS, Access, Operation
+from proxy.openapi.table import SCHEMAS, WORDS, Access, Operation
 
 BODIES: tuple[type[BaseModel], ...] = (
     *(ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountTokensBody),
@@ -24,36 +24,8 @@ BODIES: tuple[type[BaseModel], ...] = (
 )
 """The models that rows of the table name as bodies."""
 
+_MEDIA = {"json": "application/json", "html": "text/html", "any": "*/*"}
 _REFERENCE = "#/components/schemas/"
-_REFUSALS: Mapping[int, str] = {
-    400: "The request is wrong; `param` names the field.",
-    401: "No key, or an unknown one.",
-    403: "This key, or this client, may not use this route.",
-    404: "There is no such model or entry.",
-    408: "The body came too slowly.",
-    413: "The body is larger than `server.max_body_bytes`.",
-    415: "The body is not declared as `application/json`.",
-    429: "The queue is full; `Retry-After` says when to try again.",
-    500: "The engine failed.",
-    502: "vLLM does not answer, or not as it must.",
-    503: "The server loads its model, or shuts down; before vLLM also: no replica takes requests.",
-    504: "vLLM was silent for too long.",
-}
-_HEADERS = {
-    "X-Request-Id": "The request's own id, or one that was made.",
-    "X-KVShare-Request": "Our id of a generating request, for /admin/requests/{id}.",
-    "X-KVShare-Decision": "exact, approx or full: what was planned.",
-    "X-KVShare-Plan": "Tokens by where their KV comes from.",
-    "X-KVShare-Reason": "Why nothing, or no more, was shared.",
-}
-_ABOUT = (
-    "An OpenAI-shaped server, which shares the KV cache between similar prompts. Errors have one shape, also "
-    "for routes and methods that are not here (404, 405) and for bytes that are no HTTP request (400)."
-)
-_ABOUT_RELAY = (
-    " Answers come from vLLM. Everything under /v1 is passed on to it: its own documentation says what these "
-    "routes take. Its /openapi.json cannot be reached through this server, which passes on nothing but /v1."
-)
 
 
 class _Untitled(GenerateJsonSchema):
@@ -76,7 +48,7 @@ def build_document(
         "info": {
             "title": "KVShare",
             "version": __version__,
-            "description": _ABOUT + (_ABOUT_RELAY if is_relay else ""),
+            "description": " ".join([WORDS["about"], *([WORDS["about relay"]] if is_relay else [])]),
         },
         "servers": [{"url": "/"}],
         "tags": [{"name": group} for group in dict.fromkeys(each.group for each in operations)],
@@ -127,17 +99,13 @@ def _responses(operation: Operation, *, asks_for_keys: bool) -> dict[str, Any]:
     """Answers, then refusals in the order of their numbers."""
     written: dict[str, Any] = {}
     for status, answer in operation.answers.items():
-        content = {media: _schema(component) for media, component in answer.media.items()}
-        written[str(status)] = {
-            "description": answer.text,
-            "headers": _headers(operation),
-            "content": content,
-        }
+        media = {_MEDIA.get(name, name): _schema(entry) for name, entry in answer.items() if name != "text"}
+        described = {"description": answer["text"], "headers": _headers(operation)}
+        written[str(status)] = {**described, "content": media}
     for status in sorted(_refusals(operation, asks_for_keys=asks_for_keys)):
-        described = _REFUSALS.get(status, HTTPStatus(status).phrase + ".")
-        media = "application/json" if operation.error else "*/*"
-        refusal = {"description": described, "content": {media: _schema(operation.error)}}
-        written.setdefault(str(status), refusal)
+        content = {"application/json" if operation.error else "*/*": _schema(operation.error)}
+        words = WORDS["refusals"].get(status, HTTPStatus(status).phrase + ".")
+        written.setdefault(str(status), {"description": words, "content": content})
     return written
 
 
@@ -157,12 +125,13 @@ def _refusals(operation: Operation, *, asks_for_keys: bool) -> set[int]:
 
 def _headers(operation: Operation) -> dict[str, Any]:
     """Only answers to what generates say how it was planned."""
-    names = _HEADERS if operation.group == "Generate" else ("X-Request-Id",)
-    return {name: {"description": _HEADERS[name], "schema": {"type": "string"}} for name in names}
+    names = WORDS["headers"] if operation.group == "Generate" else ("X-Request-Id",)
+    return {name: {"description": WORDS["headers"][name], "schema": {"type": "string"}} for name in names}
 
 
-def _schema(component: str | None) -> dict[str, Any]:
-    return {} if component is None else {"schema": _reference(component)}
+def _schema(component: object) -> dict[str, Any]:
+    """Of a component by its name; empty for none."""
+    return {"schema": _reference(str(component))} if component else {}
 
 
 def _reference(component: str) -> dict[str, str]:

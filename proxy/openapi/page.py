@@ -14,21 +14,10 @@ from typing import Any
 from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
+
+from proxy.openapi.table import WORDS
 
 _TEMPLATES = Path(__file__).with_name("templates")
-_LIMITS = {
-    "minimum": "at least {}",
-    "exclusiveMinimum": "above {}",
-    "maximum": "at most {}",
-    "exclusiveMaximum": "below {}",
-    "minLength": "{} or more characters",
-    "maxLength": "at most {} characters",
-    "minItems": "{} or more",
-    "maxItems": "at most {}",
-    "pattern": "like {}",
-    "default": "default {}",
-}
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -40,46 +29,8 @@ def render(document: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"kind": _kind, "limits": _limits, "code": _code}
-    environment.globals |= {"curl": _curl}
-    return environment.get_template("docs.html.jinja").render(document=document)
-
-
-def _kind(schema: Mapping[str, Any]) -> Markup:
-    """A schema in a few words, with links to those that have a name."""
-    if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
-        return Markup('<a href="#{0}">{0}</a>').format(name)
-    if "anyOf" in schema:
-        return Markup(" or ").join(dict.fromkeys(_kind(each) for each in schema["anyOf"]))
-    if "const" in schema or "enum" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        return Markup(" or ").join(Markup("<code>{}</code>").format(json.dumps(value)) for value in values)
-    kind = schema.get("type", "anything")
-    if kind == "array":
-        return Markup("list of {}").format(_kind(schema.get("items", {})))
-    return escape(" or ".join(kind) if isinstance(kind, list) else kind)
-
-
-def _limits(schema: Mapping[str, Any]) -> str:
-    """What a value must keep to, also that of the one branch that has limits."""
-    found = [text.format(_plain(schema[key])) for key, text in _LIMITS.items() if schema.get(key) is not None]
-    branches = [*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])]
-    return ", ".join([*found, *filter(None, map(_limits, branches))])
-
-
-def _plain(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _code(text: str) -> Markup:
-    """Text with what stands in backticks as code."""
-    parts = str(text).split("`")
-    marked = [
-        Markup("<code>{}</code>").format(part) if number % 2 else escape(part)
-        for number, part in enumerate(parts)
-    ]
-    return Markup("").join(marked)
+    template = environment.get_template("docs.html.jinja")
+    return template.render(document=document, limit_texts=WORDS["limits"], curl=_curl)
 
 
 def _curl(method: str, path: str, operation: Mapping[str, Any]) -> str:

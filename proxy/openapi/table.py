@@ -1,16 +1,15 @@
-"""The table of routes: `routes.yaml` and `schemas.yaml`, read once."""
+"""The table of routes and what it is described with: routes.yaml, schemas.yaml and words.yaml, read once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-_MEDIA = {"json": "application/json", "html": "text/html", "any": "*/*"}
+from pydantic.dataclasses import dataclass
 
 
 class Access(StrEnum):
@@ -22,31 +21,23 @@ class Access(StrEnum):
     ADMIN = "admin"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a status means, and the component of each media type's schema, if it has one."""
-
-    text: str
-    media: Mapping[str, str | None]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Operation:
-    """A row: a method of a route. `routes.yaml` says what each part is."""
+    """A row: a method of a route. `routes.yaml` says what each part is. "" for a component: none."""
 
     method: str
     route: str
     group: str
     summary: str
-    answers: Mapping[int | str, Answer]
+    answers: dict[int | str, dict[str, Any]]  # by status: "text", and a component for each media type
     description: str = ""
     access: Access = Access.KEY
     body: str | None = None
     errors: tuple[int, ...] = ()
-    error: str | None = "Error"
-    path: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    example: Mapping[str, Any] | None = None
+    error: str | dict[str, Any] = "Error"
+    path: dict[str, dict[str, Any]] = field(default_factory=dict)
+    query: dict[str, dict[str, Any]] = field(default_factory=dict)
+    example: dict[str, Any] | None = None
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -55,24 +46,9 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _operations(rows: Mapping[str, Mapping[str, Any]]) -> tuple[Operation, ...]:
-    return tuple(_operation(key, row) for key, row in rows.items())
-
-
-def _operation(key: str, row: Mapping[str, Any]) -> Operation:
-    """`key`: as "GET /health"."""
-    method, _, route = key.partition(" ")
-    answers = {status: _answer(**entry) for status, entry in row["answers"].items()}
-    parsed = {
-        "answers": answers,
-        "access": Access(row.get("access", Access.KEY)),
-        "errors": tuple(row.get("errors", ())),
-        "error": row.get("error", "Error") or None,
-    }
-    return Operation(method, route, **{**row, **parsed})
-
-
-def _answer(text: str, **media: str) -> Answer:
-    return Answer(text, {_MEDIA.get(name, name): component or None for name, component in media.items()})
+    """Rows by their keys, such as "GET /health"."""
+    named = [(key.partition(" "), row) for key, row in rows.items()]
+    return tuple(Operation(method=method, route=route, **row) for (method, _, route), row in named)
 
 
 _TABLE = _read("routes.yaml")
@@ -80,3 +56,4 @@ _COMMON = _operations(_TABLE["common"])
 GENERATED = _operations(_TABLE["generated"]) + _COMMON
 RELAYED = _operations(_TABLE["relayed"]) + _COMMON
 SCHEMAS: Mapping[str, Any] = _read("schemas.yaml")
+WORDS: Mapping[str, Any] = _read("words.yaml")

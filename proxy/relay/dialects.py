@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvshare.reasons import Reason
+from kvshare.rules.texts import SHAPES
 from proxy.errors import ErrorReply
 from proxy.sse import DONE, frames, named_events
 from vector_index import PromptText
@@ -32,9 +33,27 @@ class Dialect:
     """One generating route of vLLM."""
 
     path: str
-    text_of: Callable[[Body], PromptText]  # raises Unplannable
     broken_off: Callable[[ErrorReply, str], bytes]  # the end of a stream that breaks off; + the request's id
     first_token: bytes = b""  # is in a stream as soon as there is a token; empty: its first byte says so
+    check: Callable[[Body], None] = lambda document: None  # raises Unplannable
+
+    def text_of(self, document: Body) -> PromptText:
+        """The text of a body, of which `kvshare.rules.texts` says where it is. Raises Unplannable."""
+        self.check(document)
+        shape = SHAPES[self.path]
+        if shape.messages is None:
+            prompt = only_prompt(document)
+            return PromptText(last_user_turn="", body=prompt if isinstance(prompt, str) else "")
+        turns = document.get(shape.messages)
+        if isinstance(turns, str):
+            turns = [{"role": "user", "content": turns}]
+        if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+            raise Unplannable(Reason.MALFORMED)
+        texts = [_text(turn.get("content", turn.get("output"))) for turn in turns]
+        users = [text for text, turn in zip(texts, turns, strict=True) if turn.get("role") == "user"]
+        before = [_text(document.get(name)) for name in shape.texts]
+        body = "\n".join(text for text in (*before, *texts) if text)
+        return PromptText(last_user_turn=users[-1] if users else "", body=body)
 
 
 # Parts of a content, and where each has its text, if it has any. Any other part is no text: an image, a file.
@@ -65,42 +84,19 @@ def _text(content: object) -> str:
     return _text(content.get(place))
 
 
-def _conversation(turns: object, *before: object) -> PromptText:
-    """Of messages and calls of tools, and of what the prompt has before them."""
-    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise Unplannable(Reason.MALFORMED)
-    texts = [_text(turn.get("content", turn.get("output"))) for turn in turns]
-    users = [text for text, turn in zip(texts, turns, strict=True) if turn.get("role") == "user"]
-    body = [text for text in (*map(_text, before), *texts) if text]
-    return PromptText(last_user_turn=users[-1] if users else "", body="\n".join(body))
-
-
-def _chat_text(document: Body) -> PromptText:
-    return _conversation(document.get("messages"))
-
-
-def _messages_text(document: Body) -> PromptText:
-    return _conversation(document.get("messages"), document.get("system"))
-
-
-def _responses_text(document: Body) -> PromptText:
+def _check_response(document: Body) -> None:
     if document.get("previous_response_id") is not None:
         raise Unplannable(Reason.PREVIOUS_RESPONSE)  # vLLM has the rest of the prompt
     if document.get("background"):
         raise Unplannable(Reason.BACKGROUND)  # it goes on when its answer is over
-    given = document.get("input")
-    turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return _conversation(turns, document.get("instructions"))
 
 
-def _completion_text(document: Body) -> PromptText:
+def _check_completion(document: Body) -> None:
     for reason in (Reason.PROMPT_EMBEDS, Reason.SUFFIX):  # named like the members
         if document.get(reason) is not None:
             raise Unplannable(reason)
     if document.get("echo") and document.get("logprobs") is not None:
         raise Unplannable(Reason.PROMPT_LOGPROBS)
-    prompt = only_prompt(document)
-    return PromptText(last_user_turn="", body=prompt if isinstance(prompt, str) else "")
 
 
 def only_prompt(document: Body) -> str | list[Any]:
@@ -131,10 +127,9 @@ def _messages_end(reply: ErrorReply, request_id: str) -> bytes:
     return b"\n\n" + named_events(reply.anthropic_body(request_id))
 
 
-CHAT = Dialect("/v1/chat/completions", _chat_text, _openai_end)
-COMPLETION = Dialect("/v1/completions", _completion_text, _openai_end)
+CHAT = Dialect("/v1/chat/completions", _openai_end)
+COMPLETION = Dialect("/v1/completions", _openai_end, check=_check_completion)
 # A response begins with events that say so, at once.
-RESPONSES = Dialect(
-    "/v1/responses", _responses_text, _responses_end, first_token=b"event: response.output_item.added"
-)
-MESSAGES = Dialect("/v1/messages", _messages_text, _messages_end)
+_FIRST_ITEM = b"event: response.output_item.added"
+RESPONSES = Dialect("/v1/responses", _responses_end, first_token=_FIRST_ITEM, check=_check_response)
+MESSAGES = Dialect("/v1/messages", _messages_end)

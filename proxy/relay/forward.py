@@ -7,7 +7,9 @@ as a stream that merely ends looks like success.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -30,9 +32,12 @@ from proxy.relay.sanitize import (
     upstream_path,
     with_members,
 )
-from proxy.request_log import RECORD
+from proxy.request_log import RECORD, Failure
 
 log = logging.getLogger(__name__)
+
+_MAX_ERROR = 16 * 1024  # bytes of vLLM's own error that are looked at
+_WORD = re.compile(r"[\w.\[\]-]{1,60}")
 
 
 @dataclass(eq=False)
@@ -46,7 +51,7 @@ class RelayedRequest:
     is_json: bool = True
     dialect: Dialect | None = None  # of a route that generates
     _answer: web.StreamResponse | None = field(default=None, init=False)  # once its status line is out
-    _beginning: bytes = field(default=b"", init=False)  # of a stream without a token so far
+    _beginning: bytes = field(default=b"", init=False)  # of a stream without a token so far, or of an error
 
     async def forward(self) -> web.StreamResponse:
         """
@@ -120,6 +125,8 @@ class RelayedRequest:
                     break
                 self._note_chunk(chunk)
                 await answer.write(chunk)
+            if self.routed.was_refused:
+                self.request[RECORD].failure = _failure_of(self._beginning)
             await answer.write_eof()
         except ConnectionError:
             self.request[RECORD].disconnected = True
@@ -127,6 +134,8 @@ class RelayedRequest:
 
     def _note_chunk(self, chunk: bytes) -> None:
         record = self.request[RECORD]
+        if self.routed.was_refused:
+            self._beginning = (self._beginning + chunk)[:_MAX_ERROR]
         if record.first_token_s is not None or self.routed.was_refused or not self._has_token(chunk):
             return
         record.first_token_s = perf_counter() - record.started
@@ -152,14 +161,27 @@ class RelayedRequest:
         """
         if self._answer is None:
             raise error
-        record = self.request[RECORD]
-        record.finish_reason = "error"
+        record, reply = self.request[RECORD], to_reply(error)
+        record.finish_reason, record.failure = "error", Failure.of(error, reply)
         try:
             if self.dialect is not None and self._is_stream:
-                await self._answer.write(self.dialect.broken_off(to_reply(error), record.request_id))
+                await self._answer.write(self.dialect.broken_off(reply, record.request_id))
                 await self._answer.write_eof()
             elif self.request.transport is not None:
                 self.request.transport.abort()
         except ConnectionError:
             record.disconnected = True
         return self._answer
+
+
+def _failure_of(body: bytes) -> Failure:
+    """vLLM's own error. Its message may quote the prompt, so that only its words for the kind are logged."""
+    try:
+        document = json.loads(body)
+    except ValueError:
+        document = None
+    error = document.get("error", document) if isinstance(document, dict) else None
+    given = error if isinstance(error, dict) else {}
+    words = {name: word for name, word in given.items() if isinstance(word, str) and _WORD.fullmatch(word)}
+    kind = words.get("type", "upstream_error")
+    return Failure(kind, "vLLM's own answer; what it says is not logged", words.get("param"))

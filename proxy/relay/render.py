@@ -1,5 +1,6 @@
 """
-The prompt of a request in tokens, as vLLM renders the very body; or why the request cannot be planned.
+The prompt of a request in tokens, as vLLM renders the very body; or why the request cannot be planned. A vLLM
+that was started without its `/render` routes is asked by `/tokenize`, which reads less.
 
 An unusual request is not planned: vLLM gets it unchanged and reports what is wrong with it. A prompt that
 vLLM tokenizes differently in the end does no harm: the ticket's digest does not match then.
@@ -17,11 +18,22 @@ from delta_tree import token_ids
 from kvshare.fleet.engine import VllmEngine
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt
-from proxy.relay.dialects import COMPLETION, Dialect, Unplannable, only_prompt
-from proxy.relay.tokenize import tokenize_body
+from proxy.relay.dialects import CHAT, COMPLETION, Dialect, Unplannable, only_prompt
 
 _INT32 = 2**31 - 1
 _LONG_PROMPT = 20_000  # token ids; longer lists are converted off the event loop
+
+_TEMPLATE_KEYS = (  # of a chat body, that `/tokenize` reads alike
+    "model",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+)
+_COMPLETION_KEYS = ("model", "add_special_tokens")
 
 
 async def prompt_of(
@@ -48,7 +60,7 @@ async def _rendered(
     router = engine.server.router
     rendered = await router.render(dialect.path, body)
     if rendered is None:
-        return await router.tokenize(tokenize_body(document, dialect))
+        return await router.tokenize(_tokenize_body(document, dialect))
     if len(rendered) != 1:
         raise Unplannable(Reason.SEVERAL_PROMPTS)
     if not rendered[0].is_text:
@@ -75,3 +87,31 @@ def _check_usual(document: Mapping[str, Any], engine: VllmEngine) -> None:
         raise Unplannable(Reason.PROMPT_LOGPROBS)
     if document.get("use_beam_search"):
         raise Unplannable(Reason.BEAM_SEARCH)
+
+
+def _tokenize_body(document: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """What to ask of vLLM's `/tokenize`, which reads chats and plain prompts only. Raises Unplannable."""
+    if dialect not in (CHAT, COMPLETION):
+        raise Unplannable(Reason.NO_RENDER)
+    if document.get("truncate_prompt_tokens") is not None:
+        raise Unplannable(Reason.TRUNCATED)
+    keys = _TEMPLATE_KEYS if dialect is CHAT else _COMPLETION_KEYS
+    body = {key: document[key] for key in keys if document.get(key) is not None}
+    if dialect is COMPLETION:
+        return {**body, "prompt": only_prompt(document)}
+    if template_kwargs := _template_kwargs(document):
+        body["chat_template_kwargs"] = template_kwargs
+    return body
+
+
+def _template_kwargs(document: Mapping[str, Any]) -> dict[str, Any]:
+    """`chat_template_kwargs` with what the chat route adds to it and `/tokenize` does not."""
+    given = document.get("chat_template_kwargs")
+    kwargs = dict(given) if isinstance(given, Mapping) else {}
+    effort = document.get("reasoning_effort")
+    if effort is not None and "enable_thinking" not in kwargs:
+        kwargs["enable_thinking"] = effort != "none"
+    for name in ("documents", "reasoning_effort"):
+        if document.get(name) not in (None, "auto"):
+            kwargs[name] = document[name]
+    return kwargs

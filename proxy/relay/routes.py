@@ -28,7 +28,7 @@ from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import class_and_place
 from proxy.auth import Role
 from proxy.context import SERVER
-from proxy.prompt_rules import behind_rules
+from proxy.prompt_rules import api_of, behind_rules
 from proxy.relay.dialects import CHAT, COMPLETION, MESSAGES, RESPONSES, Dialect, Unplannable
 from proxy.relay.forward import RelayedRequest
 from proxy.relay.render import prompt_of
@@ -40,6 +40,7 @@ from proxy.request_options import parse_kvshare, request_options
 
 log = logging.getLogger(__name__)
 
+_DIALECTS = {dialect.path: dialect for dialect in (CHAT, COMPLETION, RESPONSES, MESSAGES)}
 ENGINE: web.AppKey[VllmEngine] = web.AppKey("vllm_engine", VllmEngine)
 
 
@@ -50,9 +51,9 @@ def add_routes(
     app[ENGINE] = engine
     app.router.add_get("/v1/models", pass_through)
     if serves_clients:
-        for dialect in (CHAT, COMPLETION, RESPONSES, MESSAGES):
-            app.router.add_post(dialect.path, partial(generate, dialect=dialect))
-            app.router.add_post(f"{dialect.path}/", partial(generate, dialect=dialect))
+        for path in _DIALECTS:
+            app.router.add_post(path, generate)
+            app.router.add_post(f"{path}/", generate)
         app.router.add_route("*", "/v1/{path:.*}", pass_through)
     if serves_admins:
         app.router.add_post("/admin/explain", explain)
@@ -62,7 +63,7 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
     """Any other route under /v1, of vLLM's choice."""
     check_path(request.rel_url.raw_path_qs)
     if is_for_operators(request.rel_url.raw_path_qs):
-        request.app[SERVER].keyring.require(request, Role.ADMIN)
+        request.app[SERVER].keyring.check_role(request, request[RECORD].caller, Role.ADMIN)
     router, routed = request.app[ENGINE].server.router, RoutedRequest(request[RECORD].caller.owner)
     if request.content_type == "application/json" and request.can_read_body:
         body, document = await _read_json(request)
@@ -76,11 +77,11 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
 
 
 async def explain(request: web.Request) -> web.Response:
-    """POST /admin/explain: the plan that this chat completion would get in the caller's own namespace."""
-    engine = request.app[ENGINE]
+    """POST /admin/explain: the plan that this request would get in the caller's own namespace."""
+    engine, dialect = request.app[ENGINE], _DIALECTS[api_of(request)]
     body, document = await _read_json(request)
     try:
-        prompt = await prompt_of(document, body, dialect=CHAT, engine=engine)
+        prompt = await prompt_of(document, body, dialect=dialect, engine=engine)
     except Unplannable as exc:
         raise RequestError(f"This request would not be planned: {exc}.") from exc
     routed = _untokenized(request, document)
@@ -89,8 +90,9 @@ async def explain(request: web.Request) -> web.Response:
     return web.json_response({**explained, "rules": request[RECORD].rules})
 
 
-async def generate(request: web.Request, *, dialect: Dialect) -> web.StreamResponse:
+async def generate(request: web.Request) -> web.StreamResponse:
     """POST to a route that generates: planned if its prompt is known."""
+    dialect = _DIALECTS[api_of(request)]
     body, document = await _read_json(request)
     routed = _untokenized(request, document)
     request[RECORD].mode = routed.mode

@@ -292,3 +292,11 @@ def test_a_wrong_argument_is_refused_by_name(
         ask(store, what, **arguments)
     assert refused.value.param == param
     assert len(store.nodes()) == 4
+
+
+def test_a_node_that_is_not_there_has_a_code(store: DeltaTree, family: Family) -> None:
+    """By which scripts tell it from a wrong argument."""
+    for what, name in (("node", "id"), ("tree", "root"), ("evict", "node"), ("pin", "node")):
+        with pytest.raises(RequestError) as refused:
+            ask(store, what, **{name: 12_345})
+        assert (refused.value.code, refused.value.param) == ("node_not_found", name)

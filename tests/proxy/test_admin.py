@@ -67,3 +67,28 @@ async def test_explain_reads_a_chat_body_and_runs_nothing(server: Server) -> Non
     assert (await server.post("/admin/explain", chat(n=0))).status == 400
     assert (await server.post("/admin/explain", chat() | {"model": "other"})).status == 404
     assert not server.engine.requests
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "num_tokens"),
+    [
+        ("completions", {"prompt": "hello"}, 5),
+        ("responses", {"input": "hello"}, 11),
+        ("messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}, 11),
+    ],
+)
+async def test_explain_reads_the_bodies_of_every_api(
+    server: Server, api: str, body: dict[str, object], num_tokens: int
+) -> None:
+    """`api` names it; the body is checked as that API's."""
+    response = await server.post(f"/admin/explain?api={api}", {"model": "echo", **body})
+    assert (await response.json())["prompt_tokens"] == num_tokens
+    assert (await server.post(f"/admin/explain?api={api}", {"model": "echo"})).status == 400
+    assert not server.engine.requests
+
+
+async def test_explain_takes_one_prompt_of_a_known_api(server: Server) -> None:
+    several = await server.post("/admin/explain?api=completions", {"model": "echo", "prompt": ["a", "b"]})
+    unknown = await server.post("/admin/explain?api=embeddings", {"model": "echo", "input": "a"})
+    params = [(await response.json())["error"]["param"] for response in (several, unknown)]
+    assert params == ["prompt", "api"]

@@ -152,4 +152,5 @@ def _refusal(reason: str) -> RequestError:
         f"the answer cannot be held to this format: {reason}; use a simpler schema, or none",
         param="response_format",
         code=ErrorCode.UNSUPPORTED_FORMAT,
+        quoted=[reason],
     )

@@ -110,7 +110,7 @@ class PromptEncoder:
         try:
             return self._rendered(replace(chat, messages=tuple(map(_without_nulls, chat.messages))))
         except _TEMPLATE_ERRORS as exc:
-            raise RequestError(_refusal(exc, chat), param="messages") from exc
+            raise RequestError(_refusal(exc, chat), param="messages", quoted=[str(exc)]) from exc
 
     def _rendered(self, chat: Chat) -> str:
         options = dict(chat.template_kwargs)
@@ -154,7 +154,8 @@ class PromptEncoder:
     def _check_vocabulary(self, ids: Sequence[int], *, param: str) -> None:
         size = self._vocab_size
         if bad := [token_id for token_id in ids if not 0 <= token_id < size]:
-            raise RequestError(f"token id {bad[0]} is not in the vocabulary of {size} tokens", param=param)
+            message = f"token id {bad[0]} is not in the vocabulary of {size} tokens"
+            raise RequestError(message, param=param, quoted=[str(bad[0])])
 
     def _check_length(self, text: str) -> None:
         """Raises ContextLengthError where even the longest tokens could not make the text short enough."""

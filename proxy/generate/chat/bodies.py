@@ -16,7 +16,6 @@ from kvshare.engines.base import SamplingParams
 from kvshare.errors import RequestError, UnsupportedParameterError
 from proxy.generate.chat.formats import answer_schema
 from proxy.generate.chat.template import TemplateBody
-from proxy.generate.chat.unsupported import refuse_unsupported
 from proxy.generate.fields import (
     INT32,
     NO_LIMIT,
@@ -29,11 +28,13 @@ from proxy.generate.fields import (
     TokenLimit,
     Whole,
 )
+from proxy.generate.unsupported import refuse_unsupported
 from proxy.request_options import KVShareField
+from proxy.wrong_values import invalid
 
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
-_SAMPLING = {  # whose names and meanings are the engine's
+_SAMPLING = {  # passed to the engine as they are
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "n", "min_tokens", "ignore_eos", "skip_special_tokens"),
 }
@@ -86,7 +87,7 @@ class GenerationBody(Body):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raises RequestError."""
-        refuse_unsupported(self.model_extra or {})
+        refuse_unsupported("chat", self.model_extra or {})
         if self.stream_options is not None and not self.stream:
             raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
         return self
@@ -94,9 +95,8 @@ class GenerationBody(Body):
     def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """What the body leaves out is as `SamplingParams` says. Raises RequestError."""
         if max_tokens is not None and (self.min_tokens or 0) > max_tokens:
-            limit = f"at most 'max_tokens', which is {max_tokens}"
-            message = f"Invalid 'min_tokens': expected {limit}, got {self.min_tokens}."
-            raise RequestError(message, param="min_tokens")
+            expected = f"expected at most 'max_tokens', which is {max_tokens}"
+            raise invalid("min_tokens", f"{expected}, got {self.min_tokens}")
         return SamplingParams(
             max_tokens=max_tokens,
             stop=tuple(self.stop or ()),
@@ -122,6 +122,7 @@ class ChatBody(GenerationBody, TemplateBody):
             raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
         return self
 
+    @property
     def sampling(self) -> SamplingParams:
         """`max_completion_tokens` wins over the older `max_tokens`. Raises RequestError."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -148,6 +149,7 @@ class CompletionBody(GenerationBody):
             raise UnsupportedParameterError("echo", "not with 'logprobs', as the prompt's are not computed")
         return self
 
+    @property
     def sampling(self) -> SamplingParams:
         """Raises RequestError."""
         limit = _COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens

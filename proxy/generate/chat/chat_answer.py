@@ -11,14 +11,14 @@ from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasonin
 from kvshare.engines.base import Delta, FinishReason, TokenLogprob
 from proxy.generate.chat.answers import Content, OpenAIAnswer, finite
 from proxy.generate.chat.bodies import ChatBody
-from proxy.generate.chat_requests import ChatRequest
+from proxy.generate.requests import ChatRequest
 
 _THOUGHTS = "<think>"  # how they begin where a model writes them by itself
 
 
 @dataclass(slots=True)
 class _Voice:
-    """How a choice is read. `unsent`: tokens whose text a parser holds back."""
+    """How a choice is read. `unsent`: tokens that were not sent, as the parser waits for more text."""
 
     parser: AnswerParser | None
     has_begun: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvshare.errors import RequestError, UnsupportedParameterError
-from proxy.wrong_values import found
+from proxy.wrong_values import found, invalid
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -38,19 +38,14 @@ def _response_format(given: object) -> Mapping[str, Any] | None:
         return None
     kind = given.get("type") if isinstance(given, dict) else None
     if not isinstance(given, dict) or kind not in ("text", "json_object", "json_schema"):
-        param = "response_format.type"
-        message = f"Invalid '{param}': expected 'text', 'json_object' or 'json_schema'."
-        raise RequestError(message, param=param)
+        raise invalid("response_format.type", "expected 'text', 'json_object' or 'json_schema'")
     if kind == "text":
         return None
     if kind == "json_object":
         return _ANY_OBJECT
     outer = given.get("json_schema")
     if not isinstance(outer, dict) or outer.get("schema") is None:
-        param = "response_format.json_schema"
-        raise RequestError(
-            f"Invalid '{param}': expected an object with 'schema', a JSON schema.", param=param
-        )
+        raise invalid("response_format.json_schema", "expected an object with 'schema', a JSON schema")
     return _schema("response_format.json_schema.schema", outer["schema"])
 
 
@@ -59,8 +54,7 @@ def _structured_outputs(given: object) -> Mapping[str, Any] | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        message = f"Invalid 'structured_outputs': expected an object, got {found(given)}."
-        raise RequestError(message, param="structured_outputs")
+        raise invalid("structured_outputs", f"expected an object, got {found(given)}")
     for name in ("regex", "choice", "grammar", "structural_tag"):
         if given.get(name) is not None:
             raise UnsupportedParameterError(
@@ -77,8 +71,7 @@ def _schema(param: str, schema: object) -> Mapping[str, Any] | None:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
-            message = f"Invalid '{param}': expected a JSON schema, got a string that is no JSON."
-            raise RequestError(message, param=param) from None
+            raise invalid(param, "expected a JSON schema, got a string that is no JSON") from None
     if schema is None or isinstance(schema, dict):
         return schema
-    raise RequestError(f"Invalid '{param}': expected a JSON schema, got {found(schema)}.", param=param)
+    raise invalid(param, f"expected a JSON schema, got {found(schema)}")

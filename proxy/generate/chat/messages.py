@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvshare.conversation.history import template_messages
-from kvshare.errors import RequestError, UnsupportedParameterError
-from proxy.wrong_values import found
+from kvshare.errors import UnsupportedParameterError
+from proxy.wrong_values import found, invalid
 
 _REASONING = ("reasoning_content", "reasoning")  # DeepSeek's name, which templates know, and vLLM's
 
@@ -46,8 +46,7 @@ def _of_today(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, An
 def _function(function: object, param: str) -> Mapping[str, Any]:
     if isinstance(function, dict) and isinstance(function.get("name"), str):
         return _with_arguments(function)
-    expected = "an object with 'name' and 'arguments'"
-    raise RequestError(f"Invalid '{param}': expected {expected}, got {found(function)}.", param=param)
+    raise invalid(param, f"expected an object with 'name' and 'arguments', got {found(function)}")
 
 
 def _call(call: object) -> object:

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from kvshare.conversation.chat import Chat
-from kvshare.errors import RequestError
 from proxy.generate.chat.messages import chat_messages
 from proxy.generate.chat.tools import Functions, Tools, read_tools
 from proxy.generate.fields import Body
+from proxy.wrong_values import invalid
 
 
 class TemplateBody(Body):
@@ -33,14 +33,20 @@ class TemplateBody(Body):
         """Raises RequestError."""
         if self.continue_final_message:
             if self.add_generation_prompt:
-                raise _invalid(
+                raise invalid(
                     "add_generation_prompt", "expected false with 'continue_final_message', got true"
                 )
             if self.messages[-1].get("role") != "assistant":
-                raise _invalid("continue_final_message", "expected an assistant's message as the last one")
+                raise invalid("continue_final_message", "expected an assistant's message as the last one")
         return self
 
-    def chat(self, answer_schema: Mapping[str, Any] | None = None) -> Chat:
+    @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        """None: any text."""
+        return None
+
+    @property
+    def chat(self) -> Chat:
         """Raises RequestError naming the field."""
         asked = read_tools(self.tools, self.tool_choice, self.functions, self.function_call)
         return Chat(
@@ -49,7 +55,7 @@ class TemplateBody(Body):
             tool_choice=asked.choice,
             # The older API has room for one call.
             parallel_tool_calls=self.parallel_tool_calls is not False and not self.functions,
-            answer_schema=answer_schema,
+            answer_schema=self.answer_schema,
             continue_final_message=bool(self.continue_final_message),
             add_generation_prompt=self.add_generation_prompt is not False,
             template_kwargs=self._template_kwargs(),
@@ -62,7 +68,3 @@ class TemplateBody(Body):
             kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
             kwargs["reasoning_effort"] = self.reasoning_effort
         return kwargs
-
-
-def _invalid(param: str, problem: str) -> RequestError:
-    return RequestError(f"Invalid '{param}': {problem}.", param=param)

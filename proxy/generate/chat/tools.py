@@ -12,7 +12,7 @@ from kvshare.conversation.chat import ToolChoice, ToolUse
 from kvshare.errors import RequestError
 from proxy.generate.fields import Body
 from proxy.request_body import at_most
-from proxy.wrong_values import found
+from proxy.wrong_values import found, invalid
 
 MAX_TOOLS = 512
 _ANY = ToolChoice()
@@ -97,8 +97,8 @@ def _read_choice(
             at = f"{param}.function" if "function" in choice else param
             name = _chosen(f"{at}.name", choice.get("function", choice), names)
             return ToolChoice(ToolUse.REQUIRED, name), names
-    expected = "'none', 'auto', 'required' or an object that names a function"
-    raise RequestError(f"Invalid '{param}': expected {expected}, got {found(choice)}.", param=param)
+    expected = "expected 'none', 'auto', 'required' or an object that names a function"
+    raise invalid(param, f"{expected}, got {found(choice)}")
 
 
 def _allowed(param: str, allowed: object, names: frozenset[str]) -> tuple[ToolChoice, frozenset[str]]:
@@ -108,7 +108,7 @@ def _allowed(param: str, allowed: object, names: frozenset[str]) -> tuple[ToolCh
     entries = allowed.get("tools") if isinstance(allowed, dict) else None
     if mode not in ("auto", "required") or not isinstance(entries, list) or not entries:
         expected = "an object with 'mode' ('auto' or 'required') and 'tools', a list of functions"
-        raise RequestError(f"Invalid '{param}': expected {expected}.", param=param)
+        raise invalid(param, f"expected {expected}")
     functions = [entry.get("function") if isinstance(entry, dict) else entry for entry in entries]
     chosen = [_chosen(f"{param}.tools[{number}]", each, names) for number, each in enumerate(functions)]
     return ToolChoice(ToolUse(mode)), frozenset(chosen)
@@ -117,9 +117,9 @@ def _allowed(param: str, allowed: object, names: frozenset[str]) -> tuple[ToolCh
 def _chosen(param: str, function: object, names: frozenset[str]) -> str:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise RequestError(f"Invalid '{param}': expected the name of a function.", param=param)
+        raise invalid(param, "expected the name of a function")
     if name not in names:
-        raise RequestError(f"Invalid '{param}': no function of the body has this name.", param=param)
+        raise invalid(param, "no function of the body has this name")
     return name
 
 

@@ -6,42 +6,26 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from kvshare.conversation.parser import AnswerParser
-from kvshare.engines.base import Delta, FinishReason, GenerationRequest
+from kvshare.engines.base import Delta, FinishReason
 from proxy.errors import ErrorReply
-from proxy.generate.answer import Answer, Usage
-from proxy.generate.blocks import Began, Block, BlockKind, Blocks, Change, Grew
+from proxy.generate.answer import Usage
+from proxy.generate.blocks import Block, BlockAnswer, BlockKind, Change
+from proxy.generate.messages.bodies import MessagesBody
+from proxy.generate.requests import ChatRequest
 from proxy.sse import named_events
 
 
-class MessageAnswer(Answer):
+class MessageAnswer(BlockAnswer):
     """One message: blocks of text, thoughts and tool uses."""
 
     keep_alive = named_events({"type": "ping"})
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        parser: AnswerParser,
-        *,
-        model: str,
-        is_stream: bool,
-        client_request_id: str,
-    ) -> None:
+    def __init__(self, asked: ChatRequest, body: MessagesBody, *, model: str, client_request_id: str) -> None:
         """`client_request_id`: what the answer's `request-id` header says."""
-        self.requests = [request]
-        self.is_stream = is_stream
+        super().__init__(asked, is_stream=body.stream)
         self._client_request_id = client_request_id
-        self._head = {
-            "id": f"msg_{request.request_id}",
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-        }
-        self._blocks = Blocks(parser)
-
-    def collect(self, delta: Delta) -> None:
-        self._blocks.add(delta)
+        answer_id = f"msg_{asked.generation.request_id}"
+        self._head = {"id": answer_id, "type": "message", "role": "assistant", "model": model}
 
     def whole(self, usage: Usage) -> dict[str, Any]:
         content = [_whole(block) for block in self._blocks.all]
@@ -63,10 +47,6 @@ class MessageAnswer(Answer):
         return named_events(reply.anthropic_body(self._client_request_id))
 
     @property
-    def has_calls(self) -> bool:
-        return self._blocks.has_calls
-
-    @property
     def _ending(self) -> dict[str, str | None]:
         """Why it ended. A stop string may cut a call short, so it counts before the calls."""
         blocks = self._blocks
@@ -79,10 +59,10 @@ class MessageAnswer(Answer):
 
 def _event(change: Change) -> dict[str, Any]:
     index = change.block.index
-    if isinstance(change, Began):
+    if change.kind == "began":
         block = _documented(change.block, text="", arguments={})
         return {"type": "content_block_start", "index": index, "content_block": block}
-    if isinstance(change, Grew):
+    if change.kind == "grew":
         delta_type, field = _DELTAS[change.block.kind]
         return {
             "type": "content_block_delta",
@@ -107,7 +87,7 @@ def _documented(block: Block, *, text: str, arguments: dict[str, Any]) -> dict[s
     if block.kind is BlockKind.CALL:
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
     if block.kind is BlockKind.REASONING:
-        return {"type": "thinking", "thinking": text, "signature": ""}  # nobody signs here
+        return {"type": "thinking", "thinking": text, "signature": ""}  # this server signs nothing
     return {"type": "text", "text": text}
 
 

@@ -13,48 +13,35 @@ from pydantic_core import PydanticCustomError
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engines.base import SamplingParams
-from kvshare.errors import UnsupportedParameterError
+from proxy.generate import part
 from proxy.generate.fields import INT32, Stops, Whole
-from proxy.generate.messages.content import Message, Text, joined
-from proxy.generate.part import (
-    MAX_TOOLS,
-    Effort,
-    MaxTokens,
-    Model,
-    Part,
-    Temperature,
-    ToolName,
-    TopP,
-    check_tools,
-    of_types,
-    template_tool,
-)
+from proxy.generate.messages.content import Message, Text
 from proxy.generate.turns import Turns
+from proxy.generate.unsupported import refuse_unsupported
 from proxy.request_body import at_most
 from proxy.request_options import KVShareField
 
-_REFUSED = ("container", "mcp_servers")  # what Anthropic's own servers run
 _USES = {"auto": ToolUse.AUTO, "any": ToolUse.REQUIRED, "tool": ToolUse.REQUIRED, "none": ToolUse.NONE}
-_Custom = of_types("custom", default="custom", hint="this server runs no tools itself")
+_Custom = part.of_types("custom", default="custom", hint="this server runs no tools itself")
 
 
-class Tool(Part):
+class Tool(part.Part):
     """A tool that the client runs."""
 
-    name: ToolName
+    name: part.ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
         """In OpenAI's words."""
-        return template_tool(self.name, self.description, self.input_schema, strict=self.strict)
+        return part.template_tool(self.name, self.description, self.input_schema, strict=self.strict)
 
 
-Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Custom)]], at_most(MAX_TOOLS)]
+Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Custom)]], at_most(part.MAX_TOOLS)]
 
 
-class ToolChoiceObject(Part):
+class ToolChoiceObject(part.Part):
     """Whether, and which, tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -68,30 +55,30 @@ class ToolChoiceObject(Part):
         return self
 
 
-class Thinking(Part):
+class Thinking(part.Part):
     """Passed on to templates that know `enable_thinking`; the budget and the display are not."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class JsonFormat(Part):
+class JsonFormat(part.Part):
     """The answer is JSON of a schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(Part):
+class OutputConfig(part.Part):
     """`effort` is for templates that know `reasoning_effort`."""
 
     format: JsonFormat | None = None
-    effort: Effort | None = None
+    effort: part.Effort | None = None
 
 
-class CountTokensBody(Part):
+class CountTokensBody(part.Part):
     """POST /v1/messages/count_tokens: a message body without what concerns the answer."""
 
-    model: Model
+    model: part.Model
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     system: Text = Field(default_factory=list)
     tools: Tools = Field(default_factory=list)
@@ -103,11 +90,9 @@ class CountTokensBody(Part):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raises RequestError."""
-        for name in _REFUSED:
-            if (self.model_extra or {}).get(name):
-                raise UnsupportedParameterError(name, "not implemented by this server")
+        refuse_unsupported("messages", self.model_extra or {})
         choice = self.tool_choice
-        check_tools(
+        part.check_tools(
             [tool.name for tool in self.tools], chosen=choice.name, required=choice.type in ("any", "tool")
         )
         return self
@@ -116,7 +101,7 @@ class CountTokensBody(Part):
     def chat(self) -> Chat:
         """Raises RequestError for a tool's result without its call."""
         turns = Turns()
-        if system := joined(self.system):
+        if system := part.joined(self.system):
             turns.say("system", system)
         for number, message in enumerate(self.messages):
             message.add_to(turns, at=f"messages[{number}]")
@@ -146,10 +131,10 @@ class CountTokensBody(Part):
 class MessagesBody(CountTokensBody):
     """POST /v1/messages"""
 
-    max_tokens: MaxTokens
+    max_tokens: part.MaxTokens
     stop_sequences: Stops = Field(default_factory=list)
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
+    temperature: part.Temperature | None = None
+    top_p: part.TopP | None = None
     top_k: Annotated[Whole, Field(ge=0, le=INT32)] | None = None
     stream: bool = False
     kvshare: KVShareField = None

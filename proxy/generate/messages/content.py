@@ -10,16 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field
 
-from proxy.generate.part import Identifier, Part, of_types
+from proxy.generate.part import Identifier, Part, joined, of_types, text_as
 from proxy.generate.turns import Turns
 
-_BETWEEN = "\n"  # blocks are paragraphs of one message
 _TEXT_ONLY = "this server reads no images, documents or other blocks"
-
-
-def _as_blocks(content: object) -> object:
-    """A string is short for one block of text."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class TextBlock(Part):
@@ -47,7 +41,7 @@ class ToolUseBlock(Part):
 Text = Annotated[
     list[Annotated[TextBlock, BeforeValidator(of_types("text", hint=_TEXT_ONLY))]],
     Field(fail_fast=True),
-    BeforeValidator(_as_blocks),
+    text_as("text"),
 ]
 
 
@@ -66,11 +60,6 @@ class ToolResultBlock(Part):
         return f"Error: {text}" if self.is_error else text
 
 
-def joined(blocks: list[TextBlock]) -> str:
-    """The text of blocks that are one message."""
-    return _BETWEEN.join(block.text for block in blocks if block.text)
-
-
 UserBlock = Annotated[
     TextBlock | ToolResultBlock,
     Discriminator("type"),
@@ -87,7 +76,7 @@ class UserMessage(Part):
     """Text and results of tools."""
 
     role: Literal["user"]
-    content: Annotated[list[UserBlock], Field(fail_fast=True), BeforeValidator(_as_blocks)]
+    content: Annotated[list[UserBlock], Field(fail_fast=True), text_as("text")]
 
     def add_to(self, turns: Turns, *, at: str) -> None:
         """Raises RequestError for a result of a call that is not there."""
@@ -102,7 +91,7 @@ class AssistantMessage(Part):
     """Text, thoughts and calls of tools."""
 
     role: Literal["assistant"]
-    content: Annotated[list[AssistantBlock], Field(fail_fast=True), BeforeValidator(_as_blocks)]
+    content: Annotated[list[AssistantBlock], Field(fail_fast=True), text_as("text")]
 
     def add_to(self, turns: Turns, *, at: str) -> None:
         for block in self.content:

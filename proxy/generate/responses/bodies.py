@@ -12,63 +12,44 @@ from pydantic import BeforeValidator, Discriminator, Field, model_validator
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engines.base import SamplingParams
-from kvshare.errors import RequestError, UnsupportedParameterError
-from proxy.generate.part import (
-    MAX_TOOLS,
-    Effort,
-    MaxTokens,
-    Model,
-    Part,
-    Temperature,
-    ToolName,
-    TopP,
-    check_tools,
-    of_types,
-    template_tool,
-)
+from kvshare.errors import UnsupportedParameterError
+from proxy.generate import part
 from proxy.generate.responses.items import Input
 from proxy.generate.turns import Turns
+from proxy.generate.unsupported import refuse_unsupported
 from proxy.request_body import at_most
 from proxy.request_options import KVShareField
+from proxy.wrong_values import invalid
 
-_SEND_ALL = "this server stores no responses; send the whole conversation as 'input'"
-_REFUSED = {
-    "previous_response_id": _SEND_ALL,
-    "conversation": _SEND_ALL,
-    "prompt": "this server stores no prompts; send 'instructions' and 'input'",
-    "background": "this server answers while the client waits; leave it out or stream",
-    "top_logprobs": "not implemented for responses; use /v1/chat/completions",
-    "moderation": "not implemented by this server",
-}
 _LOGPROBS = "message.output_text.logprobs"
-_Function = of_types("function", hint="this server runs no tools itself")
+_Function = part.of_types("function", hint="this server runs no tools itself")
 
 
-class Tool(Part):
+class Tool(part.Part):
     """A function that the client runs, in the flat shape of this API."""
 
     type: Literal["function"]
-    name: ToolName
+    name: part.ToolName
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
         """In the shape of chat completions."""
-        return template_tool(self.name, self.description, self.parameters, strict=self.strict)
+        return part.template_tool(self.name, self.description, self.parameters, strict=self.strict)
 
 
-Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Function)]], at_most(MAX_TOOLS)]
+Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Function)]], at_most(part.MAX_TOOLS)]
 
 
-class NamedTool(Part):
+class NamedTool(part.Part):
     """The only function that may be called."""
 
     type: Literal["function"]
     name: str
 
 
-class AllowedTools(Part):
+class AllowedTools(part.Part):
     """Some of the tools; the others are as if they were not there."""
 
     type: Literal["allowed_tools"]
@@ -83,13 +64,13 @@ class AllowedTools(Part):
 Choice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
-class PlainFormat(Part):
+class PlainFormat(part.Part):
     """Any text, or any JSON object."""
 
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(Part):
+class SchemaFormat(part.Part):
     """JSON of a schema."""
 
     type: Literal["json_schema"]
@@ -97,7 +78,7 @@ class SchemaFormat(Part):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class TextConfig(Part):
+class TextConfig(part.Part):
     """What the text of the answer is like. `verbosity` is a hint, and ignored."""
 
     format: Annotated[PlainFormat | SchemaFormat, Discriminator("type")] = PlainFormat(type="text")
@@ -109,16 +90,16 @@ class TextConfig(Part):
         return {"type": "object"} if self.format.type == "json_object" else None
 
 
-class Reasoning(Part):
+class Reasoning(part.Part):
     """`effort` is for templates that know `reasoning_effort`; summaries are not written."""
 
-    effort: Effort | None = None
+    effort: part.Effort | None = None
 
 
-class ResponsesBody(Part):
+class ResponsesBody(part.Part):
     """POST /v1/responses"""
 
-    model: Model
+    model: part.Model
     input: Input
     instructions: str | None = None
     tools: Tools = Field(default_factory=list)
@@ -126,9 +107,9 @@ class ResponsesBody(Part):
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
-    max_output_tokens: MaxTokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
+    max_output_tokens: part.MaxTokens | None = None
+    temperature: part.Temperature | None = None
+    top_p: part.TopP | None = None
     include: list[str] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"  # either way what does not fit is refused
     stream: bool = False
@@ -137,17 +118,15 @@ class ResponsesBody(Part):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raises RequestError."""
-        for name, problem in _REFUSED.items():
-            if (self.model_extra or {}).get(name):
-                raise UnsupportedParameterError(name, problem)
+        refuse_unsupported("responses", self.model_extra or {})
         if _LOGPROBS in self.include:
-            raise UnsupportedParameterError("include", f"'{_LOGPROBS}': {_REFUSED['top_logprobs']}")
+            problem = f"'{_LOGPROBS}': not implemented for responses; use /v1/chat/completions"
+            raise UnsupportedParameterError("include", problem)
         names = [tool.name for tool in self.tools]
         choice = self._tool_choice
-        check_tools(names, chosen=choice.name, required=choice.use is ToolUse.REQUIRED)
+        part.check_tools(names, chosen=choice.name, required=choice.use is ToolUse.REQUIRED)
         if isinstance(self.tool_choice, AllowedTools) and not self.tool_choice.names <= set(names):
-            message = "Invalid 'tool_choice.tools': expected names of 'tools' only, got another."
-            raise RequestError(message, param="tool_choice.tools")
+            raise invalid("tool_choice.tools", "expected names of 'tools' only, got another")
         return self
 
     @property

@@ -7,18 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field
 
-from proxy.generate.part import Identifier, Part, of_types
+from proxy.generate.part import Identifier, Part, joined, of_types, text_as
 from proxy.generate.turns import Turns
 from proxy.wrong_values import wrong
 
-_BETWEEN = "\n"  # parts are paragraphs of one message
 _TEXT_ONLY = "this server reads no images, files or audio"
 _SEND_ITEMS = "this server stores nothing and runs no tools, so send every item itself"
-
-
-def _as_parts(content: object) -> object:
-    """A string is short for one part of text."""
-    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
 
 
 def _is_object(arguments: str) -> str:
@@ -52,13 +46,8 @@ _Text = of_types("input_text", "output_text", "text", "refusal", hint=_TEXT_ONLY
 Content = Annotated[
     list[Annotated[TextPart | RefusalPart, Discriminator("type"), BeforeValidator(_Text)]],
     Field(fail_fast=True),
-    BeforeValidator(_as_parts),
+    text_as("input_text"),
 ]
-
-
-def joined(content: list[TextPart | RefusalPart]) -> str:
-    """The text of parts that are one message."""
-    return _BETWEEN.join(part.text for part in content if part.text)
 
 
 class MessageItem(Part):

@@ -126,10 +126,10 @@ def test_a_server_that_starts_without_room_gets_its_index_later(tmp_path: Path) 
             server.complete(prompt(seed))
         refused = {"component": "commit", "reason": "refused"}
         eventually(lambda: server.metric("kvshare_fallback_total", **refused) == 10)
-        assert len(server.logged("prompts are not kept until the store can be written")) == 1
+        assert len(server.logged("prompts are not stored until")) == 1
         filler.empty()
         server.complete(prompt(200))
-        eventually(lambda: len(server.logged("prompts are kept again; 10 were not")) == 1)
+        eventually(lambda: len(server.logged("prompts are stored again; 10 were not")) == 1)
         filler.fill()
         assert server.stop() == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,3 +100,15 @@ def test_serve_fails_in_one_line(cli: Cli, option: tuple[str, str], told: str) -
     assert (outcome.code, outcome.stdout) == (1, "")
     assert told in outcome.stderr.splitlines()[-1]
     assert "Traceback" not in outcome.stderr
+
+
+def test_the_port_that_is_taken_is_named(cli: Cli, tmp_path: Path) -> None:
+    """Also where it is the admin port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = tmp_path / "kvshare.yaml"
+        config.write_text(f"server: {{port: 0, admin_port: {port}}}\nstore: {{path: null}}\n")
+        outcome = cli("serve", "--config", config, "--engine", "vllm", "--vllm-url", "http://127.0.0.1:9")
+    assert outcome.code == 1
+    assert str(port) in outcome.stderr.splitlines()[-1]
+    assert "in use" in outcome.stderr.splitlines()[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,17 @@ def test_explain_reads_a_request_from_stdin(cli: Cli, server: Running) -> None:
     outcome = cli("explain", "--file", "-", *on(server), stdin=json.dumps(request))
     assert outcome.code == 0
     assert server.explained == [request]
+
+
+def test_explain_of_another_api(cli: Cli, server: Running, tmp_path: Path) -> None:
+    """The file is a request of the API that --api names; without a server only chats are explained."""
+    request = {"model": "mine", "input": "hi"}
+    given = ("explain", "--api", "responses", "--file", "-")
+    assert cli(*given, *on(server), stdin=json.dumps(request)).code == 0
+    assert server.explained == [request]
+    assert cli("explain", "--api", "responses", "--prompt", "hi", *on(server)).code == 2
+    offline = cli(*given, "--store", tmp_path, stdin=json.dumps(request))
+    assert (offline.code, "use --url" in offline.stderr) == (1, True)
 
 
 def test_explain_on_a_terminal_tells_donors_and_saving(cli: Cli, server: Running) -> None:

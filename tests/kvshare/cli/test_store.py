@@ -69,7 +69,7 @@ def test_diff_of_two_nodes(cli: Cli, store: Path, family: Family) -> None:
 
 
 def test_evicting_a_node_takes_it_out_of_the_store(cli: Cli, store: Path, family: Family) -> None:
-    """One node is dropped without further questions, and its child moves to its parent."""
+    """One node is evicted without further questions, and its child moves to its parent."""
     outcome = cli("evict", family.child, "--store", store, "--format", "json")
     assert (outcome.code, outcome.document["dry_run"]) == (0, False)
     with DeltaTree.open(store / "tree.sqlite3", identity=IDENTITY, read_only=True) as tree:
@@ -90,7 +90,7 @@ def test_quiet_leaves_only_the_data(cli: Cli, store: Path, family: Family) -> No
     """With -q the note about the dry run is not written."""
     outcome = cli("-q", "evict", "--all", "--store", store)
     assert (outcome.code, outcome.stderr) == (0, "")
-    assert "would drop" in outcome.stdout
+    assert "would evict" in outcome.stdout
 
 
 @pytest.mark.parametrize("arguments", [("stats",), ("evict", "--all", "--yes")])

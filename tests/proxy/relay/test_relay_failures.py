@@ -432,3 +432,16 @@ async def test_a_paused_index_shows_in_ready_and_metrics(vllm: FakeVllm, tmp_pat
             metrics = await response.text()
     assert "kvshare_index_paused 1.0" in metrics
     assert "kvshare_index_waiting_prompts 2.0" in metrics
+
+
+async def test_a_refusal_of_vllm_is_logged_by_its_kind(
+    relay: Relay, vllm: FakeVllm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client gets vLLM's answer as it is; the log has no word of it, as it may quote the prompt."""
+    caplog.set_level(logging.INFO, logger="proxy.middleware")
+    vllm.behaviour.status = 400
+    response = await relay.send(CHAT, chat_body("Rome"))
+    assert response.status == 400
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "proxy.middleware"]
+    assert "error=" in line
+    assert "vLLM's own answer" in line
