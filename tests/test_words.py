@@ -79,12 +79,12 @@ def test_the_check_sees_every_kind_of_text(tmp_path: Path) -> None:
     """Docstrings, comments and log lines are read; names, keys and code spans are not."""
     module = tmp_path / "module.py"
     module.write_text(
-        '"""A stranger."""\nstranger = {"stranger": 1}  # told\nlog.info("a %s stranger", told)\n'
+        '"""A stranger."""\nstranger = {"stranger": 1}  # told\nlog.info("%s strangers", told)\n'
     )
     assert [hit for _, line in prose(module) for hit in BANNED.findall(line)] == [
         "stranger",
         "told",
-        "stranger",
+        "strangers",
     ]
     page = tmp_path / "page.md"
     page.write_text("`stranger`, and one that is Told.\n")
