@@ -38,6 +38,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{target}: no such heading"
 
 
+def test_every_decision_is_in_the_index() -> None:
+    """docs/decisions/README.md links each page of its folder."""
+    index = ROOT / "docs" / "decisions" / "README.md"
+    pages = {page.name for page in index.parent.glob("*.md")} - {index.name}
+    assert {target for target in links(index) if "/" not in target} == pages
+
+
 def test_headings_become_anchors(tmp_path: Path) -> None:
     """Anchors are lower case, with hyphens for blanks and without punctuation; fenced text has none."""
     page = tmp_path / "page.md"
