@@ -18,7 +18,7 @@ try:
         print(reply.choices[0].message.content, reply.usage.kvshare)  # noqa: T201
 except openai.APIConnectionError:
     sys.exit(
-        f"nobody answers at {client.base_url}: start `kvshare serve --model demo`, or set OPENAI_BASE_URL"
+        f"no server answers at {client.base_url}: start `kvshare serve --model demo`, or set OPENAI_BASE_URL"
     )
 except openai.NotFoundError:
     sys.exit("this server runs another model: start `kvshare serve --model demo`")
