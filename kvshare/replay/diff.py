@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from kvshare.errors import LogError
 from kvshare.replay.measures import SUMMED, each_request, grouped
-from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, SHARES, Document, arm_label
-from kvshare.replay.rows import read_arm
+from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, SHARES, Document, policy_label
+from kvshare.replay.rows import read_policy
 
 _COLUMNS = ["index", "conversation", *SUMMED]
 _DRAWS_AT_ONCE = 50
@@ -109,7 +109,7 @@ def _rows(folder: Path) -> dict[str, pa.Table]:
     try:
         arms = pq.read_table(path, columns=["arm", "capacity_tokens"])
         stores = arms.group_by(arms.column_names, use_threads=False).aggregate([]).to_pylist()
-        return {arm_label(**store): read_arm(path, **store, columns=_COLUMNS) for store in stores}
+        return {policy_label(**store): read_policy(path, **store, columns=_COLUMNS) for store in stores}
     except (OSError, pa.ArrowInvalid) as exc:
         raise _not_results(folder, REQUESTS_FILE, exc) from exc
 

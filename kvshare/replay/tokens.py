@@ -71,7 +71,7 @@ class RequestTokenizer:
             return self._encoder.digest
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
-    def light_ids(self) -> frozenset[int]:
+    def punctuation_ids(self) -> frozenset[int]:
         """Tokens that say nothing: without any letter or digit, in any script."""
         texts = self._backend.decode_batch([[number] for number in range(self._num_tokens)])
         return frozenset(

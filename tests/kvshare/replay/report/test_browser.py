@@ -39,7 +39,7 @@ def test_a_browser_shows_the_report_and_complains_of_nothing(tmp_path: Path) -> 
     shown, console = open_page(page, tmp_path / "profile")
     assert console == ""
     assert shown.count("<svg") == 9
-    assert "Sharing pays here" in shown
+    assert "Sharing pays on this log" in shown
 
 
 def test_the_report_of_a_real_replay(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_the_report_of_a_real_replay(tmp_path: Path) -> None:
     shown, console = open_page(out / "report.html", tmp_path / "profile")
     assert console == ""
     assert shown.count("<svg") == 7
-    assert "Sharing pays here" in shown
+    assert "Sharing pays on this log" in shown
 
 
 def test_the_browser_would_have_complained(tmp_path: Path) -> None:
