@@ -55,9 +55,8 @@ class LoggedRequest:
     token_ids: tuple[int, ...] | None = None
     block_hashes: tuple[int, ...] | None = None  # Mooncake traces: one id per block of `block_size` tokens
     block_size: int = 0
-    num_tokens: int | None = None  # where the log gives lengths only, or block hashes
+    num_tokens: int | None = None  # with `block_hashes`: of the prompt
     answer: str | None = None  # for response caches, and as the next turn's history
-    num_answer_tokens: int | None = None
     language: str = "unknown"
     namespace: str = "default"  # requests share only within it: the tenant, where a log names one
 
