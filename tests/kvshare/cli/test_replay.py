@@ -17,10 +17,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import typer
-from typer.core import TyperGroup
+from rich.console import Console
 
-from kvshare.cli import main, replay
+from kvshare.cli import main, replay, replay_views
 from tests.kvshare.cli.conftest import Outcome
+from tests.kvshare.replay.report.small_results import results
 from tests.kvshare.replay.synthetic import FakeEmbedder
 from tests.kvshare.replay.tiny_engine import KEY, TinyEngine, running
 
@@ -101,6 +102,22 @@ def test_a_replay_is_written_and_shown(kvshare: Kvshare, tmp_path: Path) -> None
     assert "and 2 more" in done.stdout
     assert done.stderr.splitlines()[-1] == f"report: {Path('out', 'report.html')}"
     assert len(_document(tmp_path / "out" / "results.json")["data"]["unreadable"]["lines"]) == 7
+
+
+def test_the_tables_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the longest names of policies, none of which is cut."""
+    longest = "kvshare-fingerprints-open:max_distance=0.15"
+    names = ("prefix", "kvshare-semantic-open", longest, "oracle")
+    document = results(60, stores=[(name, name.split("-")[0], None) for name in names])
+    document["data"]["num_answer_tokens"] = 0
+    document["times"]["requests_per_s"] = 12.0
+    console = Console(width=80, file=io.StringIO())
+    for part in replay_views.replay(document):
+        console.print(part)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "\u2026" not in shown
+    assert longest in "".join(line[:30].strip() for line in shown.splitlines())
 
 
 @pytest.mark.usefixtures("log")
@@ -189,6 +206,15 @@ def test_diff_of_no_results_is_told(kvshare: Kvshare) -> None:
     assert done.code == 1
     assert ".: results.json cannot be read" in done.stderr
     assert "kvshare replay --out" in done.stderr
+
+
+def test_help_shows_the_options(kvshare: Kvshare) -> None:
+    """Of the command that need not be named, and the name of the other one."""
+    done = kvshare("replay", "--help")
+    assert done.code == 0
+    assert "Usage: kvshare replay [OPTIONS] FILE..." in done.stdout
+    assert "--capacity" in done.stdout
+    assert "kvshare replay diff" in done.stdout
 
 
 def test_the_manual_has_every_option() -> None:

@@ -64,7 +64,11 @@ def test_only_a_sessions_first_row_is_a_first_prompt(tmp_path: Path) -> None:
     rows = [{"timestamp_ms": n, "prompt": PROMPTS[n], "session_id": "aba"[n]} for n in range(3)]
     log.write_text("".join(json.dumps({**row, "output_tokens": 4}) + "\n" for row in rows), encoding="utf-8")
     options = ReplayOptions(
-        paths=[log], out=tmp_path, policies=parse_policies("prefix"), settings=load_settings(), tokenizer="demo"
+        paths=[log],
+        out=tmp_path,
+        policies=parse_policies("prefix"),
+        settings=load_settings(),
+        tokenizer="demo",
     )
     document = replay_paper(options, embedder=FakeEmbedder())
     assert document["figure_2"]["num_prompts"] == 2
@@ -75,7 +79,11 @@ def test_a_log_without_first_turns_is_told(tmp_path: Path) -> None:
     log = tmp_path / "trace.jsonl"
     log.write_text('{"timestamp": 0, "input_length": 512, "output_length": 4, "hash_ids": [1]}\n')
     options = ReplayOptions(
-        paths=[log], out=tmp_path, policies=parse_policies("prefix"), settings=load_settings(), tokenizer="demo"
+        paths=[log],
+        out=tmp_path,
+        policies=parse_policies("prefix"),
+        settings=load_settings(),
+        tokenizer="demo",
     )
     with pytest.raises(LogError, match="no first turns"):
         replay_paper(options, embedder=FakeEmbedder())
@@ -109,7 +117,11 @@ def test_an_empty_similar_subset_is_drawn_as_such(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps({"prompt": PROMPTS[1]}) + "\n", encoding="utf-8")
     options = ReplayOptions(
-        paths=[log], out=tmp_path, policies=parse_policies("prefix"), settings=load_settings(), tokenizer="demo"
+        paths=[log],
+        out=tmp_path,
+        policies=parse_policies("prefix"),
+        settings=load_settings(),
+        tokenizer="demo",
     )
     replay_paper(options, embedder=FakeEmbedder())
     drawing = (tmp_path / "figure-4.svg").read_text(encoding="utf-8")

@@ -193,7 +193,7 @@ def test_prompts_with_lengths(tmp_path: Path) -> None:
     """guidellm's and vLLM's rows, AIBrix's groups and its flat form."""
     flat = {"timestamp_ms": 21, "prompt_tokens": 9, "output_tokens": 22, "prompt": "Flat"}
     rows = [logs.GUIDELLM, logs.AIBRIX, flat, {"prompt": "Bare"}]
-    guide, one, two, last, bare = logs.requests_of(logs.write_lines(tmp_path / "log", rows))
+    guide, one, _, last, bare = logs.requests_of(logs.write_lines(tmp_path / "log", rows))
     assert guide.prompt == "Explain tides"
     assert (one.time_s, one.conversation) == (1.5, "0")
     assert (last.time_s, bare.prompt) == (0.021, "Bare")

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping
 from html import unescape
@@ -13,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshare.cli.main import app
+from kvshare.demo import MODEL_PATH
 from kvshare.errors import LogError
 from kvshare.replay.report import write_report
 from kvshare.replay.report.page import render
@@ -143,23 +146,65 @@ def test_the_summary_admits_when_there_is_little() -> None:
     assert summary(only_prefix) == ("KVShare was not replayed. The other policies are below.", "")
 
 
-def test_the_command_repeats_the_run() -> None:
-    """Quoted for a shell, without folders."""
+def test_four_policies_are_shown_and_the_others_folded() -> None:
+    """Prefix, chunks, KVShare and the oracle; all others are there, behind a fold."""
+    document = results(20)
+    assert [one.arm for one in parse_report(document).main] == ["prefix", "chunks", "kvshare", "oracle"]
+    section = rendered(document).split('id="policies"')[1].split("</section>")[0]
+    shown, folded = section.split("<details>")[:2]
+    assert [name for name in ("nothing", "response", "kvshare-open") if f">{name}<" in shown] == []
+    assert all(f">{name}<" in folded for name in ("nothing", "response", "kvshare-open"))
+    few = [("nothing", "nothing", None), ("response", "response", None), ("prefix", "prefix", None)]
+    assert [one.arm for one in parse_report(results(4, stores=few)).main] == ["nothing", "response", "prefix"]
+
+
+def test_a_store_that_loses_nothing_is_said_in_a_sentence() -> None:
+    """Instead of a table that repeats the one before."""
+    both = [("prefix", "prefix", None), ("prefix", "prefix", 1000)]
+    assert "These stores lose nothing" not in rendered(results(20, stores=both))
+    document = results(20, stores=both)
+    document["arms"][1] |= {name: document["arms"][0][name] for name in ("num_hit_tokens", "token_hit_rate")}
+    assert "These stores lose nothing" in rendered(document)
+
+
+def command_of(page: str) -> list[str]:
+    """The command in a page that repeats its run, as a shell would take it apart."""
+    found = re.search(r'<pre class="wrap">(.*?)</pre>', page, re.DOTALL)
+    assert found is not None
+    return shlex.split(unescape(found[1]))
+
+
+def test_the_command_is_quoted_and_without_folders() -> None:
+    """Also that of older results, which have only the tokenizer's name."""
     document = results(4)
     document["data"]["files"][0]["name"] = "my log.jsonl"
-    document["config"] |= {
-        "arms": ["prefix", "oracle"],
-        "capacities_tokens": [1000],
-        "limit": 4,
-        "format": None,
-        "tokenizer": {"name": "my tokenizer"},
-    }
-    found = re.search(r'<pre class="wrap">(.*?)</pre>', rendered(document), re.DOTALL)
-    assert found is not None
-    assert unescape(found[1]) == (
-        "kvshare replay 'my log.jsonl' --arms prefix,oracle --capacity 1000 "
-        "--prefill-tokens-per-s 1000.0 --limit 4 --seed 0 --tokenizer 'my tokenizer'"
-    )
+    document["config"] |= {"capacities_tokens": [1000], "limit": 4, "format": None}
+    for tokenizer, given in (
+        ({"name": "my tokenizer"}, ["--tokenizer", "my tokenizer"]),
+        ({"name": "kvshare-demo"}, ["--tokenizer", "demo"]),
+        ({"name": "Qwen3-8B", "option": "Qwen/Qwen3-8B"}, ["--tokenizer", "Qwen/Qwen3-8B"]),
+        ({"name": "smollm2-135m-instruct", "option": None}, []),
+    ):
+        document["config"]["tokenizer"] = tokenizer
+        command = ["kvshare", "replay", "my log.jsonl", "--arms", ",".join(document["config"]["arms"])]
+        command += ["--capacity", "1000", "--prefill-tokens-per-s", "1000.0", "--limit", "4", "--seed", "0"]
+        assert command_of(rendered(document)) == command + given
+
+
+def test_the_command_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run where the log lies, it gives the same results; the tokenizer was a folder somewhere else."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"line {number % 3} of a form, entry {number}"} for number in range(12)]
+    Path("log.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    shutil.copy(MODEL_PATH / "tokenizer.json", "tokenizer.json")
+    given = ["replay", "log.jsonl", "--tokenizer", str(Path("tokenizer.json").resolve()), "--limit", "9"]
+    given += ["--arms", "prefix:block_size=4,oracle", "--capacity", "none", "--out", "a"]
+    assert CliRunner().invoke(app, given).exit_code == 0
+    _, *again = command_of(Path("a", "report.html").read_text(encoding="utf-8"))
+    assert str(tmp_path) not in " ".join(again)
+    assert CliRunner().invoke(app, [*again, "--out", "b"]).exit_code == 0
+    first, second = (json.loads(Path(out, RESULTS_FILE).read_text(encoding="utf-8")) for out in "ab")
+    assert {**first, "times": None} == {**second, "times": None}
 
 
 def test_a_report_has_a_picture_for_each_plot(tmp_path: Path) -> None:
