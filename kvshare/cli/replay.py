@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 from typer.core import TyperCommand, TyperGroup
 
 from kvshare.cli.options import Config, OutputFormat
@@ -18,10 +21,20 @@ from kvshare.cli.vllm_command import parse_bytes
 if TYPE_CHECKING:
     from kvshare.replay.options import Report
 
+Files = Annotated[list[Path], typer.Argument(help="Logs: plain, gzip or zstd.", metavar="FILE")]
 Json = Annotated[bool, typer.Option("--json", help="Write the results to stdout as JSON.")]
 
 _RUN = "run"
 _DEFAULT_CAPACITY = "16GiB"  # what a GPU may have left: 131,072 tokens of a Llama-3-8B
+_TYPES: dict[str, Any] = {
+    "text": str,
+    "texts": list[str],
+    "int": int,
+    "float": float,
+    "path": Path,
+    "flag": bool,
+}
+_URL = re.compile("https?://")
 _INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
 
@@ -43,73 +56,30 @@ class _Run(TyperCommand):
 app = typer.Typer(cls=_RunByDefault, help="What sharing would save on your traffic, from a log file.")
 
 
-@app.command(_RUN, cls=_Run)
-def run(
-    files: Annotated[list[Path], typer.Argument(help="Logs: plain, gzip or zstd.", metavar="FILE...")],
-    log_format: Annotated[
-        str | None,
-        typer.Option("--format", help="Format of the logs, or plain:FIELD. [default: auto-detected]"),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option("--tokenizer", help="Hugging Face name, folder or tokenizer.json. [default: SmolLM2's]"),
-    ] = None,
-    arms: Annotated[
-        str | None,
-        typer.Option("--arms", help="Policies, with commas; `fast`: all that embed nothing. [default: all]"),
-    ] = None,
-    capacity: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--capacity",
-            help="Finite stores beside the infinite one, with commas: tokens (500k), bytes (4GiB), or none. "
-            "[default: 16GiB; none with --paper or --engine]",
-        ),
-    ] = None,
-    bytes_per_token: Annotated[
-        int | None,
-        typer.Option("--bytes-per-token", min=1, help="KV bytes of a token. [default: Llama-3-8B's]"),
-    ] = None,
-    prefill: Annotated[
-        float,
-        typer.Option("--prefill-tokens-per-s", min=1e-9, help="Your engine's speed, for the time saved."),
-    ] = 5000.0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for report and results.")] = Path("replay"),
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first N requests.")] = None,
-    interleave: Annotated[
-        int, typer.Option("--interleave", min=1, help="Conversations that take turns, in logs without times.")
-    ] = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of all random choices.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
-    paper: Annotated[
-        bool, typer.Option("--paper", help="Build the source paper's figures 2 and 4 from the log instead.")
-    ] = False,
-    engine: Annotated[
-        str | None, typer.Option("--engine", metavar="URL", help="Send the log to this server instead.")
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option("--key", envvar="KVSHARE_API_KEY", help="With --engine: an API key.")
-    ] = None,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, help="With --engine: requests in flight.")
-    ] = 4,
-    speedup: Annotated[
-        float | None,
-        typer.Option("--speedup", min=1e-9, help="With --engine: times the log's pace. [default: no pauses]"),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="With --engine: tokens of an answer.")
-    ] = 8,
-    config: Config = None,
-    as_json: Json = False,
-) -> None:
+def _options() -> Iterator[Parameter]:
+    """Those of replay_options.yaml, as Typer reads them from a function."""
+    described = yaml.safe_load(Path(__file__).with_name("replay_options.yaml").read_text(encoding="utf-8"))
+    for name, each in described.items():
+        default, kind = each.pop("default", None), _TYPES[each.pop("type")]
+        flags = each.pop("flags", [f"--{name.replace('_', '-')}"])
+        option = typer.Option(default, *flags, **each)
+        yield Parameter(
+            name, Parameter.KEYWORD_ONLY, default=option, annotation=kind | None if default is None else kind
+        )
+
+
+def run(files: Files, *, config: Config = None, as_json: Json = False, **options: Any) -> None:
     """
     What sharing would save on your traffic, from a log file: no GPU, no model, no server.
 
     Shows every request of the log to several cache policies and counts the tokens that each need not
     compute. The report is OUT/report.html. `kvshare replay diff A B` compares two runs.
     """
-    _check_options(paper=paper, engine=engine, resume=resume, capacity=capacity)
+    paper, resume, out = options.pop("paper"), options.pop("resume"), options["out"]
+    capacity, arms = options.pop("capacity"), options.pop("arms")
+    sent = {name: options.pop(name) for name in ("url", "key", "concurrency", "speedup", "max_tokens")}
+    is_live = bool(sent["url"])
+    _check_options(paper=paper, url=sent["url"], resume=resume, capacity=capacity)
     from kvshare.replay.live import LIVE_POLICIES, LiveOptions, replay_live
     from kvshare.replay.options import LLAMA3_8B_BYTES_PER_TOKEN, ReplayOptions
     from kvshare.replay.paper import PAPER_POLICIES, replay_paper
@@ -119,36 +89,28 @@ def run(
     from kvshare.replay.run import replay
     from kvshare.settings import load_settings
 
-    bytes_per_token = bytes_per_token or LLAMA3_8B_BYTES_PER_TOKEN
-    default_capacity = [] if paper or engine else [_DEFAULT_CAPACITY]
-    options = ReplayOptions(
+    options["bytes_per_token"] = options["bytes_per_token"] or LLAMA3_8B_BYTES_PER_TOKEN
+    default_capacity = [] if paper or is_live else [_DEFAULT_CAPACITY]
+    replayed = ReplayOptions(
         paths=files,
-        out=out,
-        policies=parse_policies(arms or (PAPER_POLICIES if paper else LIVE_POLICIES if engine else "all")),
+        policies=parse_policies(arms or (PAPER_POLICIES if paper else LIVE_POLICIES if is_live else "all")),
         settings=load_settings(config),
-        format_name=log_format,
-        tokenizer=tokenizer,
-        capacities_tokens=_capacities(capacity or default_capacity, bytes_per_token),
-        bytes_per_token=bytes_per_token,
-        prefill_tokens_per_s=prefill,
-        limit=limit,
-        seed=seed,
-        interleave=interleave,
+        capacities_tokens=_capacities(capacity or default_capacity, options["bytes_per_token"]),
+        **options,
     )
     _make_folder(out)
     written = out
     try:
         with progress_bar(hidden=as_json) as report:
             if paper:
-                document = replay_paper(options, report=report)
-            elif engine:
-                live = LiveOptions(engine, key, concurrency, speedup, max_tokens)
-                document = replay_live(options, live, report=report)
+                document = replay_paper(replayed, report=report)
+            elif is_live:
+                document = replay_live(replayed, LiveOptions(**sent), report=report)
             else:
-                document = replay(options, resume=resume, report=report)
+                document = replay(replayed, resume=resume, report=report)
                 written = write_report(out)
     except KeyboardInterrupt:
-        can_resume = not (paper or engine) and Checkpoint(out).has_progress
+        can_resume = not (paper or is_live) and Checkpoint(out).has_progress
         note("interrupted; continue with --resume" if can_resume else "interrupted")
         raise typer.Exit(_INTERRUPTED) from None
     show(document["kind"], document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
@@ -156,6 +118,12 @@ def run(
         note(f"interrupted; the answers until then are in {out}")
         raise typer.Exit(_INTERRUPTED)
     note(f"{'report' if written != out else 'results'}: {written}")
+
+
+# Typer sees the options of the file between the argument and the two that commands share.
+_files, _config, _json, _ = signature(run, eval_str=True).parameters.values()
+run.__signature__ = Signature([_files, *_options(), _config, _json])  # type: ignore[attr-defined]  # as functions may
+app.command(_RUN, cls=_Run)(run)
 
 
 @app.command()
@@ -174,19 +142,13 @@ def diff(
     show("replay-diff", document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
 
 
-def _check_options(*, paper: bool, engine: str | None, resume: bool, capacity: list[str] | None) -> None:
+def _check_options(*, paper: bool, url: str | None, resume: bool, capacity: list[str] | None) -> None:
     """Refuses options that would be ignored, and a URL that is none."""
     wrong = {
-        "--paper": (paper and engine, "cannot be used together with --engine"),
+        "--paper": (paper and url, "cannot be used together with --engine"),
         "--capacity": (paper and capacity, "cannot be used with --paper, whose stores are infinite"),
-        "--resume": (
-            resume and (paper or engine),
-            "cannot be used with --paper or --engine",
-        ),
-        "--engine": (
-            engine and not engine.startswith(("http://", "https://")),
-            f"expected http://host:port, got {engine!r}",
-        ),
+        "--resume": (resume and (paper or url), "cannot be used with --paper or --engine"),
+        "--engine": (url and not _URL.match(url), f"expected http://host:port, got {url!r}"),
     }
     for option, (is_wrong, problem) in wrong.items():
         if is_wrong:

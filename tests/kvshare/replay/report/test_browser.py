@@ -51,7 +51,7 @@ def test_a_browser_shows_the_report_and_complains_of_nothing(tmp_path: Path) -> 
     page = write_report(write_results(tmp_path / "run", results(60), 60))
     shown, console = open_page(page, tmp_path / "profile")
     assert console == ""
-    assert shown.count("<svg") == 9
+    assert shown.count("<svg") == 9 + 4, "four plots have one of all policies behind a fold"
     assert "Sharing pays on this log" in shown
 
 
@@ -78,7 +78,7 @@ def test_the_report_of_a_real_replay(tmp_path: Path) -> None:
         assert CliRunner().invoke(app, args).exit_code == 0
     shown, console = open_page(out / "report.html", tmp_path / "profile")
     assert console == ""
-    assert shown.count("<svg") == 7
+    assert shown.count("<svg") == 7 + 4
     assert "Sharing pays on this log" in shown
 
 
