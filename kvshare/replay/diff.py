@@ -44,9 +44,7 @@ def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
     `a` and `b` are folders of results. Raises LogError if they cannot be read or replayed different logs.
     """
     if _results(a)["data"]["sha256"] != _results(b)["data"]["sha256"]:
-        raise LogError(
-            "cannot compare runs of different logs, limits, orders or tokenizers"
-        )
+        raise LogError("cannot compare runs of different logs, limits, orders or tokenizers")
     rows_a, rows_b = _rows(a), _rows(b)
     rng = np.random.default_rng(seed)
     labels = [label for label in rows_a if label in rows_b]

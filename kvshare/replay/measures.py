@@ -13,20 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from kvshare.replay import counts
 from kvshare.replay import results as schema
-from kvshare.replay.counts import (
-    COUNT_EDGES,
-    DISTANCE_EDGES,
-    DISTANCE_THRESHOLDS,
-    LENGTH_BUCKETS,
-    LENGTH_EDGES,
-    OVERLAP_EDGES,
-    SHIFT_EDGES,
-    buckets,
-    histogram,
-    milliseconds,
-    stretches,
-)
 from kvshare.replay.results import SHARES
 
 _ORIGINS = ("same_user", "cross_user", "unknown")
@@ -92,7 +80,9 @@ def _languages(rows: pa.Table) -> pa.ChunkedArray:
 
 def _keys(rows: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
     """Each request's key in each grouping of `by`."""
-    lengths = np.array(LENGTH_BUCKETS)[buckets(LENGTH_EDGES, rows["num_tokens"].to_numpy())]
+    lengths = np.array(counts.LENGTH_BUCKETS)[
+        counts.buckets(counts.LENGTH_EDGES, rows["num_tokens"].to_numpy())
+    ]
     others = pa.array(_ORIGINS).take(rows["cross_user"].cast(pa.int8()).fill_null(2))
     return {
         "language": _languages(rows),
@@ -115,7 +105,7 @@ def describe_data(
         num_answer_tokens=pc.sum(rows["num_answer_tokens"]).as_py() or 0,
         **{f"num_{name}s": pc.count_distinct(rows[name]).as_py() for name in numbered},
         languages=_counted(_languages(rows)),
-        length_histogram=histogram(LENGTH_EDGES, rows["num_tokens"]),
+        length_histogram=counts.histogram(counts.LENGTH_EDGES, rows["num_tokens"]),
         unreadable=unreadable,
     )
 
@@ -136,16 +126,16 @@ def policy_results(
         **dict(store),
         **dict(_figures(_totals(each), prefill_tokens_per_s)),
         coverage_histogram=tuple(np.bincount(100 * hit // np.maximum(tokens, 1), minlength=101).tolist()),
-        num_copies=histogram(COUNT_EDGES, rows["num_copies"]),
-        num_donors=histogram(COUNT_EDGES, rows["num_donors"]),
-        shift_tokens=histogram(SHIFT_EDGES, np.abs(pc.list_flatten(rows["shifts"]))),
+        num_copies=counts.histogram(counts.COUNT_EDGES, rows["num_copies"]),
+        num_donors=counts.histogram(counts.COUNT_EDGES, rows["num_donors"]),
+        shift_tokens=counts.histogram(counts.SHIFT_EDGES, np.abs(pc.list_flatten(rows["shifts"]))),
         reasons=_counted(rows["reason"]),
         storage=schema.Storage(
             final_bytes=final_bytes,
             peak_bytes=pc.max(rows["num_stored_bytes"]).as_py() or 0,
             bytes_per_request=final_bytes / max(1, len(rows)),
         ),
-        series=stretches(rows),
+        series=counts.stretches(rows),
         by=by,
         tree=tree,
     )
@@ -159,9 +149,9 @@ def policy_times(
     spent_s = sums["lookup_s"] + sums["plan_s"] + sums["embedded"] * embedding_s
     net_s = sums["num_hit"] / prefill_tokens_per_s - spent_s
     return schema.PolicyTimes(
-        lookup_ms=milliseconds(rows["lookup_s"]),
-        plan_ms=milliseconds(rows["plan_s"]),
-        observe_ms=milliseconds(rows["observe_s"]),
+        lookup_ms=counts.milliseconds(rows["lookup_s"]),
+        plan_ms=counts.milliseconds(rows["plan_s"]),
+        observe_ms=counts.milliseconds(rows["observe_s"]),
         requests_per_s=num_requests / sums["observe_s"] if sums["observe_s"] else 0.0,
         ttft_saved_net_s=schema.NetSaved(mean=net_s / max(1, num_requests), total=net_s),
     )
@@ -179,17 +169,17 @@ def similarity(families: Mapping[str, str], rows_of: Callable[[str], pa.Table]) 
         return None
     distances = rows_of(policies["response"])["distance"].to_numpy().astype(np.float64)  # NaN: none
     tokens, hit = _tokens_and_hits(rows_of(overlap))
-    edges = [*DISTANCE_EDGES, np.inf], [*OVERLAP_EDGES, np.inf]
-    counts = np.histogram2d(distances, hit / np.maximum(tokens, 1), edges)[0].astype(int)
+    edges = [*counts.DISTANCE_EDGES, np.inf], [*counts.OVERLAP_EDGES, np.inf]
+    requests = np.histogram2d(distances, hit / np.maximum(tokens, 1), edges)[0].astype(int)
     num_requests = max(1, len(distances))
     return schema.Similarity(
-        distance_edges=DISTANCE_EDGES,
-        overlap_edges=OVERLAP_EDGES,
-        counts=tuple(map(tuple, counts.tolist())),
+        distance_edges=counts.DISTANCE_EDGES,
+        overlap_edges=counts.OVERLAP_EDGES,
+        counts=tuple(map(tuple, requests.tolist())),
         overlap=overlap,
         thresholds=tuple(
             schema.Threshold(distance=limit, share=int((distances <= limit).sum()) / num_requests)
-            for limit in DISTANCE_THRESHOLDS
+            for limit in counts.DISTANCE_THRESHOLDS
         ),
     )
 
@@ -233,5 +223,5 @@ def _tokens_and_hits(rows: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 def _counted(column: pa.ChunkedArray) -> dict[str, int]:
     """How often each value occurs, in alphabetical order; null is not counted."""
-    counts = column.drop_null().value_counts().to_pylist()
-    return dict(sorted((one["values"], one["counts"]) for one in counts))
+    found = column.drop_null().value_counts().to_pylist()
+    return dict(sorted((one["values"], one["counts"]) for one in found))

@@ -18,20 +18,12 @@ from functools import partial
 import numpy as np
 
 from kvshare.errors import LogError
+from kvshare.replay import results as schema
 from kvshare.replay.measures import describe_data, policy_results, policy_times, similarity, waterfalls
 from kvshare.replay.options import ReplayOptions, Report, describe_files, describe_options, versions
 from kvshare.replay.policies import BatchEmbeddings, CachePolicy, PolicySpec, open_policies
 from kvshare.replay.requests import TokenizedRequest, batches
-from kvshare.replay.results import (
-    REQUESTS_FILE,
-    RESULTS_FILE,
-    Document,
-    EmbeddingTimes,
-    PolicyTimes,
-    Results,
-    Row,
-    RunTimes,
-)
+from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Document, Row
 from kvshare.replay.rows import Checkpoint, Progress, RowMaker, make_row, read_policy
 from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
@@ -140,7 +132,7 @@ class _Run:
         self._began, self._pending = now, []
         return saved
 
-    def _results(self, progress: Progress) -> Results:
+    def _results(self, progress: Progress) -> schema.Results:
         """From the rows, with those of one policy in memory at a time."""
         rows_of = partial(read_policy, self.options.out / REQUESTS_FILE)
         prefill, embedding = self.options.prefill_tokens_per_s, self._embedding_times()
@@ -151,7 +143,7 @@ class _Run:
             policies.append(policy_results(rows, store, policy.describe_tree(), prefill_tokens_per_s=prefill))
             clocks[store.label] = policy_times(rows, prefill_tokens_per_s=prefill, embedding_s=embedding_s)
         families = {each.name: each.family for each in self.policies if each.capacity_tokens is None}
-        return Results(
+        return schema.Results(
             config=self._config,
             data=describe_data(
                 rows_of(self.policies[0].name),
@@ -166,16 +158,21 @@ class _Run:
             times=self._times(progress, clocks, embedding),
         )
 
-    def _embedding_times(self) -> EmbeddingTimes | None:
+    def _embedding_times(self) -> schema.EmbeddingTimes | None:
         if self.embeddings is None:
             return None
         seconds, num_texts = self.embeddings.seconds, self.embeddings.num_texts
-        return EmbeddingTimes(num_texts=num_texts, seconds=seconds, texts_per_s=num_texts / (seconds or 1))
+        return schema.EmbeddingTimes(
+            num_texts=num_texts, seconds=seconds, texts_per_s=num_texts / (seconds or 1)
+        )
 
     def _times(
-        self, progress: Progress, clocks: dict[str, PolicyTimes], embedding: EmbeddingTimes | None
-    ) -> RunTimes:
-        return RunTimes(
+        self,
+        progress: Progress,
+        clocks: dict[str, schema.PolicyTimes],
+        embedding: schema.EmbeddingTimes | None,
+    ) -> schema.RunTimes:
+        return schema.RunTimes(
             started_at=self._started_at.isoformat(timespec="seconds"),
             wall_s=progress.wall_s,
             requests_per_s=progress.num_requests / progress.wall_s if progress.wall_s else 0.0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, count
 from pathlib import Path
 
@@ -123,7 +122,7 @@ def revise(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
         for turn in range(1 + _REVISIONS):
             if turn:
                 place = draw.randrange(len(draft))
-                draft[place] = replace(draft[place], text=reworded(draft[place].text, draw))
+                draft[place] = draft[place]._replace(text=reworded(draft[place].text, draw))
             messages = (RAG_SYSTEM, {"role": "user", "content": rag_prompt(question.text, draft)})
             yield WorkloadRow(f"revise-c{number}", turn, f"u{number}", messages)
 

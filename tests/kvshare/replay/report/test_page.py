@@ -131,7 +131,7 @@ def test_a_log_without_users_is_called_one() -> None:
     document = json.loads(json.dumps(results(60)).replace('"same_user"', '"unknown"'))
     document["data"]["num_users"] = 0
     told = summary(document)[1]
-    assert "does not name the users" in told
+    assert "does not name users" in told
     assert "another user" not in told
     page = rendered(document)
     assert "users not named," in page
