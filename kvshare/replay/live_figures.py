@@ -18,7 +18,7 @@ from kvshare.replay.results import Document, Row
 
 _SHARE_EDGES: Final = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 2.0)
 
-# What a server's chat template may add to messages that were laid out without it, and leave out of them.
+# What a server's chat template may add to messages that were written without it, and leave out of them.
 _MAX_PREAMBLE: Final = 32  # a default system prompt, a date
 _MAX_MORE_PER_MESSAGE: Final = 8
 _MAX_LESS_PER_MESSAGE: Final = 4

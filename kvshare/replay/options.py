@@ -71,7 +71,7 @@ class ReplayOptions:
 
 
 def bundled_embedder(options: ReplayOptions) -> TextEmbedder:
-    """The embedder of config.yaml, with all cores: a replay serves nobody meanwhile."""
+    """The embedder of config.yaml, with all cores, as a replay serves no requests."""
     from vector_index import Embedder  # imports torch
 
     return Embedder.for_bulk(options.settings.index.embedder)

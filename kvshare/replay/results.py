@@ -129,7 +129,7 @@ class Store(Part):
     """Which policy, with which store; capacity None: infinite."""
 
     arm: str = "?"  # "kvshare:min_run=32"
-    label: str = "?"  # arm, or "arm @ 1,000,000 tokens"
+    label: str = "?"  # the same, or with " @ 1,000,000 tokens"
     family: str = "?"
     capacity_tokens: int | None = None
     capacity_bytes: int | None = None

@@ -1,8 +1,8 @@
 """
-One row per request and policy: the numbers that a replay keeps, and how they are written to Parquet and read.
+One row per request and policy: the numbers of a replay, and how they are written to Parquet and read.
 
 All figures are functions of these rows, so that a resumed run finds the same figures. While a run is not
-finished, its rows lie in parts that are written whole or not at all, each with whole requests:
+finished, its rows are in parts that are written whole or not at all, each with whole requests:
 
     OUT/checkpoint/rows-00000.parquet ...   the metadata says how far the run had come
 

@@ -67,7 +67,7 @@ def looks(policies: Iterable[PolicyResults]) -> dict[str, dict[str, Any]]:
     """
     Policy -> colour and dashes of its curve: a colour a family, KVShare's variants one each.
 
-    Curves of one colour differ in their dashes, so that nobody needs to tell colours apart.
+    Curves of one colour differ in their dashes, so that colours need not be distinguished.
     """
     found: dict[str, dict[str, Any]] = {}
     used: list[str] = []
