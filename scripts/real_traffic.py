@@ -82,9 +82,7 @@ def _key(name: str) -> str:
     return f"kvs-test-{name}"
 
 
-async def _send_all(
-    url: str, requests: list[Messages], max_tokens: int, concurrency: int
-) -> dict[str, Any]:
+async def _send_all(url: str, requests: list[Messages], max_tokens: int, concurrency: int) -> dict[str, Any]:
     """Each key sends its share of the requests, `concurrency` at a time; all keys at once."""
     outcomes, tokens, decisions = Counter[str](), Counter[str](), Counter[str]()
 

@@ -61,8 +61,8 @@ def verdict(report: Report) -> str:
 
 @cache
 def _environment() -> Environment:
-    options = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
-    made = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, **options)  # type: ignore[arg-type]
+    made = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    made.trim_blocks = made.lstrip_blocks = True
     made.filters |= {**FILTERS, "finite": finite, "gain": gain, "quote": shlex.quote}
     made.globals |= {"no_figures": Figures(), "no_times": PolicyTimes(), "zip": zip}
     return made

@@ -24,18 +24,17 @@ PROMPTS = [
 ]
 
 
+def _options(log: Path, policies: str) -> ReplayOptions:
+    """Results go where the log is."""
+    return ReplayOptions([log], log.parent, parse_policies(policies), load_settings(), tokenizer="demo")
+
+
 def test_figures_2_and_4(tmp_path: Path) -> None:
     """One identical, one similar prompt of five; the Similar subset is the two forms, no duplicate."""
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS), encoding="utf-8")
-    options = ReplayOptions(
-        paths=[log],
-        out=tmp_path,
-        policies=parse_policies("prefix,kvshare-semantic-open,oracle"),
-        settings=load_settings(),
-        tokenizer="demo",
-    )
-    reported: list[tuple[int, int | None]] = []
+    options = _options(log, "prefix,kvshare-semantic-open,oracle")
+    reported: list[tuple[int, int]] = []
     document = replay_paper(
         options, embedder=FakeEmbedder(), report=lambda done, total: reported.append((done, total))
     )
@@ -63,13 +62,7 @@ def test_only_a_sessions_first_row_is_a_first_prompt(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     rows = [{"timestamp_ms": n, "prompt": PROMPTS[n], "session_id": "aba"[n]} for n in range(3)]
     log.write_text("".join(json.dumps({**row, "output_tokens": 4}) + "\n" for row in rows), encoding="utf-8")
-    options = ReplayOptions(
-        paths=[log],
-        out=tmp_path,
-        policies=parse_policies("prefix"),
-        settings=load_settings(),
-        tokenizer="demo",
-    )
+    options = _options(log, "prefix")
     document = replay_paper(options, embedder=FakeEmbedder())
     assert document["figure_2"]["num_prompts"] == 2
 
@@ -78,13 +71,7 @@ def test_a_log_without_first_turns_is_told(tmp_path: Path) -> None:
     """Mooncake's traces do not say which requests begin a conversation."""
     log = tmp_path / "trace.jsonl"
     log.write_text('{"timestamp": 0, "input_length": 512, "output_length": 4, "hash_ids": [1]}\n')
-    options = ReplayOptions(
-        paths=[log],
-        out=tmp_path,
-        policies=parse_policies("prefix"),
-        settings=load_settings(),
-        tokenizer="demo",
-    )
+    options = _options(log, "prefix")
     with pytest.raises(LogError, match="no first turns"):
         replay_paper(options, embedder=FakeEmbedder())
 
@@ -116,13 +103,7 @@ def test_an_empty_similar_subset_is_drawn_as_such(tmp_path: Path) -> None:
     """Nobody has a similar one: the figure says so, and no arm gets a share of nothing."""
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps({"prompt": PROMPTS[1]}) + "\n", encoding="utf-8")
-    options = ReplayOptions(
-        paths=[log],
-        out=tmp_path,
-        policies=parse_policies("prefix"),
-        settings=load_settings(),
-        tokenizer="demo",
-    )
+    options = _options(log, "prefix")
     replay_paper(options, embedder=FakeEmbedder())
     drawing = (tmp_path / "figure-4.svg").read_text(encoding="utf-8")
     assert "the Similar subset is empty" in drawing
