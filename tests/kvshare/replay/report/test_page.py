@@ -26,7 +26,7 @@ from kvshare.replay.results import RESULTS_FILE
 from tests.kvshare.replay.report.small_results import results, write_results
 from tests.kvshare.replay.report.test_plots import CASES, drawn
 
-VOID = {"meta", "link", "br", "hr", "img", "input"}
+VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
 PLANTED = "xylophonic"
 
 
