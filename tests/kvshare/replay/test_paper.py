@@ -106,5 +106,5 @@ def test_an_empty_similar_subset_is_drawn_as_such(tmp_path: Path) -> None:
     options = _options(log, "prefix")
     replay_paper(options, embedder=FakeEmbedder())
     drawing = (tmp_path / "figure-4.svg").read_text(encoding="utf-8")
-    assert "the Similar subset is empty" in drawing
+    assert "the subset is empty" in drawing
     assert ">0.0 %</text>" not in drawing
