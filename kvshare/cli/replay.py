@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from kvshare.cli.options import Config, OutputFormat
 from kvshare.cli.output import is_quiet, note, show
 from kvshare.cli.vllm_command import parse_bytes
+from kvshare.extras import require
 
 if TYPE_CHECKING:
     from kvshare.replay.options import Report
@@ -80,6 +81,7 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
     sent = {name: options.pop(name) for name in ("url", "key", "concurrency", "speedup", "max_tokens")}
     is_live = bool(sent["url"])
     _check_options(paper=paper, url=sent["url"], resume=resume, capacity=capacity)
+    require("replay", what="`kvshare replay`")
     from kvshare.replay.live import LIVE_POLICIES, LiveOptions, replay_live
     from kvshare.replay.options import LLAMA3_8B_BYTES_PER_TOKEN, ReplayOptions
     from kvshare.replay.paper import PAPER_POLICIES, replay_paper

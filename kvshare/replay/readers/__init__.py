@@ -1,7 +1,7 @@
 """
 Log files -> rows of requests.
 
-    files.py     any file -> raw rows: JSON lines, JSON arrays, gzip, zstd, Parquet
+    files.py     any file -> raw rows: JSON lines, JSON arrays, gzip, zstd; parquet.py: Parquet
     chats.py     a raw row that is a conversation -> `LoggedRow`; prompts.py: one request, openai.py: a body
     fields.py    what the formats have in common: texts, numbers, times, messages
     formats.py   the formats by name, their detection, and `read_file`

@@ -1,7 +1,9 @@
 """
 Any file -> raw rows: JSON lines or one JSON array, plain, gzip or zstd; Parquet.
 
-Files are recognised by content, not by name. This module knows no log format.
+Recognised by content, not by name. Knows no format of logs. The only file that imports zstandard, and
+parquet.py the only one that imports pyarrow, each when a file needs it: `kvshare warm` reads JSON without the
+extra `replay`.
 """
 
 from __future__ import annotations
@@ -27,19 +29,15 @@ _OUTSIDE = re.compile(rb'["{}\[\],]')  # of a string, in an array
 _INSIDE = re.compile(rb'["\\]')
 _CHUNK_BYTES = 1 << 20
 _PEEK_BYTES = 4096
-_ZSTD_STEP = 4096  # compressed bytes at a time: what they expand to stays small
-_BATCH_ROWS = 64  # of a Parquet file
-# Large fields of published data sets that nothing here reads.
-_UNUSED = frozenset({"openai_moderation", "detoxify_moderation", "header"})
-_NO_PYTHON_VALUE = (pyarrow.ArrowException, ValueError, OverflowError)  # the year 10000, nanoseconds
-_BROKEN = (EOFError, OSError, zlib.error, zstandard.ZstdError)
+_ZSTD_STEP = 4096  # compressed bytes at a time: few enough that what they come to stays small
+_BROKEN = (EOFError, OSError, zlib.error)
 
 Row = Mapping[str, Any]
 
 
 def raw_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
     """
-    (number of the line from 1, the row or the reason why it cannot be read), lazily, in the file's order.
+    (number of the line from 1, the row), or the reason why there is none: in the file's order, read as asked.
 
     Raises LogError if the file cannot be opened; MissingExtraError if zstd or Parquet cannot be read here.
     """
@@ -61,7 +59,13 @@ def _unpacked(file: io.BufferedReader, magic: bytes) -> io.BufferedReader | gzip
 
 
 def _frames(file: IO[bytes]) -> Iterator[bytes]:
-    """The content of zstd frames. zstandard's own reader ends silently in a truncated frame."""
+    """
+    What zstd frames hold. Not by zstandard's own reader: to it, a frame that breaks off is a quiet end.
+
+    Raises:  EOFError where the last frame breaks off, OSError where one is damaged
+    """
+    import zstandard
+
     frame: zstandard.ZstdDecompressionObj | None = None
     while data := file.read(_ZSTD_STEP):
         while data:
@@ -72,11 +76,11 @@ def _frames(file: IO[bytes]) -> Iterator[bytes]:
                 raise OSError("a zstd frame is damaged") from exc
             data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:
-        raise EOFError("a zstd frame is truncated")
+        raise EOFError("a zstd frame breaks off")
 
 
 class _Joined(io.RawIOBase):
-    """Pieces of bytes that are read as one file."""
+    """Pieces, to be read as one file."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = filter(None, pieces)
@@ -105,7 +109,7 @@ def _json_rows(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int,
 
 
 def _lines(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, bytes | Reason]]:
-    """Blank lines are no rows; they are counted in the line numbers."""
+    """Without those that are blank: they are no rows, but they have numbers."""
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
         number += 1
@@ -132,58 +136,23 @@ def _parsed(data: bytes) -> Row | Reason:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
-    """
-    (row number from 1, the row as a dictionary, or a reason in its place).
+    require("replay", what="reading Parquet")
+    from kvshare.replay.readers.parquet import parquet_rows
 
-    A value that cannot be read costs its row; bytes that cannot be decoded cost the rest of their row group,
-    because pyarrow cannot skip less.
-    """
-    try:
-        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
-    except (pyarrow.ArrowException, OSError) as exc:
-        raise LogError(f"{path.name}: begins as Parquet, but cannot be read as such") from exc
-    with file:
-        columns = [name for name in file.schema_arrow.names if name not in _UNUSED]
-        first = 1
-        for group in range(file.num_row_groups):
-            num_rows = file.metadata.row_group(group).num_rows
-            rows = chain(_group_rows(file, group, columns), repeat(Reason.DAMAGED))
-            yield from zip(count(first), islice(rows, num_rows), strict=False)
-            first += num_rows
-
-
-def _group_rows(
-    file: pyarrow.parquet.ParquetFile, group: int, columns: Sequence[str]
-) -> Iterator[Row | Reason]:
-    """The rows of the group up to the first that cannot be decoded."""
-    try:
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns):
-            yield from _batch_rows(batch)
-    except (pyarrow.ArrowException, OSError):
-        return
-
-
-def _batch_rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Reason]:
-    try:
-        yield from batch.to_pylist()
-    except _NO_PYTHON_VALUE as exc:
-        if batch.num_rows > 1:
-            yield from chain.from_iterable(_batch_rows(batch.slice(i, 1)) for i in range(batch.num_rows))
-        else:
-            yield Reason.BAD_UTF8 if isinstance(exc, UnicodeDecodeError) else Reason.WRONG_TYPE
+    return parquet_rows(path)
 
 
 def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tuple[int, bytes | Reason]]:
     """
     The elements of one large JSON array: (number from 1, its bytes), or a reason in place of the bytes.
 
-    Finds the ends of elements; the caller parses them, so that a broken element costs no other. An element of
-    more than `max_bytes` is TOO_LONG; an array without an end is TRUNCATED there.
+    Finds where elements end and leaves parsing them to the caller, so that a broken one costs only itself. An
+    element of more than `max_bytes` is TOO_LONG; an array without an end is TRUNCATED there.
     """
     number = depth = 0
     in_string = too_long = False
     element = bytearray()  # the one read so far
-    position = 0  # of the next byte to look at; past the element's end after a backslash
+    position = 0  # of the next byte to look at; may lie past the element, after a backslash
     while chunk := stream.read(_CHUNK_BYTES):
         element += chunk
         while match := (_INSIDE if in_string else _OUTSIDE).search(element, position):

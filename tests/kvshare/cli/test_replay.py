@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from kvshare.cli import main, replay, replay_views
 from tests.kvshare.cli.conftest import Outcome
