@@ -15,7 +15,7 @@ client = openai.OpenAI(
 try:
     model = client.models.list().data[0].id
 except openai.APIConnectionError:
-    sys.exit(f"no server answers at {client.base_url}: run `make serve`, or say in OPENAI_BASE_URL where it is")
+    sys.exit(f"no server answers at {client.base_url}: run `make serve`, or set OPENAI_BASE_URL")
 if model == "kvshare-demo":
     sys.exit("this server runs the forms model, which understands its forms only: try examples/two_forms.py")
 

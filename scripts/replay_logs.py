@@ -1,12 +1,12 @@
 """
-Runs every replay that docs/replay.md quotes and prints its tables; documents go to docs/measured/replay/.
+Runs every replay that docs/replay.md quotes and prints its tables; writes documents to docs/measured/replay/.
 
     .venv/bin/python scripts/replay_logs.py DATA OUT [--limits | --stores] [NAME ...] > tables.md
 
-With --limits the arms differ in how far answers may deviate, with --stores in how much they may keep. DATA
-has the logs in the layout that replay_logs.yaml names, which also says how tables are made; OUT gets the
-workloads, a tokenizer and each run's folder with its report. A document here is a run's results.json without
-what only its report needs. No prompt text in any of them.
+With --limits the policies differ in how far answers may deviate, with --stores in the size of their stores.
+DATA has the logs, with the names in replay_logs.yaml, which also defines the tables. The workloads, a
+tokenizer and each run's folder with its report are written to OUT. A document is a run's results.json
+without what only its report needs; none has prompt text.
 """
 
 import json
@@ -34,7 +34,7 @@ def main(
     out: Path,
     names: Annotated[list[str] | None, typer.Argument(help=", ".join([*LOGS, *WORKLOADS]))] = None,
     *,
-    limits: Annotated[bool, typer.Option("--limits", help="What is used under which limit.")] = False,
+    limits: Annotated[bool, typer.Option("--limits", help="What is reused under each limit.")] = False,
     stores: Annotated[bool, typer.Option("--stores", help="What a finite store costs.")] = False,
 ) -> None:
     """Run the replays that docs/replay.md quotes, all or those named, and print their tables."""
@@ -62,7 +62,7 @@ def table(columns: dict[str, str], rows: Iterable[Document]) -> Iterator[str]:
 
 
 def rows(runs: Iterable[tuple[str, Document]], kind: str) -> Iterator[Document]:
-    """What the cells of each row may name: a row is a run, or an arm of one."""
+    """The values for the cells of each row; a row is a run, or a policy of one."""
     for title, document in runs:
         arms = document["arms"]
         arm = {each["arm"]: each for each in arms}
@@ -73,7 +73,7 @@ def rows(runs: Iterable[tuple[str, Document]], kind: str) -> Iterator[Document]:
 
 
 def _workload(name: str, data: Path, out: Path) -> Document:
-    """A log that is made."""
+    """Makes the log of a workload."""
     path = (out / f"{name}.jsonl.gz").resolve()
     sources = [text for source in WORKLOADS[name] for text in ("--source", str(data / source))]
     subprocess.run([PROGRAM, "workload", name, "--out", path, *sources, "--requests", "1000"], check=True)
@@ -89,7 +89,7 @@ def _tokenizer(out: Path) -> Path:
 
 
 def _replay(name: str, log: Document, arms: list[str], data: Path, out: Path) -> Document:
-    """What is kept of a run's document; it is written, too."""
+    """Runs a replay, and writes and returns what is retained of its document."""
     files = [data / file for file in log["files"]]  # a workload's path is absolute
     command: list[str | Path] = [PROGRAM, "replay", *files, *log["options"], "--arms", ",".join(arms)]
     command += ["--tokenizer", _tokenizer(out), "--out", out / name, "--json"]
@@ -100,7 +100,7 @@ def _replay(name: str, log: Document, arms: list[str], data: Path, out: Path) ->
 
 
 def kept(whole: Document) -> Document:
-    """Of a results.json."""
+    """The members of a results.json that the tables need."""
     arms = [{**_picked(arm, "arm"), "by": _groups(arm["by"])} for arm in whole["arms"]]
     return {**_picked(whole, "document"), "arms": arms, "times": _picked(whole["times"], "times")}
 

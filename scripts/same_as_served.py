@@ -1,12 +1,12 @@
 """
-Replay, the embedded engine and vLLM with one replica: whether they decide the same, request by request.
+Compares the decisions of replay, the embedded engine and vLLM with one replica, request by request.
 
     .venv/bin/python scripts/same_as_served.py --requests 300 --json > docs/measured/same-as-served.json
     .venv/bin/python scripts/same_as_served.py LOG.jsonl.gz rag=QUESTIONS.jsonl.gz agent ...
 
-A source is a log in any format that `kvshare replay` reads, a workload with or without a file that it is made
-from, or `wildchat` and `sharegpt`: logs of these formats, made of the samples in the package. The comparison
-is that of tests/kvshare/replay/test_same_as_served.py. Exit status 1: they differ.
+A source is a log in any format that `kvshare replay` reads, a workload with or without a source file, or
+`wildchat` or `sharegpt`: logs of these formats made of the samples in the package. The comparison is that of
+tests/kvshare/replay/test_same_as_served.py. Exit status 1: they differ.
 """
 
 import argparse
@@ -77,12 +77,12 @@ def _log(source: str, folder: Path, arguments: argparse.Namespace) -> Path:
 
 
 def _name(source: str) -> str:
-    """Without folders, as results are published."""
+    """Without its folder."""
     return Path(source).name if Path(source).is_file() else source
 
 
 def _run(found: dict[str, Comparison]) -> dict[str, Any]:
-    """Of all pairs: each engine and its replay, and the engines with each other."""
+    """Of each engine and its replay, and of the engines with each other."""
     different = {f"{name}, replay": one.num_different for name, one in found.items()}
     answers = 0
     if "vllm" in found:

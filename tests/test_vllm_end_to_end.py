@@ -20,9 +20,9 @@ import yaml
 
 from kvshare.bench.vllm.servers import Server, VllmOptions, free_ports, new_token, running, shared_vllm
 from kvshare.demo.pairs import Pair, near_duplicate_pairs
-from kvshare.replay.arms import parse_arms
-from kvshare.replay.live import LIVE_ARMS, LiveOptions, replay_live
+from kvshare.replay.live import LIVE_POLICIES, LiveOptions, replay_live
 from kvshare.replay.options import ReplayOptions
+from kvshare.replay.policies import parse_policies
 from kvshare.settings import load_settings
 from kvshare.vllm_protocol.messages import PROTOCOL
 from tests.conftest import KEYS
@@ -300,7 +300,7 @@ def test_a_log_is_replayed_through_vllm(fleet: Fleet, tmp_path: Path) -> None:
     options = ReplayOptions(
         paths=[log],
         out=tmp_path,
-        arms=parse_arms(f"{LIVE_ARMS},oracle"),
+        policies=parse_policies(f"{LIVE_POLICIES},oracle"),
         settings=load_settings(),
         tokenizer="demo",
     )

@@ -15,9 +15,9 @@ import numpy as np
 from delta_tree import token_ids
 from kvshare.bench.figures import grown, memory_bytes, percentiles
 from kvshare.bench.text_like import TextLikePrompts, common_words
-from kvshare.replay.arms.base import Meanings, Workbench
-from kvshare.replay.arms.sharing import SharingArm
-from kvshare.replay.arms.sharing_options import SharingOptions
+from kvshare.replay.policies.base import BatchEmbeddings, PolicyContext
+from kvshare.replay.policies.sharing import SharingPolicy
+from kvshare.replay.policies.sharing_options import SharingOptions
 from kvshare.replay.requests import LoggedRequest, Outcome, TokenizedRequest
 from kvshare.settings import load_settings
 from vector_index import Embedder
@@ -46,16 +46,16 @@ def run(
     """
     embedder = Embedder.for_bulk(num_threads=threads) if dense else None
     words = [] if embedder is None else common_words(embedder.load().tokenizer.get_vocab())
-    meanings = None if embedder is None else Meanings(embedder)
-    bench = Workbench(
+    embeddings = None if embedder is None else BatchEmbeddings(embedder)
+    bench = PolicyContext(
         settings=load_settings(),
         bytes_per_token=_BYTES_PER_TOKEN,
         prefill_tokens_per_s=_PREFILL_TOKENS_PER_S,
-        meanings=meanings,
+        embeddings=embeddings,
         explain_losses=False,
     )
     options = SharingOptions(nominate="both" if dense else "fingerprints")
-    arm = SharingArm("bench", bench, sharing=options)
+    arm = SharingPolicy("bench", bench, sharing=options)
     prompts = TextLikePrompts(np.random.default_rng(seed), prompt_tokens)
     stream = _Stream(arm, prompts, words)
     before = memory_bytes()
@@ -71,7 +71,9 @@ def run(
         "requests_per_s": windows[-1]["requests_per_s"],
         "plan_p99_ms": windows[-1]["plan"]["p99_ms"],
         "windows": windows,
-        "embedded_texts_per_s": None if meanings is None else round(meanings.num_texts / meanings.seconds, 1),
+        "embedded_texts_per_s": None
+        if embeddings is None
+        else round(embeddings.num_texts / embeddings.seconds, 1),
         "memory_bytes": memory,
     }
 
@@ -79,7 +81,7 @@ def run(
 class _Stream:
     """Requests that a policy observes one by one, embedded in batches where it searches by embedding."""
 
-    def __init__(self, arm: SharingArm, prompts: TextLikePrompts, words: Sequence[str]) -> None:
+    def __init__(self, arm: SharingPolicy, prompts: TextLikePrompts, words: Sequence[str]) -> None:
         self._arm = arm
         self._prompts = prompts
         self._words = words
@@ -88,12 +90,12 @@ class _Stream:
     def replay(self, num_requests: int) -> list[tuple[Outcome, float]]:
         """Each request's outcome, and the seconds it took with its share of the batch's embedding."""
         results: list[tuple[Outcome, float]] = []
-        meanings = self._arm.bench.meanings
+        embeddings = self._arm.context.embeddings
         waiting = (self._next() for _ in range(num_requests))
         while batch := list(islice(waiting, _BATCH)):
             began = time.perf_counter()
-            if meanings is not None:
-                meanings.prepare(batch)
+            if embeddings is not None:
+                embeddings.prepare(batch)
             embedding_s = (time.perf_counter() - began) / len(batch)
             for request in batch:
                 began = time.perf_counter()

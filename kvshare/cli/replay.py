@@ -1,4 +1,4 @@
-"""`kvshare replay`: what sharing would have saved on a log, beside the alternatives; and `replay diff`."""
+"""`kvshare replay`: what sharing would save on a log, beside other policies; and `kvshare replay diff`."""
 
 from __future__ import annotations
 
@@ -6,172 +6,134 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+import yaml
+from typer.core import TyperCommand, TyperGroup
 
 from kvshare.cli.options import Config, OutputFormat
 from kvshare.cli.output import is_quiet, note, show
+from kvshare.cli.vllm_command import parse_bytes
 from kvshare.extras import require
 
 if TYPE_CHECKING:
     from kvshare.replay.options import Report
 
-Json = Annotated[bool, typer.Option("--json", help="The results on stdout as JSON, for programs.")]
+Files = Annotated[list[Path], typer.Argument(help="Logs: plain, gzip or zstd.", metavar="FILE")]
+Json = Annotated[bool, typer.Option("--json", help="Write the results to stdout as JSON.")]
 
 _RUN = "run"
 _DEFAULT_CAPACITY = "16GiB"  # what a GPU may have left: 131,072 tokens of a Llama-3-8B
+_TYPES: dict[str, Any] = {
+    "text": str,
+    "texts": list[str],
+    "int": int,
+    "float": float,
+    "path": Path,
+    "flag": bool,
+}
+_URL = re.compile("https?://")
 _INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
-_CAPACITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgG]?)(i?[bB])?")
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3}
 
 
 class _RunByDefault(TyperGroup):
-    """`kvshare replay FILE` means `kvshare replay run FILE`; a log called "diff" is ./diff."""
+    """`kvshare replay ...` means `kvshare replay run ...`, --help included; a log called "diff" is ./diff."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in (*self.commands, "-h", "--help"):
-            args = [_RUN, *args]
-        return super().parse_args(ctx, args)
+        named = args and args[0] in self.commands
+        return super().parse_args(ctx, args if named else [_RUN, *(args or ["--help"])])
 
 
-app = typer.Typer(
-    cls=_RunByDefault,
-    no_args_is_help=True,
-    help="What sharing would save on your own traffic: kvshare replay FILE... [OPTIONS].",
-)
+class _Run(TyperCommand):
+    """Shows its usage without its name, which need not be typed."""
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        formatter.write_usage(ctx.parent.command_path, " ".join(self.collect_usage_pieces(ctx)))
 
 
-@app.command(_RUN)
-def run(
-    files: Annotated[list[Path], typer.Argument(help="Logs, plain or gzip or zstd.", metavar="FILE...")],
-    log_format: Annotated[
-        str | None,
-        typer.Option(
-            "--format", help="Of the files; plain:FIELD takes prompts from a field. [default: found out]"
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            "--tokenizer", help="A folder, a Hugging Face name, or tokenizer.json. [default: SmolLM2's]"
-        ),
-    ] = None,
-    arms: Annotated[
-        str | None,
-        typer.Option("--arms", help="Comma-separated; `fast` embeds nothing. [default: all]"),
-    ] = None,
-    capacity: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--capacity",
-            help="Finite stores beside the infinite ones: tokens (500k), bytes (4GiB) or none; repeat or "
-            "commas. [default: 16GiB; none with --paper or --engine]",
-        ),
-    ] = None,
-    bytes_per_token: Annotated[
-        int | None, typer.Option("--bytes-per-token", min=1, help="Of KV. [default: Llama-3-8B's]")
-    ] = None,
-    prefill: Annotated[
-        float,
-        typer.Option("--prefill-tokens-per-s", min=1e-9, help="Of your engine, for the time saved."),
-    ] = 5000.0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("replay"),
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only so many requests.")] = None,
-    interleave: Annotated[
-        int, typer.Option("--interleave", min=1, help="Conversations open at once, where a log has no times.")
-    ] = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
-    paper: Annotated[
-        bool,
-        typer.Option(
-            "--paper",
-            help="The source paper's figures 2 and 4 instead; compares all first prompts with each other.",
-        ),
-    ] = False,
-    engine: Annotated[
-        str | None, typer.Option("--engine", metavar="URL", help="Send it to this running server instead.")
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option("--key", envvar="KVSHARE_API_KEY", help="For --engine: an API key.")
-    ] = None,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, help="For --engine: requests at a time.")
-    ] = 4,
-    speedup: Annotated[
-        float | None,
-        typer.Option("--speedup", min=1e-9, help="For --engine: of the log's pace. [default: no pauses]"),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="For --engine: of an answer.")] = 8,
-    config: Config = None,
-    as_json: Json = False,
-) -> None:
-    """What each way of caching would have reused of a log's requests. No GPU, no model."""
-    _refuse_together(paper=paper, engine=engine, resume=resume, capacity=capacity)
+app = typer.Typer(cls=_RunByDefault, help="What sharing would save on your traffic, from a log file.")
+
+
+def _options() -> Iterator[Parameter]:
+    """Those of replay_options.yaml, as Typer reads them from a function."""
+    described = yaml.safe_load(Path(__file__).with_name("replay_options.yaml").read_text(encoding="utf-8"))
+    for name, each in described.items():
+        default, kind = each.pop("default", None), _TYPES[each.pop("type")]
+        flags = each.pop("flags", [f"--{name.replace('_', '-')}"])
+        option = typer.Option(default, *flags, **each)
+        yield Parameter(
+            name, Parameter.KEYWORD_ONLY, default=option, annotation=kind | None if default is None else kind
+        )
+
+
+def run(files: Files, *, config: Config = None, as_json: Json = False, **options: Any) -> None:
+    """
+    What sharing would save on your traffic, from a log file: no GPU, no model, no server.
+
+    Shows every request of the log to several cache policies and counts the tokens that each need not
+    compute. The report is OUT/report.html. `kvshare replay diff A B` compares two runs.
+    """
+    paper, resume, out = options.pop("paper"), options.pop("resume"), options["out"]
+    capacity, arms = options.pop("capacity"), options.pop("arms")
+    sent = {name: options.pop(name) for name in ("url", "key", "concurrency", "speedup", "max_tokens")}
+    is_live = bool(sent["url"])
+    _check_options(paper=paper, url=sent["url"], resume=resume, capacity=capacity)
     require("replay", what="`kvshare replay`")
-    from kvshare.replay.arms import parse_arms
-    from kvshare.replay.live import LIVE_ARMS, LiveOptions, replay_live
+    from kvshare.replay.live import LIVE_POLICIES, LiveOptions, replay_live
     from kvshare.replay.options import LLAMA3_8B_BYTES_PER_TOKEN, ReplayOptions
-    from kvshare.replay.paper import PAPER_ARMS, replay_paper
+    from kvshare.replay.paper import PAPER_POLICIES, replay_paper
+    from kvshare.replay.policies import parse_policies
     from kvshare.replay.report import write_report
     from kvshare.replay.rows import Checkpoint
     from kvshare.replay.run import replay
     from kvshare.settings import load_settings
 
-    bytes_per_token = bytes_per_token or LLAMA3_8B_BYTES_PER_TOKEN
-    default_capacity = [] if paper or engine else [_DEFAULT_CAPACITY]
-    options = ReplayOptions(
+    options["bytes_per_token"] = options["bytes_per_token"] or LLAMA3_8B_BYTES_PER_TOKEN
+    default_capacity = [] if paper or is_live else [_DEFAULT_CAPACITY]
+    replayed = ReplayOptions(
         paths=files,
-        out=out,
-        arms=parse_arms(arms or (PAPER_ARMS if paper else LIVE_ARMS if engine else "all")),
+        policies=parse_policies(arms or (PAPER_POLICIES if paper else LIVE_POLICIES if is_live else "all")),
         settings=load_settings(config),
-        format_name=log_format,
-        tokenizer=tokenizer,
-        capacities_tokens=_capacities(capacity or default_capacity, bytes_per_token),
-        bytes_per_token=bytes_per_token,
-        prefill_tokens_per_s=prefill,
-        limit=limit,
-        seed=seed,
-        interleave=interleave,
+        capacities_tokens=_capacities(capacity or default_capacity, options["bytes_per_token"]),
+        **options,
     )
     _make_folder(out)
+    written = out
     try:
         with progress_bar(hidden=as_json) as report:
             if paper:
-                document = replay_paper(options, report=report)
-            elif engine:
-                live = LiveOptions(engine, key, concurrency, speedup, max_tokens)
-                document = replay_live(options, live, report=report)
+                document = replay_paper(replayed, report=report)
+            elif is_live:
+                document = replay_live(replayed, LiveOptions(**sent), report=report)
             else:
-                document = replay(options, resume=resume, report=report)
-                write_report(out)
+                document = replay(replayed, resume=resume, report=report)
+                written = write_report(out)
     except KeyboardInterrupt:
-        raise _interrupted(can_resume=not (paper or engine) and Checkpoint(out).has_progress) from None
-    _show_results(document, out, as_json=as_json)
-
-
-def _interrupted(*, can_resume: bool) -> typer.Exit:
-    note("interrupted; --resume goes on" if can_resume else "interrupted")
-    return typer.Exit(_INTERRUPTED)
-
-
-def _show_results(document: dict[str, Any], out: Path, *, as_json: bool) -> None:
-    complete = document.get("complete", True)
-    note(f"written to {out}" if complete else f"interrupted; what was answered until then is in {out}")
+        can_resume = not (paper or is_live) and Checkpoint(out).has_progress
+        note("interrupted; continue with --resume" if can_resume else "interrupted")
+        raise typer.Exit(_INTERRUPTED) from None
     show(document["kind"], document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
-    if not complete:
+    if not document.get("complete", True):
+        note(f"interrupted; the answers until then are in {out}")
         raise typer.Exit(_INTERRUPTED)
+    note(f"{'report' if written != out else 'results'}: {written}")
+
+
+# Typer sees the options of the file between the argument and the two that commands share.
+_files, _config, _json, _ = signature(run, eval_str=True).parameters.values()
+run.__signature__ = Signature([_files, *_options(), _config, _json])  # type: ignore[attr-defined]  # as functions may
+app.command(_RUN, cls=_Run)(run)
 
 
 @app.command()
 def diff(
     a: Annotated[Path, typer.Argument(help="A folder of results.")],
     b: Annotated[Path, typer.Argument(help="Another, of the same log.")],
-    resamples: Annotated[int, typer.Option("--resamples", min=1, help="Of the bootstrap.")] = 2000,
-    seed: Annotated[int, typer.Option("--seed", help="Of the bootstrap.")] = 0,
+    resamples: Annotated[int, typer.Option("--resamples", min=1, help="Samples of the bootstrap.")] = 2000,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the bootstrap.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Compare two runs request by request, with 95 % bootstrap intervals over conversations."""
@@ -182,55 +144,50 @@ def diff(
     show("replay-diff", document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
 
 
-def _refuse_together(*, paper: bool, engine: str | None, resume: bool, capacity: list[str] | None) -> None:
-    """What would be ignored is wrong usage."""
-    if paper and engine:
-        raise typer.BadParameter("not together with --engine", param_hint="--paper")
-    if paper and capacity:
-        raise typer.BadParameter("not together with --paper, which knows no limit", param_hint="--capacity")
-    if resume and (paper or engine):
-        other = "--paper" if paper else "--engine"
-        raise typer.BadParameter(f"not together with {other}, which starts anew", param_hint="--resume")
-    if engine and not engine.startswith(("http://", "https://")):
-        raise typer.BadParameter(f"expected http://host:port, got {engine!r}", param_hint="--engine")
+def _check_options(*, paper: bool, url: str | None, resume: bool, capacity: list[str] | None) -> None:
+    """Refuses options that would be ignored, and a URL that is none."""
+    wrong = {
+        "--paper": (paper and url, "cannot be used together with --engine"),
+        "--capacity": (paper and capacity, "cannot be used with --paper, whose stores are infinite"),
+        "--resume": (resume and (paper or url), "cannot be used with --paper or --engine"),
+        "--engine": (url and not _URL.match(url), f"expected http://host:port, got {url!r}"),
+    }
+    for option, (is_wrong, problem) in wrong.items():
+        if is_wrong:
+            raise typer.BadParameter(problem, param_hint=option)
 
 
 def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
-        problem = "is no folder" if isinstance(exc, FileExistsError) else exc.strerror
+        problem = "is not a folder" if isinstance(exc, FileExistsError) else exc.strerror
         raise typer.BadParameter(f"{out}: {problem}", param_hint="--out") from None
 
 
 def _capacities(texts: list[str], bytes_per_token: int) -> tuple[int, ...]:
     """Tokens, ascending, each once; "none" alone is none."""
-    if texts == ["none"]:
-        return ()
     words = [word.strip() for text in texts for word in text.split(",") if word.strip()]
-    return tuple(sorted({_capacity_tokens(word, bytes_per_token) for word in words}))
+    return () if words == ["none"] else tuple(sorted({_tokens(word, bytes_per_token) for word in words}))
 
 
-def _capacity_tokens(word: str, bytes_per_token: int) -> int:
-    """ "500k" tokens, "4GB" or "4GiB" bytes."""
-    match = _CAPACITY.fullmatch(word)
-    if match is None:
-        raise typer.BadParameter(f"expected tokens like 500k, bytes like 4GiB or none, got {word!r}")
-    number, prefix, unit = match.groups()
-    base = 1024 if unit and len(unit) == 2 else 1000
-    amount = float(number) * base ** _POWERS[prefix.lower()]
-    tokens = int(amount / bytes_per_token if unit else amount)
+def _tokens(word: str, bytes_per_token: int) -> int:
+    """Of "500k" tokens, or "4GB" or "4GiB" bytes."""
+    is_bytes = word.lower().endswith("b")
+    try:
+        amount = parse_bytes(word if is_bytes else f"{word}b")
+    except typer.BadParameter as exc:
+        message = f"expected tokens like 500k, bytes like 4GiB or none, got {word!r}"
+        raise typer.BadParameter(message, param_hint="--capacity") from exc
+    tokens = amount // bytes_per_token if is_bytes else amount
     if tokens < 1:
-        raise typer.BadParameter(f"{word} holds not one token")
+        raise typer.BadParameter(f"{word} has no room for a token", param_hint="--capacity")
     return tokens
 
 
 @contextmanager
 def progress_bar(*, hidden: bool) -> Iterator[Report]:
-    """
-    A bar on stderr with rate and remaining time, while files are read with what was read; nothing where
-    stderr is no terminal.
-    """
+    """A bar on stderr, with the rate and the remaining time; none where stderr is not a terminal."""
     if hidden or is_quiet() or not sys.stderr.isatty():
         yield lambda done, total: None
         return

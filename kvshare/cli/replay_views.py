@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ _NUM_LINES = 5  # of those that could not be read
 
 
 class _Figures(Templates):
-    """A percent sign stands apart from its number."""
+    """Writes percent signs apart from their numbers."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         text = super().format_field(value, format_spec)
@@ -23,28 +23,28 @@ class _Figures(Templates):
 
 
 _TEMPLATES = _Figures(Path(__file__).with_suffix(".yaml"))
-_say, _table = _TEMPLATES.say, partial(_TEMPLATES.table, box=box.SIMPLE_HEAD)
+_say = _TEMPLATES.say
 
 
 def replay(document: Document) -> list[RenderableType]:
-    arms = (
-        {
-            **arm,
-            **document["times"]["arms"][arm["label"]],
-            "saved_ms": arm["ttft_saved_s"]["mean"] * 1000,
-            "stored_gb": arm["storage"]["final_bytes"] / 1e9,
-            "false_hits": f"{arm['num_false_hits']:,} of {arm['num_answered']:,}"
-            if arm["num_answered"]
-            else "",
-        }
-        for arm in document["arms"]
-    )
-    return [_say("replay", document), *_unreadable(document), _table("arms", arms)]
+    """The four main policies and the verdict; the report has all policies."""
+    from kvshare.replay.report import parse_report, verdict
+
+    report = parse_report(dict(document))
+    policies = [{**one.model_dump(), "saved_ms": 1000 * (one.ttft_saved_s.mean or 0)} for one in report.main]
+    others = len(report.arms) - len(policies)
+    return [
+        _say("replay", document),
+        *_unreadable(document),
+        *([_table("arms", policies)] if policies else []),
+        *([_say("others", {"num": others})] if others else []),
+        _say("verdict", {"verdict": verdict(report)}),
+    ]
 
 
 def diff(document: Document) -> list[RenderableType]:
     parts: list[RenderableType] = []
-    for arm in document["arms"]:
+    for policy in document["arms"]:
         figures = (
             {
                 **figure,
@@ -52,13 +52,13 @@ def diff(document: Document) -> list[RenderableType]:
                 "name": figure["name"].replace("_", " "),
                 "verdict": "differs" if figure["differs"] else "",
             }
-            for figure in arm["figures"]
+            for figure in policy["figures"]
         )
-        parts.append(_table("figures", figures, title=arm["label"]))
+        parts.append(_table("figures", figures, title=policy["label"]))
     for side in ("a", "b"):
         if missing := document[f"only_in_{side}"]:
             parts.append(_say("only", {"side": side, "arms": ", ".join(missing)}))
-    return parts or ["no arm is in both runs"]
+    return parts or ["the two runs have no policy in common"]
 
 
 def live(document: Document) -> list[RenderableType]:
@@ -73,22 +73,28 @@ def live(document: Document) -> list[RenderableType]:
 
 
 def paper(document: Document) -> list[RenderableType]:
-    arms = (
-        {**arm, **{f"at_least_{share}": of_all for share, of_all in arm["at_least"].items()}}
-        for arm in document["figure_4"]["arms"]
+    policies = (
+        {**policy, **{f"at_least_{share}": of_all for share, of_all in policy["at_least"].items()}}
+        for policy in document["figure_4"]["arms"]
     )
-    return [_say("paper", document), *_unreadable(document), _table("subset", arms)]
+    return [_say("paper", document), *_unreadable(document), _table("subset", policies)]
+
+
+def _table(name: str, rows: Iterable[Document], *, title: str | None = None) -> RenderableType:
+    """Names are folded, never cut."""
+    table = _TEMPLATES.table(name, rows, title=title, box=box.SIMPLE_HEAD)
+    for column in table.columns:
+        column.overflow = "fold"
+    return table
 
 
 def _unreadable(document: Document) -> list[RenderableType]:
-    """Where the first rows stand that could not be read, and why."""
+    """Which rows could not be read, and why: the first of them."""
     unreadable = document["data"]["unreadable"]
     lines = unreadable["lines"][:_NUM_LINES]
-    if not lines:
-        return []
     num_more = unreadable["num_rows"] - len(lines)
     return [
-        _say("unreadable", unreadable),
+        *([_say("unreadable", unreadable)] if lines else []),
         *(_say("line", line) for line in lines),
-        *([_say("more", {"num_more": num_more})] if num_more else []),
+        *([_say("more", {"num_more": num_more})] if lines and num_more else []),
     ]

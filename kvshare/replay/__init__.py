@@ -1,14 +1,14 @@
 """
 Replay: what sharing would save on real traffic, from a log file, without a GPU and without a model.
 
-    readers/      files of the published formats -> `LoggedRequest`s; what cannot be read is counted by line
+    readers/      files of the published formats -> `LoggedRequest`s; unreadable rows are counted by line
     stream.py     several files -> one stream in time order, every turn after the turns it builds on
     tokens.py     requests -> `TokenizedRequest`s
-    arms/         what each way of caching would have reused of every request, on the same stream
+    policies/     what each cache policy would have reused of every request, on the same stream
     rows.py       outcomes -> rows of numbers, on disk; measures.py: rows -> figures, counted by counts.py
     results.py    the schema of `results.json`
-    run.py        drives it all, resumes, and writes what report/ draws
-    paper.py      the source paper's figures 2 and 4; live.py the same stream against a running server
+    run.py        runs all of this, resumes, and writes what report/ draws
+    paper.py      the source paper's figures 2 and 4; live.py: the same stream sent to a running server
     diff.py       two runs compared, request by request
-    workloads/    streams where it pays, made from real text with a seed
+    workloads/    streams for which sharing pays, made from real text with a seed
 """

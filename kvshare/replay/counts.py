@@ -1,4 +1,6 @@
-"""Many values -> what `results.json` keeps of them: histograms, percentiles, stretches; and their edges."""
+"""
+Many values -> what `results.json` has of them: histograms, percentiles, series; and the histograms' edges.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,13 @@ DISTANCE_EDGES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0
 OVERLAP_EDGES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 DISTANCE_THRESHOLDS: Final = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 # The keys under `by.length`: "512-1023", and "32768-" for the last.
-LENGTH_BUCKETS: Final = (
-    *(f"{low}-{high - 1}" for low, high in pairwise(LENGTH_EDGES)),
-    f"{LENGTH_EDGES[-1]}-",
-)
+LENGTH_BUCKETS: Final = (*(f"{a}-{b - 1}" for a, b in pairwise(LENGTH_EDGES)), f"{LENGTH_EDGES[-1]}-")
 
 _MAX_STRETCHES = 200
 
 
 def buckets(edges: ArrayLike, values: ArrayLike) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The bucket of each value; what is below the first edge counts in the first."""
+    """The bucket of each value; values below the first edge count in the first."""
     return np.maximum(np.searchsorted(edges, values, side="right") - 1, 0)
 
 
@@ -43,16 +42,15 @@ def histogram(edges: tuple[int | float, ...], values: ArrayLike) -> Histogram:
 
 
 def milliseconds(seconds: ArrayLike) -> Milliseconds:
-    """Percentiles are values that occurred."""
+    """Percentiles are values that occurred; without any value all are 0."""
     array = 1000 * np.asarray(seconds, dtype=np.float64)
-    if not len(array):
-        return Milliseconds(mean=0.0, p50=0.0, p90=0.0, p99=0.0, max=0.0)
+    array = array if len(array) else np.zeros(1)
     p50, p90, p99 = np.percentile(array, (50, 90, 99), method="inverted_cdf").tolist()
     return Milliseconds(mean=float(array.mean()), p50=p50, p90=p90, p99=p99, max=float(array.max()))
 
 
 def stretches(rows: pa.Table) -> tuple[Stretch, ...]:
-    """An arm's rows in at most 200 stretches, whose equal length is a power of two."""
+    """A policy's rows in at most 200 stretches of the stream, whose equal length is a power of two."""
     length = 1
     while length * _MAX_STRETCHES < len(rows):
         length *= 2

@@ -1,8 +1,8 @@
 """
-Two replays of one log compared, arm by arm, with bootstrap intervals.
+Two replays of one log compared, policy by policy, with bootstrap intervals.
 
-Paired: each request's outcome in one run is set against its outcome in the other. What is drawn again and
-again is whole conversations, because the turns of one share their history and are no independent evidence.
+The comparison is paired: each request's outcome in one run with its outcome in the other. The bootstrap draws
+whole conversations, because the turns of one share their history and are not independent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from kvshare.errors import LogError
 from kvshare.replay.measures import SUMMED, each_request, grouped
-from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, SHARES, Document, arm_label
-from kvshare.replay.rows import read_arm
+from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, SHARES, Document, policy_label
+from kvshare.replay.rows import read_policy
 
 _COLUMNS = ["index", "conversation", *SUMMED]
 _DRAWS_AT_ONCE = 50
@@ -39,12 +39,12 @@ _SUMS = sorted({name for pair in _FIGURES.values() for name in pair})
 
 def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
     """
-    Each figure of `a` and `b` and the difference b - a with its 95 % interval, for every arm both have.
+    Each figure of `a` and `b`, and the difference b - a with its 95 % interval, for the policies of both.
 
     `a` and `b` are folders of results. Raises LogError if they cannot be read or replayed different logs.
     """
     if _results(a)["data"]["sha256"] != _results(b)["data"]["sha256"]:
-        raise LogError("the two runs replayed different logs, limits, orders or tokenizers: nothing to pair")
+        raise LogError("cannot compare runs of different logs, limits, orders or tokenizers")
     rows_a, rows_b = _rows(a), _rows(b)
     rng = np.random.default_rng(seed)
     labels = [label for label in rows_a if label in rows_b]
@@ -85,7 +85,7 @@ def _compare(a: pa.Table, b: pa.Table, rng: np.random.Generator, resamples: int)
 
 
 def _resampled(both: Table, rng: np.random.Generator, resamples: int) -> Table:
-    """(2, C, S) -> (2, R, S): sums over conversations drawn with replacement, the same ones in both runs."""
+    """(2, C, S) -> (2, R, S): sums over conversations, drawn with replacement, the same in both runs."""
     num = both.shape[1]
     sizes = (min(_DRAWS_AT_ONCE, resamples - start) for start in range(0, resamples, _DRAWS_AT_ONCE))
     drawn = [rng.multinomial(num, np.full(num, 1 / num), size=size) @ both for size in sizes]
@@ -104,12 +104,13 @@ def _sums_by_conversation(rows: pa.Table) -> Table:
 
 
 def _rows(folder: Path) -> dict[str, pa.Table]:
-    """The rows of each arm, by request."""
+    """The rows of each policy, by request."""
     path = folder / REQUESTS_FILE
     try:
-        arms = pq.read_table(path, columns=["arm", "capacity_tokens"])
-        stores = arms.group_by(arms.column_names, use_threads=False).aggregate([]).to_pylist()
-        return {arm_label(**store): read_arm(path, **store, columns=_COLUMNS) for store in stores}
+        rows = pq.read_table(path, columns=["arm", "capacity_tokens"])
+        stores = rows.group_by(rows.column_names, use_threads=False).aggregate([]).to_pylist()
+        named = [(store["arm"], store["capacity_tokens"]) for store in stores]
+        return {policy_label(*store): read_policy(path, *store, columns=_COLUMNS) for store in named}
     except (OSError, pa.ArrowInvalid) as exc:
         raise _not_results(folder, REQUESTS_FILE, exc) from exc
 

@@ -1,12 +1,12 @@
 """
-The same stream against a running server: real times to the first token, the plans' predictions beside what
-the server says has happened.
+The same stream sent to a running server: measured times to the first token, and what the server reports as
+cached beside what the policies predict.
 
-    OUT/live.json, OUT/live.parquet (a row a request, numbers only)
+    OUT/live.json, OUT/live.parquet (a row per request, numbers only)
 
-Requests go out in the stream's order, paced by its times (`speedup`) or as fast as `concurrency` lets them; a
-turn waits for the turn before it. Arms predict from prompts alone: the log's answers are not what this server
-says. An interrupted run has files too, of the requests that were answered: "complete" is false in them.
+Requests are sent in the stream's order, at its pace (`speedup`) or as fast as `concurrency` allows; a turn
+waits for the turn before it. Policies predict from prompts alone, because this server's answers are not the
+log's. An interrupted run writes the files of the requests answered so far, with "complete" false.
 """
 
 from __future__ import annotations
@@ -25,19 +25,10 @@ import pyarrow.parquet as pq
 
 from delta_tree import token_ids
 from kvshare.errors import ConfigError
-from kvshare.replay.arms import Meanings, opened_arms
 from kvshare.replay.live_client import Answered, connected
 from kvshare.replay.live_figures import summarise
-from kvshare.replay.options import (
-    ReplayOptions,
-    Report,
-    config_document,
-    data_document,
-    make_bench,
-    make_meanings,
-    make_stream,
-    versions,
-)
+from kvshare.replay.options import ReplayOptions, Report, describe_log, describe_options, versions
+from kvshare.replay.policies import BatchEmbeddings, open_policies
 from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.results import SCHEMA_VERSION, Document, Row
 from kvshare.replay.tokens import RequestTokenizer
@@ -45,15 +36,15 @@ from kvshare.replay.whole_files import write_document
 
 LIVE_FILE: Final = "live.json"
 LIVE_REQUESTS_FILE: Final = "live.parquet"
-LIVE_ARMS: Final = "prefix,kvshare-fingerprints"
+LIVE_POLICIES: Final = "prefix,kvshare-fingerprints"
 _NO_ANSWER: Final = token_ids([])
 
-Predict = Callable[[TokenizedRequest], Awaitable[dict[str, int]]]  # -> tokens not computed, by arm
+Predict = Callable[[TokenizedRequest], Awaitable[dict[str, int]]]  # -> tokens not computed, by policy
 
 
 @dataclass(frozen=True, slots=True)
 class LiveOptions:
-    """`speedup` None: as fast as possible; 1.0: at the log's own pace."""
+    """`speedup` None: without pauses; 1.0: at the log's own pace."""
 
     url: str
     key: str | None = None
@@ -66,19 +57,18 @@ def replay_live(
     options: ReplayOptions, live: LiveOptions, *, report: Report = lambda done, total: None
 ) -> Document:
     """
-    Send the stream, write both files; returns the document. `options.arms` predict. Ctrl-C ends it early;
-    it is raised only where nothing has been answered yet.
+    Send the stream, write both files and return the document. `options.policies` predict. Ctrl-C ends it
+    early and is raised only if nothing was answered yet.
 
-    Raises:  ConfigError for several capacities; LogError, ModelError; UpstreamError if nobody answers
+    Raises:  ConfigError for several capacities; LogError, ModelError; UpstreamError if no server answers
     """
     if len(options.capacities_tokens) > 1:
-        raise ConfigError("--capacity", "one store at a time predicts what a server does")
-    with make_stream(options, report) as stream:
-        tokenizer = RequestTokenizer.load(options.tokenizer)
+        raise ConfigError("--capacity", "expected one store with --engine: predictions are for one server")
+    with options.stream(report) as stream:
+        tokenizer, embeddings = RequestTokenizer.load(options.tokenizer), options.embeddings()
         total, requests = len(stream), tokenizer.tokenize(stream)
         rows: list[Row] = []
-        meanings = make_meanings(options, None)
-        with _predicting(options, meanings) as predict:
+        with _predicting(options, embeddings) as predict:
             complete = _run(_send_all(requests, live, predict, rows, lambda n: report(n, total)), rows)
         rows.sort(key=itemgetter("index"))
         wall_s = max((row["sent_s"] + row["seconds"] for row in rows), default=0.0)
@@ -87,13 +77,13 @@ def replay_live(
             "kind": "replay-live",
             "complete": complete,
             "config": {
-                **config_document(options, tokenizer, meanings),
+                **describe_options(options, tokenizer, embeddings),
                 "concurrency": live.concurrency,
                 "speedup": live.speedup,
                 "max_tokens": live.max_tokens,
             },
-            "data": data_document(options, stream),
-            **summarise(rows, [spec.text for spec in options.arms]),
+            "data": describe_log(options, stream),
+            **summarise(rows, [spec.text for spec in options.policies]),
             "requests_per_s": len(rows) / wall_s if wall_s else 0.0,
             "versions": versions(),
         }
@@ -103,28 +93,27 @@ def replay_live(
 
 
 @contextmanager
-def _predicting(options: ReplayOptions, meanings: Meanings | None) -> Iterator[Predict]:
-    """Arms in a thread of their own: they have event loops, and planning must not hold up the sending."""
-    bench = make_bench(options, meanings, explain_losses=False)
+def _predicting(options: ReplayOptions, embeddings: BatchEmbeddings | None) -> Iterator[Predict]:
+    """The policies in a thread of their own: they have event loops, and planning must not delay requests."""
     capacity = next(iter(options.capacities_tokens), None)
-    opening = opened_arms(((spec, capacity) for spec in options.arms), bench)
-    opened = ExitStack()
+    stores = ((spec, capacity) for spec in options.policies)
+    opening, opened = open_policies(stores, options.context(embeddings)), ExitStack()
 
     def predict(request: TokenizedRequest) -> dict[str, int]:
-        if meanings is not None:
-            meanings.prepare([request])
-        return {arm.name: arm.observe(request).num_hit for arm in arms}
+        if embeddings is not None:
+            embeddings.prepare([request])
+        return {policy.name: policy.observe(request).num_hit for policy in policies}
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-predict") as thread:
         try:
-            arms = thread.submit(opened.enter_context, opening).result()
+            policies = thread.submit(opened.enter_context, opening).result()
             yield lambda request: asyncio.get_running_loop().run_in_executor(thread, predict, request)
         finally:
             thread.submit(opened.close).result()
 
 
 def _run(sending: Coroutine[Any, Any, None], rows: Sequence[Row]) -> bool:
-    """Whether it came to its end, or was interrupted when there were rows already."""
+    """Whether all was sent. Raises KeyboardInterrupt only if there are no rows yet."""
     try:
         asyncio.run(sending)
     except KeyboardInterrupt:
@@ -135,14 +124,14 @@ def _run(sending: Coroutine[Any, Any, None], rows: Sequence[Row]) -> bool:
 
 
 class Pace:
-    """When requests are due: as far apart as in the log, counted from the first that has a time."""
+    """When requests are due: at the log's distances, counted from the first request that has a time."""
 
     def __init__(self, speedup: float) -> None:
         self._speedup = speedup
         self._start: tuple[float, float] | None = None  # by the clock, and by the log
 
     def wait_s(self, request: TokenizedRequest, now_s: float) -> float:
-        """How long it has to wait; what comes before all times does not."""
+        """How long a request has to wait; requests before the first time do not wait."""
         if self._start is None:
             if request.logged.time_s is None:
                 return 0.0
@@ -158,7 +147,7 @@ async def _send_all(
     rows: list[Row],
     done: Callable[[int], None],
 ) -> None:
-    """Adds a row for each answer, in the order they come: who interrupts this finds them there."""
+    """Adds a row for each answer as it comes, so that they are there after an interruption."""
     async with connected(live.url, key=live.key) as client:
         model = await client.model()
         slots, began = asyncio.Semaphore(live.concurrency), time.perf_counter()
@@ -192,7 +181,7 @@ async def _send_all(
 
 
 def request_body(request: TokenizedRequest, model: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
-    """The route, and the body as the log had it; tokens where it had no text."""
+    """The route, and the body as the log had it; token ids where it had no text."""
     logged = request.logged
     body: dict[str, Any] = {
         "model": model,
@@ -209,8 +198,7 @@ def request_body(request: TokenizedRequest, model: str, max_tokens: int) -> tupl
 
 def _row(request: TokenizedRequest, answered: Answered, predicted: dict[str, int], *, sent_s: float) -> Row:
     usage = answered.usage
-    told = usage.get("kvshare") or {}
-    details = usage.get("prompt_tokens_details") or {}
+    sources, details = usage.get("kvshare") or {}, usage.get("prompt_tokens_details") or {}
     return {
         "index": request.index,
         "sent_s": sent_s,
@@ -220,8 +208,8 @@ def _row(request: TokenizedRequest, answered: Answered, predicted: dict[str, int
         "num_tokens": request.num_tokens,
         "num_prompt_tokens": usage.get("prompt_tokens"),
         "num_cached": details.get("cached_tokens"),
-        "num_exact": told.get("exact"),
-        "num_copied": told.get("copied"),
+        "num_exact": sources.get("exact"),
+        "num_copied": sources.get("copied"),
         "error": answered.error,
         **{f"predicted:{name}": num_hit for name, num_hit in predicted.items()},
     }

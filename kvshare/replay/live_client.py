@@ -1,8 +1,8 @@
 """
-A streaming client of an OpenAI-shaped server, for the live replay: times and usage come back, never text.
+A streaming client of an OpenAI-shaped server that reports times and usage, never text.
 
-The only file of the replay that talks HTTP. Neither proxies nor redirects are followed. `session`, `events`
-and `error_code` know nothing of replays: they serve any client that measures a server.
+The only file of the replay that sends HTTP. It follows neither proxies nor redirects. `session`, `events` and
+`error_code` know nothing of replays and serve any client that measures a server.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import aiohttp
 
 from kvshare.errors import UnreachableError, UpstreamError
 
-_SILENCE_S = 600.0  # a stream that says nothing for so long is broken
+_SILENCE_S = 600.0  # a stream without a byte for so long is broken
 _READ_BUFFER = 2**20  # bytes; the first line of an answer may repeat the prompt
 
 
 @dataclass(slots=True)
 class Answered:
-    """What came back of one request. Seconds are since it was sent; `error` is a word, or None."""
+    """The outcome of one request. Times are seconds since it was sent; `error` is a word, or None."""
 
     ttft_s: float | None = None
     seconds: float = 0.0
@@ -41,14 +41,14 @@ class LiveClient:
 
     async def model(self) -> str:
         """
-        The name of the first model that is served.
+        The name of the first served model.
 
-        Raises:  UnreachableError if nobody listens there, UpstreamError if the answer is no list of models
+        Raises:  UnreachableError if no server listens, UpstreamError if its answer is not a list of models
         """
         try:
             async with self._session.get("v1/models", allow_redirects=False) as response:
                 if response.status != 200:
-                    hint = " (give an API key with --key)" if response.status in (401, 403) else ""
+                    hint = " (pass an API key with --key)" if response.status in (401, 403) else ""
                     raise self._no_models(f"HTTP status {response.status}{hint}")
                 document = await response.json(content_type=None)
             return str(document["data"][0]["id"])
@@ -57,10 +57,10 @@ class LiveClient:
         except (aiohttp.ClientError, TimeoutError) as exc:
             raise self._no_models(str(exc) or type(exc).__name__) from exc
         except (ValueError, LookupError, TypeError) as exc:
-            raise self._no_models("its answer is no list of models") from exc
+            raise self._no_models("the answer is not a list of models") from exc
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Answered:
-        """One streamed request; whatever fails is told in the answer, as a word."""
+        """One streamed request; a failure is a word in the answer."""
         answered = Answered()
         began = time.perf_counter()
         try:
@@ -77,19 +77,19 @@ class LiveClient:
         return answered
 
     def _no_models(self, problem: str) -> UpstreamError:
-        return UpstreamError(f"{self._url}v1/models does not tell its models: {problem}")
+        return UpstreamError(f"{self._url}v1/models: no model found: {problem}")
 
 
 @asynccontextmanager
 async def connected(url: str, *, key: str | None) -> AsyncIterator[LiveClient]:
-    """A client of its own connections; `url` with or without /v1."""
+    """A client with its own connections; `url` with or without /v1."""
     base = url.rstrip("/").removesuffix("/v1") + "/"
     async with session(base, key=key) as own:
         yield LiveClient(own, base)
 
 
 def session(url: str, *, key: str | None) -> aiohttp.ClientSession:
-    """As many connections as there are requests at a time, which wait for a stream as long as it speaks."""
+    """A connection for each request in flight, without a limit on how long a stream may take."""
     return aiohttp.ClientSession(
         url,
         headers={} if key is None else {"Authorization": f"Bearer {key}"},
@@ -103,7 +103,8 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
     """
     The documents of an event stream, errors among them; None for its [DONE].
 
-    To the very end: a connection closed before it counts as hung up. Raises ValueError for what is no JSON.
+    It is read to its end: servers count a connection that is closed earlier as aborted. Raises ValueError for
+    an event that is not JSON.
     """
     async for line in response.content:
         payload = line[5:].strip() if line.startswith(b"data:") else b""
@@ -119,12 +120,12 @@ async def _read(response: aiohttp.ClientResponse, answered: Answered, began: flo
             answered.error = error_code(document)
             return
         answered.usage = document.get("usage") or answered.usage
-        if answered.ttft_s is None and any(_says_something(choice) for choice in document["choices"]):
+        if answered.ttft_s is None and any(map(_has_tokens, document["choices"])):
             answered.ttft_s = time.perf_counter() - began
 
 
-def _says_something(choice: Mapping[str, Any]) -> bool:
-    """A chat's first chunk only names the role; half a character has no text until the other half comes."""
+def _has_tokens(choice: Mapping[str, Any]) -> bool:
+    """A chat's first chunk only names the role; a token of half a character has no text yet."""
     delta = choice.get("delta") or {}
     said = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
     return bool(said) or choice.get("finish_reason") is not None
@@ -138,7 +139,7 @@ async def _refusal(response: aiohttp.ClientResponse) -> str:
 
 
 def error_code(document: Any) -> str:
-    """The error's code: a fixed word of the server's. Its message may quote the prompt."""
+    """The error's code, a fixed word of the server's. Its message may quote the prompt."""
     error = document.get("error") if isinstance(document, dict) else None
     code = error.get("code") if isinstance(error, dict) else None
     word = str(code or "error")

@@ -1,6 +1,6 @@
 """
-Rows -> figures: what `results.json` says of the log and of each arm. Pure functions of tables of rows.py's
-schema; the rows of one arm in one table, in the stream's order.
+Rows -> figures: what `results.json` says of the log and of each policy. Pure functions of tables with the
+schema of rows.py, each with the rows of one policy in the stream's order.
 """
 
 from __future__ import annotations
@@ -13,24 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from kvshare.replay import counts
 from kvshare.replay import results as schema
-from kvshare.replay.counts import (
-    COUNT_EDGES,
-    DISTANCE_EDGES,
-    DISTANCE_THRESHOLDS,
-    LENGTH_BUCKETS,
-    LENGTH_EDGES,
-    OVERLAP_EDGES,
-    SHIFT_EDGES,
-    buckets,
-    histogram,
-    milliseconds,
-    stretches,
-)
 from kvshare.replay.results import SHARES
 
 _ORIGINS = ("same_user", "cross_user", "unknown")
-_MAX_LANGUAGES = 60  # a log with more has made them up
+_MAX_LANGUAGES = 60  # a log with more has other words in this field
 _CLOCKS = ("lookup_s", "plan_s", "observe_s")
 SUMMED = (
     *("num_tokens", "num_hit", "num_exact", "num_repaired", "num_refused", "num_refused_generation"),
@@ -42,8 +30,8 @@ Sums = Mapping[str, Any]
 
 def each_request(rows: pa.Table) -> pa.Table:
     """
-    What each request adds to the sums that figures are made of: `SUMMED`, "requests", and "with_50" if at
-    least that share of its tokens, and any, need not be computed.
+    What each request adds to the sums behind the figures: `SUMMED`, "requests", and "with_50" if at least
+    that share of its tokens, and at least one, is reused.
     """
     tokens, hit = _tokens_and_hits(rows)
     each = rows.select(SUMMED).append_column("requests", pa.array(np.ones(len(rows), np.int64)))
@@ -53,7 +41,7 @@ def each_request(rows: pa.Table) -> pa.Table:
 
 
 def grouped(each: pa.Table, keys: pa.Array | pa.ChunkedArray) -> dict[Any, Sums]:
-    """The sums of the requests that have a key in common, in the order in which the keys first come."""
+    """The sums of the requests of each key, in the order in which the keys first come."""
     names = each.column_names
     table = each.append_column("key", keys).group_by("key", use_threads=False)
     summed = table.aggregate([(name, "sum") for name in names]).rename_columns(["key", *names])
@@ -85,14 +73,16 @@ def _figures(sums: Sums, prefill_tokens_per_s: float) -> schema.Figures:
 
 
 def _languages(rows: pa.Table) -> pa.ChunkedArray:
-    """Those that come first, "other" from then on."""
+    """The first `_MAX_LANGUAGES` of them; later ones are "other"."""
     languages = rows["language"]
     return pc.if_else(pc.is_in(languages, languages.unique()[:_MAX_LANGUAGES]), languages, "other")
 
 
 def _keys(rows: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
     """Each request's key in each grouping of `by`."""
-    lengths = np.array(LENGTH_BUCKETS)[buckets(LENGTH_EDGES, rows["num_tokens"].to_numpy())]
+    lengths = np.array(counts.LENGTH_BUCKETS)[
+        counts.buckets(counts.LENGTH_EDGES, rows["num_tokens"].to_numpy())
+    ]
     others = pa.array(_ORIGINS).take(rows["cross_user"].cast(pa.int8()).fill_null(2))
     return {
         "language": _languages(rows),
@@ -105,7 +95,7 @@ def _keys(rows: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
 def describe_data(
     rows: pa.Table, *, sha256: str, files: tuple[schema.LogFile, ...], unreadable: schema.Unreadable
 ) -> schema.Data:
-    """What of the log was replayed; `rows` are any arm's."""
+    """What of the log was replayed; `rows` are those of any policy."""
     numbered = ("conversation", "user", "namespace")
     return schema.Data(
         files=files,
@@ -115,15 +105,15 @@ def describe_data(
         num_answer_tokens=pc.sum(rows["num_answer_tokens"]).as_py() or 0,
         **{f"num_{name}s": pc.count_distinct(rows[name]).as_py() for name in numbered},
         languages=_counted(_languages(rows)),
-        length_histogram=histogram(LENGTH_EDGES, rows["num_tokens"]),
+        length_histogram=counts.histogram(counts.LENGTH_EDGES, rows["num_tokens"]),
         unreadable=unreadable,
     )
 
 
-def arm_results(
+def policy_results(
     rows: pa.Table, store: schema.Store, tree: schema.Tree | None = None, *, prefill_tokens_per_s: float
-) -> schema.ArmResults:
-    """Everything of one arm with one store that no clock had a part in."""
+) -> schema.PolicyResults:
+    """Everything of one policy with one store that does not depend on a clock."""
     each, (tokens, hit) = each_request(rows), _tokens_and_hits(rows)
     final_bytes = pc.last(rows["num_stored_bytes"]).as_py() or 0
     by = {
@@ -132,34 +122,36 @@ def arm_results(
         }
         for group, keys in _keys(rows).items()
     }
-    return schema.ArmResults(
+    return schema.PolicyResults(
         **dict(store),
         **dict(_figures(_totals(each), prefill_tokens_per_s)),
         coverage_histogram=tuple(np.bincount(100 * hit // np.maximum(tokens, 1), minlength=101).tolist()),
-        num_copies=histogram(COUNT_EDGES, rows["num_copies"]),
-        num_donors=histogram(COUNT_EDGES, rows["num_donors"]),
-        shift_tokens=histogram(SHIFT_EDGES, np.abs(pc.list_flatten(rows["shifts"]))),
+        num_copies=counts.histogram(counts.COUNT_EDGES, rows["num_copies"]),
+        num_donors=counts.histogram(counts.COUNT_EDGES, rows["num_donors"]),
+        shift_tokens=counts.histogram(counts.SHIFT_EDGES, np.abs(pc.list_flatten(rows["shifts"]))),
         reasons=_counted(rows["reason"]),
         storage=schema.Storage(
             final_bytes=final_bytes,
             peak_bytes=pc.max(rows["num_stored_bytes"]).as_py() or 0,
             bytes_per_request=final_bytes / max(1, len(rows)),
         ),
-        series=stretches(rows),
+        series=counts.stretches(rows),
         by=by,
         tree=tree,
     )
 
 
-def arm_times(rows: pa.Table, *, prefill_tokens_per_s: float, embedding_s: float = 0.0) -> schema.ArmTimes:
-    """What a clock had a part in. `embedding_s`: one text's, made ahead and so not in the look-up."""
+def policy_times(
+    rows: pa.Table, *, prefill_tokens_per_s: float, embedding_s: float = 0.0
+) -> schema.PolicyTimes:
+    """What depends on a clock. `embedding_s`: for one text; embeddings are made before the look-up."""
     sums, num_requests = _totals(rows.select(["num_hit", "embedded", *_CLOCKS])), len(rows)
     spent_s = sums["lookup_s"] + sums["plan_s"] + sums["embedded"] * embedding_s
     net_s = sums["num_hit"] / prefill_tokens_per_s - spent_s
-    return schema.ArmTimes(
-        lookup_ms=milliseconds(rows["lookup_s"]),
-        plan_ms=milliseconds(rows["plan_s"]),
-        observe_ms=milliseconds(rows["observe_s"]),
+    return schema.PolicyTimes(
+        lookup_ms=counts.milliseconds(rows["lookup_s"]),
+        plan_ms=counts.milliseconds(rows["plan_s"]),
+        observe_ms=counts.milliseconds(rows["observe_s"]),
         requests_per_s=num_requests / sums["observe_s"] if sums["observe_s"] else 0.0,
         ttft_saved_net_s=schema.NetSaved(mean=net_s / max(1, num_requests), total=net_s),
     )
@@ -167,27 +159,27 @@ def arm_times(rows: pa.Table, *, prefill_tokens_per_s: float, embedding_s: float
 
 def similarity(families: Mapping[str, str], rows_of: Callable[[str], pa.Table]) -> schema.Similarity | None:
     """
-    How near in meaning the nearest earlier prompt is, against how many tokens could be shared.
+    The embedding distance to the nearest earlier prompt, against the share of tokens that could be reused.
 
-    `families` of the arms with infinite stores, in the order asked for; None if none looked at meaning.
+    `families`: of the policies with infinite stores, in the given order. None if no policy embeds.
     """
-    arms = {family: arm for arm, family in reversed(list(families.items()))}  # the first of each family
-    overlap = arms.get("oracle", arms.get("kvshare"))
-    if "response" not in arms or overlap is None:
+    policies = {family: name for name, family in reversed(list(families.items()))}  # the first of each family
+    overlap = policies.get("oracle", policies.get("kvshare"))
+    if "response" not in policies or overlap is None:
         return None
-    distances = rows_of(arms["response"])["distance"].to_numpy().astype(np.float64)  # NaN: no earlier prompt
+    distances = rows_of(policies["response"])["distance"].to_numpy().astype(np.float64)  # NaN: none
     tokens, hit = _tokens_and_hits(rows_of(overlap))
-    edges = [*DISTANCE_EDGES, np.inf], [*OVERLAP_EDGES, np.inf]
-    counts = np.histogram2d(distances, hit / np.maximum(tokens, 1), edges)[0].astype(int)
+    edges = [*counts.DISTANCE_EDGES, np.inf], [*counts.OVERLAP_EDGES, np.inf]
+    requests = np.histogram2d(distances, hit / np.maximum(tokens, 1), edges)[0].astype(int)
     num_requests = max(1, len(distances))
     return schema.Similarity(
-        distance_edges=DISTANCE_EDGES,
-        overlap_edges=OVERLAP_EDGES,
-        counts=tuple(map(tuple, counts.tolist())),
+        distance_edges=counts.DISTANCE_EDGES,
+        overlap_edges=counts.OVERLAP_EDGES,
+        counts=tuple(map(tuple, requests.tolist())),
         overlap=overlap,
         thresholds=tuple(
             schema.Threshold(distance=limit, share=int((distances <= limit).sum()) / num_requests)
-            for limit in DISTANCE_THRESHOLDS
+            for limit in counts.DISTANCE_THRESHOLDS
         ),
     )
 
@@ -195,17 +187,17 @@ def similarity(families: Mapping[str, str], rows_of: Callable[[str], pa.Table]) 
 def waterfalls(
     families: Mapping[str, str], rows_of: Callable[[str], pa.Table]
 ) -> tuple[schema.Waterfall, ...]:
-    """Where what the oracle covers goes, for each kvshare arm with an infinite store."""
-    oracle = next((arm for arm, family in families.items() if family == "oracle"), None)
+    """How the oracle's tokens are lost, for each kvshare policy with an infinite store."""
+    oracle = next((name for name, family in families.items() if family == "oracle"), None)
     if oracle is None:
         return ()
     covered = rows_of(oracle)["num_hit"].to_numpy()
-    kvshare = (arm for arm, family in families.items() if family == "kvshare")
-    return tuple(_waterfall(arm, rows_of(arm), covered) for arm in kvshare)
+    kvshare = (name for name, family in families.items() if family == "kvshare")
+    return tuple(_waterfall(name, rows_of(name), covered) for name in kvshare)
 
 
-def _waterfall(arm: str, rows: pa.Table, covered: NDArray[np.int32]) -> schema.Waterfall:
-    """`covered`: of each request, what the oracle has."""
+def _waterfall(policy: str, rows: pa.Table, covered: NDArray[np.int32]) -> schema.Waterfall:
+    """`covered`: the oracle's tokens of each request."""
     sums = _totals(each_request(rows))
     hit, repaired, refused = sums["num_hit"], sums["num_repaired"], sums["num_refused"]
     generation, num_covered = sums["num_refused_generation"], int(covered.sum())
@@ -221,7 +213,7 @@ def _waterfall(arm: str, rows: pa.Table, covered: NDArray[np.int32]) -> schema.W
         "hit": hit,
     }
     steps = tuple(schema.Step(name=name, num_tokens=value) for name, value in losses.items())
-    return schema.Waterfall(arm=arm, num_tokens=sums["num_tokens"], steps=steps)
+    return schema.Waterfall(arm=policy, num_tokens=sums["num_tokens"], steps=steps)
 
 
 def _tokens_and_hits(rows: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -230,6 +222,6 @@ def _tokens_and_hits(rows: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 
 def _counted(column: pa.ChunkedArray) -> dict[str, int]:
-    """How often each value occurs, in alphabetical order; no value is none."""
-    counts = column.drop_null().value_counts().to_pylist()
-    return dict(sorted((one["values"], one["counts"]) for one in counts))
+    """How often each value occurs, in alphabetical order; null is not counted."""
+    found = column.drop_null().value_counts().to_pylist()
+    return dict(sorted((one["values"], one["counts"]) for one in found))

@@ -1,4 +1,4 @@
-"""What a replay is asked to do, and how `results.json` says what was replayed and with what."""
+"""The options of a replay, and how its documents describe them and what was replayed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import kvshare
-from kvshare.replay.arms import ArmSpec, Meanings, Workbench
+from kvshare.replay.policies import BatchEmbeddings, PolicyContext, PolicySpec
 from kvshare.replay.results import Data, Document, LogFile
 from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
@@ -18,26 +18,18 @@ from kvshare.settings import Settings
 from vector_index import TextEmbedder
 
 LLAMA3_8B_BYTES_PER_TOKEN = 131_072  # 32 layers, 8 KV heads of 128, K and V, bfloat16
-_FIGURED = ("bytes_per_token", "prefill_tokens_per_s", "limit", "seed", "interleave")
-_LIBRARIES = {
-    "numpy": "numpy",
-    "pyarrow": "pyarrow",
-    "qdrant_edge": "qdrant-edge-py",
-    "rapidfuzz": "RapidFuzz",
-    "tokenizers": "tokenizers",
-    "sentence_transformers": "sentence-transformers",
-}
+_LIBRARIES = ("numpy", "pyarrow", "qdrant-edge-py", "RapidFuzz", "tokenizers", "sentence-transformers")
 
-Report = Callable[[int, int | None], None]  # requests done, in all; or requests read so far, None
+Report = Callable[[int, int | None], None]  # (requests done, all) or (requests read so far, None)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What a replay is asked to do. `capacities_tokens`: finite stores, beside the infinite one."""
+    """What to replay, and how. `capacities_tokens`: finite stores, beside the infinite one."""
 
     paths: Sequence[Path]
     out: Path
-    arms: Sequence[ArmSpec]
+    policies: Sequence[PolicySpec]
     settings: Settings
     format_name: str | None = None
     tokenizer: str | None = None
@@ -49,63 +41,59 @@ class ReplayOptions:
     interleave: int = 1
     checkpoint_every: int = 1000  # requests
 
+    def stream(self, report: Report) -> RequestStream:
+        """The files' requests; while files are read, `report` is given how many there are so far."""
+        return RequestStream(
+            self.paths,
+            format_name=self.format_name,
+            interleave=self.interleave,
+            seed=self.seed,
+            limit=self.limit,
+            reading=lambda num_read: report(num_read, None),
+        )
 
-def make_meanings(options: ReplayOptions, embedder: TextEmbedder | None) -> Meanings | None:
-    """The embeddings, if an arm needs any; `embedder` None is the bundled one, or what config.yaml names."""
-    if not any(spec.embeds for spec in options.arms):
-        return None
-    return Meanings(embedder or bundled_embedder(options))
+    def embeddings(self, embedder: TextEmbedder | None = None) -> BatchEmbeddings | None:
+        """The embeddings, if a policy needs any; `embedder` None: the one of config.yaml."""
+        if not any(spec.embeds for spec in self.policies):
+            return None
+        return BatchEmbeddings(embedder or bundled_embedder(self))
 
-
-def make_stream(options: ReplayOptions, report: Report) -> RequestStream:
-    """The files' requests; while they are read, `report` is told how many there were so far."""
-    return RequestStream(
-        options.paths,
-        format_name=options.format_name,
-        interleave=options.interleave,
-        seed=options.seed,
-        limit=options.limit,
-        reading=lambda num_read: report(num_read, None),
-    )
-
-
-def make_bench(
-    options: ReplayOptions,
-    meanings: Meanings | None,
-    *,
-    light_ids: frozenset[int] = frozenset(),
-    explain_losses: bool = True,
-) -> Workbench:
-    """What the arms are made with."""
-    return Workbench(
-        settings=options.settings,
-        bytes_per_token=options.bytes_per_token,
-        prefill_tokens_per_s=options.prefill_tokens_per_s,
-        meanings=meanings,
-        light_ids=light_ids,
-        explain_losses=explain_losses,
-    )
+    def context(
+        self,
+        embeddings: BatchEmbeddings | None,
+        *,
+        punctuation_ids: frozenset[int] = frozenset(),
+        explain_losses: bool = False,
+    ) -> PolicyContext:
+        """What the policies have in common."""
+        rates = self.bytes_per_token, self.prefill_tokens_per_s
+        return PolicyContext(self.settings, *rates, embeddings, punctuation_ids, explain_losses)
 
 
 def bundled_embedder(options: ReplayOptions) -> TextEmbedder:
-    """The embedder of config.yaml, as fast as it goes: nobody is served beside a replay."""
+    """The embedder of config.yaml, with all cores, as a replay serves no requests."""
     from vector_index import Embedder  # imports torch
 
     return Embedder.for_bulk(options.settings.index.embedder)
 
 
-def config_document(
-    options: ReplayOptions, tokenizer: RequestTokenizer, meanings: Meanings | None
+def describe_options(
+    options: ReplayOptions, tokenizer: RequestTokenizer, embeddings: BatchEmbeddings | None
 ) -> Document:
-    """The options without paths; of the settings what a figure may depend on."""
+    """The options without paths, and those settings that a figure may depend on."""
     settings = options.settings
+    numbers = ("bytes_per_token", "prefill_tokens_per_s", "limit", "seed", "interleave")
     return {
-        "arms": [spec.text for spec in options.arms],
+        "arms": [spec.text for spec in options.policies],
         "capacities_tokens": list(options.capacities_tokens),
-        **{name: getattr(options, name) for name in _FIGURED},
+        **{name: getattr(options, name) for name in numbers},
         "format": options.format_name,
-        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.digest},
-        "embedder": None if meanings is None else Path(meanings.name).name,  # a path would tell folders
+        "tokenizer": {
+            "name": tokenizer.name,
+            "sha256": tokenizer.digest,
+            "option": _option(options.tokenizer),
+        },
+        "embedder": None if embeddings is None else Path(embeddings.name).name,  # without its folder
         "settings": {
             **{name: getattr(settings, name).model_dump() for name in ("sharing", "repair", "cost")},
             "index": settings.index.model_dump(exclude={"url", "embedder", "collection", "backend"}),
@@ -122,21 +110,27 @@ def describe_files(paths: Sequence[Path]) -> tuple[LogFile, ...]:
     )
 
 
-def data_document(options: ReplayOptions, stream: RequestStream) -> Document:
-    """The files, and what of them could not be read."""
+def describe_log(options: ReplayOptions, stream: RequestStream) -> Document:
+    """The files, and which rows of them could not be read."""
     data = Data(files=describe_files(options.paths), unreadable=stream.report.unreadable())
     return data.model_dump(include={"files", "unreadable"}, mode="json")
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything a figure may depend on."""
+    """The versions of everything that a figure may depend on; None: not installed."""
     found: dict[str, str | None] = {"kvshare": kvshare.__version__, "python": platform.python_version()}
-    for name, distribution in _LIBRARIES.items():
+    for distribution in _LIBRARIES:
+        name = distribution.lower().removesuffix("-py").replace("-", "_")
         try:
             found[name] = metadata.version(distribution)
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def _option(tokenizer: str | None) -> str | None:
+    """What to pass with --tokenizer where the tokenizer's folder is the current one; None: nothing."""
+    return f"./{Path(tokenizer).name}" if tokenizer and Path(tokenizer).exists() else tokenizer
 
 
 def _sha256(path: Path) -> str:

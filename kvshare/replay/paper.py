@@ -1,22 +1,21 @@
 """
 The source paper's figures 2 and 4 on a log of one's own (KVShare, arXiv:2503.16525).
 
-Figure 2: the share of conversations whose first prompt has an identical or similar earlier one, similar being
-a cosine distance of at most 0.05. Figure 4: of the "Similar" subset (duplicates taken out, then only prompts
-kept that have another similar one), how much of each prompt need not be computed, as it is replayed in its
-order.
+Figure 2: the share of conversations whose first prompt has an identical or similar earlier one (cosine
+distance of at most 0.05). Figure 4: of the subset of similar prompts (without duplicates, each with another
+similar one), the share of each prompt that is not computed when the subset is replayed in its order.
 
     OUT/paper.json           the document below; figure-2 and figure-4 beside it, as .svg and .png
     {"schema_version", "kind": "replay-paper", "config", "data",
      "figure_2": {"num_prompts", "max_distance", "shares": {"identical", "similar", "unique"},
-                  "by_distance": [{"distance", "share"}]}        share: identical or so near
+                  "by_distance": [{"distance", "share"}]}        share: identical or within the distance
      "figure_4": {"num_prompts", "num_duplicates", "num_tokens",
                   "arms": [{"arm", "token_hit_rate", "edges", "shares", "at_least": {"50", "70", "90"}}]},
      "paper": what the paper reports, "versions", "times"}
 
-A log's first prompts stand for its conversations. Distances depend on the embedder: the paper's is GTE.
-Every first prompt is compared with all before it: 100,000 take a minute and a half of one core and 150 MB
-for 384 floats each, a million two and a half hours and 1.5 GB; embedding them takes longer.
+A log's first prompts stand for its conversations. Distances depend on the embedder; the paper's is GTE. Each
+first prompt is compared with all before it: 100,000 take a minute and a half of one core and 150 MB for 384
+floats each, a million two and a half hours and 1.5 GB; embedding them takes longer.
 """
 
 from __future__ import annotations
@@ -32,19 +31,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshare.errors import LogError
-from kvshare.replay.arms import ArmSpec, Meanings, opened_arms
-from kvshare.replay.arms.base import with_room
 from kvshare.replay.counts import DISTANCE_THRESHOLDS, buckets
 from kvshare.replay.options import (
     ReplayOptions,
     Report,
     bundled_embedder,
-    config_document,
-    data_document,
-    make_bench,
-    make_stream,
+    describe_log,
+    describe_options,
     versions,
 )
+from kvshare.replay.policies import BatchEmbeddings, open_policies
+from kvshare.replay.policies.base import Vector, with_room
 from kvshare.replay.report.shapes import draw_figure_2, draw_figure_4
 from kvshare.replay.requests import TokenizedRequest, batches
 from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document
@@ -54,7 +51,7 @@ from vector_index import TextEmbedder
 
 PAPER_FILE: Final = "paper.json"
 MAX_DISTANCE: Final = 0.05  # one of `DISTANCE_THRESHOLDS`
-PAPER_ARMS: Final = "prefix,chunks,kvshare,kvshare-open,kvshare-semantic,kvshare-semantic-open,oracle"
+PAPER_POLICIES: Final = "prefix,chunks,kvshare,kvshare-open,kvshare-semantic,kvshare-semantic-open,oracle"
 _EDGES: Final = tuple(share / 10 for share in range(10))
 _BATCH: Final = 32
 _REPORTED: Final = {
@@ -74,43 +71,43 @@ def replay_paper(
     report: Report = lambda done, total: None,
 ) -> Document:
     """
-    Both figures, as a document and drawn, into `options.out`. `options.arms` are figure 4's.
+    Both figures, as a document and drawn, into `options.out`. `options.policies` are figure 4's.
 
-    The log is read twice: what is reported is requests of both passes.
+    The log is read twice, and `report` counts the requests of both passes.
 
     Raises:  LogError, ModelError
     """
     began = time.perf_counter()
-    with make_stream(options, report) as stream:
+    with options.stream(report) as stream:
         tokenizer = RequestTokenizer.load(options.tokenizer)
         total = len(stream)
-        meanings = Meanings(embedder or bundled_embedder(options))
+        embeddings = BatchEmbeddings(embedder or bundled_embedder(options))
 
         def first_turns(base: int) -> Iterator[list[TokenizedRequest]]:
-            """In batches, each reported once it is dealt with."""
+            """In batches, each reported when the caller is done with it."""
             requests = (one for one in tokenizer.tokenize(stream) if one.logged.turn == 0)
             for batch in batches(requests, _BATCH):
+                embeddings.prepare(batch)
                 yield batch
                 report(base + batch[-1].index + 1, 2 * total)
 
-        nearness = _Nearness()
+        neighbours = _Neighbours()
         for batch in first_turns(0):
-            meanings.prepare(batch)
-            nearness.add([(request, meanings.of(request)) for request in batch])
-        if not nearness.num_prompts:
+            neighbours.add([(request, embeddings.of(request)) for request in batch])
+        if not neighbours.num_prompts:
             raise LogError("--paper: the log has no first turns, or does not say which requests are")
-        chosen = nearness.similar
+        chosen = neighbours.similar
         subset = ([request for request in batch if request.index in chosen] for batch in first_turns(total))
-        figure_4 = _figure_4(subset, options, meanings)
+        figure_4 = _figure_4(subset, options, embeddings)
         report(2 * total, 2 * total)
-        config = config_document(options, tokenizer, meanings)
+        config = describe_options(options, tokenizer, embeddings)
     document: Document = {
         "schema_version": SCHEMA_VERSION,
         "kind": "replay-paper",
         "config": {name: config[name] for name in ("arms", "embedder", "limit", "seed", "tokenizer")},
-        "data": data_document(options, stream),
-        "figure_2": nearness.figure_2(),
-        "figure_4": {"num_prompts": len(chosen), "num_duplicates": nearness.num_identical, **figure_4},
+        "data": describe_log(options, stream),
+        "figure_2": neighbours.figure_2(),
+        "figure_4": {"num_prompts": len(chosen), "num_duplicates": neighbours.num_identical, **figure_4},
         "paper": _REPORTED,
         "versions": versions(),
         "times": {"wall_s": time.perf_counter() - began},
@@ -127,65 +124,47 @@ def _write(out: Path, document: Document) -> None:
         write_whole(path.with_suffix(".png"), picture.png)
 
 
-Vector = NDArray[np.float32]
-
-
-class _Shelf:
-    """One namespace's different prompts: their vectors, and where in the stream they stand."""
-
-    def __init__(self, dimension: int) -> None:
-        self.indexes: list[int] = []
-        self._vectors = np.empty((64, dimension), np.float32)
-
-    def add(self, indexes: Sequence[int], vectors: Sequence[Vector]) -> Iterator[tuple[int, Vector]]:
-        """Each of these prompts, with its distances to all before it, in the order of `self.indexes`."""
-        before = len(self.indexes)
-        self.indexes += indexes
-        self._vectors = with_room(self._vectors, len(self.indexes))
-        self._vectors[before : len(self.indexes)] = vectors
-        # One product for all of them: one for each reads all vectors again, and takes several times as long.
-        products = self._vectors[before : len(self.indexes)] @ self._vectors[: len(self.indexes)].T
-        for row, (index, likenesses) in enumerate(zip(indexes, products, strict=True)):
-            yield index, np.maximum(1.0 - likenesses[: before + row], 0.0)
-
-
-class _Nearness:
-    """How near each prompt's nearest earlier one is, and who has a near one on either side."""
+class _Neighbours:
+    """How far each prompt's nearest earlier one is, and which prompts have a near one before or behind."""
 
     def __init__(self) -> None:
         self.num_identical = 0
-        self.similar: set[int] = set()  # places in the stream of the "Similar" subset
+        self.similar: set[int] = set()  # places in the stream of the subset of similar prompts
         self._distances: list[float] = []  # of the prompts that are no duplicates; 2.0: none before
         self._seen: set[bytes] = set()
-        self._shelves: dict[str, _Shelf] = {}
+        self._vectors: dict[str, NDArray[np.float32]] = {}  # of a namespace, with room for more
+        self._places: defaultdict[str, list[int]] = defaultdict(list)  # in the stream, of these vectors
 
     def add(self, prompts: Iterable[tuple[TokenizedRequest, Vector | None]]) -> None:
-        """The stream's next prompts, each with its meaning."""
-        placed: defaultdict[str, dict[int, Vector]] = defaultdict(dict)
+        """The stream's next prompts, each with its embedding."""
+        new: defaultdict[str, dict[int, Vector]] = defaultdict(dict)
         for request, vector in prompts:
-            if self._is_identical(request):
+            namespace = request.logged.namespace
+            content = hashlib.sha256(namespace.encode() + b"\0" + request.token_ids.tobytes()).digest()
+            if content in self._seen:
                 self.num_identical += 1
             elif vector is None:
                 self._distances.append(2.0)
             else:
-                placed[request.logged.namespace][request.index] = vector
-        for namespace, own in placed.items():
-            self._compare(namespace, list(own), list(own.values()))
+                new[namespace][request.index] = vector
+            self._seen.add(content)
+        for namespace, vectors in new.items():
+            self._compare(namespace, list(vectors), list(vectors.values()))
 
-    def _is_identical(self, request: TokenizedRequest) -> bool:
-        """To an earlier one of its namespace."""
-        content = hashlib.sha256(request.logged.namespace.encode() + b"\0" + request.token_ids.tobytes())
-        known = len(self._seen)
-        self._seen.add(content.digest())
-        return len(self._seen) == known
-
-    def _compare(self, namespace: str, indexes: Sequence[int], vectors: Sequence[Vector]) -> None:
-        shelf = self._shelves.setdefault(namespace, _Shelf(len(vectors[0])))
-        for index, distances in shelf.add(indexes, vectors):
+    def _compare(self, namespace: str, new: Sequence[int], vectors: Sequence[Vector]) -> None:
+        places = self._places[namespace]
+        before = len(places)
+        places += new
+        known = self._vectors.get(namespace, np.zeros((64, len(vectors[0])), np.float32))
+        known = self._vectors[namespace] = with_room(known, len(places))
+        known[before : len(places)] = vectors
+        # One product for all of them: one for each reads all vectors again, and takes several times as long.
+        products = known[before : len(places)] @ known[: len(places)].T
+        for row, (place, likenesses) in enumerate(zip(new, products, strict=True), start=before):
+            distances = np.maximum(1.0 - likenesses[:row], 0.0)
             self._distances.append(float(distances.min(initial=2.0)))
-            near = np.flatnonzero(distances <= MAX_DISTANCE)
-            if len(near):
-                self.similar |= {index, *(shelf.indexes[row] for row in near)}
+            if len(near := np.flatnonzero(distances <= MAX_DISTANCE)):
+                self.similar |= {place, *(places[other] for other in near)}
 
     @property
     def num_prompts(self) -> int:
@@ -208,31 +187,33 @@ class _Nearness:
 
 
 def _figure_4(
-    subset: Iterable[list[TokenizedRequest]], options: ReplayOptions, meanings: Meanings
+    subset: Iterable[list[TokenizedRequest]], options: ReplayOptions, embeddings: BatchEmbeddings
 ) -> Document:
-    bench = make_bench(options, meanings, explain_losses=False)
     tokens: list[int] = []
-    hits: list[list[int]] = []  # of each request, by arm
-    with opened_arms(((spec, None) for spec in options.arms), bench) as arms:
+    hits: list[list[int]] = []  # of each request, by policy
+    stores = ((spec, None) for spec in options.policies)
+    with open_policies(stores, options.context(embeddings)) as policies:
         for batch in subset:
-            meanings.prepare(batch)
             tokens += [request.num_tokens for request in batch]
-            hits += [[arm.observe(request).num_hit for arm in arms] for request in batch]
-    by_arm = np.array(hits, np.int64).reshape(-1, len(options.arms)).T
+            hits += [[policy.observe(request).num_hit for policy in policies] for request in batch]
+    by_policy = np.array(hits, np.int64).reshape(-1, len(options.policies)).T
+    num_tokens = np.array(tokens, np.int64)
     return {
         "num_tokens": sum(tokens),
-        "arms": [_distribution(spec, own, tokens) for spec, own in zip(options.arms, by_arm, strict=True)],
+        "arms": [
+            {"arm": spec.text, **_distribution(own, num_tokens)}
+            for spec, own in zip(options.policies, by_policy, strict=True)
+        ],
     }
 
 
-def _distribution(spec: ArmSpec, hits: NDArray[np.int64], tokens: Sequence[int]) -> Document:
-    """How the requests' hit rates are spread."""
-    rates = hits / np.maximum(np.array(tokens, np.int64), 1)
+def _distribution(hits: NDArray[np.int64], tokens: NDArray[np.int64]) -> Document:
+    """How the hit rates of the requests are distributed."""
+    rates = hits / np.maximum(tokens, 1)
     counts = np.bincount(buckets(_EDGES, rates), minlength=len(_EDGES))
     num = max(1, len(rates))
     return {
-        "arm": spec.text,
-        "token_hit_rate": int(hits.sum()) / max(1, sum(tokens)),
+        "token_hit_rate": int(hits.sum()) / max(1, int(tokens.sum())),
         "edges": list(_EDGES),
         "shares": [int(count) / num for count in counts],
         "at_least": {str(share): int((100 * rates >= share).sum()) / num for share in SHARES},

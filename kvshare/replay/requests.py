@@ -1,4 +1,4 @@
-"""The values that pass through a replay: a logged request, the same in tokens, and what an arm made of it."""
+"""What passes through a replay: a logged request, the same in tokens, and what a policy reused of it."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
-    """Who asked, as far as the log tells: for "same user or cross user"."""
+class Requester:
+    """The user and the conversation of a request: did reused tokens come from another user?"""
 
     user: str | None
     conversation: str
 
-    def is_other(self, asker: Asker) -> bool | None:
-        """Whether these are two users. A conversation has one; of two without names, None: nobody knows."""
-        if self.user is not None and asker.user is not None:
-            return self.user != asker.user
-        return False if self.conversation == asker.conversation else None
+    def is_other(self, requester: Requester) -> bool | None:
+        """
+        Whether these are two users; None: unknown, as the log names not both. A conversation has one user.
+        """
+        if self.user is not None and requester.user is not None:
+            return self.user != requester.user
+        return False if self.conversation == requester.conversation else None
 
 
 def any_of(answers: Iterable[bool | None]) -> bool | None:
-    """Whether one of them is true; None where that hangs on one that nobody knows."""
-    told = set(answers)
-    return True if True in told else None if None in told else False
+    """Whether one of them is true; None where that depends on an unknown one."""
+    found = set(answers)
+    return True if True in found else None if None in found else False
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
     """
-    One request as a server saw it; exactly one of `messages`, `prompt`, `token_ids`, `block_hashes` is given.
+    One request as a server saw it; it has one of `messages`, `prompt`, `token_ids`, `block_hashes`.
 
-    Requests of a conversation come in the order of their turns; each carries its whole history, the
-    assistant's answers included, as clients of chat APIs send it.
+    Requests of a conversation come in the order of their turns. Each has its whole history with the
+    assistant's answers, as clients of chat APIs send it.
     """
 
-    source: str  # file name, for error reports
-    line: int  # of that file, from 1; a row number in Parquet
+    source: str  # name of the file
+    line: int  # from 1; in Parquet the number of the row
     conversation: str  # unique within the stream
     turn: int | None = None  # from 0; None: the log does not say
     user: str | None = None  # None: the log does not name users
@@ -53,26 +55,25 @@ class LoggedRequest:
     token_ids: tuple[int, ...] | None = None
     block_hashes: tuple[int, ...] | None = None  # Mooncake traces: one id per block of `block_size` tokens
     block_size: int = 0
-    num_tokens: int | None = None  # where the log gives lengths only, or block hashes
+    num_tokens: int | None = None  # with `block_hashes`: of the prompt
     answer: str | None = None  # for response caches, and as the next turn's history
-    num_answer_tokens: int | None = None
     language: str = "unknown"
-    namespace: str = "default"  # who may share with whom: the tenant, where a log says
+    namespace: str = "default"  # requests share only within it: the tenant, where a log names one
 
     @property
-    def asker(self) -> Asker:
-        return Asker(self.user, self.conversation)
+    def requester(self) -> Requester:
+        return Requester(self.user, self.conversation)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizedRequest:
-    """A request as the arms see it."""
+    """A request as policies see it."""
 
     index: int  # place in the stream, from 0
     logged: LoggedRequest
     token_ids: TokenIds  # (T,) int32: the prompt
     answer_ids: TokenIds  # (A,) int32: what was generated, as far as the log says; may be empty
-    text: str  # what tells the prompt apart, for embedders; never written anywhere
+    text: str  # what embedders read of the prompt; never written to a file
     time_s: float  # never decreases over the stream
 
     @property
@@ -83,10 +84,10 @@ class TokenizedRequest:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """
-    What one arm would have reused of one request. Its names are columns of rows.py.
+    What one policy would have reused of one request; its names are columns of `requests.parquet`.
 
-    `hits` are the prompt's positions that need no computing, ascending and disjoint. Only equal tokens count:
-    a response cache's answer to another prompt is a `false_hit`.
+    `hits` are the positions of the prompt that need no computing, ascending and disjoint. Only equal tokens
+    count: a response cache's answer to another prompt is a `false_hit`.
     """
 
     hits: tuple[Span, ...] = ()
@@ -94,17 +95,17 @@ class Outcome:
     num_repaired: int = 0  # equal tokens that are computed again
     num_donors: int = 0
     shifts: tuple[int, ...] = ()  # of the copies, in tokens
-    cross_user: bool | None = False  # some of it came from another user's prompt; None: not known
+    cross_user: bool | None = False  # some of it came from another user's prompt; None: unknown
     false_hit: bool = False
     lookup_s: float = 0.0
     plan_s: float = 0.0
-    num_stored_bytes: int = 0  # in the arm's store, after this request
-    distance: float | None = None  # cosine distance to the nearest earlier prompt, where the arm looks
-    reason: str | None = None  # why nothing or no more was shared, one of a few fixed words
+    num_stored_bytes: int = 0  # in the policy's store, after this request
+    distance: float | None = None  # cosine, to the nearest earlier prompt; None: not searched for
+    reason: str | None = None  # why nothing or no more was shared: a fixed word
     answered: bool = False  # by a response cache
-    embedded: bool = False  # for the look-up
-    num_refused: int = 0  # tokens a gate refused, that the arm's candidates had
-    num_refused_generation: int = 0  # of these, taken if only the generation did not matter
+    embedded: bool = False  # for the look-up, whose time excludes it
+    num_refused: int = 0  # tokens that the candidates had and a threshold rejected
+    num_refused_generation: int = 0  # of these: rejected only for their generation
 
     @property
     def num_hit(self) -> int:
@@ -116,7 +117,7 @@ class Outcome:
 
 
 def batches(requests: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Up to `size` requests at a time: what is tokenized or embedded together."""
+    """Up to `size` requests at a time, to be tokenized or embedded together."""
     remaining = iter(requests)
     while batch := list(islice(remaining, size)):
         yield batch

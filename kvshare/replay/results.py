@@ -1,16 +1,17 @@
 """
-The files a replay writes: their names, their schema, their version. report/ draws only what stands here.
+The files that a replay writes, and the schema of `results.json`, which replay, report and terminal share.
 
-    OUT/results.json       `Results`; equal for equal input, config and seed, but for "times"
-    OUT/requests.parquet   one row a request and arm, see rows.py
-    OUT/paper.json         only with --paper; see paper.py
+    OUT/results.json       `Results`; equal for equal files, options and seed, except for "times"
+    OUT/requests.parquet   one row per request and policy, see rows.py
+    OUT/paper.json         only with --paper, see paper.py
     OUT/checkpoint/        while a run is not finished
 
-No prompt text, no token ids, no user names, no folders: numbers, and labels of ours. Languages and file names
-are the only words that come from the log.
+They hold numbers and fixed words, and of the log only languages and file names: no prompt text, token ids,
+user names or folders.
 
-The fields of these classes are the keys of the document, in its order. What is missing in a document is
-empty, and a number that is not finite is None: whoever reads draws what there is.
+The fields of these classes are the keys of the document, in its order; policies are called "arms" there. A
+missing key reads as empty and a number that is not finite as None, so that files of older versions stay
+readable.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SHARES: Final = (50, 70, 90)  # percent of a request's tokens: the paper's readi
 
 
 def finite(value: Any) -> Any:
-    """The number, or None if it is none or not finite."""
+    """The number, or None if it is no number or not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value
@@ -47,20 +48,20 @@ class Part(BaseModel):
 
 
 class NetSaved(Part):
-    """Seconds; less look-up, plan and, for each text embedded for the look-up, the mean time of a text."""
+    """Seconds, after look-up, planning and the embeddings for the look-up, at the mean time of a text."""
 
     mean: Number = None
     total: Number = None
 
 
 class Saved(NetSaved):
-    """Seconds to the first token, nothing taken off. `share` is of all prefill."""
+    """Seconds to the first token, without the time that the policy takes. `share`: of all prefill."""
 
     share: Number = None
 
 
 class Figures(Part):
-    """Of one arm over some requests. Rates are shares of 1."""
+    """Of one policy over some requests. Rates are shares of 1."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -76,7 +77,7 @@ class Figures(Part):
     num_answered: int = 0  # these three: response caches
     num_false_hits: int = 0
     false_hit_share: Number = None  # of those answered
-    ttft_saved_s: Saved = Saved()  # estimated: at the given prefill speed, the look-up not taken off
+    ttft_saved_s: Saved = Saved()  # estimated from `prefill_tokens_per_s`
 
     @property
     def at_least(self) -> tuple[float | None, ...]:
@@ -105,7 +106,7 @@ class Stretch(NamedTuple):
 
 
 class Storage(Part):
-    """What the arm's store holds."""
+    """What the policy's store holds."""
 
     final_bytes: int | None = None
     peak_bytes: int | None = None
@@ -113,7 +114,7 @@ class Storage(Part):
 
 
 class Tree(Part):
-    """How prompts are made of earlier ones."""
+    """How prompts build on earlier ones."""
 
     depth: Histogram = Histogram()
     children: Histogram = Histogram()
@@ -125,18 +126,18 @@ class Tree(Part):
 
 
 class Store(Part):
-    """Which way of caching, with which store; no capacity: infinite."""
+    """Which policy, with which store; capacity None: infinite."""
 
     arm: str = "?"  # "kvshare:min_run=32"
-    label: str = "?"  # arm, or "arm @ 1,000,000 tokens"
+    label: str = "?"  # the same, or with " @ 1,000,000 tokens"
     family: str = "?"
     capacity_tokens: int | None = None
     capacity_bytes: int | None = None
     options: Document = {}
 
 
-class ArmResults(Figures, Store):  # in this order the keys of a store come first
-    """Everything of one arm with one store that no clock had a part in."""
+class PolicyResults(Figures, Store):  # in this order the keys of a store come first
+    """Everything of one policy with one store that does not depend on a clock."""
 
     coverage_histogram: tuple[int, ...] = ()  # 101: requests by percent of tokens not computed
     num_copies: Histogram = Histogram()
@@ -146,25 +147,25 @@ class ArmResults(Figures, Store):  # in this order the keys of a store come firs
     storage: Storage = Storage()
     series: tuple[Stretch, ...] = ()  # 100 to 200
     # "language" | "length" | "turn" (first, later, unknown) | "origin" (same_user, cross_user, none, or
-    # unknown: from another conversation where the log names no users) -> key -> figures
+    # unknown: another conversation, users not named) -> key -> figures
     by: dict[str, dict[str, Figures]] = {}
-    tree: Tree | None = None  # KVShare's arms only
+    tree: Tree | None = None  # of kvshare policies
 
 
 class Threshold(Part):
-    """The share of requests with an earlier prompt so near."""
+    """The share of requests with an earlier prompt within this distance."""
 
     distance: Number = None
     share: Number = None
 
 
 class Similarity(Part):
-    """Requests by distance to the nearest earlier prompt (rows) and share of tokens in common (columns)."""
+    """Requests by distance to the nearest earlier prompt (rows) and share of equal tokens (columns)."""
 
     distance_edges: tuple[int | float, ...] = ()
     overlap_edges: tuple[int | float, ...] = ()
     counts: tuple[tuple[int, ...], ...] = ()
-    overlap: str = ""  # "oracle", or the arm whose hits are meant
+    overlap: str = ""  # the policy whose hits are the equal tokens
     thresholds: tuple[Threshold, ...] = ()
 
 
@@ -177,11 +178,11 @@ class Step(Part):
 
 class Waterfall(Part):
     """
-    From what the oracle covers down to what was not computed, the steps' tokens adding up.
+    From the oracle's tokens down to the reused ones; the tokens of the steps add up.
 
-    oracle, then losses: not_found; too_short, all that the oracle has of prompts that are not looked up;
-    generation, refused if only the generation did not matter; refused, by the other gates and the number of
-    donors; repaired; then hit. An equal prefix of less than 16 tokens, copied along with more, can make
+    oracle, then losses: not_found; too_short (all that the oracle has of prompts that are not looked up);
+    generation (rejected only for their generation); refused (by another threshold or the number of donors);
+    repaired; then hit. An equal prefix of less than 16 tokens that is copied along with more can make
     not_found positive.
     """
 
@@ -199,7 +200,7 @@ class LogFile(Part):
 
 
 class UnreadableLine(Part):
-    """Where a row stands that could not be read."""
+    """The place of a row that could not be read."""
 
     source: str
     line: int
@@ -240,13 +241,13 @@ class Milliseconds(Part):
     max: Number = None
 
 
-class ArmTimes(Part):
-    """Of one arm with one store."""
+class PolicyTimes(Part):
+    """Of one policy with one store."""
 
     lookup_ms: Milliseconds = Milliseconds()
     plan_ms: Milliseconds = Milliseconds()
     observe_ms: Milliseconds = Milliseconds()
-    requests_per_s: Number = None  # its second look at what the gates cost included
+    requests_per_s: Number = None  # with the time to find what thresholds cost
     ttft_saved_net_s: NetSaved = NetSaved()
 
 
@@ -259,14 +260,14 @@ class EmbeddingTimes(Part):
 
 
 class RunTimes(Part):
-    """Everything that a clock had a part in."""
+    """Everything that depends on a clock."""
 
     started_at: str = ""
     wall_s: Number = None
     requests_per_s: Number = None
     resumed: int = 0  # times
     embedding: EmbeddingTimes | None = None
-    arms: dict[str, ArmTimes] = {}  # by label
+    arms: dict[str, PolicyTimes] = {}  # by label
 
 
 class Results(Part):
@@ -278,12 +279,12 @@ class Results(Part):
     config: Document = {}  # see options.py
     data: Data = Data()
     versions: dict[str, str | None] = {}
-    arms: tuple[ArmResults, ...] = ()  # in the order asked for; per arm the infinite store first
-    similarity: Similarity | None = None  # None: no arm looked at meaning
-    waterfall: tuple[Waterfall, ...] = ()  # one per KVShare arm with an infinite store, with an oracle
+    arms: tuple[PolicyResults, ...] = ()  # in the given order; of each policy the infinite store first
+    similarity: Similarity | None = None  # None: no policy embeds
+    waterfall: tuple[Waterfall, ...] = ()  # of each kvshare policy, if there is an oracle
     times: RunTimes = RunTimes()
 
 
-def arm_label(arm: str, capacity_tokens: int | None) -> str:
-    """How results and reports call an arm with its store."""
-    return arm if capacity_tokens is None else f"{arm} @ {capacity_tokens:,} tokens"
+def policy_label(policy: str, capacity_tokens: int | None) -> str:
+    """How results and reports call a policy with its store."""
+    return policy if capacity_tokens is None else f"{policy} @ {capacity_tokens:,} tokens"

@@ -1,8 +1,8 @@
 """
-The driver of a replay: the stream goes past all arms, each on its own; rows, figures and files come out.
+Runs a replay: every request of the stream is shown to all policies; rows, figures and files come out.
 
-Nothing in a figure depends on a clock or on chance outside the seed: two runs give the same `results.json`,
-its "times" aside, and so does a run that was interrupted and resumed.
+No figure depends on a clock, or on chance other than the seed: two runs give the same `results.json` except
+for its "times", and so does a run that was interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -17,23 +17,14 @@ from functools import partial
 
 import numpy as np
 
+from kvshare.errors import LogError
 from kvshare.replay import results as schema
-from kvshare.replay.arms import Arm, ArmSpec, Meanings, opened_arms
-from kvshare.replay.counts import COUNT_EDGES, histogram
-from kvshare.replay.measures import arm_results, arm_times, describe_data, similarity, waterfalls
-from kvshare.replay.options import (
-    ReplayOptions,
-    Report,
-    config_document,
-    describe_files,
-    make_bench,
-    make_meanings,
-    make_stream,
-    versions,
-)
+from kvshare.replay.measures import describe_data, policy_results, policy_times, similarity, waterfalls
+from kvshare.replay.options import ReplayOptions, Report, describe_files, describe_options, versions
+from kvshare.replay.policies import BatchEmbeddings, CachePolicy, PolicySpec, open_policies
 from kvshare.replay.requests import TokenizedRequest, batches
 from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Document, Row
-from kvshare.replay.rows import Checkpoint, Progress, RowMaker, make_row, read_arm
+from kvshare.replay.rows import Checkpoint, Progress, RowMaker, make_row, read_policy
 from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
 from kvshare.replay.whole_files import write_document
@@ -52,15 +43,20 @@ def replay(
     """
     Replay the files and write `results.json` and `requests.parquet`; returns the former.
 
-    `embedder` is asked only if an arm needs it; None is the bundled one.
+    `embedder` is used only if a policy embeds; None: the one of config.yaml.
     Raises:  LogError, ModelError
     """
-    with make_stream(options, report) as stream:
-        tokenizer, meanings = RequestTokenizer.load(options.tokenizer), make_meanings(options, embedder)
-        answers = any(spec.name == "response" for spec in options.arms)
-        bench = make_bench(options, meanings, light_ids=tokenizer.light_ids() if answers else frozenset())
-        with opened_arms(_stores(options), bench) as arms:
-            return _Run(options, stream, tokenizer, meanings, arms).complete(resume=resume, report=report)
+    with options.stream(report) as stream:
+        tokenizer, embeddings = RequestTokenizer.load(options.tokenizer), options.embeddings(embedder)
+        answers = any(spec.name == "response" for spec in options.policies)
+        context = options.context(
+            embeddings,
+            punctuation_ids=tokenizer.punctuation_ids() if answers else frozenset(),
+            explain_losses=True,
+        )
+        with open_policies(_stores(options), context) as policies:
+            run = _Run(options, stream, tokenizer, embeddings, policies)
+            return run.complete(resume=resume, report=report)
 
 
 @dataclass(eq=False)
@@ -70,12 +66,12 @@ class _Run:
     options: ReplayOptions
     stream: RequestStream
     tokenizer: RequestTokenizer
-    meanings: Meanings | None
-    arms: Sequence[Arm]
+    embeddings: BatchEmbeddings | None
+    policies: Sequence[CachePolicy]
 
     def __post_init__(self) -> None:
         self._files = describe_files(self.options.paths)
-        self._config = config_document(self.options, self.tokenizer, self.meanings)
+        self._config = describe_options(self.options, self.tokenizer, self.embeddings)
         self._checkpoint = Checkpoint(self.options.out)
         self._pending: list[Row] = []
         self._hash = hashlib.sha256()  # of the data so far
@@ -83,12 +79,13 @@ class _Run:
         self._began = time.perf_counter()
 
     def complete(self, *, resume: bool, report: Report) -> Document:
-        """Observe everything, then write the files."""
+        """Show all requests to the policies, then write the files."""
         files = [file.model_dump() for file in self._files]
-        name = _digest_of({"config": self._config, "files": files, "versions": versions()})
+        identity = json.dumps(
+            {"config": self._config, "files": files, "versions": versions()}, sort_keys=True
+        )
+        name = hashlib.sha256(identity.encode()).hexdigest()
         progress = self._checkpoint.resume(name) if resume else self._checkpoint.begin(name)
-        if progress.num_requests:
-            progress = replace(progress, num_resumed=progress.num_resumed + 1)
         progress = self._observe_all(progress, report)
         self._checkpoint.join(self.options.out / REQUESTS_FILE)
         document = self._results(progress).model_dump(mode="json")
@@ -99,26 +96,26 @@ class _Run:
     def _observe_all(self, progress: Progress, report: Report) -> Progress:
         maker = RowMaker()
         for batch in batches(self.tokenizer.tokenize(self.stream), _BATCH):
-            if self.meanings is not None:
-                self.meanings.prepare(batch)
+            if self.embeddings is not None:
+                self.embeddings.prepare(batch)
             for request in batch:
                 rows, num_observed = self._observe(request, maker), request.index + 1
                 if num_observed > progress.num_requests:
                     self._pending += rows
-                elif num_observed == progress.num_requests:
-                    self._checkpoint.check_same_data(progress, self._hash.hexdigest())
+                elif num_observed == progress.num_requests and self._hash.hexdigest() != progress.digest:
+                    raise LogError("the log differs from the interrupted run's; start again without --resume")
                 report(num_observed, len(self.stream))
-            if len(self._pending) >= self.options.checkpoint_every * len(self.arms):
+            if len(self._pending) >= self.options.checkpoint_every * len(self.policies):
                 progress = self._save(progress)
         return self._save(progress)
 
     def _observe(self, request: TokenizedRequest, maker: RowMaker) -> list[Row]:
         common = maker.common(request)
         rows = []
-        for arm in self.arms:
+        for policy in self.policies:
             began = time.perf_counter()
-            outcome = arm.observe(request)
-            rows.append(make_row(common, arm, outcome, observe_s=time.perf_counter() - began))
+            outcome = policy.observe(request)
+            rows.append(make_row(common, policy, outcome, observe_s=time.perf_counter() - began))
         self._hash.update(_content(request, common))
         return rows
 
@@ -126,7 +123,7 @@ class _Run:
         now = time.perf_counter()
         saved = replace(
             progress,
-            num_requests=progress.num_requests + len(self._pending) // len(self.arms),
+            num_requests=progress.num_requests + len(self._pending) // len(self.policies),
             digest=self._hash.hexdigest(),
             wall_s=progress.wall_s + now - self._began,
         )
@@ -136,50 +133,57 @@ class _Run:
         return saved
 
     def _results(self, progress: Progress) -> schema.Results:
-        """From the rows, one arm in memory at a time."""
-        rows_of = partial(read_arm, self.options.out / REQUESTS_FILE)
-        prefill, embedding_s = self.options.prefill_tokens_per_s, 0.0
-        if self.meanings is not None:
-            embedding_s = self.meanings.seconds_per_text
-        arms, clocks = [], {}
-        for arm in self.arms:
-            rows = rows_of(arm.name, arm.capacity_tokens)
-            arms.append(arm_results(rows, _store(arm), _tree(arm), prefill_tokens_per_s=prefill))
-            clocks[arm.label] = arm_times(rows, prefill_tokens_per_s=prefill, embedding_s=embedding_s)
-        families = {arm.name: arm.family for arm in self.arms if arm.capacity_tokens is None}
+        """From the rows, with those of one policy in memory at a time."""
+        rows_of = partial(read_policy, self.options.out / REQUESTS_FILE)
+        prefill, embedding = self.options.prefill_tokens_per_s, self._embedding_times()
+        embedding_s = (embedding.seconds or 0.0) / max(1, embedding.num_texts) if embedding else 0.0
+        policies, clocks = [], {}
+        for policy in self.policies:
+            rows, store = rows_of(policy.name, policy.capacity_tokens), policy.store
+            policies.append(policy_results(rows, store, policy.describe_tree(), prefill_tokens_per_s=prefill))
+            clocks[store.label] = policy_times(rows, prefill_tokens_per_s=prefill, embedding_s=embedding_s)
+        families = {each.name: each.family for each in self.policies if each.capacity_tokens is None}
         return schema.Results(
             config=self._config,
             data=describe_data(
-                rows_of(self.arms[0].name),
+                rows_of(self.policies[0].name),
                 sha256=self._hash.hexdigest(),
                 files=self._files,
                 unreadable=self.stream.report.unreadable(),
             ),
             versions=versions(),
-            arms=tuple(arms),
+            arms=tuple(policies),
             similarity=similarity(families, rows_of),
             waterfall=waterfalls(families, rows_of),
-            times=self._times(progress, clocks),
+            times=self._times(progress, clocks, embedding),
         )
 
-    def _times(self, progress: Progress, arms: dict[str, schema.ArmTimes]) -> schema.RunTimes:
-        embedding = None
-        if self.meanings is not None:
-            seconds, num_texts = self.meanings.seconds, self.meanings.num_texts
-            rate = num_texts / (seconds or 1)
-            embedding = schema.EmbeddingTimes(num_texts=num_texts, seconds=seconds, texts_per_s=rate)
+    def _embedding_times(self) -> schema.EmbeddingTimes | None:
+        if self.embeddings is None:
+            return None
+        seconds, num_texts = self.embeddings.seconds, self.embeddings.num_texts
+        return schema.EmbeddingTimes(
+            num_texts=num_texts, seconds=seconds, texts_per_s=num_texts / (seconds or 1)
+        )
+
+    def _times(
+        self,
+        progress: Progress,
+        clocks: dict[str, schema.PolicyTimes],
+        embedding: schema.EmbeddingTimes | None,
+    ) -> schema.RunTimes:
         return schema.RunTimes(
             started_at=self._started_at.isoformat(timespec="seconds"),
             wall_s=progress.wall_s,
             requests_per_s=progress.num_requests / progress.wall_s if progress.wall_s else 0.0,
             resumed=progress.num_resumed,
             embedding=embedding,
-            arms=arms,
+            arms=clocks,
         )
 
 
 def _content(request: TokenizedRequest, common: Row) -> bytes:
-    """Everything that an arm's figures depend on, meaning aside; `common`: see rows.py."""
+    """Everything that a policy's figures depend on, except for texts; `common`: see rows.py."""
     user = 0 if common["user"] is None else common["user"] + 1
     names = (common["namespace"], user, common["conversation"])
     frame = np.array([*names, request.num_tokens, len(request.answer_ids)], "<i8")
@@ -187,32 +191,8 @@ def _content(request: TokenizedRequest, common: Row) -> bytes:
     return b"".join(part.tobytes() for part in (frame, *tokens))
 
 
-def _store(arm: Arm) -> schema.Store:
-    capacity = arm.capacity_tokens
-    return schema.Store(
-        arm=arm.name,
-        label=arm.label,
-        family=arm.family,
-        capacity_tokens=capacity,
-        capacity_bytes=None if capacity is None else capacity * arm.bench.bytes_per_token,
-        options=arm.options,
-    )
-
-
-def _tree(arm: Arm) -> schema.Tree | None:
-    """Of what an arm says of its tree: every node's depth, and its number of children."""
-    if (figures := arm.describe_tree()) is None:
-        return None
-    depth, children = (histogram(COUNT_EDGES, figures.pop(name)) for name in ("depths", "children"))
-    return schema.Tree(depth=depth, children=children, **figures)
-
-
-def _stores(options: ReplayOptions) -> Iterator[tuple[ArmSpec, int | None]]:
-    for spec in options.arms:
+def _stores(options: ReplayOptions) -> Iterator[tuple[PolicySpec, int | None]]:
+    for spec in options.policies:
         yield spec, None
         if spec.name != "nothing":
             yield from ((spec, capacity) for capacity in options.capacities_tokens)
-
-
-def _digest_of(document: Document) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

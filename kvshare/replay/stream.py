@@ -1,15 +1,14 @@
 """
-Several log files -> one stream of requests in time order, no turn before the turns it builds on.
+Several log files -> one stream of requests in time order, each turn after the turns it builds on.
 
-Every row goes into a temporary SQLite database once, every request as a record that says where it belongs,
-and the database sorts them. No request is earlier than the turns before it, whatever its clock says. Where a
-log names conversations and no turns, those are counted in the files' order.
+Rows are written to a temporary SQLite database, with a record for each request, and the database sorts the
+records. A request is never earlier than the turns before it, whatever its time. If a log names conversations
+and no turns, turns are counted in the files' order.
 
-Where a request has no time, it has that of the request before it in its file. Where none before it has one
-either, the files' order stands and it comes before everything that has a time. Such conversations follow
-each other whole; with `interleave` that many of them are open at once and take turns, in rotation, or drawn
-with `seed`. Memory holds neither texts nor records: both are on disk, in a folder that only its owner may
-read, and go with it.
+A request without a time gets that of the request before it in its file. Requests before any time keep the
+order of the files and come first. Their conversations follow each other whole; with `interleave` that many
+of them are open at once and take turns, in rotation or drawn with `seed`. Texts and records are on disk
+only, in a folder that only its owner may read, and are deleted at the end.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ from typing import Final, NamedTuple, Self, TypeVar
 
 from pydantic import TypeAdapter
 
-from kvshare.errors import LogError
-from kvshare.replay.readers import FORMATS, LoggedRow, ReadReport, read_file
+from kvshare.replay.readers import LoggedRow, ReadReport, read_file
 from kvshare.replay.requests import LoggedRequest
 
-_TELL_EVERY = 1000  # requests
+_REPORT_EVERY = 1000  # requests
 _MAX_CACHED_BYTES = 64 << 20  # of rows, as they stand on disk
 _ROW: Final = TypeAdapter(LoggedRow)
 _T = TypeVar("_T")
 
-# `number` counts within the row. No conversation stands in its own words in what SQLite sorts.
+# `number` counts within the row. Conversations are digests here.
 _TABLES: Final = """
     PRAGMA journal_mode = OFF;
     PRAGMA synchronous = OFF;
@@ -49,8 +47,8 @@ _TABLES: Final = """
     );
     CREATE TABLE stream (place INTEGER PRIMARY KEY, row INTEGER, number INTEGER, turn INTEGER);
 """
-# A conversation's times never decrease; equal ones stand in the order of the files, then turns. Turns that
-# have no number yet go on from the last that has one.
+# A conversation's times never decrease; equal times are in the order of the files, then of the turns. Turns
+# without a number follow the last numbered one.
 _IN_ORDER: Final = """
     WITH placed AS (
         SELECT
@@ -71,7 +69,7 @@ _IN_ORDER: Final = """
 
 
 class _Place(NamedTuple):
-    """Where a request lies; `untimed` is one number for all of a conversation that come before all times."""
+    """Where a request is stored; `untimed`: a number per conversation, for requests before any time."""
 
     row: int
     number: int
@@ -82,7 +80,8 @@ class _Place(NamedTuple):
 @dataclass(eq=False)
 class RequestStream:
     """
-    `with RequestStream(paths) as stream:` reads all files, then gives the requests as often as asked for.
+    `with RequestStream(paths) as stream:` reads all files; then the stream can be iterated any number of
+    times.
 
     Raises LogError on entering for a file that cannot be replayed.
     """
@@ -92,9 +91,9 @@ class RequestStream:
     format_name: str | None = None
     interleave: int = 1
     seed: int | None = None
-    limit: int | None = None  # only so many
-    folder: Path | None = None  # for the database; None: where the system has such files
-    reading: Callable[[int], None] = lambda num_read: None  # is told how many requests were read so far
+    limit: int | None = None  # only the first N requests
+    folder: Path | None = None  # for the database; None: the system's temporary folder
+    reading: Callable[[int], None] = lambda num_read: None  # called with the number of requests read so far
     report: ReadReport = field(init=False, default_factory=ReadReport)  # what could not be read
     _cache: OrderedDict[int, tuple[int, LoggedRow]] = field(init=False, default_factory=OrderedDict)
     _cached_bytes: int = field(init=False, default=0)
@@ -129,7 +128,7 @@ class RequestStream:
             yield replace(row.request, turn=turn) if row.turn_by_order else row.at(number)
 
     def _row(self, row_id: int) -> LoggedRow:
-        """The last few are kept parsed: the turns of a conversation are one row."""
+        """The last few rows are cached: the turns of a conversation are one row."""
         if (cached := self._cache.get(row_id)) is not None:
             self._cache.move_to_end(row_id)
             return cached[1]
@@ -147,7 +146,6 @@ class RequestStream:
         for path, source in zip(self.paths, _sources(self.paths), strict=True):
             time_s: float | None = None
             for row in read_file(path, self.report, format_name=self.format_name, source=source):
-                self._refuse_lengths(source)
                 row_id = insert("INSERT INTO rows (json) VALUES (?)", (_ROW.dump_json(row),)).lastrowid
                 conversation = blake2b(row.request.conversation.encode(), digest_size=16).digest()
                 for number in range(row.num_requests):
@@ -157,14 +155,8 @@ class RequestStream:
                     record = (sequence, conversation, turn, time_s, row_id, number)
                     insert("INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?)", record)
                     sequence += 1
-                    if sequence % _TELL_EVERY == 0:
+                    if sequence % _REPORT_EVERY == 0:
                         self.reading(sequence)
-
-    def _refuse_lengths(self, source: str) -> None:
-        if not FORMATS[self.report.formats[source]].has_content:
-            raise LogError(
-                f"{source} tells only lengths of requests: without content, nothing can be said of hits"
-            )
 
     def _interleaved(self, places: Iterable[_Place]) -> Iterator[_Place]:
         for is_untimed, stretch in groupby(places, key=lambda place: place.untimed is not None):
@@ -179,23 +171,23 @@ class RequestStream:
 
 
 def take_turns(waiting: Iterator[Iterator[_T]], num_open: int, draw: random.Random | None) -> Iterator[_T]:
-    """What `num_open` of these have, one of each in rotation or drawn; one that has ended makes room."""
-    speaking: list[Iterator[_T]] = []
+    """Items of `num_open` iterators at a time, one of each in rotation or drawn; an ended one is replaced."""
+    open_ones: list[Iterator[_T]] = []
     place = 0
     while True:
-        speaking += islice(waiting, num_open - len(speaking))
-        if not speaking:
+        open_ones += islice(waiting, num_open - len(open_ones))
+        if not open_ones:
             return
-        place = place % len(speaking) if draw is None else draw.randrange(len(speaking))
-        if (item := next(speaking[place], None)) is None:
-            del speaking[place]
+        place = place % len(open_ones) if draw is None else draw.randrange(len(open_ones))
+        if (item := next(open_ones[place], None)) is None:
+            del open_ones[place]
         else:
             yield item
             place += 1
 
 
 def _sources(paths: Sequence[Path]) -> list[str]:
-    """File names, told apart where two are equal; no folders, which are nobody's business."""
+    """File names without folders, equal ones numbered."""
     seen: dict[str, int] = {}
     names = []
     for path in paths:

@@ -1,10 +1,10 @@
 """
 Logged requests -> requests in tokens, a batch at a time.
 
-Any fast Hugging Face tokenizer by folder, with its chat template, or a bare `tokenizer.json`; without a
-name, the default chat model's. Messages without a template, and those that it refuses (a role it does not
-know, or a beginning with the assistant), are laid out plainly: role, line break, text. Block hashes become
-made-up tokens, the same for the same hash. Knows nothing of arms.
+Takes any fast Hugging Face tokenizer, by folder with its chat template or as a `tokenizer.json`; by default
+the default chat model's. Messages without a template, or that it rejects (an unknown role, the assistant
+first), are written plainly: role, line break, text. Block hashes become random tokens, equal for equal
+hashes.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class RequestTokenizer:
             try:
                 return cls(Tokenizer.from_file(str(path)), name=Path(path).name)
             except Exception as exc:
-                raise ModelError(f"{Path(path).name} is no tokenizer.json: {exc}") from exc
+                raise ModelError(f"{Path(path).name} is not a tokenizer.json: {exc}") from exc
         try:
             model = find_model(DEFAULT if path is None else str(path), download=True)
         except ModelError as exc:
             raise ModelError(
-                f"the default tokenizer cannot be had ({exc}); name one with --tokenizer "
+                f"the default tokenizer is not available ({exc}); pass one with --tokenizer "
                 f"({DEMO}: the bundled forms model's, of 1,536 tokens)"
             ) from exc
         encoder = PromptEncoder.load(model.path)
@@ -71,8 +71,8 @@ class RequestTokenizer:
             return self._encoder.digest
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
-    def light_ids(self) -> frozenset[int]:
-        """Tokens that say nothing: without any letter or digit, in any script."""
+    def punctuation_ids(self) -> frozenset[int]:
+        """Tokens without any letter or digit, in any script."""
         texts = self._backend.decode_batch([[number] for number in range(self._num_tokens)])
         return frozenset(
             number
@@ -84,7 +84,7 @@ class RequestTokenizer:
         """
         The same requests in the same order, with times that never decrease; 0.0 until one has a time.
 
-        Raises LogError for a request of which the log tells only the length.
+        Raises LogError for a request without content.
         """
         index, time_s = itertools.count(), 0.0
         for batch in batches(requests, _BATCH):
@@ -94,7 +94,7 @@ class RequestTokenizer:
                 yield TokenizedRequest(next(index), request, prompt, answer, embedder_text(request), time_s)
 
     def _prompts(self, batch: Sequence[LoggedRequest]) -> Iterator[TokenIds]:
-        """Texts of one kind are encoded together, which takes several cores."""
+        """Texts of one kind are encoded together, on several cores."""
         layouts = [self._render(one.messages) for one in batch if one.messages is not None]
         prompts = [one.prompt for one in batch if one.prompt is not None]
         chats = iter(self._encode(layouts, special=False))
@@ -112,7 +112,7 @@ class RequestTokenizer:
             return token_ids(np.asarray(request.token_ids, dtype=np.int32))
         if request.block_hashes is not None:
             return block_tokens(request, num_tokens=self._num_tokens)
-        raise LogError(f"{request.source}, line {request.line}: a length alone cannot be replayed")
+        raise LogError(f"{request.source}, line {request.line}: a request without text or token ids")
 
     def _render(self, messages: Sequence[Message]) -> str:
         if self._encoder is not None:
@@ -133,10 +133,10 @@ def plain_layout(messages: Sequence[Message]) -> str:
 
 def block_tokens(request: LoggedRequest, *, num_tokens: int) -> TokenIds:
     """
-    Made-up tokens in [0, num_tokens): equal for equal hashes, else as if drawn anew; the last block is cut.
+    Random tokens in [0, num_tokens), equal for equal hashes; the last block is cut.
 
-    A hash of a Mooncake trace stands for everything up to its block, so equal text behind another prefix has
-    another hash: what such a trace shows of sharing is its prefixes.
+    A hash of a Mooncake trace covers everything up to its block, so equal text behind another prefix has
+    another hash: such a trace shows sharing of prefixes only.
     """
     hashes = np.asarray(request.block_hashes, dtype=np.uint64)[:, None]
     places = np.arange(request.block_size, dtype=np.uint64)[None, :]
@@ -147,10 +147,10 @@ def block_tokens(request: LoggedRequest, *, num_tokens: int) -> TokenIds:
 
 def embedder_text(request: LoggedRequest) -> str:
     """
-    What tells the prompt apart, in as many characters as an embedder reads.
+    What distinguishes the prompt, in as many characters as an embedder reads.
 
-    The last user turn, of a long one its head and tail; behind a short one the end of what was said before
-    it. The system prompt is left out.
+    The last user turn, of a long one its head and tail; a short one is followed by the ends of the messages
+    before it. The system prompt is left out.
     """
     if request.prompt is not None:
         return _head_and_tail(request.prompt.strip(), WINDOW_CHARS)
@@ -175,7 +175,7 @@ def _head_and_tail(text: str, num_chars: int) -> str:
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64: neighbours come out unrelated."""
+    """SplitMix64: adjacent numbers give unrelated ones."""
     with np.errstate(over="ignore"):
         mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,8 @@
 """
 Whole conversations, one a row: WildChat, LMSYS-Chat-1M, ShareGPT, and plain `messages`.
 
-A row becomes one request per turn that asks for an answer. Each row is a conversation of its own: data sets
-repeat their ids, for copies and for slices of one conversation.
+A row becomes a request for each turn that asks for an answer. Each row is a conversation of its own, because
+data sets repeat ids, for copies and for parts of one conversation.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def read_wildchat(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """
     As allenai publishes it: `conversation` with one dictionary per message; samples have `messages`.
 
-    The user is `hashed_ip`; the older edition (WildChat, WildChat-nontoxic), which has a `conversation_id`
-    like LMSYS, names none. Published times are those of the finished answer (of a message, and of the last
-    one for the row): the request was made a little before, which changes no order within a conversation.
+    The user is `hashed_ip`; the older edition (WildChat, WildChat-nontoxic) has a `conversation_id` like
+    LMSYS and no users. Published times are those of finished answers, a little after the requests; this
+    changes no order within a conversation.
     """
     said = fields.first(row, "conversation", "messages")
     messages = fields.messages(said)
@@ -61,7 +61,7 @@ def is_conversation(row: Row) -> bool:
 
 
 def read_conversation(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
-    """Plain `messages`, most with the assistant's last word; also fine-tuning files."""
+    """Plain `messages` that end with the assistant; also fine-tuning files."""
     messages = fields.messages(row.get("messages"))
     time_s = fields.time_s(fields.first(row, "timestamp", "created", "created_at"))
     user = fields.optional_id(row, "user", "hashed_ip")

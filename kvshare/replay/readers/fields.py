@@ -1,4 +1,4 @@
-"""What the formats have in common: texts, ids, counts, times and messages, checked. Raises RowError only."""
+"""Checked texts, ids, counts, times and messages, for all formats. Raises no error but RowError."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def first(row: Mapping[str, Any], *names: str) -> Any:
-    """The first of these fields that is there and not null; else None."""
+    """The first of these fields that is not null; None if there is none."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
@@ -55,7 +55,7 @@ def text(value: object) -> str:
 
 
 def language(row: Mapping[str, Any]) -> str:
-    """The log's word for it, "unknown" where there is none."""
+    """The log's word for the language; "unknown" if there is none."""
     named = first(row, "language", "lang")
     return (text(named) if isinstance(named, str) else "") or "unknown"
 
@@ -89,10 +89,10 @@ def int32(value: object) -> int:
 
 def time_s(value: object) -> float | None:
     """
-    Seconds since 1970, or since whenever the log's clock began; None stays None.
+    Seconds since 1970, or since the start of the log's clock; None stays None.
 
-    Takes a date and time (UTC where it does not say), or a number of seconds, milliseconds or microseconds,
-    told apart by size. Where a field says its unit, the caller divides.
+    Takes a date and time (UTC unless it has a zone), or a number of seconds, milliseconds or microseconds,
+    which are distinguished by size.
     """
     if value is None:
         return None
@@ -125,7 +125,7 @@ def _time_of_text(value: str) -> float | None:
 
 
 def messages(value: object, *, role: str = "role", content: str = "content") -> tuple[Message, ...]:
-    """Messages with the roles system, user, assistant and tool; EMPTY where none has any text."""
+    """Messages with the roles system, user, assistant and tool. Raises EMPTY if none has any text."""
     if value is None:
         raise RowError(Reason.MISSING_FIELD)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
@@ -145,13 +145,13 @@ def _message(item: object, role: str, content: str) -> Message:
     body = item.get(content)
     calls = first(item, "tool_calls", "function_call")
     parts = [] if body is None and calls else [message_text(body)]
-    if calls:  # as text: what a model's own template makes of them is not known here
+    if calls:  # as text: the template of the log's model is not known here
         parts.append(json.dumps(calls, ensure_ascii=False, separators=(",", ":"), default=str))
     return {"role": _ROLES[name], "content": text("\n".join(part for part in parts if part))}
 
 
 def message_text(value: object) -> str:
-    """A string, or the texts of OpenAI's content parts; NOT_TEXT for an image, a sound or a file."""
+    """A string, or the texts of OpenAI's content parts. Raises NOT_TEXT for an image, a sound or a file."""
     if not isinstance(value, list):
         return text(value)
     texts = []

@@ -1,7 +1,6 @@
 """
-The formats by name, which of them the first rows of a file are in, and one file read in its format.
-
-Rows come in the file's order and are read as they are asked for.
+The log formats by name, detection by a file's first rows, and `read_file`, which reads rows lazily, in
+order.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ _NUM_DETECT = 32
 @dataclass(frozen=True, slots=True)
 class Format:
     """
-    How the rows of one published format become requests. `convert` completes a request that so far knows only
-    where its row stands, which is also its conversation where the log has none across rows.
+    How the rows of one published format become requests. `convert` completes a request that has only the
+    place of its row, which is also its conversation where the log names none.
 
-    A `Reason` stands for one of a row's several requests that cannot be read, a RowError for all of the row.
+    It yields a `Reason` for one of several requests of a row that cannot be read, and raises a RowError for
+    a row.
     """
 
     name: str
     matches: Callable[[Row], bool]
-    convert: Callable[[Row, LoggedRequest], Iterator[LoggedRow | Reason]]  # raises RowError
-    has_content: bool = True  # False: lengths only, recognised in order to be refused
+    convert: Callable[[Row, LoggedRequest], Iterator[LoggedRow | Reason]]
 
 
 def _has(*names: str) -> Callable[[Row], bool]:
     return lambda row: all(name in row for name in names)
 
 
-# In the order in which they are tried: the ones with the most telling fields first.
+# In the order of detection: formats with the most specific fields first.
 FORMATS: Mapping[str, Format] = {
     each.name: each
     for each in (
         Format("mooncake", _has("hash_ids", "input_length"), prompts.read_mooncake),
-        Format("azure", _has("ContextTokens", "GeneratedTokens"), prompts.read_azure, has_content=False),
+        Format("azure", _has("ContextTokens", "GeneratedTokens"), prompts.refuse_azure),
         Format("wildchat", chats.is_wildchat, chats.read_wildchat),
         Format("lmsys", chats.is_lmsys, chats.read_lmsys),
         Format("sharegpt", _has("conversations"), chats.read_sharegpt),
@@ -58,16 +57,16 @@ FORMATS: Mapping[str, Format] = {
         ),
     )
 }
-_OFFERED = ", ".join(each.name for each in FORMATS.values() if each.has_content)
+_OFFERED = ", ".join(name for name in FORMATS if name != "azure")  # which is always refused
 
 
 def read_file(
     path: Path, report: ReadReport, *, format_name: str | None = None, source: str | None = None
 ) -> Iterator[LoggedRow]:
     """
-    Rows of a log; what cannot be read goes into `report`. `source` names the file there, its name by default.
+    Rows of a log; `report` counts those that cannot be read. `source` is the file's name there.
 
-    Raises LogError where there is no such file, no such format, or no row of any known format.
+    Raises LogError if there is no such file or format, no row in any known format, or no content.
     """
     source = source or path.name
     rows = raw_rows(path)
@@ -93,17 +92,17 @@ def _converted(chosen: Format, raw: Row | Reason, blank: LoggedRequest) -> Itera
 
 
 def _named(name: str) -> Format:
-    """The format of this name. "plain:FIELD" finds the prompts in that field."""
+    """The format of this name; "plain:FIELD" has its prompts in that field."""
     base, _, field = name.partition(":")
     if base == "plain" and field:
         return replace(FORMATS[base], convert=lambda row, blank: prompts.read_field(row, blank, field))
     if name not in FORMATS:
-        raise LogError(f"no log format {name!r}; there are {_OFFERED} and plain:FIELD")
+        raise LogError(f"--format: unknown format {name!r}; expected one of {_OFFERED}, or plain:FIELD")
     return FORMATS[name]
 
 
 def _detected(source: str, head: list[tuple[int, Row | Reason]]) -> Format:
-    """The first format that fits any of these rows: `conversations` end with a question here and there."""
+    """The first format that fits any of these rows."""
     if not head:
         raise LogError(f"{source} is empty: it has no rows")
     rows = [raw for _, raw in head if not isinstance(raw, Reason)]
@@ -112,7 +111,7 @@ def _detected(source: str, head: list[tuple[int, Row | Reason]]) -> Format:
         reasons = sorted({str(raw) for _, raw in head if isinstance(raw, Reason)})
         seen = f" ({', '.join(reasons)})" if reasons else ""
         raise LogError(
-            f"{source}: none of the first {len(head)} rows{seen} is in a known format; "
-            f"name it with --format, one of {_OFFERED}, or plain:FIELD with the prompt's field"
+            f"{source}: none of the first {len(head)} rows{seen} is in a known format; name the format with "
+            f"--format: one of {_OFFERED}, or plain:FIELD with the field of the prompt"
         )
     return found

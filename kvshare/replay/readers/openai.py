@@ -2,10 +2,10 @@
 Logs of OpenAI request bodies: bare, or under `body` (Batch API) or `request`, the answer under `response`.
 
 Chat completions, completions (a prompt may be a text, token ids, or a list of either: one request each) and
-responses (`input`, `instructions`). Time from `created`, `created_at` or `timestamp`, user from `user` or
-`safety_identifier`, conversation from `conversation`, `conversation_id` or `session_id`, beside the body, in
-it, or in its `metadata`. Tools are put before the messages as a system message: a model's own template would
-write them there in its own words, which are not known here.
+responses (`input`, `instructions`). The time is `created`, `created_at` or `timestamp`, the user `user` or
+`safety_identifier`, the conversation `conversation`, `conversation_id` or `session_id`: beside the body, in
+it, or in its `metadata`. Tools become a system message before the others: the template of the log's model
+would write them there, in words that are not known here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
 
 
 def _known(row: Row, body: Row) -> Row:
-    """What stands beside the body, in it, and in its metadata."""
+    """The fields beside the body, in it, and in its metadata."""
     metadata = body.get("metadata")
     known = {**(metadata if isinstance(metadata, Mapping) else {}), **body, **row}
     named = known.get("conversation_id") or known.get("session_id") or known.get("conversation")
@@ -82,7 +82,7 @@ def _tools(body: Row) -> tuple[Message, ...]:
 
 
 def _answer(response: object) -> str | None:
-    """What the first choice said; None where the log does not tell, or tells it in another way."""
+    """The text of the first choice; None if the log has none, or in another shape."""
     if isinstance(response, str):
         return fields.text(response)
     found: Any = response

@@ -1,4 +1,4 @@
-"""Rows that are requests: plain prompts and messages, load tools' prompts, and traces without text."""
+"""Rows that are requests: plain prompts and messages, prompts of load tools, traces without text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvshare.errors import LogError
 from kvshare.replay.readers import fields
 from kvshare.replay.readers.files import Row
 from kvshare.replay.readers.rows import LoggedRow, Reason, RowError
@@ -19,11 +20,12 @@ _PROMPT_LENGTHS = ("prompt_tokens_count", "prompt_tokens", "prompt_length", "pro
 
 def read_plain(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """
-    `messages` or `prompt` (or `token_ids`), and whatever else a log knows: what `kvshare workload` writes.
+    `messages`, `prompt` or `token_ids`, and more fields if a log has them; `kvshare workload` writes such
+    rows.
 
     Optional: `conversation` (the same string in all rows of one, in any file), `turn`, `user`, `timestamp`,
-    `answer`, `language`, `namespace`. Without a `turn`, it is the number of earlier user messages; that of
-    bare prompts is their place in the conversation.
+    `answer`, `language`, `namespace`. Without a `turn`, it is the number of earlier user messages, for bare
+    prompts their place in the conversation.
     """
     content: dict[str, Any]
     if row.get("messages") is not None:
@@ -38,7 +40,7 @@ def read_plain(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
 
 
 def read_field(row: Row, blank: LoggedRequest, field: str) -> Iterator[LoggedRow]:
-    """A plain row whose prompt stands in `field`."""
+    """A plain row with its prompt in `field`."""
     return read_plain({**row, "prompt": row.get(field), "messages": None, "token_ids": None}, blank)
 
 
@@ -51,9 +53,9 @@ def request_row(
     **content: Any,
 ) -> LoggedRow:
     """
-    A request, with what its row knows of it beside the content, under any of the names that logs have.
+    A request with its `content` and what else the row has, under any of the names that logs use.
 
-    Elsewhere than in plain rows `time` may be how long something took.
+    `times`: fields for the time. `time` is one in plain rows only: elsewhere it may be a duration.
     """
     conversation = fields.optional_id(row, "conversation", "conversation_id", "session_id")
     messages = content.get("messages")
@@ -74,7 +76,7 @@ def request_row(
 def request_rows(
     items: Sequence[object], blank: LoggedRequest, read: Callable[[Any, LoggedRequest], LoggedRow]
 ) -> Iterator[LoggedRow | Reason]:
-    """A request for each item of a row; one that cannot be read costs only itself."""
+    """A request for each item of a row; an item that cannot be read costs no other."""
     for number, item in enumerate(items):
         own = blank if len(items) == 1 else replace(blank, conversation=f"{blank.conversation}.{number}")
         try:
@@ -91,14 +93,12 @@ def is_prompt(row: Row) -> bool:
 
 def read_prompts(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
     """
-    Prompts with lengths, as load tools take them.
+    Prompts with lengths, as load tools take them. The lengths are another tokenizer's and are ignored.
 
         vLLM     {"prompt": ..., "output_tokens": ...}
         guidellm {"prompt": ..., "prompt_tokens_count": ..., "output_tokens_count": ...}
         AIBrix   {"timestamp": ms, "requests": [{"prompt", "prompt_length", "output_length", "session_id"}]},
                  and flat rows with "timestamp_ms", "prompt_tokens", "output_tokens"
-
-    The logged lengths were counted by somebody else's tokenizer: only that of the answer is kept.
     """
     requests = row.get("requests")
     if requests is None:
@@ -121,16 +121,15 @@ def _prompt_row(row: object, blank: LoggedRequest, **known: float | None) -> Log
         blank,
         prompt=full_text(row.get("prompt")),
         answer=fields.optional(fields.text, row, "completion", "answer"),
-        num_answer_tokens=fields.optional(fields.count, row, *_ANSWER_LENGTHS),
     )
 
 
 def read_mooncake(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """
-    One hash id per block of 512 tokens, each standing for the block *and* what comes before it.
+    One hash id per block of 512 tokens, of the block *and* all tokens before it; equal ids are equal tokens.
 
-    Equal ids are equal tokens. Neither users nor conversations are named, and a known first block may be any
-    system prompt: who asked, and at which turn, is unknown.
+    Users and conversations are not named, and a known first block may be any system prompt, so that user and
+    turn are unknown.
     """
     hash_ids = row.get("hash_ids")
     if hash_ids is None:
@@ -142,7 +141,7 @@ def read_mooncake(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     if not num_tokens:
         raise RowError(Reason.EMPTY)
     if len(hashes) != -(-num_tokens // _MOONCAKE_BLOCK_SIZE):
-        raise RowError(Reason.WRONG_TYPE)  # the blocks and the length tell different stories
+        raise RowError(Reason.WRONG_TYPE)  # the blocks and the length contradict each other
     yield LoggedRow(
         replace(
             blank,
@@ -150,32 +149,24 @@ def read_mooncake(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
             block_hashes=hashes,
             block_size=_MOONCAKE_BLOCK_SIZE,
             num_tokens=num_tokens,
-            num_answer_tokens=fields.optional(fields.count, row, "output_length"),
         )
     )
 
 
-def read_azure(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
-    """Lengths only: a load shape, in which nothing can be a hit."""
-    yield LoggedRow(
-        replace(
-            blank,
-            time_s=fields.time_s(row.get("TIMESTAMP")),
-            num_tokens=fields.count(row.get("ContextTokens")),
-            num_answer_tokens=fields.count(row.get("GeneratedTokens")),
-        )
-    )
+def refuse_azure(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
+    """Raises LogError: the rows have lengths only, in which nothing can be found again."""
+    raise LogError(f"{blank.source} has only the lengths of requests; a replay needs their text or token ids")
 
 
 def asking(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The same, if somebody asks in them."""
+    """The same messages. Raises RowError if none of them asks for an answer."""
     if not any(message["role"] in ("user", "tool") for message in messages):
         raise RowError(Reason.NO_USER_TURN)
     return messages
 
 
 def full_text(value: object) -> str:
-    """A text that says something."""
+    """A text that is not blank."""
     text = fields.text(value)
     if not text.strip():
         raise RowError(Reason.EMPTY)

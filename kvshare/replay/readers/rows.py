@@ -1,7 +1,8 @@
 """
-What one row of a log came to: a request, a conversation of which every user turn is a request, or a reason.
+What one row of a log is read as: a request, a conversation of which every user turn is a request, or a
+reason.
 
-Rows that cannot be read are counted by file, line and one word. Nothing of their text is kept.
+Rows that cannot be read are counted by file, line and one word, without their text.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NUM_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request of a conversation: what had been said by then, and when it was asked."""
+    """A request of a conversation: the messages up to it, and its time."""
 
     num_messages: int
     time_s: float | None = None
@@ -28,11 +29,10 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class LoggedRow:
     """
-    `request` with `turns` empty is the request itself. Otherwise its messages are the whole conversation, and
-    there is one request per turn, made when it is asked for: a long conversation is kept once.
+    Without `turns`, `request` is the request itself. Otherwise its messages are the whole conversation, and
+    each turn is a request, which `at` makes: a long conversation is stored once.
 
-    `turn_by_order`: the log names the conversation and no turn, so that the stream, which knows the order,
-    counts them.
+    `turn_by_order`: the log names the conversation and no turn; the stream knows the order and counts turns.
     """
 
     request: LoggedRequest
@@ -47,7 +47,7 @@ class LoggedRow:
         return (self.at(number) for number in range(self.num_requests))
 
     def turn_and_time(self, number: int) -> tuple[int | None, float | None]:
-        """Of request `number`, without making it."""
+        """Of request `number`, without making the request."""
         return (number, self.turns[number].time_s) if self.turns else (self.request.turn, self.request.time_s)
 
     def at(self, number: int) -> LoggedRequest:
@@ -63,24 +63,24 @@ class LoggedRow:
 
 
 class Reason(StrEnum):
-    """Why a row is no request. The words are part of `results.json`."""
+    """Why a row cannot be read. The words are part of `results.json`."""
 
-    BAD_UTF8 = "bad_utf8"  # bytes that are no UTF-8, or text that cannot be written as UTF-8
+    BAD_UTF8 = "bad_utf8"  # bytes that are not UTF-8, or text that cannot be written as UTF-8
     BAD_JSON = "bad_json"
     NOT_AN_OBJECT = "not_an_object"  # JSON, but a number or a list
     MISSING_FIELD = "missing_field"
     WRONG_TYPE = "wrong_type"
     UNKNOWN_ROLE = "unknown_role"  # of a message
     NOT_TEXT = "not_text"  # a message with an image or a sound
-    NO_USER_TURN = "no_user_turn"  # a conversation in which nobody asks
+    NO_USER_TURN = "no_user_turn"  # a conversation without a question
     EMPTY = "empty"  # no messages, or no text in any of them
     TOO_LONG = "too_long"  # a row longer than `MAX_ROW_BYTES`
-    TRUNCATED = "truncated"  # a compressed file or a JSON array that breaks off: what follows is lost
-    DAMAGED = "damaged"  # stands in a part of a Parquet file that cannot be decoded
+    TRUNCATED = "truncated"  # a compressed file or a JSON array ends too early: the rest is lost
+    DAMAGED = "damaged"  # in a part of a Parquet file that cannot be decoded
 
 
 class RowError(Exception):
-    """Raised by the formats: this row is no request."""
+    """This row cannot be read; raised by the formats."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason.value)
@@ -88,7 +88,7 @@ class RowError(Exception):
 
 
 class ReadReport:
-    """Counts what could not be read, over all files; keeps the first few for display."""
+    """Counts rows that cannot be read, over all files; stores the first few for display."""
 
     def __init__(self) -> None:
         self.formats: dict[str, str] = {}  # source -> name of its format
@@ -96,7 +96,7 @@ class ReadReport:
         self._reasons: Counter[Reason] = Counter()
 
     def count_unreadable(self, source: str, line: int, reason: Reason) -> None:
-        """A row, or a request of one, could not be read."""
+        """A row, or a request of a row, cannot be read."""
         self._reasons[reason] += 1
         if len(self.examples) < NUM_SHOWN:
             self.examples.append(UnreadableLine(source=source, line=line, reason=reason))
@@ -106,6 +106,6 @@ class ReadReport:
         return self._reasons.total()
 
     def unreadable(self) -> Unreadable:
-        """As it stands in `results.json`."""
+        """As in `results.json`."""
         reasons = {str(reason): count for reason, count in sorted(self._reasons.items())}
         return Unreadable(num_rows=self.num_unreadable, reasons=reasons, lines=tuple(self.examples))

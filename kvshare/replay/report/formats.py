@@ -21,7 +21,7 @@ def points(share: float) -> str:
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """A share, or None of nothing."""
+    """The share of a part, None where the whole is 0."""
     return part / whole if whole else None
 
 
@@ -31,10 +31,12 @@ def counted(number: float | None) -> str:
 
 
 def digits(value: float | None, unit: str = "") -> str:
-    """Three digits of it, or all before the point."""
+    """Three digits, below 0.1 one, from 1,000 on all before the point."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
-    return (f"{value:,.3g}" if abs(value) < 999.5 else f"{value:,.0f}") + (unit and f" {unit}")
+    size = abs(value)
+    spec = ".1g" if size < 0.1 else ".3g" if size < 999.5 else ",.0f"
+    return f"{value:{spec}}" + (unit and f" {unit}")
 
 
 def short(number: float, unit: str = "") -> str:
@@ -49,7 +51,7 @@ def size(num_bytes: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Of some digits, in the unit that fits; the sign is kept."""
+    """Three digits in the unit that fits, with the sign."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     unit, factor = next((unit, factor) for least, unit, factor in _TIMES if abs(seconds) >= least)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from functools import cache
+from html import unescape
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +20,7 @@ from kvshare.replay.report.formats import FILTERS
 from kvshare.replay.report.picture import TEMPLATES, Picture
 from kvshare.replay.report.plots import draw
 from kvshare.replay.report.reading import Report, gain, read_report
-from kvshare.replay.results import ArmTimes, Figures, finite
+from kvshare.replay.results import Figures, PolicyTimes, finite
 from kvshare.replay.whole_files import write_whole
 
 REPORT_FILE: Final = "report.html"
@@ -28,9 +30,8 @@ def write_report(folder: Path) -> Path:
     """
     Draw a finished replay's folder: `report.html`, and `PLOT.png` beside it for each plot.
 
-    Reads `results.json` and, where it is there, `requests.parquet`; returns the page's path. Plots that
-    cannot be drawn leave no picture behind, an older one's included.
-    Raises:  LogError
+    Reads `results.json` and, where it is there, `requests.parquet`; returns the page's path. Older pictures
+    of plots that cannot be drawn now are removed. Raises:  LogError
     """
     report = read_report(folder)
     pictures = draw(report)
@@ -46,15 +47,22 @@ def write_report(folder: Path) -> Path:
 
 
 def render(report: Report, pictures: Mapping[str, Picture | None]) -> str:
-    """The whole document. `pictures`: the plots by name; what could not be drawn has a note instead."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {**FILTERS, "finite": finite, "gain": gain, "quote": shlex.quote}
-    environment.globals |= {"no_figures": Figures(), "no_times": ArmTimes(), "zip": zip}
+    """The whole page. `pictures`: the plots by name; what could not be drawn has a note instead."""
     config = json.dumps(report.config, indent=2, ensure_ascii=False)
-    return environment.get_template("page.html.jinja").render(report=report, pictures=pictures, config=config)
+    page = _environment().get_template("page.html.jinja")
+    return page.render(report=report, pictures=pictures, config=config)
+
+
+def verdict(report: Report) -> str:
+    """The page's headline, as text."""
+    summary = _environment().get_template("summary.html.jinja").module
+    return " ".join(unescape(summary.headline(report)).split())  # type: ignore[attr-defined]  # a macro
+
+
+@cache
+def _environment() -> Environment:
+    made = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    made.trim_blocks = made.lstrip_blocks = True
+    made.filters |= {**FILTERS, "finite": finite, "gain": gain, "quote": shlex.quote}
+    made.globals |= {"no_figures": Figures(), "no_times": PolicyTimes(), "zip": zip}
+    return made

@@ -1,4 +1,6 @@
-"""Which plots there are, and those that put the arms side by side, a curve each; None: nothing to draw."""
+"""
+Which plots there are, and those that put the policies side by side, a curve each; None: nothing to draw.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from kvshare.replay.report import shapes
 from kvshare.replay.report.formats import percent, short, size
 from kvshare.replay.report.picture import COLOURS, Picture, drawing, tip
 from kvshare.replay.report.reading import Report
-from kvshare.replay.results import ArmResults
+from kvshare.replay.results import PolicyResults
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,107 +25,120 @@ _FAMILIES: Final = {name: name for name in ("nothing", "prefix", "chunks", "resp
 _NUM_SHADES: Final = 6  # of KVShare's variants
 _DASHES: Final = ("-", "--", ":", "-.")
 _SPACE: Final = "\u2007"  # as wide as a digit
+_NOT_COMPUTED: Final = "prompt tokens not computed, %"
 
 
 class Curve(NamedTuple):
-    """An arm's, with its value for the legend."""
+    """Of a policy, with its value for the legend."""
 
-    arm: ArmResults
+    policy: PolicyResults
     x: Sequence[float]
     y: Sequence[float]
     value: str
 
 
 def draw(report: Report) -> dict[str, Picture | None]:
-    """All plots by the names of their files."""
+    """
+    All plots by the names of their files; "-all" has the curves of all policies, not of the main ones only.
+    """
     kvshare = report.kvshare
-    return {
+    curves = {
+        "hit-rate-over-time": hit_rate_over_time,
+        "hit-rate-against-capacity": hit_rate_against_capacity,
+        "coverage": coverage,
+        "store-over-time": store_over_time,
+    }
+    pictures = {
         "savings": shapes.savings(kvshare),
         "oracle-losses": shapes.oracle_losses(report),
-        "hit-rate-over-time": hit_rate_over_time(report.keeping),
-        "hit-rate-against-capacity": hit_rate_against_capacity(report.arms),
-        "coverage": coverage(report.keeping),
         "similarity": shapes.likeness(report.similarity),
         "similarity-points": shapes.likeness_points(report),
         "tree": shapes.tree_shape(kvshare.tree if kvshare else None),
-        "store-over-time": store_over_time(report.keeping),
     }
+    names = {policy.arm for policy in report.main} or {policy.arm for policy in report.arms}
+    main = [policy for policy in report.arms if policy.arm in names]
+    for name, plot in curves.items():
+        pictures[name] = plot(main)
+        pictures[f"{name}-all"] = plot(report.arms) if report.others else None
+    return pictures
 
 
-def looks(arms: Iterable[ArmResults]) -> dict[str, dict[str, Any]]:
+def looks(policies: Iterable[PolicyResults]) -> dict[str, dict[str, Any]]:
     """
-    Arm -> colour and dashes of its curve: a colour a family, KVShare's variants one each.
+    Policy -> colour and dashes of its curve: a colour a family, KVShare's variants one each.
 
-    Arms of one colour differ in their dashes, so that nobody needs to tell colours apart.
+    Curves of one colour differ in their dashes, so that colours need not be distinguished.
     """
     found: dict[str, dict[str, Any]] = {}
     used: list[str] = []
     num_kvshare = 0
-    for arm in arms:
-        colour = _FAMILIES.get(arm.family, f"kv{num_kvshare % _NUM_SHADES}")
-        num_kvshare += arm.family not in _FAMILIES
-        dash = used.count(colour) + ("open" in arm.arm) + 2 * (arm.family == "oracle")
+    for policy in policies:
+        colour = _FAMILIES.get(policy.family, f"kv{num_kvshare % _NUM_SHADES}")
+        num_kvshare += policy.family not in _FAMILIES
+        dash = used.count(colour) + ("open" in policy.arm) + 2 * (policy.family == "oracle")
         used.append(colour)
-        found[arm.arm] = {"color": COLOURS[colour], "linestyle": _DASHES[dash % len(_DASHES)]}
+        found[policy.arm] = {"color": COLOURS[colour], "linestyle": _DASHES[dash % len(_DASHES)]}
     return found
 
 
-def hit_rate_over_time(arms: Sequence[ArmResults]) -> Picture | None:
-    """Tokens not computed along the stream, averaged over a twentieth of it."""
+def hit_rate_over_time(policies: Iterable[PolicyResults]) -> Picture | None:
+    """Tokens not computed along the stream, averaged over a twentieth of it; infinite stores."""
     curves = []
-    for arm in arms:
-        if arm.series:
-            width = max(1, len(arm.series) // _SMOOTHED)
-            windows = [arm.series[max(0, end - width) : end] for end in range(1, len(arm.series) + 1)]
+    for policy in _caching(policies):
+        if policy.series:
+            width = max(1, len(policy.series) // _SMOOTHED)
+            windows = [policy.series[max(0, end - width) : end] for end in range(1, len(policy.series) + 1)]
             sums = [(sum(one.num_hit for one in w), sum(one.num_tokens for one in w)) for w in windows]
             rates = [100 * num_hit / num_tokens if num_tokens else math.nan for num_hit, num_tokens in sums]
-            curves.append(Curve(arm, _ends(arm), rates, percent(arm.token_hit_rate)))
-    return _along_the_stream("Hit rate over time", curves, "prompt tokens not computed, %", short, top=100)
+            curves.append(Curve(policy, _ends(policy), rates, percent(policy.token_hit_rate)))
+    return _along_the_stream("Hit rate over time", curves, _NOT_COMPUTED, short, top=100)
 
 
-def store_over_time(arms: Sequence[ArmResults]) -> Picture | None:
-    """What each arm's store holds along the stream."""
+def store_over_time(policies: Iterable[PolicyResults]) -> Picture | None:
+    """What each policy stores along the stream; infinite stores."""
     curves = []
-    for arm in arms:
-        num_bytes = [one.num_bytes for one in arm.series]
+    for policy in _caching(policies):
+        num_bytes = [one.num_bytes for one in policy.series]
         if any(num_bytes):
-            curves.append(Curve(arm, _ends(arm), num_bytes, size(arm.storage.final_bytes)))
+            curves.append(Curve(policy, _ends(policy), num_bytes, size(policy.storage.final_bytes)))
     return _along_the_stream("Store size over time", curves, "KV in the store", size)
 
 
-def coverage(arms: Sequence[ArmResults]) -> Picture | None:
-    """The share of requests of whose tokens at least x percent need no computing."""
+def coverage(policies: Iterable[PolicyResults]) -> Picture | None:
+    """The share of requests of whose tokens at least x percent are not computed; infinite stores."""
     curves = []
-    for arm in arms:
-        if total := sum(arm.coverage_histogram):
-            fewer = accumulate(arm.coverage_histogram[:-1], initial=0)
+    for policy in _caching(policies):
+        if total := sum(policy.coverage_histogram):
+            fewer = accumulate(policy.coverage_histogram[:-1], initial=0)
             left = [100 * (total - number) / total for number in fewer]
-            curves.append(Curve(arm, range(len(left)), left, percent(arm.at_least[0])))
+            curves.append(Curve(policy, range(len(left)), left, percent(policy.at_least[0])))
     if not curves:
         return None
     with _curves("Coverage of requests", curves, "requests, %", "with at least 50 %") as (picture, axes):
         for share in (50, 70, 90):
             axes.axvline(share, color=COLOURS["axis"], linestyle=":", linewidth=1)
         axes.set_xticks([0, 10, 30, 50, 70, 90, 100])
-        axes.set(xlabel="at least so many of a request's tokens not computed, %", ylim=(0, 100))
+        axes.set(xlabel="at least this share of a request's tokens not computed, %", ylim=(0, 100))
     return picture
 
 
-def hit_rate_against_capacity(arms: Sequence[ArmResults]) -> Picture | None:
-    """Tokens not computed by what the store may hold; the infinite store at the right."""
-    known = [arm for arm in arms if arm.family != "nothing" and arm.token_hit_rate is not None]
-    capacities = sorted({arm.capacity_tokens for arm in known if arm.capacity_tokens})
-    if not capacities:
+def hit_rate_against_capacity(policies: Iterable[PolicyResults]) -> Picture | None:
+    """
+    Tokens not computed by capacity, the infinite store at the right; None for less than two finite stores.
+    """
+    known = [one for one in policies if one.family != "nothing" and one.token_hit_rate is not None]
+    capacities = sorted({one.capacity_tokens for one in known if one.capacity_tokens})
+    if len(capacities) < 2:
         return None
     infinite = capacities[-1] * max(2.0, (capacities[-1] / capacities[0]) ** 0.2)
     curves = []
-    for arm in {one.arm: one for one in known}.values():
-        rates = {one.capacity_tokens: one.token_hit_rate for one in known if one.arm == arm.arm}
+    for policy in {one.arm: one for one in known}.values():
+        rates = {one.capacity_tokens: one.token_hit_rate for one in known if one.arm == policy.arm}
         own = [rates.get(at) for at in (*capacities, 0, None)]  # of 0 none: a gap before the last
         y = [math.nan if rate is None else 100 * rate for rate in own]
-        curves.append(Curve(arm, [*capacities, infinite, infinite], y, percent(rates.get(None))))
-    y_name, heading = "prompt tokens not computed, %", "with an infinite store"
-    with _curves("Hit rate against capacity", curves, y_name, heading, marker="o") as (picture, axes):
+        curves.append(Curve(policy, [*capacities, infinite, infinite], y, percent(rates.get(None))))
+    heading = "with an infinite store"
+    with _curves("Hit rate against capacity", curves, _NOT_COMPUTED, heading, marker="o") as (picture, axes):
         axes.set(xlabel="store capacity, tokens", xscale="log", xmargin=0.05, ylim=(0, 100))
         step = (infinite / capacities[0]) ** (1 / 12)  # what a label needs
         ticks: list[float] = []
@@ -133,6 +148,11 @@ def hit_rate_against_capacity(arms: Sequence[ArmResults]) -> Picture | None:
         axes.set_xticks([*ticks, infinite], [*map(short, ticks), "infinite"])
         axes.minorticks_off()
     return picture
+
+
+def _caching(policies: Iterable[PolicyResults]) -> Iterator[PolicyResults]:
+    """Those with an infinite store."""
+    return (one for one in policies if one.capacity_tokens is None and one.family != "nothing")
 
 
 def _along_the_stream(
@@ -152,19 +172,21 @@ def _along_the_stream(
 def _curves(
     title: str, curves: Sequence[Curve], y_name: str, heading: str, *, marker: str = ""
 ) -> Iterator[tuple[Picture, Axes]]:
-    """With a legend: the value and name of each, and below them the arm's options. Scales are left to do."""
+    """
+    With a legend: the value and name of each, and a policy's options below it. The caller sets the scales.
+    """
     width = max(len(curve.value) for curve in curves)
-    styles = looks(curve.arm for curve in curves)
-    num_rows = sum(curve.arm.arm.count(":") + 1 for curve in curves)
+    styles = looks(curve.policy for curve in curves)
+    num_rows = sum(curve.policy.arm.count(":") + 1 for curve in curves)
     rows: list[tuple[Line2D, str]] = []
     with drawing(title, height=max(350, 50 + 20 * num_rows)) as picture:
         axes = picture.figure.add_subplot(title=y_name)
         (blank,) = axes.plot([], [], linestyle="")
-        for depth, (arm, x, y, value) in enumerate(curves):  # the first on top, where curves are the same
-            look = {"marker": "o" if len(y) == 1 else marker, "zorder": 3 - depth / 100, **styles[arm.arm]}
+        for depth, (policy, x, y, value) in enumerate(curves):  # the first on top, where curves are equal
+            look = {"marker": "o" if len(y) == 1 else marker, "zorder": 3 - depth / 100, **styles[policy.arm]}
             (line,) = axes.plot(x, y, clip_on=False, **look)
-            tip(line, f"{arm.arm}: {value}")
-            name, *options = arm.arm.split(":")
+            tip(line, f"{policy.arm}: {value}")
+            name, *options = policy.arm.split(":")
             rows.append((line, f"{value:{_SPACE}>{width}}{_SPACE}{name}"))
             rows += [(blank, f"{_SPACE * (width + 2)}{option}") for option in options]
         lines, labels = zip(*rows, strict=True)
@@ -172,5 +194,5 @@ def _curves(
         yield picture, axes
 
 
-def _ends(arm: ArmResults) -> list[int]:
-    return [stretch.first + stretch.num_requests for stretch in arm.series]
+def _ends(policy: PolicyResults) -> list[int]:
+    return [stretch.first + stretch.num_requests for stretch in policy.series]

@@ -1,4 +1,6 @@
-"""The plots of one arm, or of the log itself: savings, the oracle's share, likeness, trees; the paper's."""
+"""
+The plots of one policy or of the log: savings, the oracle's losses, similarity, trees, the paper's figures.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from kvshare.replay.report.formats import counted, percent, short
 from kvshare.replay.report.picture import COLOURS, Picture, drawing, tip
 from kvshare.replay.report.reading import Report
-from kvshare.replay.results import ArmResults, Document, Histogram, Similarity, Tree
+from kvshare.replay.results import Document, Histogram, PolicyResults, Similarity, Tree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,21 +22,21 @@ Reported = Mapping[str, Mapping[str, float]]  # log -> name of a figure -> what 
 _STEPS: Final = {
     "oracle": ("seen before (oracle)", "total"),
     "not_found": ("not found", "computed"),
-    "too_short": ("prompt too short to look", "computed"),
-    "generation": ("refused: copy of copies", "computed"),
-    "refused": ("refused by another gate", "computed"),
+    "too_short": ("prompt too short to look up", "computed"),
+    "generation": ("rejected: copies of copies", "computed"),
+    "refused": ("rejected by another threshold", "computed"),
     "repaired": ("repaired: computed again", "repaired"),
     "hit": ("not computed", "kv0"),
 }
 _MAX_WIDE: Final = 10  # buckets with room for both of their ends
 
 
-def savings(arm: ArmResults | None) -> Picture | None:
-    """All tokens -> equal prefix -> copies -> repaired -> what is computed for want of anything to share."""
-    if arm is None or arm.num_tokens <= 0:
+def savings(policy: PolicyResults | None) -> Picture | None:
+    """All tokens -> equal prefix -> copies -> repaired -> computed because nothing was shared."""
+    if policy is None or policy.num_tokens <= 0:
         return None
-    total, hit = arm.num_tokens, arm.num_hit_tokens
-    copied, repaired = total - arm.num_exact_tokens, total - hit - arm.num_repaired_tokens
+    total, hit = policy.num_tokens, policy.num_hit_tokens
+    copied, repaired = total - policy.num_exact_tokens, total - hit - policy.num_repaired_tokens
     bars = [
         ("all prompt tokens", 0, total, "total"),
         ("equal prefix: not computed", copied, total, "prefix"),
@@ -42,11 +44,11 @@ def savings(arm: ArmResults | None) -> Picture | None:
         ("repaired: computed again", repaired, total - hit, "repaired"),
         ("computed: nothing shared", 0, repaired, "computed"),
     ]
-    return _falling(f"Where the tokens go: {arm.label}", bars, total)
+    return _falling(f"Where the tokens go: {policy.label}", bars, total)
 
 
 def oracle_losses(report: Report) -> Picture | None:
-    """What the oracle covers, and on what way it is lost."""
+    """What the oracle covers, and how it is lost."""
     label = report.kvshare.label if report.kvshare else None
     losses = next((one for one in report.waterfall if one.arm == label), None)
     if losses is None or losses.num_tokens <= 0 or not losses.steps:
@@ -61,7 +63,7 @@ def oracle_losses(report: Report) -> Picture | None:
 
 
 def likeness(similarity: Similarity | None) -> Picture | None:
-    """How many requests have a nearest earlier prompt so far away, and so many tokens in common."""
+    """Requests by the distance to the nearest earlier prompt and the share of equal tokens."""
     if similarity is None:
         return None
     distances, overlaps = similarity.distance_edges, similarity.overlap_edges
@@ -70,7 +72,7 @@ def likeness(similarity: Similarity | None) -> Picture | None:
     with drawing("Similarity against token overlap", height=86 + 25 * len(overlaps)) as picture:
         axes = picture.figure.add_subplot(
             title=f"tokens not computed by {similarity.overlap}, %",
-            xlabel="cosine distance to the nearest earlier prompt (left: alike in meaning), bucket from",
+            xlabel="cosine distance to the nearest earlier prompt (left: similar), bucket from",
         )
         axes.set(facecolor=COLOURS["empty"], xlim=(0, len(distances)), ylim=(0, len(overlaps)))
         axes.set_xticks(range(len(distances)), [f"{edge:g}" for edge in distances])
@@ -83,7 +85,7 @@ def likeness(similarity: Similarity | None) -> Picture | None:
                 strength = 0.12 + 0.88 * math.log1p(number) / math.log1p(most)
                 look = {"color": COLOURS["prefix"], "alpha": strength}
                 (cell,) = axes.bar(column + 0.5, 0.94, 0.98, row + 0.03, **look)
-                where = f"distance {columns[column]}, tokens in common {rows[row]} %"
+                where = f"distance {columns[column]}, equal tokens {rows[row]} %"
                 tip(cell, f"{counted(number)} requests: {where}")
                 style = {"color": COLOURS["paper" if strength > 0.55 else "ink"], "size": 11}
                 axes.text(column + 0.5, row + 0.5, short(number), ha="center", va="center", **style)
@@ -91,7 +93,7 @@ def likeness(similarity: Similarity | None) -> Picture | None:
 
 
 def likeness_points(report: Report) -> Picture | None:
-    """The same, a dot a request."""
+    """The same, a dot for each request."""
     if not report.points or report.similarity is None:
         return None
     x, y = [x for x, _ in report.points], [100 * y for _, y in report.points]
@@ -106,7 +108,7 @@ def likeness_points(report: Report) -> Picture | None:
 
 
 def tree_shape(tree: Tree | None) -> Picture | None:
-    """How deep prompts stand on earlier ones, and how many stand on each."""
+    """How many earlier prompts each prompt builds on, and how many build on it."""
     if tree is None or not any(tree.depth.counts + tree.children.counts):
         return None
     with drawing("Tree depth and fan-out", height=280) as picture:
@@ -117,7 +119,7 @@ def tree_shape(tree: Tree | None) -> Picture | None:
 
 
 def _prompts(axes: Axes, histogram: Histogram, name: str) -> None:
-    """Vertical bars, no longer than there are prompts in them."""
+    """Vertical bars, up to the last bucket that has prompts."""
     last = max((place for place, number in enumerate(histogram.counts) if number), default=0)
     counts, total = histogram.counts[: last + 1], max(1, sum(histogram.counts))
     buckets = _buckets(histogram.edges)[: last + 1]
@@ -138,7 +140,7 @@ def _buckets(edges: Sequence[float]) -> list[str]:
 
 
 def _falling(title: str, bars: Sequence[tuple[str, int, int, str]], total: int) -> Picture:
-    """Horizontal bars of tokens, each from so many to so many of all, beginning where the one above ends."""
+    """Horizontal bars of tokens (name, low, high, colour); each begins where the one above ends."""
     notes = [f"{counted(high - low)}  ({percent((high - low) / total)})" for _, low, high, _ in bars]
     with drawing(title, height=92 + 38 * len(bars)) as picture:
         axes = picture.figure.add_subplot(xlabel="share of all prompt tokens, %")
@@ -151,7 +153,7 @@ def _falling(title: str, bars: Sequence[tuple[str, int, int, str]], total: int) 
 
 
 def _share_rows(axes: Axes, names: Sequence[str], notes: Sequence[str]) -> None:
-    """Percent to the right, a row a name downwards; notes on the right, the first one a heading."""
+    """Percent to the right, names downwards; notes on the right, the first of which is a heading."""
     axes.set(xlim=(0, 100), ylim=(len(names) - 0.5, -0.5))
     axes.set_yticks(range(len(names)), names, size=13, color=COLOURS["ink"])
     axes.grid(False, axis="y")
@@ -163,7 +165,7 @@ def _share_rows(axes: Axes, names: Sequence[str], notes: Sequence[str]) -> None:
 
 
 def draw_figure_2(figure: Document, reported: Reported) -> Picture:
-    """The source paper's: identical, similar and unique prompts, then the share within each distance."""
+    """The source paper's figure: identical, similar and unique prompts; the share within each distance."""
     shares = {f"{name} prompts": share for name, share in figure["shares"].items()}
     shares |= {f"an earlier one within {one['distance']:g}": one["share"] for one in figure["by_distance"]}
     similar = [*shares].index(f"an earlier one within {figure['max_distance']:g}")
@@ -179,18 +181,21 @@ def draw_figure_2(figure: Document, reported: Reported) -> Picture:
 
 
 def draw_figure_4(figure: Document, reported: Reported) -> Picture:
-    """The same: a bar an arm, cut by how much of the prompts need not be computed; darker is more."""
-    num, arms = figure["num_prompts"], figure["arms"]
+    """A bar for each policy, cut by the share of a prompt that is not computed; darker is more."""
+    num, policies = figure["num_prompts"], figure["arms"]
     title = (
-        f"{counted(num)} similar prompts by their tokens not computed: darkest 90 % or more (right), "
+        f"{counted(num)} similar prompts by the share of tokens not computed: darkest 90 % or more (right), "
         "each shade 10 % less"
     )
     return _draw_shares(
-        title if num else "No prompt has a similar one: the Similar subset is empty",
-        {arm["arm"]: [(share, (i + 1) / 10) for i, share in enumerate(arm["shares"])][::-1] for arm in arms},
-        [percent(arm["at_least"]["90"] if num else None) for arm in arms],
+        title if num else "No prompt has a similar one: the subset is empty",
+        {
+            one["arm"]: [(share, (i + 1) / 10) for i, share in enumerate(one["shares"])][::-1]
+            for one in policies
+        },
+        [percent(one["at_least"]["90"] if num else None) for one in policies],
         {f"KVShare, {log}: 90 % or more": own["at_least_90"] for log, own in reported.items()},
-        marked=(0, len(arms)),
+        marked=(0, len(policies)),
         x_name="share of requests, %",
     )
 
@@ -204,7 +209,9 @@ def _draw_shares(
     marked: tuple[int, int],
     x_name: str,
 ) -> Picture:
-    """Rows of parts, each a share and how dark it is, in (0, 1]; over some of them what the paper reports."""
+    """
+    Rows of parts, each a share and its darkness in (0, 1]; `marks`: what the paper reports, over some rows.
+    """
     with drawing(title, height=106 + 30 * len(rows) + 20 * len(marks)) as picture:
         axes = picture.figure.add_subplot(xlabel=x_name)
         picture.figure.suptitle(title, x=0.01, ha="left")

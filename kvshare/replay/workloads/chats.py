@@ -1,4 +1,4 @@
-"""`window` and `resubmit`: real conversations that lose their beginning, or have an earlier turn changed."""
+"""`window` and `resubmit`: real conversations whose beginning is dropped, or an earlier turn changed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _MOST_EDITS = 3
 
 def window(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
-    Chats that have outgrown what is sent; whole turns fall off the front, so everything shifts.
+    Chats that are longer than what is sent: whole turns are dropped from the front, so that everything
+    shifts.
 
-    Several chats at a time, from the turn on that fills the window. Once all are through, they come again
-    with other window sizes and with some questions reworded, as chats of other users.
+    Several chats at a time, from the turn that fills the window. After the last chat they start again with
+    other window sizes and some questions reworded, as chats of other users.
     """
     usable = [chat for chat in sources.chats(paths) if _num_turns(chat) >= _MIN_TURNS]
     long = [chat for chat in usable if _num_chars(chat) > _SMALLEST]
@@ -79,11 +80,10 @@ def _num_chars(messages: Sequence[Message]) -> int:
 
 def resubmit(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
-    Somebody goes back to an earlier turn, changes a few words of it and sends again, one to three times.
+    A user changes a few words of an earlier turn and sends the chat again, one to three times.
 
-    As chat clients do it: half of the time what came after the edited turn is dropped and the talk goes on
-    from there; half of the time the rest stays and only its beginning has changed, as in a playground or a
-    notebook.
+    Half of the time the messages after the edited turn are dropped, as in chat clients; half of the time
+    they stay and only the beginning has changed, as in a playground or a notebook.
     """
     talks = [chat for chat in sources.chats(paths) if _ends(chat)]
     for number, chat in enumerate(sources.endless(talks, draw)):
@@ -96,7 +96,7 @@ def resubmit(paths: Sequence[Path], num_requests: int, draw: random.Random) -> I
 
 
 def edited(prompt: Sequence[Message], draw: random.Random) -> tuple[Message, ...]:
-    """One user turn changed in its middle, and what came after it dropped or kept."""
+    """One user turn changed, and the messages after it dropped or not."""
     asked = [place for place, message in enumerate(prompt) if message["role"] == "user"]
     place = draw.choice(asked)
     changed = {"role": "user", "content": reworded(prompt[place]["content"], draw)}
@@ -105,7 +105,7 @@ def edited(prompt: Sequence[Message], draw: random.Random) -> tuple[Message, ...
 
 
 def reworded(text: str, draw: random.Random) -> str:
-    """Another word in the place of one; in a text without spaces, a few characters put in."""
+    """One word replaced by another; in a text without spaces, a few characters inserted."""
     words = text.split(" ")
     if len(words) < 4:
         place = draw.randint(0, len(text))
@@ -116,7 +116,7 @@ def reworded(text: str, draw: random.Random) -> str:
 
 
 def _ends(chat: Sequence[Message]) -> list[int]:
-    """Behind which questions a prompt may end that is neither too short nor too long."""
+    """The ends of prompts that are neither too short nor too long, behind a question each."""
     ends, length = [], 0
     for number, message in enumerate(chat):
         length += len(message["content"])

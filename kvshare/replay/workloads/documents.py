@@ -1,11 +1,10 @@
-"""`rag`, `agent` and `revise`: the same documents again, in other company or a little changed."""
+"""`rag`, `agent` and `revise`: the same documents again, beside others or a little changed."""
 
 from __future__ import annotations
 
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, count
 from pathlib import Path
 
@@ -34,20 +33,20 @@ _LONGEST_DRAFT = 6_000  # characters
 
 def rag(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
-    Questions over one collection; the same passages come back in another order and company.
+    Questions over one collection; the same passages come back in another order and beside others.
 
-    Every request retrieves anew: some of the question's own passages, some of its neighbours'.
+    Every request retrieves some of the question's own passages and some of its neighbours'.
     """
     asked = questions(paths)
     if not asked:
         return
     used = draw.sample(asked, min(len(asked), max(4, num_requests // _USES)))
-    strangers = bare_passages(paths)
+    unrelated = bare_passages(paths)
     for number in count():
         place = draw.randrange(len(used))
         question = used[place]
         around = [used[(place + step) % len(used)] for step in range(1, 1 + _NEIGHBOURS)]
-        others = [passage for each in around for passage in each.passages] + _some(strangers, 1, draw)
+        others = [passage for each in around for passage in each.passages] + _some(unrelated, 1, draw)
         retrieved = _retrieved(question, others, draw)
         messages = (RAG_SYSTEM, {"role": "user", "content": rag_prompt(question.text, retrieved)})
         user = f"u{draw.randrange(max(2, num_requests // 3))}"
@@ -76,11 +75,11 @@ def _some(passages: Sequence[Passage], number: int, draw: random.Random) -> list
 
 def agent(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
-    The same tasks run again and again; each step appends a tool's result, and results change a little.
+    The same tasks run repeatedly; each step appends a tool's result, and results change a little.
 
     A request is the whole transcript so far. Runs of one task have the same steps in the same order, but
-    every result says when it was fetched and how long that took, and now and then a figure in it has changed.
-    A few runs at a time, each from its first step to its last.
+    every result has the time and duration of its fetch, and in some of them a number has changed. A few runs
+    at a time, each from its first step to its last.
     """
     tasks = _tasks(paths, draw)
     if not tasks:
@@ -114,16 +113,16 @@ def _result(document: Passage, draw: random.Random) -> str:
 
 def revise(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
-    A text is changed in one place and asked about again, forty times, each time from the state before.
+    A text is changed in one place and asked about again, forty times, each change on top of the last one.
 
-    One text after the other; where it is changed is drawn anew each time.
+    One text after the other; the place of each change is random.
     """
     for number, question in enumerate(sources.endless(questions(paths), draw)):
         draft = _shortened(question.passages)
         for turn in range(1 + _REVISIONS):
             if turn:
                 place = draw.randrange(len(draft))
-                draft[place] = replace(draft[place], text=reworded(draft[place].text, draw))
+                draft[place] = draft[place]._replace(text=reworded(draft[place].text, draw))
             messages = (RAG_SYSTEM, {"role": "user", "content": rag_prompt(question.text, draft)})
             yield WorkloadRow(f"revise-c{number}", turn, f"u{number}", messages)
 
@@ -135,19 +134,19 @@ def _shortened(passages: Sequence[Passage]) -> list[Passage]:
 
 
 def tool_call(document: Passage) -> str:
-    """What an agent says to open a document."""
+    """The call with which an agent opens a document."""
     return f"I do not know enough yet, so I look at the next source.\nopen({_name(document)!r})"
 
 
 def tool_result(document: Passage, draw: random.Random) -> str:
-    """The document as the tool returns it: when it was fetched, how long that took, and the text."""
+    """The document as the tool returns it: the time and duration of the fetch, and the text."""
     fetched = f"{sources.date(draw)} {sources.clock(draw)}"
     took = draw.randint(3, 900)
     return f"Result of open({_name(document)!r}), fetched {fetched} in {took} ms:\n\n{document.text}"
 
 
 def refigured(text: str, draw: random.Random, *, most: int) -> str:
-    """The text with its first figures, of two to six digits, a little larger; unchanged if it has none."""
+    """The text with its first `most` numbers of two to six digits a little larger."""
     return _NUMBER.sub(lambda match: _near(match.group(), draw), text, count=most)
 
 
@@ -160,7 +159,7 @@ def _near(number: str, draw: random.Random) -> str:
 
 
 def _tasks(paths: Sequence[Path], draw: random.Random) -> list[Question]:
-    """A question with passages is a task; bare passages are dealt out, five to a task."""
+    """A question with passages is a task; so are any five bare passages."""
     tasks = [Question(f"Find out: {each.text}", each.passages[:_STEPS]) for each in questions(paths)]
     passages = bare_passages(paths)
     draw.shuffle(passages)

@@ -1,4 +1,4 @@
-"""`template` and `header`: one text for everybody, with other values in its slots or on top of it."""
+"""`template` and `header`: one text for all users, with other values in its slots or on top of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NUM_SYSTEM_PROMPTS = 3
 
 
 def template(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
-    """The same forms filled in by many users; popular ones come often, rare ones seldom."""
+    """The same forms filled in by many users; some forms are more frequent than others."""
     forms = [text for text in _form_texts(paths) if is_form(text)]
     long = [form for form in forms if num_fixed(form) >= _SHORTEST]
     forms = long if len(long) >= min(4, len(forms)) else forms
@@ -45,7 +45,7 @@ def template(paths: Sequence[Path], num_requests: int, draw: random.Random) -> I
 
 
 def is_form(text: str) -> bool:
-    """Not without slots, nor with slots only at its very end, where a prefix cache would do."""
+    """Whether it has slots before its end: with slots at the end only, a prefix cache is enough."""
     first = SLOT.search(text)
     return first is not None and len(text) <= _LONGEST and num_fixed(text) - first.start() >= len(text) // 5
 
@@ -61,7 +61,7 @@ def slot_name(match: re.Match[str]) -> str | None:
 
 
 def filled(form: str, draw: random.Random) -> str:
-    """With a value per slot name: a name that comes twice has one value. Some keep the author's default."""
+    """The form with one value for each slot name; some slots get the author's default."""
     chosen: dict[str, str] = {}
 
     def value(match: re.Match[str]) -> str:
@@ -77,7 +77,7 @@ def filled(form: str, draw: random.Random) -> str:
 
 
 def _form_texts(paths: Sequence[Path]) -> Iterator[str]:
-    """Texts as they are; a customer's request and its reply with slots become one form for an agent."""
+    """The texts; a customer's request and its reply with slots become one form for an agent."""
     replies = False
     for row in objects(paths):
         asked, reply = row.get("instruction"), row.get("response")
@@ -92,7 +92,7 @@ def _form_texts(paths: Sequence[Path]) -> Iterator[str]:
 
 def header(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
-    One long system prompt for everybody, with today's date, the user and the tools on top.
+    One long system prompt for all users, with today's date, the user and the tools on top.
 
     The system prompts are the longest texts of the sources, the questions the short ones.
     """
@@ -116,7 +116,7 @@ def header(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
 
 
 def _header(name: str, draw: random.Random) -> str:
-    """What stands above the shared part, and differs each time."""
+    """The text above the shared part, different in each request."""
     tools = [
         json.dumps({"name": name, "description": description})
         for name, description in draw.sample(sorted(WORDS["tools"].items()), draw.randint(2, 6))

@@ -1,8 +1,8 @@
 """
-The workloads by name, the one way to make any of them, and what they are written as.
+The workloads by name, how they are made and how they are written.
 
-JSON lines that `kvshare replay`, `kvshare bench load` and load tools can read; `WorkloadRow` has their keys.
-Roles are system, user and assistant: every chat template takes them.
+They are JSON lines for `kvshare replay`, `kvshare bench load` and load tools; `WorkloadRow` has their keys.
+Roles are system, user and assistant, which every chat template takes.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def generate(
     name: str, sources: Sequence[Path] = (), *, num_requests: int, seed: int
 ) -> Iterator[WorkloadRow]:
     """
-    The rows of a workload; from its own sample where no source is given.
+    The rows of a workload, made from `sources` or else from its own sample.
 
-    Raises LogError if there is no such workload, or nothing in the sources that it can use.
+    Raises LogError for an unknown workload, or if nothing in the sources is usable.
     """
     if name not in WORKLOADS:
-        raise LogError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+        raise LogError(f"unknown workload {name!r}; expected one of {', '.join(WORKLOADS)}")
     usable = WORDS["sources"][name]
     draw = random.Random(f"{name}:{seed}")
     drafts = WORKLOADS[name](sources or [SAMPLES / usable["sample"]], num_requests, draw)
     first = next(drafts, None)
     if first is None:
         names = ", ".join(path.name for path in sources)
-        raise LogError(f"{names}: nothing that {name!r} can use; it wants {usable['wants']}")
+        raise LogError(f"{names}: nothing is usable for {name!r}, which needs {usable['wants']}")
     drafts = islice(chain([first], drafts), num_requests)
     return _numbered(name, drafts, random.Random(f"{name}:{seed}:times"))
 
 
 def _numbered(name: str, drafts: Iterable[WorkloadRow], draw: random.Random) -> Iterator[WorkloadRow]:
-    """Ids in order, and times as of independent users: exponential gaps."""
+    """Ids in order, and times with exponential gaps, as of independent users."""
     time_s = 0.0
     for number, draft in enumerate(drafts):
         time_s += draw.expovariate(_REQUESTS_PER_SECOND)
@@ -67,7 +67,7 @@ def _numbered(name: str, drafts: Iterable[WorkloadRow], draw: random.Random) -> 
 
 
 def write_rows(rows: Iterable[WorkloadRow], path: Path) -> int:
-    """Returns how many. `-` is stdout; a name in .gz is compressed, the same bytes for the same rows."""
+    """Returns the number of rows. `-`: stdout; .gz: compressed, equal bytes for equal rows."""
     number = 0
     with ExitStack() as stack:
         to_stdout = str(path) == "-"

@@ -1,8 +1,7 @@
 """
-What workloads are made of: source files -> texts, passages, chats; and made-up values, from words.yaml.
+What workloads are made of: source files -> texts, passages, chats; and random values from words.yaml.
 
-Takes the published forms of the data sets that fit. Rows that a workload has no use for are passed over; what
-is left is the caller's to judge.
+It reads the published forms of the data sets and skips rows that do not fit.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -34,7 +33,7 @@ class WorkloadRow:
     """One line of the file; `id` and `timestamp` are given last, see generate.py."""
 
     id: str = field(default="", kw_only=True)  # unique in the file
-    conversation: str  # the same in all requests of one
+    conversation: str  # equal in all requests of a conversation
     turn: int  # counts up within the conversation; later ones need not extend earlier ones
     user: str
     timestamp: float = field(default=0.0, kw_only=True)  # seconds since the first could have come; never less
@@ -47,17 +46,15 @@ class WorkloadRow:
         return json.dumps(document, ensure_ascii=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
+class Passage(NamedTuple):
     """A document, or a piece of one."""
 
     title: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked, the passages that came with it, and the first accepted answer."""
+class Question(NamedTuple):
+    """A question, its passages, and the first accepted answer."""
 
     text: str
     passages: tuple[Passage, ...]
@@ -73,7 +70,7 @@ def objects(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
 
 
 def texts(paths: Sequence[Path]) -> list[str]:
-    """The telling text of every row: a prompt, a document, a question, the first thing that a user said."""
+    """The main text of every row: a prompt, a document, a question, or a user's first message."""
     return [found for row in objects(paths) if (found := _text(row))]
 
 
@@ -85,7 +82,7 @@ def chats(paths: Sequence[Path]) -> list[tuple[Message, ...]]:
 
 
 def questions(paths: Sequence[Path]) -> list[Question]:
-    """Rows that ask something and bring passages along: as CacheBlend, MuSiQue and 2WikiMultihopQA do."""
+    """Rows with a question and passages, as in CacheBlend, MuSiQue and 2WikiMultihopQA."""
     found = []
     for row in objects(paths):
         asked, passages = row.get("question"), tuple(_passages(row))
@@ -155,7 +152,7 @@ def clock(draw: random.Random) -> str:
 
 
 def value_for(slot: str, draw: random.Random) -> str:
-    """Something that fits what the slot seems to ask for, by its name."""
+    """A value that fits the slot's name."""
     name = set(re.split(r"[^a-z]+", slot.lower()))
     if name & {"date", "time", "day", "deadline", "datum"}:
         return date(draw)
@@ -171,6 +168,6 @@ def value_for(slot: str, draw: random.Random) -> str:
 
 
 def endless(items: Sequence[_T], draw: random.Random) -> Iterator[_T]:
-    """All of them, then all of them in another order, and so on; nothing if there are none."""
+    """All items, again and again, each time in another order; nothing if there are none."""
     while items:
         yield from draw.sample(items, len(items))

@@ -12,7 +12,7 @@ from kvshare.bench.figures import drop_from_page_cache, grown, memory_bytes, per
 from kvshare.bench.index_corpus import Corpus
 from kvshare.bench.text_like import TextLikePrompts, common_words
 from kvshare.errors import ConfigError
-from kvshare.replay.arms.losses import SecondLook
+from kvshare.replay.policies.losses import LossFinder
 from vector_index import Embedder
 
 
@@ -70,7 +70,7 @@ def test_a_replay_is_measured_at_several_sizes() -> None:
 
 def test_a_replay_is_measured_without_what_a_server_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asks what the gates cost."""
-    monkeypatch.setattr(SecondLook, "losses", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(LossFinder, "losses", lambda *_: pytest.fail("asked"))
     assert replay.run(stored=10, requests=5, prompt_tokens=100)["requests_per_s"] > 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
-from kvshare.cli import main, replay
+from kvshare.cli import main, replay, replay_views
 from tests.kvshare.cli.conftest import Outcome
+from tests.kvshare.replay.report.small_results import results
 from tests.kvshare.replay.synthetic import FakeEmbedder
 from tests.kvshare.replay.tiny_engine import KEY, TinyEngine, running
 
@@ -89,17 +92,35 @@ def _document(path: Path) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("log")
 def test_a_replay_is_written_and_shown(kvshare: Kvshare, tmp_path: Path) -> None:
-    """The table has both percentiles apart; the first unreadable rows are told by file and line."""
+    """Policies, verdict and the report's path; the first unreadable rows by file and line."""
     done = kvshare("replay", "log.jsonl", "--tokenizer", "demo", "--arms", "prefix,oracle", "--out", "out")
     assert done.code == 0
-    assert "look up, p99" in done.stdout
-    assert "plan, p99" in done.stdout
+    assert "not computed" in done.stdout
+    assert "2 more rows, by policy and store, are in the report." in done.stdout
+    assert "KVShare was not replayed." in done.stdout
     assert "7 rows could not be read:" in done.stdout
     assert "log.jsonl:2  bad_json" in done.stdout
     assert "log.jsonl:7" not in done.stdout
     assert "and 2 more" in done.stdout
-    assert "written to out" in done.stderr
+    assert done.stderr.splitlines()[-1] == f"report: {Path('out', 'report.html')}"
     assert len(_document(tmp_path / "out" / "results.json")["data"]["unreadable"]["lines"]) == 7
+
+
+def test_the_tables_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the longest names of policies, none of which is cut."""
+    longest = "kvshare-fingerprints-open:max_distance=x"
+    names = ("prefix", "kvshare-semantic-open", longest, "oracle")
+    document = results(60, stores=[(name, name.split("-")[0], None) for name in names])
+    document["data"]["num_answer_tokens"] = 0
+    document["times"]["requests_per_s"] = 12.0
+    console = Console(width=80, file=io.StringIO())
+    for part in replay_views.replay(document):
+        console.print(part)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "\u2026" not in shown
+    figures = re.compile(r"[\d.,]+|%|ms|kB")
+    assert longest in "".join(word for word in shown.split() if not figures.fullmatch(word))
 
 
 @pytest.mark.usefixtures("log")
@@ -133,9 +154,9 @@ def test_live_is_shown(kvshare: Kvshare, engine: TinyEngine, tmp_path: Path) -> 
     done = kvshare(*_live(engine, "--capacity", "10k"))
     assert done.code == 0
     assert "4 requests, 0 failed" in done.stdout
-    assert "the engine says 50.00 %" in _words(done)
+    assert "the server reports that 50.00 %" in _words(done)
     assert "log.jsonl:2 bad_json" in _words(done)
-    assert "warning: of 4 of 4 requests the server counts other tokens" in _words(done)
+    assert "warning: for 4 of 4 requests the server counts other tokens" in _words(done)
     document = _document(tmp_path / "live" / "live.json")
     assert document["complete"]
     config = document["config"]
@@ -147,13 +168,13 @@ def test_live_is_shown(kvshare: Kvshare, engine: TinyEngine, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--paper", "--engine", "http://x"), "not together with --engine"),
-        (("--paper", "--resume"), "not together with --paper"),
-        (("--engine", "http://x", "--resume"), "not together with --engine"),
-        (("--paper", "--capacity", "1k"), "not together with --paper"),
-        (("--engine", "http://x", "--capacity", "1k,2k"), "one store at a time"),
+        (("--paper", "--engine", "http://x"), "cannot be used together with --engine"),
+        (("--paper", "--resume"), "cannot be used with --paper or --engine"),
+        (("--engine", "http://x", "--resume"), "cannot be used with --paper or --engine"),
+        (("--paper", "--capacity", "1k"), "cannot be used with --paper"),
+        (("--engine", "http://x", "--capacity", "1k,2k"), "expected one store with --engine"),
         (("--engine", "localhost:8000"), "expected http://host:port"),
-        (("--out", "log.jsonl"), "log.jsonl: is no folder"),
+        (("--out", "log.jsonl"), "log.jsonl: is not a folder"),
         (("--out", "log.jsonl/sub"), "log.jsonl/sub: "),
         (("--arms", "quick"), "fast, all"),
     ],
@@ -170,7 +191,7 @@ def test_a_wrong_key_is_told(kvshare: Kvshare, engine: TinyEngine) -> None:
     """With the address, the status, and what to do."""
     done = kvshare(*_live(engine, "--key", "wrong"))
     assert done.code == 1
-    assert f"{engine.url}/v1/models does not tell its models: HTTP status 401" in done.stderr
+    assert f"{engine.url}/v1/models: no model found: HTTP status 401" in done.stderr
     assert "--key" in done.stderr
 
 
@@ -188,6 +209,15 @@ def test_diff_of_no_results_is_told(kvshare: Kvshare) -> None:
     assert done.code == 1
     assert ".: results.json cannot be read" in done.stderr
     assert "kvshare replay --out" in done.stderr
+
+
+def test_help_shows_the_options(kvshare: Kvshare) -> None:
+    """Of the command that need not be named, and the name of the other one."""
+    done = kvshare("replay", "--help")
+    assert done.code == 0
+    assert "kvshare replay [OPTIONS] " in done.stdout
+    assert "--capacity" in done.stdout
+    assert "kvshare replay diff" in _words(done)
 
 
 def test_the_manual_has_every_option() -> None:
@@ -278,7 +308,7 @@ def test_an_interrupted_replay_goes_on(kvshare: Kvshare, tmp_path: Path) -> None
     part = tmp_path / "out" / "checkpoint" / "rows-00000.parquet"
     stopped = _interrupt(_start(tmp_path, *arguments), part.exists)
     assert (stopped.code, stopped.stdout) == (130, "")
-    assert stopped.stderr.strip() == "interrupted; --resume goes on"
+    assert stopped.stderr.strip() == "interrupted; continue with --resume"
     assert kvshare(*arguments, "--resume").code == 0
     document = _document(tmp_path / "out" / "results.json")
     assert (document["data"]["num_requests"], document["times"]["resumed"]) == (4000, 1)
@@ -291,7 +321,7 @@ def test_an_interrupted_live_replay_keeps_what_was_answered(tmp_path: Path) -> N
         process = _start(tmp_path, *_live(engine, "--concurrency", 1))
         stopped = _interrupt(process, engine.held.is_set)
     assert stopped.code == 130
-    assert "interrupted; what was answered until then is in live" in stopped.stderr
+    assert "interrupted; the answers until then are in live" in stopped.stderr
     assert "--resume" not in stopped.stderr
     assert "interrupted: 3 requests" in stopped.stdout
     document = _document(tmp_path / "live" / "live.json")

@@ -36,5 +36,5 @@ def test_what_cannot_be_made_is_one_line(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "log").write_text('{"prompt": "short"}\n', encoding="utf-8")
     wrong = cli("workload", "window", "--out", "x", "--source", "log")
     assert wrong.code == 1
-    assert "nothing that 'window' can use" in wrong.stderr
+    assert "nothing is usable for 'window'" in wrong.stderr
     assert cli("workload", "rag", "--out", "none/x").code == 2

@@ -19,10 +19,10 @@ from kvshare.demo import MODEL_PATH
 from kvshare.engines.base import Delta, Event, Finished, GenerationRequest, SamplingParams
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.namespace import Namespace
-from kvshare.replay.arms import Meanings, Workbench
-from kvshare.replay.arms.base import prompt_text
-from kvshare.replay.arms.sharing import SharingArm
-from kvshare.replay.arms.sharing_options import SharingOptions
+from kvshare.replay.policies import BatchEmbeddings, PolicyContext
+from kvshare.replay.policies.base import prompt_text
+from kvshare.replay.policies.sharing import SharingPolicy
+from kvshare.replay.policies.sharing_options import SharingOptions
 from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
@@ -103,15 +103,15 @@ def replayed(
     stage: Stage, requests: Sequence[TokenizedRequest], served: Served, namespace: str
 ) -> tuple[list[Decision], int]:
     """What a replay decides, with a server's answers as the log's; how often it searched by embedding."""
-    bench = Workbench(
+    bench = PolicyContext(
         settings=stage.settings("replay"),
         bytes_per_token=BYTES_PER_TOKEN,
         prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
-        meanings=None if stage.embedder is None else Meanings(stage.embedder),
+        embeddings=None if stage.embedder is None else BatchEmbeddings(stage.embedder),
         explain_losses=False,
     )
     options = SharingOptions(nominate="fingerprints" if stage.embedder is None else "both")
-    arm = SharingArm("kvshare", bench, stage.capacity_tokens, sharing=options)
+    arm = SharingPolicy("kvshare", bench, stage.capacity_tokens, sharing=options)
     decisions, num_embedded, departures = [], 0, Departures()
     try:
         for index, (one, answer) in enumerate(zip(requests, served.answers, strict=True)):

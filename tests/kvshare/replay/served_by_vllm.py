@@ -14,7 +14,7 @@ from kvshare.bench.vllm.servers import MODEL_NAME, Server, VllmOptions, new_toke
 from kvshare.fleet.engine import VllmEngine
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.namespace import Namespace, Owner
-from kvshare.replay.arms.base import prompt_text
+from kvshare.replay.policies.base import prompt_text
 from kvshare.replay.requests import TokenizedRequest
 from kvshare.requests import Prompt, SharingMode, SharingReport
 from kvshare.vllm_protocol.messages import HEADROOM, TOKEN_VARIABLE, Finished

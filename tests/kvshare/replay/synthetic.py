@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import token_ids
-from kvshare.replay.arms import Meanings, Workbench
+from kvshare.replay.policies import BatchEmbeddings, PolicyContext
 from kvshare.replay.requests import LoggedRequest, TokenizedRequest
 from kvshare.settings import load_settings
 
@@ -75,12 +75,14 @@ class FakeEmbedder:
         return vectors
 
 
-def workbench(*, meanings: bool = False, light_ids: frozenset[int] = frozenset()) -> Workbench:
+def policy_context(
+    *, embeddings: bool = False, punctuation_ids: frozenset[int] = frozenset()
+) -> PolicyContext:
     """The settings of config.yaml, 10 bytes a token."""
-    return Workbench(
+    return PolicyContext(
         settings=load_settings(),
         bytes_per_token=10,
         prefill_tokens_per_s=1000.0,
-        meanings=Meanings(FakeEmbedder()) if meanings else None,
-        light_ids=light_ids,
+        embeddings=BatchEmbeddings(FakeEmbedder()) if embeddings else None,
+        punctuation_ids=punctuation_ids,
     )

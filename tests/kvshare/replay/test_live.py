@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvshare.errors import ConfigError, UnreachableError
-from kvshare.replay.arms import parse_arms
-from kvshare.replay.live import LIVE_ARMS, LiveOptions, Pace, replay_live
+from kvshare.replay.live import LIVE_POLICIES, LiveOptions, Pace, replay_live
 from kvshare.replay.live_figures import summarise
 from kvshare.replay.options import ReplayOptions
+from kvshare.replay.policies import parse_policies
 from kvshare.settings import load_settings
 from tests.conftest import Server
 from tests.kvshare.replay.synthetic import request
@@ -20,7 +20,11 @@ from tests.kvshare.replay.synthetic import request
 
 def _options(tmp_path: Path, log: Path) -> ReplayOptions:
     return ReplayOptions(
-        paths=[log], out=tmp_path, arms=parse_arms(LIVE_ARMS), settings=load_settings(), tokenizer="demo"
+        paths=[log],
+        out=tmp_path,
+        policies=parse_policies(LIVE_POLICIES),
+        settings=load_settings(),
+        tokenizer="demo",
     )
 
 
@@ -56,7 +60,7 @@ def test_a_live_replay_times_requests_and_compares(server: Server, tmp_path: Pat
     assert counts["num_unlike"] == 0
     assert document["reported"]["num_requests"] == 3
     assert document["reported"]["num_cached_tokens"] > 0
-    assert {arm["arm"] for arm in document["predicted"]} == set(LIVE_ARMS.split(","))
+    assert {arm["arm"] for arm in document["predicted"]} == set(LIVE_POLICIES.split(","))
     rows = pq.read_table(tmp_path / "live.parquet").to_pylist()
     assert [row["index"] for row in rows] == [0, 1, 2, 3]
     assert "planted" not in str(rows) + json.dumps(document)

@@ -4,7 +4,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from kvshare.replay.arms.oracle import GramTable
 from kvshare.replay.counts import (
     LENGTH_BUCKETS,
     LENGTH_EDGES,
@@ -13,8 +12,9 @@ from kvshare.replay.counts import (
     milliseconds,
     stretches,
 )
-from kvshare.replay.measures import arm_results, arm_times, similarity, waterfalls
-from kvshare.replay.results import ArmResults, Row, Store, arm_label
+from kvshare.replay.measures import policy_results, policy_times, similarity, waterfalls
+from kvshare.replay.policies.oracle import GramTable
+from kvshare.replay.results import PolicyResults, Row, Store, policy_label
 from kvshare.replay.rows import SCHEMA, language_label, numbering
 
 
@@ -52,8 +52,8 @@ def _table(*rows: Row) -> pa.Table:
     return pa.Table.from_pylist(list(rows), schema=SCHEMA)
 
 
-def _results(*rows: Row) -> ArmResults:
-    return arm_results(_table(*rows), Store(), prefill_tokens_per_s=100.0)
+def _results(*rows: Row) -> PolicyResults:
+    return policy_results(_table(*rows), Store(), prefill_tokens_per_s=100.0)
 
 
 def test_figures_by_hand() -> None:
@@ -74,7 +74,7 @@ def test_no_requests_are_no_figures() -> None:
     document = _results().model_dump()
     assert (document["num_requests"], document["token_hit_rate"], document["series"]) == (0, 0, ())
     assert document["storage"]["final_bytes"] == document["shift_tokens"]["count"] == 0
-    assert arm_times(_table(), prefill_tokens_per_s=100.0).requests_per_s == 0
+    assert policy_times(_table(), prefill_tokens_per_s=100.0).requests_per_s == 0
 
 
 def test_groups_and_waterfall() -> None:
@@ -116,7 +116,7 @@ def test_embedding_is_taken_off_what_is_saved_net() -> None:
     """Of requests that were embedded, as much as one text takes."""
     rows = _table(*(_row(index, 100, 50, embedded=index > 0) for index in range(3)))
     for embedding_s, spent_s in ((0.0, 0.0), (0.1, 0.2)):
-        times = arm_times(rows, prefill_tokens_per_s=100.0, embedding_s=embedding_s)
+        times = policy_times(rows, prefill_tokens_per_s=100.0, embedding_s=embedding_s)
         assert times.ttft_saved_net_s.total == pytest.approx(1.5 - 0.003 - spent_s)
 
 
@@ -195,8 +195,8 @@ def test_languages_are_labels_or_other(language: str, label: str) -> None:
 
 def test_labels() -> None:
     """As reports show them."""
-    assert arm_label("prefix", None) == "prefix"
-    assert arm_label("prefix", 1_000_000) == "prefix @ 1,000,000 tokens"
+    assert policy_label("prefix", None) == "prefix"
+    assert policy_label("prefix", 1_000_000) == "prefix @ 1,000,000 tokens"
     assert [LENGTH_BUCKETS[at] for at in buckets(LENGTH_EDGES, (0, 63, 64, 40_000))] == [
         "0-63",
         "0-63",

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvshare.errors import LogError
-from kvshare.replay.arms import parse_arms
 from kvshare.replay.options import ReplayOptions
-from kvshare.replay.paper import _Nearness, replay_paper
+from kvshare.replay.paper import _Neighbours, replay_paper
+from kvshare.replay.policies import parse_policies
 from kvshare.settings import load_settings
 from tests.kvshare.replay.synthetic import FakeEmbedder, request
 
@@ -24,17 +24,16 @@ PROMPTS = [
 ]
 
 
+def _options(log: Path, policies: str) -> ReplayOptions:
+    """Results go where the log is."""
+    return ReplayOptions([log], log.parent, parse_policies(policies), load_settings(), tokenizer="demo")
+
+
 def test_figures_2_and_4(tmp_path: Path) -> None:
     """One identical, one similar prompt of five; the Similar subset is the two forms, no duplicate."""
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS), encoding="utf-8")
-    options = ReplayOptions(
-        paths=[log],
-        out=tmp_path,
-        arms=parse_arms("prefix,kvshare-semantic-open,oracle"),
-        settings=load_settings(),
-        tokenizer="demo",
-    )
+    options = _options(log, "prefix,kvshare-semantic-open,oracle")
     reported: list[tuple[int, int | None]] = []
     document = replay_paper(
         options, embedder=FakeEmbedder(), report=lambda done, total: reported.append((done, total))
@@ -63,9 +62,7 @@ def test_only_a_sessions_first_row_is_a_first_prompt(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     rows = [{"timestamp_ms": n, "prompt": PROMPTS[n], "session_id": "aba"[n]} for n in range(3)]
     log.write_text("".join(json.dumps({**row, "output_tokens": 4}) + "\n" for row in rows), encoding="utf-8")
-    options = ReplayOptions(
-        paths=[log], out=tmp_path, arms=parse_arms("prefix"), settings=load_settings(), tokenizer="demo"
-    )
+    options = _options(log, "prefix")
     document = replay_paper(options, embedder=FakeEmbedder())
     assert document["figure_2"]["num_prompts"] == 2
 
@@ -74,9 +71,7 @@ def test_a_log_without_first_turns_is_told(tmp_path: Path) -> None:
     """Mooncake's traces do not say which requests begin a conversation."""
     log = tmp_path / "trace.jsonl"
     log.write_text('{"timestamp": 0, "input_length": 512, "output_length": 4, "hash_ids": [1]}\n')
-    options = ReplayOptions(
-        paths=[log], out=tmp_path, arms=parse_arms("prefix"), settings=load_settings(), tokenizer="demo"
-    )
+    options = _options(log, "prefix")
     with pytest.raises(LogError, match="no first turns"):
         replay_paper(options, embedder=FakeEmbedder())
 
@@ -91,27 +86,25 @@ def test_nearness_is_that_of_every_pair() -> None:
         (request(number, [number, number + 1], namespace=f"tenant{number % 2}"), vector)
         for number, vector in enumerate(vectors)
     ]
-    nearness = _Nearness()
+    neighbours = _Neighbours()
     for start in range(0, len(prompts), 32):
-        nearness.add(prompts[start : start + 32])
+        neighbours.add(prompts[start : start + 32])
     distances = 1 - vectors @ vectors.T
     same = np.equal.outer(np.arange(300) % 2, np.arange(300) % 2)
     earlier = np.where(np.tri(300, k=-1, dtype=bool) & same, distances, 2.0).min(axis=1)
     either = np.where(same & ~np.eye(300, dtype=bool), distances, 2.0).min(axis=1)
-    shares = {one["distance"]: one["share"] for one in nearness.figure_2()["by_distance"]}
+    shares = {one["distance"]: one["share"] for one in neighbours.figure_2()["by_distance"]}
     assert 0 < shares[0.05] < shares[0.1]
     assert shares == pytest.approx({limit: (earlier <= limit).mean() for limit in shares})
-    assert nearness.similar == set(np.flatnonzero(either <= 0.05).tolist())
+    assert neighbours.similar == set(np.flatnonzero(either <= 0.05).tolist())
 
 
 def test_an_empty_similar_subset_is_drawn_as_such(tmp_path: Path) -> None:
     """Nobody has a similar one: the figure says so, and no arm gets a share of nothing."""
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps({"prompt": PROMPTS[1]}) + "\n", encoding="utf-8")
-    options = ReplayOptions(
-        paths=[log], out=tmp_path, arms=parse_arms("prefix"), settings=load_settings(), tokenizer="demo"
-    )
+    options = _options(log, "prefix")
     replay_paper(options, embedder=FakeEmbedder())
     drawing = (tmp_path / "figure-4.svg").read_text(encoding="utf-8")
-    assert "the Similar subset is empty" in drawing
+    assert "the subset is empty" in drawing
     assert ">0.0 %</text>" not in drawing

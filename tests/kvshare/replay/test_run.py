@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from kvshare.cli.main import app
 from kvshare.errors import LogError
-from kvshare.replay.arms import parse_arms
 from kvshare.replay.diff import diff
 from kvshare.replay.options import ReplayOptions
+from kvshare.replay.policies import parse_policies
 from kvshare.replay.rows import SCHEMA
 from kvshare.replay.run import replay
 from kvshare.settings import load_settings
@@ -51,7 +51,7 @@ def options(log: Path, out: Path, arms: str = ARMS, **changes: Any) -> ReplayOpt
     return ReplayOptions(
         paths=[log],
         out=out,
-        arms=parse_arms(arms),
+        policies=parse_policies(arms),
         settings=load_settings(),
         tokenizer="demo",
         capacities_tokens=(2000,),

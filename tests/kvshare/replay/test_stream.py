@@ -167,7 +167,7 @@ def test_lengths_alone_are_refused(tmp_path: Path) -> None:
     path = logs.write_lines(tmp_path / "log", [logs.AZURE])
     folder = tmp_path / "temporary"
     folder.mkdir()
-    with pytest.raises(LogError, match="log tells only lengths"), RequestStream([path], folder=folder):
+    with pytest.raises(LogError, match="log has only the lengths"), RequestStream([path], folder=folder):
         pass
     assert not list(folder.iterdir())
 

@@ -87,7 +87,7 @@ def test_a_bare_tokenizer_file(encoder: PromptEncoder) -> None:
 
 def test_what_is_no_tokenizer_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match="is no tokenizer"):
+    with pytest.raises(ModelError, match="is not a tokenizer"):
         RequestTokenizer.load(tmp_path / "tokenizer.json")
     with pytest.raises(ModelError):
         RequestTokenizer.load(tmp_path)
@@ -114,7 +114,7 @@ def test_times_never_decrease(tokenizer: RequestTokenizer) -> None:
 
 
 def test_a_length_alone_is_refused(tokenizer: RequestTokenizer) -> None:
-    with pytest.raises(LogError, match="line 1: a length alone"):
+    with pytest.raises(LogError, match="line 1: a request without text"):
         list(tokenizer.tokenize([replace(BARE, num_tokens=100)]))
 
 

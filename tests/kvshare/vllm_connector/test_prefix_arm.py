@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvshare.replay.arms import make_arm, parse_arms
-from tests.kvshare.replay.synthetic import request, workbench
+from kvshare.replay.policies import make_policy, parse_policies
+from tests.kvshare.replay.synthetic import policy_context, request
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -68,8 +68,8 @@ def test_hits_are_vllms(num_blocks: int) -> None:
     init_none_hash(sha256)
     rng = np.random.default_rng(num_blocks)
     manager = _manager(num_blocks)
-    (spec,) = parse_arms("prefix")
-    arm = make_arm(spec, workbench(), num_blocks * BLOCK)
+    (spec,) = parse_policies("prefix")
+    arm = make_policy(spec, policy_context(), num_blocks * BLOCK)
     chats: list[list[int]] = [[] for _ in range(6)]
     form = rng.integers(2, 1000, 100).tolist()
     num_hits = 0
@@ -89,8 +89,8 @@ def test_hits_are_those_that_vllm_counts(start: Start) -> None:
     """A real engine answers the same requests; its metrics say what it looked up and what it found."""
     block_size = 32  # the smallest of vLLM's CPU backend
     vllm = start("llama", block_size=block_size, disable_log_stats=False)
-    (spec,) = parse_arms(f"prefix:block_size={block_size}")
-    arm = make_arm(spec, workbench())
+    (spec,) = parse_policies(f"prefix:block_size={block_size}")
+    arm = make_policy(spec, policy_context())
     rng = np.random.default_rng(5)
     form = rng.integers(3, 300, 150).tolist()
     chat: list[int] = []

@@ -51,7 +51,6 @@ BROKEN: list[tuple[str, Any, Reason]] = [
     ("mooncake", {"input_length": 5, "hash_ids": 3}, Reason.WRONG_TYPE),
     ("mooncake", {"input_length": 5, "hash_ids": [1, 2]}, Reason.WRONG_TYPE),
     ("mooncake", {"input_length": 0, "hash_ids": []}, Reason.EMPTY),
-    ("azure", {"ContextTokens": "many", "GeneratedTokens": "1"}, Reason.WRONG_TYPE),
     ("prompts", {"requests": []}, Reason.EMPTY),
     ("prompts", {"requests": [{"prompt_length": 3}]}, Reason.MISSING_FIELD),
     ("prompts", {"requests": ["x"]}, Reason.WRONG_TYPE),

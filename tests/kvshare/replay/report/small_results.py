@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from kvshare.replay.measures import arm_results, arm_times, similarity, waterfalls
-from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Store, Tree, arm_label
+from kvshare.replay.measures import policy_results, policy_times, similarity, waterfalls
+from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Store, Tree, policy_label
 from kvshare.replay.rows import SCHEMA, write_rows
 
 Stores = Sequence[tuple[str, str, int | None]]
@@ -79,7 +79,7 @@ def results(
     """`results.json` of so many requests; `hit` is what the oracle covers of every second one."""
     rows = list(rows_of(num_requests, hit=hit, stores=stores))
     tables = {
-        arm_label(arm, capacity): pa.Table.from_pylist(rows[number :: len(stores)], schema=SCHEMA)
+        policy_label(arm, capacity): pa.Table.from_pylist(rows[number :: len(stores)], schema=SCHEMA)
         for number, (arm, _, capacity) in enumerate(stores)
     }
     endless = {arm: family for arm, family, capacity in stores if capacity is None}
@@ -105,13 +105,13 @@ def results(
             "unreadable": {"num_rows": 0, "reasons": {}, "lines": []},
         },
         "versions": {"kvshare": "0", "python": "3.11"},
-        "arms": [_arm(*store, tables[arm_label(store[0], store[2])]) for store in stores],
+        "arms": [_arm(*store, tables[policy_label(store[0], store[2])]) for store in stores],
         "similarity": None if similar is None else similar.model_dump(mode="json"),
         "waterfall": [one.model_dump(mode="json") for one in waterfalls(endless, tables.__getitem__)],
         "times": {
             "started_at": "2026-01-02T03:04:05+00:00",
             "arms": {
-                label: arm_times(own, prefill_tokens_per_s=1000.0).model_dump()
+                label: policy_times(own, prefill_tokens_per_s=1000.0).model_dump()
                 for label, own in tables.items()
             },
         },
@@ -138,6 +138,6 @@ def write_results(folder: Path, document: dict[str, Any], num_requests: int = 0)
 
 
 def _arm(arm: str, family: str, capacity: int | None, rows: pa.Table) -> dict[str, Any]:
-    store = Store(arm=arm, label=arm_label(arm, capacity), family=family, capacity_tokens=capacity)
+    store = Store(arm=arm, label=policy_label(arm, capacity), family=family, capacity_tokens=capacity)
     tree = Tree.model_validate(TREE) if family == "kvshare" else None
-    return arm_results(rows, store, tree, prefill_tokens_per_s=1000.0).model_dump(mode="json")
+    return policy_results(rows, store, tree, prefill_tokens_per_s=1000.0).model_dump(mode="json")

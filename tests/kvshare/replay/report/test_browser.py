@@ -1,5 +1,6 @@
 """The report in a real browser."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshare.cli.main import app
+from kvshare.replay.policies import parse_policies
 from kvshare.replay.report import write_report
 from tests.kvshare.replay.report.small_results import results, write_results
 
@@ -16,7 +18,17 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
 
-def open_page(page: Path, profile: Path) -> tuple[str, str]:
+# Opens all folds, and counts what is wider than its place: tables first, then texts in plots.
+MEASURE = """<script>
+for (const fold of document.querySelectorAll("details")) fold.open = true;
+const tables = [...document.querySelectorAll(".scroll")].filter(it => it.scrollWidth > it.clientWidth);
+const cut = [...document.querySelectorAll("svg")].flatMap(plot => [...plot.querySelectorAll("text")].filter(
+    text => text.getBoundingClientRect().right > plot.getBoundingClientRect().right + 1));
+document.title = `${tables.length} ${cut.length}`;
+</script>"""
+
+
+def open_page(page: Path, profile: Path, *, width: int = 1400) -> tuple[str, str]:
     """What the browser made of the page, and what it wrote on its console."""
     command = [
         str(CHROMIUM),
@@ -25,6 +37,7 @@ def open_page(page: Path, profile: Path) -> tuple[str, str]:
         "--disable-gpu",
         "--disable-dev-shm-usage",
         "--enable-logging=stderr",
+        f"--window-size={width},1000",
         f"--user-data-dir={profile}",
         "--dump-dom",
         page.as_uri(),
@@ -38,8 +51,21 @@ def test_a_browser_shows_the_report_and_complains_of_nothing(tmp_path: Path) -> 
     page = write_report(write_results(tmp_path / "run", results(60), 60))
     shown, console = open_page(page, tmp_path / "profile")
     assert console == ""
-    assert shown.count("<svg") == 9
-    assert "Sharing pays here" in shown
+    assert shown.count("<svg") == 9 + 4, "four plots have one of all policies behind a fold"
+    assert "Sharing pays on this log" in shown
+
+
+@pytest.mark.parametrize("width", [1400, 800])
+def test_tables_fit_and_legends_are_uncut(tmp_path: Path, width: int) -> None:
+    """Also those behind folds, with the longest names of policies."""
+    names = [spec.text for spec in parse_policies("all")]
+    stores = [(name, name.split("-")[0].split(":")[0], None) for name in names]
+    document = results(60, stores=[*stores, ("prefix", "prefix", 1000), ("kvshare-open", "kvshare", 1000)])
+    page = write_report(write_results(tmp_path / "run", document))
+    text = re.sub(r"<meta http-equiv.*?>", "", page.read_text(encoding="utf-8"))
+    page.write_text(text.replace("</main>", f"</main>{MEASURE}"), encoding="utf-8")
+    shown, _ = open_page(page, tmp_path / "profile", width=width)
+    assert "<title>0 0</title>" in shown
 
 
 def test_the_report_of_a_real_replay(tmp_path: Path) -> None:
@@ -52,8 +78,8 @@ def test_the_report_of_a_real_replay(tmp_path: Path) -> None:
         assert CliRunner().invoke(app, args).exit_code == 0
     shown, console = open_page(out / "report.html", tmp_path / "profile")
     assert console == ""
-    assert shown.count("<svg") == 7
-    assert "Sharing pays here" in shown
+    assert shown.count("<svg") == 7 + 4
+    assert "Sharing pays on this log" in shown
 
 
 def test_the_browser_would_have_complained(tmp_path: Path) -> None:

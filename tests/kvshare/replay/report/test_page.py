@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping
 from html import unescape
@@ -13,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshare.cli.main import app
+from kvshare.demo import MODEL_PATH
 from kvshare.errors import LogError
 from kvshare.replay.report import write_report
 from kvshare.replay.report.page import render
@@ -23,7 +26,7 @@ from kvshare.replay.results import RESULTS_FILE
 from tests.kvshare.replay.report.small_results import results, write_results
 from tests.kvshare.replay.report.test_plots import CASES, drawn
 
-VOID = {"meta", "link", "br", "hr", "img", "input"}
+VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
 PLANTED = "xylophonic"
 
 
@@ -102,21 +105,25 @@ def test_what_is_not_drawn_has_a_reason(case: str) -> None:
     pictures = drawn(case)
     page = rendered(CASES[case], pictures)
     num_missing = list(pictures.values()).count(None)
-    assert page.count("<figure>") == len(pictures) == num_missing + page.count("<svg")
-    assert len(re.findall(r"Not drawn: \w.*\w\.</p>", page)) == num_missing
+    folded = [name for name in pictures if name.endswith("-all")]
+    assert page.count("<figure>") == len(pictures) - len(folded)
+    assert page.count("<svg") == len(pictures) - num_missing
+    assert len(re.findall(r"Not drawn: \w.*\w\.</p>", page)) == page.count("<figure>") - sum(
+        pictures[name] is not None for name in pictures.keys() - folded
+    )
 
 
 def test_the_summary_says_what_is_gained_and_where_not() -> None:
     """Over prefix caching, beside the others, and the groups that gain nothing."""
     headline, told = summary(results(60))
     assert headline == (
-        "Sharing pays here: +12.0 points over prefix caching "
-        "(28.0 % of the prompt tokens not computed, 16.0 % with prefixes alone)."
+        "Sharing pays on this log: 28.0 % of the prompt tokens are not computed, "
+        "16.0 % with a prefix cache (+12.0 points)."
     )
-    assert "Where it does not pay, over prefix caching: " in told
+    assert "It does not pay, compared with a prefix cache, for " in told
     assert "first turns (+0.0 points, 50 % of the tokens)." in told
-    assert "KVShare takes 70.0 % of that." in told
-    assert "answered 10 requests; 5 of them (50.0 %) asked" in told
+    assert "KVShare reuses 70.0 % of these." in told
+    assert "would answer 10 requests. In 5 of them (50.0 %) the stored prompt has other words" in told
 
 
 def test_a_log_without_users_is_called_one() -> None:
@@ -124,38 +131,80 @@ def test_a_log_without_users_is_called_one() -> None:
     document = json.loads(json.dumps(results(60)).replace('"same_user"', '"unknown"'))
     document["data"]["num_users"] = 0
     told = summary(document)[1]
-    assert "does not name the users" in told
+    assert "does not name users" in told
     assert "another user" not in told
     page = rendered(document)
     assert "users not named," in page
-    assert "of another conversation, users not named in the log" in page
+    assert "of another conversation, users not named" in page
 
 
 def test_the_summary_admits_when_there_is_little() -> None:
     """No gain is told as no gain; no log as no log."""
-    assert "little to share" in summary(results(40, hit=0.0))[0]
+    assert "adds next to nothing" in summary(results(40, hit=0.0))[0]
     assert "no request" in summary(results(0))[0]
     only_prefix = results(10, stores=(("prefix", "prefix", None),))
-    assert summary(only_prefix) == ("No arm of KVShare was replayed: below are the others.", "")
+    assert summary(only_prefix) == ("KVShare was not replayed. The other policies are below.", "")
 
 
-def test_the_command_repeats_the_run() -> None:
-    """Quoted for a shell, without folders."""
+def test_four_policies_are_shown_and_the_others_folded() -> None:
+    """Prefix, chunks, KVShare and the oracle; all others are there, behind a fold."""
+    document = results(20)
+    assert [one.arm for one in parse_report(document).main] == ["prefix", "chunks", "kvshare", "oracle"]
+    section = rendered(document).split('id="policies"')[1].split("</section>")[0]
+    shown, folded = section.split("<details>")[:2]
+    assert [name for name in ("nothing", "response", "kvshare-open") if f">{name}<" in shown] == []
+    assert all(f">{name}<" in folded for name in ("nothing", "response", "kvshare-open"))
+    few = [("nothing", "nothing", None), ("response", "response", None), ("prefix", "prefix", None)]
+    assert [one.arm for one in parse_report(results(4, stores=few)).main] == ["nothing", "response", "prefix"]
+
+
+def test_a_store_that_loses_nothing_is_said_in_a_sentence() -> None:
+    """Instead of a table that repeats the one before."""
+    both = [("prefix", "prefix", None), ("prefix", "prefix", 1000)]
+    assert "These stores lose nothing" not in rendered(results(20, stores=both))
+    document = results(20, stores=both)
+    document["arms"][1] |= {name: document["arms"][0][name] for name in ("num_hit_tokens", "token_hit_rate")}
+    assert "These stores lose nothing" in rendered(document)
+
+
+def command_of(page: str) -> list[str]:
+    """The command in a page that repeats its run, as a shell would take it apart."""
+    found = re.search(r'<pre class="wrap">(.*?)</pre>', page, re.DOTALL)
+    assert found is not None
+    return shlex.split(unescape(found[1]))
+
+
+def test_the_command_is_quoted_and_without_folders() -> None:
+    """Also that of older results, which have only the tokenizer's name."""
     document = results(4)
     document["data"]["files"][0]["name"] = "my log.jsonl"
-    document["config"] |= {
-        "arms": ["prefix", "oracle"],
-        "capacities_tokens": [1000],
-        "limit": 4,
-        "format": None,
-        "tokenizer": {"name": "my tokenizer"},
-    }
-    found = re.search(r'<pre class="wrap">(.*?)</pre>', rendered(document), re.DOTALL)
-    assert found is not None
-    assert unescape(found[1]) == (
-        "kvshare replay 'my log.jsonl' --arms prefix,oracle --capacity 1000 "
-        "--prefill-tokens-per-s 1000.0 --limit 4 --seed 0 --tokenizer 'my tokenizer'"
-    )
+    document["config"] |= {"capacities_tokens": [1000], "limit": 4, "format": None}
+    for tokenizer, given in (
+        ({"name": "my tokenizer"}, ["--tokenizer", "my tokenizer"]),
+        ({"name": "kvshare-demo"}, ["--tokenizer", "demo"]),
+        ({"name": "Qwen3-8B", "option": "Qwen/Qwen3-8B"}, ["--tokenizer", "Qwen/Qwen3-8B"]),
+        ({"name": "smollm2-135m-instruct", "option": None}, []),
+    ):
+        document["config"]["tokenizer"] = tokenizer
+        command = ["kvshare", "replay", "my log.jsonl", "--arms", ",".join(document["config"]["arms"])]
+        command += ["--capacity", "1000", "--prefill-tokens-per-s", "1000.0", "--limit", "4", "--seed", "0"]
+        assert command_of(rendered(document)) == command + given
+
+
+def test_the_command_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run where the log lies, it gives the same results; the tokenizer was a folder somewhere else."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"line {number % 3} of a form, entry {number}"} for number in range(12)]
+    Path("log.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    shutil.copy(MODEL_PATH / "tokenizer.json", "tokenizer.json")
+    given = ["replay", "log.jsonl", "--tokenizer", str(Path("tokenizer.json").resolve()), "--limit", "9"]
+    given += ["--arms", "prefix:block_size=4,oracle", "--capacity", "none", "--out", "a"]
+    assert CliRunner().invoke(app, given).exit_code == 0
+    _, *again = command_of(Path("a", "report.html").read_text(encoding="utf-8"))
+    assert str(tmp_path) not in " ".join(again)
+    assert CliRunner().invoke(app, [*again, "--out", "b"]).exit_code == 0
+    first, second = (json.loads(Path(out, RESULTS_FILE).read_text(encoding="utf-8")) for out in "ab")
+    assert {**first, "times": None} == {**second, "times": None}
 
 
 def test_a_report_has_a_picture_for_each_plot(tmp_path: Path) -> None:

@@ -126,14 +126,14 @@ def test_no_two_colours_are_equal() -> None:
 def test_arms_of_one_look_do_not_exist() -> None:
     """Colour or dash tells any two apart, as many as one would ask for."""
     stores = [(f"{name}:x={i}", name, None) for name in ("prefix", "kvshare", "chunks") for i in range(3)]
-    found = looks(parse_report(results(4, stores=[*STORES, *stores])).endless)
+    found = looks(parse_report(results(4, stores=[*STORES, *stores])).infinite)
     assert len({tuple(look.values()) for look in found.values()}) == len(found) == 16
 
 
 def test_the_legend_names_all_options() -> None:
     """However many there are: each has a line of its own."""
     arm = "kvshare:min_run=32:max_candidates=64:share_generation=2"
-    picture = coverage(parse_report(results(20, stores=[*STORES, (arm, "kvshare", None)])).keeping)
+    picture = coverage(parse_report(results(20, stores=[*STORES, (arm, "kvshare", None)])).infinite)
     assert picture is not None
     assert all(f"{option}</text>" in picture.svg for option in arm.split(":"))
 

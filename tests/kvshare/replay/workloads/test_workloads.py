@@ -230,10 +230,10 @@ def test_users_files_are_taken(tmp_path: Path) -> None:
 def test_sources_of_no_use_are_an_error(tmp_path: Path, name: str) -> None:
     """That says what would be of use."""
     path = logs.write_lines(tmp_path / "log", [{"prompt": "short"}])
-    with pytest.raises(LogError, match=f"nothing that '{name}' can use; it wants"):
+    with pytest.raises(LogError, match=f"nothing is usable for '{name}', which needs"):
         _rows(name, sources=(path,))
 
 
 def test_an_unknown_workload_is_an_error() -> None:
-    with pytest.raises(LogError, match="no workload 'magic'"):
+    with pytest.raises(LogError, match="unknown workload 'magic'"):
         _rows("magic")

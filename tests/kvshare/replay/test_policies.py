@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from delta_tree import DeltaTree
 from kvshare.errors import ConfigError
 from kvshare.reasons import Reason
-from kvshare.replay.arms import losses, make_arm, parse_arms
-from kvshare.replay.arms.base import Arm
-from kvshare.replay.arms.losses import Losses, SecondLook
-from kvshare.replay.arms.sharing import SharingArm
-from kvshare.replay.arms.sharing_options import SharingOptions
 from kvshare.replay.measures import waterfalls
+from kvshare.replay.policies import losses, make_policy, parse_policies
+from kvshare.replay.policies.base import CachePolicy
+from kvshare.replay.policies.losses import Losses, LossFinder
+from kvshare.replay.policies.sharing import SharingPolicy
+from kvshare.replay.policies.sharing_options import SharingOptions
 from kvshare.replay.requests import Outcome, TokenizedRequest, any_of
 from kvshare.replay.rows import SCHEMA, RowMaker, make_row
 from kvshare.settings import load_settings
 from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import NoPlan
-from tests.kvshare.replay.synthetic import random_tokens, request, stream, workbench
+from tests.kvshare.replay.synthetic import policy_context, random_tokens, request, stream
 
 BLOCK = 16
 
@@ -38,8 +38,8 @@ def run(
     spec: str, requests: Sequence[TokenizedRequest], capacity: int | None = None, **bench: Any
 ) -> list[Outcome]:
     """What an arm made of a stream."""
-    (parsed,) = parse_arms(spec)
-    arm = make_arm(parsed, workbench(**bench), capacity)
+    (parsed,) = parse_policies(spec)
+    arm = make_policy(parsed, policy_context(**bench), capacity)
     try:
         return [arm.observe(one) for one in requests]
     finally:
@@ -187,9 +187,9 @@ def test_finite_chunks_forget_the_least_recently_used() -> None:
 
 def test_response_hits_are_false_where_content_differs() -> None:
     """Near texts get the cached answer; it is right only if the tokens that say something are equal."""
-    bench = workbench(meanings=True, light_ids=frozenset({99}))
-    (spec,) = parse_arms("response:max_distance=0.3")
-    arm = make_arm(spec, bench)
+    bench = policy_context(embeddings=True, punctuation_ids=frozenset({99}))
+    (spec,) = parse_policies("response:max_distance=0.3")
+    arm = make_policy(spec, bench)
     text = "please enable two factor login for me"
     asked = request(0, [1, 2, 3], text=text)
     same = request(1, [1, 99, 2, 3, 99], text=text)
@@ -231,7 +231,7 @@ def test_open_kvshare_finds_what_is_there(arm: str, kind: str) -> None:
     """Edits, shifts and other orders: every token but the last that the one donor has."""
     stored, new, num_common = _pair(kind)
     requests = [request(i, tokens, text="the same words") for i, tokens in enumerate((stored, new))]
-    outcome = run(arm, requests, meanings=True)[1]
+    outcome = run(arm, requests, embeddings=True)[1]
     assert outcome.num_hit >= num_common - 1
     assert outcome.num_donors == 1
     assert outcome.cross_user
@@ -255,8 +255,8 @@ BOLD = "max_deviation=9"  # in prompts as short as those below every move is far
 
 def losses_of(requests: Sequence[TokenizedRequest], arm_name: str = "kvshare-fingerprints") -> dict[str, int]:
     """The waterfall of the fingerprints' arm, with its gates as configured unless `arm_name` says more."""
-    specs = parse_arms(f"{arm_name},oracle")
-    arms, maker = [make_arm(spec, workbench()) for spec in specs], RowMaker()
+    specs = parse_policies(f"{arm_name},oracle")
+    arms, maker = [make_policy(spec, policy_context()) for spec in specs], RowMaker()
     rows = {
         arm.name: pa.Table.from_pylist(
             [make_row(maker.common(one), arm, arm.observe(one), observe_s=0.0) for one in requests],
@@ -309,15 +309,15 @@ def test_what_short_prompts_lose_is_told_apart() -> None:
 def test_losses_can_be_left_unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then all else is the same; and where no limit can have cost anything, nothing is planned again."""
     requests = stream(_variants_of_variants())
-    arm = SharingArm(
-        "arm", replace(workbench(), explain_losses=False), sharing=SharingOptions("fingerprints")
+    arm = SharingPolicy(
+        "arm", replace(policy_context(), explain_losses=False), sharing=SharingOptions("fingerprints")
     )
     unexplained = [arm.observe(one) for one in requests]
     arm.close()
     assert all(outcome.num_refused == 0 for outcome in unexplained)
     explained = run("kvshare-fingerprints", requests)
     assert [outcome.hits for outcome in unexplained] == [outcome.hits for outcome in explained]
-    look = SecondLook(SharingOptions(), load_settings(), DeltaTree.open(None, identity=None).segment)
+    look = LossFinder(SharingOptions(), load_settings(), DeltaTree.open(None, identity=None).segment)
     monkeypatch.setattr(losses, "make_plan", lambda *_, **__: pytest.fail("planned again"))
     rates = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=1e9)
     assert look.losses(requests[0].token_ids, NoPlan(Reason.NOTHING_IN_COMMON), (), rates) == Losses()
@@ -327,12 +327,12 @@ def test_requests_embedded_for_the_look_up_are_told() -> None:
     """Where meaning was asked: not for a prompt that is known already, and not for a short one."""
     tokens = random_tokens(np.random.default_rng(10), 600)
     requests = [request(i, one, text="some words") for i, one in enumerate((tokens, tokens, tokens[:40]))]
-    outcomes = run("kvshare", requests, meanings=True)
+    outcomes = run("kvshare", requests, embeddings=True)
     assert [outcome.embedded for outcome in outcomes] == [True, False, False]
 
 
 @pytest.mark.parametrize("capacity", [None, 5000])
-@pytest.mark.parametrize("arm", [spec.text for spec in parse_arms("all")])
+@pytest.mark.parametrize("arm", [spec.text for spec in parse_policies("all")])
 def test_namespaces_never_mix(arm: str, capacity: int | None) -> None:
     """The same prompt of two tenants is new to the second."""
     tokens = random_tokens(np.random.default_rng(3), 600)
@@ -341,7 +341,7 @@ def test_namespaces_never_mix(arm: str, capacity: int | None) -> None:
         request(1, tokens, namespace="b", text="some text"),
         request(2, tokens, namespace="a", text="some text"),
     ]
-    _, foreign, own = run(arm, requests, capacity, meanings=True)
+    _, foreign, own = run(arm, requests, capacity, embeddings=True)
     assert not foreign.hits
     assert not foreign.false_hit
     assert not foreign.answered
@@ -357,7 +357,7 @@ def test_finite_stores_stay_within_their_bytes(arm: str) -> None:
     rng = np.random.default_rng(4)
     requests = [request(i, random_tokens(rng, 400), text=f"word{i}") for i in range(12)]
     allowed = 2 if arm == "chunks" else 1
-    outcomes = run(arm, requests, 1000, meanings=True)
+    outcomes = run(arm, requests, 1000, embeddings=True)
     assert all(outcome.num_stored_bytes <= allowed * 1000 * 10 for outcome in outcomes)
     assert outcomes[-1].num_stored_bytes > 0
 
@@ -405,7 +405,7 @@ def test_another_user_is_one_that_the_log_names(
     requests = []
     for one, (user, conversation) in zip(stream([tokens] * 2, text="words"), (donor, own), strict=True):
         requests.append(replace(one, logged=replace(one.logged, user=user, conversation=conversation)))
-    outcome = run(arm, requests, meanings=True)[1]
+    outcome = run(arm, requests, embeddings=True)[1]
     assert outcome.num_hit > 0
     assert outcome.cross_user is is_other
 
@@ -450,15 +450,15 @@ def test_two_kvshare_arms_with_one_seed_agree() -> None:
 def test_wrong_arms_are_refused(text: str) -> None:
     """With the setting's name."""
     with pytest.raises(ConfigError, match="--arms"):
-        parse_arms(text)
+        parse_policies(text)
 
 
 def test_arms_have_their_options() -> None:
     """Options reach the arm and the results; aliases give each arm once."""
-    (spec,) = parse_arms("kvshare-fingerprints:min_run=32")
-    arm: Arm = make_arm(spec, workbench())
+    (spec,) = parse_policies("kvshare-fingerprints:min_run=32")
+    arm: CachePolicy = make_policy(spec, policy_context())
     assert arm.options["min_run"] == 32
     assert arm.name == "kvshare-fingerprints:min_run=32"
     arm.close()
-    names = [one.text for one in parse_arms("fast,prefix")]
+    names = [one.text for one in parse_policies("fast,prefix")]
     assert len(names) == len(set(names))

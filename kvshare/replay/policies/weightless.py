@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from delta_tree import SegmentId, Span
 from kvshare.kv.tier import Fetched, SegmentTable
 
-_ENDLESS = 2**62
+_UNLIMITED = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class WeightlessKV:
 
 @dataclass(frozen=True, slots=True)
 class WeightlessSequence:
-    """The KV of a finished sequence, of so many bytes a token."""
+    """The KV of a finished sequence: so many bytes per token."""
 
     bytes_per_token: int
     is_whole: bool = True
@@ -33,14 +33,14 @@ class WeightlessSequence:
 
 
 class WeightlessTier(SegmentTable[WeightlessKV]):
-    """Counts the bytes that segments would take. `max_bytes` None: there is always room."""
+    """Counts the bytes that segments would take. `max_bytes` None: no limit."""
 
     def __init__(self, max_bytes: int | None) -> None:
-        super().__init__(_ENDLESS if max_bytes is None else max_bytes)
+        super().__init__(_UNLIMITED if max_bytes is None else max_bytes)
 
     def put(self, segment_id: SegmentId, segment: WeightlessKV, checksum: int) -> None:
         self.add(segment_id, segment)
 
     def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
-        """No bytes; only what is missing."""
+        """No bytes, only which segments are missing."""
         return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self))

@@ -1,12 +1,12 @@
 """
-The `oracle` arm: the most that copying equal tokens could ever reuse.
+The `oracle` policy: the most that copying equal tokens could ever reuse.
 
-Every token counts that lies in a stretch of at least `min_run` tokens which an earlier request of the
-namespace had, in its prompt or its kept answer: the union of all `min_run`-grams that were seen. Hashes find,
-tokens decide. The last `tail` tokens of a prompt never count: with 1, what is left is what a server could
-save, which computes the last token of any prompt to predict the next.
+A token counts if it lies in a run of at least `min_run` equal tokens that an earlier request of the
+namespace had in its prompt or answer: the union of all `min_run`-grams seen so far. Hashes find them, tokens
+decide. The last `tail` tokens of a prompt never count. With a tail of 1 the result is what a server could
+save, because it always computes the last token of a prompt.
 
-A finite store keeps the distinct k-grams used last, one token's KV each: less than that no store could hold.
+A finite store holds the k-grams used last, at one token's KV each: no store could hold them in less.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from delta_tree import Span
 from delta_tree.kgrams import kgram_hashes
-from kvshare.replay.arms.base import Arm, stored_tokens, with_room
-from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
+from kvshare.replay.policies.base import CachePolicy, stored_tokens, with_room
+from kvshare.replay.requests import Outcome, Requester, TokenizedRequest, any_of
 
 Hashes = NDArray[np.uint64]
 Positions = NDArray[np.int64]
@@ -32,8 +32,8 @@ _FIRST_LEVEL = 4096
 
 
 @dataclass(eq=False, kw_only=True)
-class OracleArm(Arm):
-    """All tokens ever seen in one array, and a table of k-grams for each namespace."""
+class OraclePolicy(CachePolicy):
+    """All tokens so far in one array, and a table of k-grams for each namespace."""
 
     family = "oracle"
 
@@ -44,7 +44,7 @@ class OracleArm(Arm):
         self._tokens = np.zeros(1 << 16, dtype=np.int32)
         self._num_tokens = 0
         self._starts: list[int] = []  # of the requests in `_tokens`
-        self._askers: list[Asker] = []
+        self._requesters: list[Requester] = []
         self._tables: dict[str, GramTable] = {}
         self._num_grams = 0
         self._recency = None if self.capacity_tokens is None else _Recency(self.capacity_tokens)
@@ -62,83 +62,78 @@ class OracleArm(Arm):
         if self._recency is not None:
             stored = self._recency.without_evicted(stored)
         num_prompt_grams = max(0, request.num_tokens - self.tail - self.min_run + 1)
-        starts = np.flatnonzero(self._same_tokens(stored[:num_prompt_grams], tokens))
+        starts = np.flatnonzero(self._is_equal(stored[:num_prompt_grams], tokens))
         outcome = Outcome(
             hits=_joined(starts, self.min_run) if len(starts) else (),
-            cross_user=self._is_others(stored[starts], request.logged.asker),
+            cross_user=self._is_others(stored[starts], request.logged.requester),
             lookup_s=time.perf_counter() - began,
         )
-        self._store(request, table, tokens, hashes, stored)
-        num_kept = self._num_grams if self._recency is None else self._recency.num_kept
-        return replace(outcome, num_stored_bytes=num_kept * self.bench.bytes_per_token)
+        self._store(request, table, hashes, stored)
+        num_grams = self._num_grams if self._recency is None else self._recency.num_grams
+        return replace(outcome, num_stored_bytes=num_grams * self.context.bytes_per_token)
 
-    def _same_tokens(self, stored: Positions, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """(N,): whether the k-gram at each position is the one stored at `stored`, token for token."""
-        same = stored >= 0
-        places = np.flatnonzero(same)
+    def _is_equal(self, stored: Positions, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """(N,): whether the k-gram at each position is the one stored at `stored`, token by token."""
+        is_equal = stored >= 0
+        places = np.flatnonzero(is_equal)
         for offset in range(self.min_run):
-            same[places] &= self._tokens[stored[places] + offset] == tokens[places + offset]
-        return same
+            is_equal[places] &= self._tokens[stored[places] + offset] == tokens[places + offset]
+        return is_equal
 
-    def _is_others(self, positions: Positions, asker: Asker) -> bool | None:
-        """Whether any of these positions was another user's, as far as the place kept tells."""
+    def _is_others(self, positions: Positions, requester: Requester) -> bool | None:
+        """Whether any of these positions was another user's."""
         requests = {bisect_right(self._starts, position) - 1 for position in np.unique(positions).tolist()}
-        return any_of(asker.is_other(self._askers[number]) for number in requests)
+        return any_of(requester.is_other(self._requesters[number]) for number in requests)
 
-    def _store(
-        self,
-        request: TokenizedRequest,
-        table: GramTable,
-        tokens: NDArray[np.int32],
-        hashes: Hashes,
-        stored: Positions,
-    ) -> None:
-        start, self._num_tokens = self._num_tokens, self._num_tokens + len(tokens)
+    def _store(self, request: TokenizedRequest, table: GramTable, hashes: Hashes, stored: Positions) -> None:
+        tokens, start = stored_tokens(request), self._num_tokens
+        self._num_tokens += len(tokens)
         self._tokens = with_room(self._tokens, self._num_tokens)
         self._tokens[start : self._num_tokens] = tokens
         self._starts.append(start)
-        self._askers.append(request.logged.asker)
+        self._requesters.append(request.logged.requester)
         positions = np.arange(start, start + len(hashes), dtype=np.int64)
         if self._recency is not None:
             self._recency.use(hashes, stored, positions)
             table.put(hashes, positions)
-            return
-        is_new = stored < 0  # a k-gram stays where it was first seen
-        self._num_grams += len(np.unique(hashes[is_new]))
-        table.put(hashes[is_new][::-1], positions[is_new][::-1])
+        else:
+            is_new = stored < 0  # a k-gram stays where it was first seen
+            self._num_grams += len(np.unique(hashes[is_new]))
+            table.put(hashes[is_new][::-1], positions[is_new][::-1])
 
 
 class _Recency:
-    """An LRU of k-grams by the position of their last use: only the `capacity` newest are there."""
+    """
+    Least-recently-used eviction of k-grams: only the `capacity` ones with the latest positions are stored.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._is_kept = np.zeros(1 << 16, dtype=np.bool_)  # a byte for every position there was
+        self._is_latest = np.zeros(1 << 16, dtype=np.bool_)  # of each position: no later one is equal
         self._cutoff = 0
-        self.num_kept = 0
+        self.num_grams = 0
 
     def without_evicted(self, positions: Positions) -> Positions:
         return np.where(positions >= self._cutoff, positions, -1)
 
     def use(self, hashes: Hashes, old: Positions, new: Positions) -> None:
-        """Move k-grams from their old positions (-1: none) to new ones; of equal ones the last counts."""
+        """Move k-grams from their old positions (-1: none) to new ones; of equal k-grams the last counts."""
         if not len(new):
             return
-        last = _last_of_each(hashes)
-        end = int(new[-1]) + 1
-        self._is_kept = with_room(self._is_kept, end)
+        last, end = _last_of_each(hashes), int(new[-1]) + 1
         left = np.unique(old[old >= 0])
-        self._is_kept[left] = False
-        self._is_kept[new[last]] = True
-        self.num_kept += len(last) - len(left)
-        if self.num_kept > self._capacity:
-            kept = np.flatnonzero(self._is_kept[self._cutoff : end])
-            self._cutoff += int(kept[self.num_kept - self._capacity])
-            self.num_kept = self._capacity
+        self._is_latest = with_room(self._is_latest, end)
+        self._is_latest[left] = False
+        self._is_latest[new[last]] = True
+        self.num_grams += len(last) - len(left)
+        if self.num_grams > self._capacity:
+            latest = np.flatnonzero(self._is_latest[self._cutoff : end])
+            self._cutoff += int(latest[self.num_grams - self._capacity])
+            self.num_grams = self._capacity
 
 
 def _joined(starts: Positions, length: int) -> tuple[Span, ...]:
-    """Stretches of `length` from each of the ascending `starts`, joined where they touch or overlap."""
+    """Spans of `length` from each of the ascending `starts`, joined where they touch or overlap."""
     ends = np.flatnonzero(np.diff(starts) > length)
     firsts, lasts = starts[np.append(0, ends + 1)], starts[np.append(ends, len(starts) - 1)]
     return tuple(map(Span, firsts.tolist(), (lasts + length).tolist()))
@@ -151,17 +146,17 @@ class _Level(NamedTuple):
 
 class GramTable:
     """
-    Hash -> position; each hash once: millions of k-grams, in sorted arrays. Positions are below 2**32.
+    Hash -> position, for millions of k-grams in sorted arrays. Positions are below 2**32.
 
-    Levels of doubling size, as in a log-structured store: adding is cheap, looking up many at once is a
-    binary search per level. 12 bytes a k-gram, where a dictionary takes 150.
+    Levels of doubling size, as in a log-structured store: adding is cheap, and looking up many at once is a
+    binary search per level. It takes 12 bytes per k-gram, a dictionary takes 150.
     """
 
     def __init__(self) -> None:
         self._levels: list[_Level] = []  # largest first
 
     def find(self, hashes: Hashes) -> Positions:
-        """Where each hash was last put, -1 for unknown ones. Shapes: (N,) -> (N,)."""
+        """The last position of each hash, -1 for unknown ones. Shapes: (N,) -> (N,)."""
         found = np.full(len(hashes), -1, dtype=np.int64)
         for level, places, is_known in self._located(hashes):
             found[is_known] = level.positions[places]
@@ -169,8 +164,8 @@ class GramTable:
 
     def put(self, hashes: Hashes, positions: Positions) -> None:
         """Set the positions of hashes, known or not; of equal hashes the last one counts."""
-        keep = _last_of_each(hashes)
-        hashes, positions = hashes[keep], positions[keep]
+        last = _last_of_each(hashes)
+        hashes, positions = hashes[last], positions[last]
         is_new = np.ones(len(hashes), dtype=np.bool_)
         for level, places, is_known in self._located(hashes):
             level.positions[places] = positions[is_known]
@@ -187,7 +182,7 @@ class GramTable:
             yield level, places[is_known], is_known
 
     def _compact(self) -> None:
-        """Merge the last levels while the smaller is not much smaller than the one before it."""
+        """Merge the last two levels while the smaller is more than half of the other, or that one is tiny."""
         levels = self._levels
         while len(levels) > 1 and (
             len(levels[-1].hashes) * 2 > len(levels[-2].hashes) or len(levels[-2].hashes) < _FIRST_LEVEL
@@ -205,5 +200,5 @@ def _last_of_each(hashes: Hashes) -> Positions:
 
 
 def _sorted_level(hashes: Hashes, positions: NDArray[np.uint32]) -> _Level:
-    order = np.argsort(hashes, kind="stable")  # radix or timsort: quick on runs that are sorted already
+    order = np.argsort(hashes, kind="stable")  # quick on runs that are sorted already
     return _Level(hashes[order], positions[order])

@@ -1,8 +1,8 @@
 """
-The `kvshare` arms: the sharing that serves (`kvshare/sharing/`) over the real index and tree, with KV that
-has a size and no bytes.
+The `kvshare` policies: the sharing core of the servers (`kvshare/sharing/`) over the real index and tree,
+with KV that has a size and no bytes.
 
-One request at a time, rates that are never measured, and no clock in any decision.
+Requests come one at a time, rates are never measured, and no decision depends on a clock.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from delta_tree import DeltaTree, Node, NodeId, SegmentId, Span, gaps, merge
-from kvshare.replay.arms.base import Arm, prompt_text, stored_tokens
-from kvshare.replay.arms.losses import Losses, SecondLook
-from kvshare.replay.arms.sharing_options import SharingOptions
-from kvshare.replay.arms.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
-from kvshare.replay.requests import Asker, Outcome, TokenizedRequest, any_of
+from delta_tree import DeltaTree, NodeId, SegmentId, Span, gaps, merge
+from kvshare.replay.counts import COUNT_EDGES, histogram
+from kvshare.replay.policies.base import CachePolicy, prompt_text, stored_tokens
+from kvshare.replay.policies.losses import Losses, LossFinder
+from kvshare.replay.policies.sharing_options import SharingOptions
+from kvshare.replay.policies.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
+from kvshare.replay.requests import Outcome, Requester, TokenizedRequest, any_of
+from kvshare.replay.results import Tree
 from kvshare.requests import Prompt, SharingMode
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
@@ -42,19 +44,19 @@ _T = TypeVar("_T")
 
 
 class _Inline(Executor):
-    """Runs what it is given at once: a replay needs no threads."""
+    """Runs a function in the caller's thread: a replay needs no others."""
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         future: Future[_T] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except Exception as exc:  # noqa: BLE001  the caller of the future gets it
+        except Exception as exc:  # noqa: BLE001  the future's caller gets it
             future.set_exception(exc)
         return future
 
 
 def _tree() -> DeltaTree:
-    """Ids and times are counted, so that ties are broken the same way in every run."""
+    """With counted ids and times, so that ties are broken the same way in every run."""
     ids, ticks = itertools.count(1), itertools.count(1)
     return DeltaTree.open(
         None, identity=None, clock=lambda: float(next(ticks)), new_id=lambda: NodeId(next(ids))
@@ -62,25 +64,25 @@ def _tree() -> DeltaTree:
 
 
 @dataclass(eq=False, kw_only=True)
-class SharingArm(Arm):
-    """KVShare with some options. Those that look at meaning need a workbench with meanings."""
+class SharingPolicy(CachePolicy):
+    """KVShare with these options. Where it searches by embedding, the context must have embeddings."""
 
     family = "kvshare"
 
     sharing: SharingOptions
 
     def __post_init__(self) -> None:
-        bench, sharing, capacity_tokens = self.bench, self.sharing, self.capacity_tokens
-        if sharing.uses_meaning and bench.meanings is None:
+        context, sharing, capacity_tokens = self.context, self.sharing, self.capacity_tokens
+        if sharing.uses_embedding and context.embeddings is None:
             raise ValueError(f"{self.name} needs embeddings")
-        settings, per_token = bench.settings, bench.bytes_per_token
-        self._limits = self.sharing.limits(settings)
+        settings, per_token = context.settings, context.bytes_per_token
+        limits = sharing.limits(settings)
         self._kv = WeightlessSequence(per_token)
         segment_ids = itertools.count(1)
         self._keeper: MemoryKeeper[WeightlessKV] = MemoryKeeper(
             _tree(),
             WeightlessTier(None if capacity_tokens is None else capacity_tokens * per_token),
-            min_tokens=self._limits.sharing.min_prompt_tokens,
+            min_tokens=limits.sharing.min_prompt_tokens,
             new_id=lambda: SegmentId(next(segment_ids)),
         )
         self._loop = asyncio.new_event_loop()
@@ -88,23 +90,23 @@ class SharingArm(Arm):
         self._core = Sharing(
             keeper=self._keeper,
             nominator=self._nominator,
-            limits=self._limits,
+            limits=limits,
             cost=CostModel(
-                prior_prefill_tokens_per_s=bench.prefill_tokens_per_s,
+                prior_prefill_tokens_per_s=context.prefill_tokens_per_s,
                 prior_load_bytes_per_s=settings.cost.prior_load_bytes_per_s,
                 smoothing=0.0,  # what this machine measures must not change a result
                 bytes_per_token=per_token,
             ),
             executor=_Inline(),
         )
-        explains = bench.explain_losses and not sharing.open_gates
-        self._second_look = SecondLook(sharing, settings, self.tree.segment) if explains else None
-        self._owners: dict[NodeId, Asker] = {}
+        explains = context.explain_losses and not sharing.open_gates
+        self._loss_finder = LossFinder(sharing, settings, self.tree.segment) if explains else None
+        self._owners: dict[NodeId, Requester] = {}
         self._num_observed = 0
 
     def _open_index(self) -> None:
-        settings = self.sharing.nominator(self.bench.settings)
-        embedder = self.bench.meanings if self.sharing.uses_meaning else None
+        settings = self.sharing.nominator(self.context.settings)
+        embedder = self.context.embeddings if self.sharing.uses_embedding else None
         self._folder = tempfile.TemporaryDirectory(prefix="kvshare-replay-")
         self._index = QdrantEdgeIndex(settings.schema(embedder), Path(self._folder.name))
         self._nominator = Nominator(self._index, embedder=embedder, settings=settings)
@@ -112,7 +114,7 @@ class SharingArm(Arm):
 
     @property
     def options(self) -> dict[str, Any]:
-        return self.sharing.as_document()
+        return {name: value for name, value in asdict(self.sharing).items() if value is not None}
 
     @property
     def tree(self) -> DeltaTree:
@@ -132,15 +134,19 @@ class SharingArm(Arm):
 
     async def _observe(self, request: TokenizedRequest) -> Outcome:
         namespace = request.logged.namespace
-        prompt = Prompt(request.token_ids, prompt_text(request))
         lookup = await self._core.find_plan(
-            namespace, prompt, SharingMode.APPROX, by_meaning=self.sharing.uses_meaning
+            namespace,
+            Prompt(request.token_ids, prompt_text(request)),
+            SharingMode.APPROX,
+            by_meaning=self.sharing.uses_embedding,
         )
-        plan = _carried_out(lookup.plan)
+        plan = _with_repairs_chosen(lookup.plan)
         donors = plan.donors if isinstance(plan, Plan) else ()
-        cross_user = any_of(request.logged.asker.is_other(self._owners[donor]) for donor in donors)
-        nodes = self._core.own_nodes(namespace, lookup.candidates)
-        losses = self._losses(request, plan, nodes)
+        cross_user = any_of(request.logged.requester.is_other(self._owners[donor]) for donor in donors)
+        losses = Losses()
+        if self._loss_finder is not None:
+            nodes = self._core.own_nodes(namespace, lookup.candidates)
+            losses = self._loss_finder.losses(request.token_ids, plan, nodes, self._core.cost.rates)
         self._keeper.hold(lookup.plan)
         self._core.note_use(lookup)
         await self._remember(request, plan)
@@ -148,7 +154,7 @@ class SharingArm(Arm):
         self._check_counters()
         plan_s = sum(lookup.stage_seconds.get(stage, 0.0) for stage in ("plan", "load"))
         return replace(
-            _outcome(plan, with_repairs=self.sharing.open_gates),
+            _outcome(plan, counts_repaired=self.sharing.open_gates),
             num_donors=len(donors),
             cross_user=cross_user,
             lookup_s=max(0.0, lookup.seconds - plan_s),
@@ -165,49 +171,42 @@ class SharingArm(Arm):
         counted = self._core.telemetry.counts().fallbacks
         failed = [" ".join(failure) for failure in _FAILURES if failure in counted]
         if failed:
-            raise RuntimeError(f"{self.name}: {', '.join(failed)}; the log above says what happened")
-
-    def _losses(self, request: TokenizedRequest, plan: Plan | NoPlan, nodes: Sequence[Node]) -> Losses:
-        if self._second_look is None:
-            return Losses()
-        return self._second_look.losses(request.token_ids, plan, nodes, self._core.cost.rates)
+            raise RuntimeError(f"{self.name}: {', '.join(failed)}; the log above has the error")
 
     async def _remember(self, request: TokenizedRequest, plan: Plan | NoPlan) -> None:
+        """Store the prompt, then its answer, as the engines do; then index them."""
         logged = request.logged
-        node = self._kept(
-            Computed(logged.namespace, stored_tokens(request), plan, self._kv), request.num_tokens
-        )
+        computed = Computed(logged.namespace, stored_tokens(request), plan, self._kv)
+        prompt = replace(computed, token_ids=computed.token_ids[: request.num_tokens])
+        committed = self._keeper.commit_prompt(prompt)
+        node = self._keeper.complete(committed, computed, num_prompt=request.num_tokens)
         for _, node_id in await self._core.forget_evicted():
             self._owners.pop(NodeId(node_id), None)
         if node is not None:
-            self._owners[node.node_id] = logged.asker
-            text = prompt_text(request) if self.sharing.uses_meaning else None
-            await self._core.remember(node, text)
+            self._owners[node.node_id] = logged.requester
+            await self._core.remember(node, prompt_text(request) if self.sharing.uses_embedding else None)
         self._num_observed += 1
         if self._num_observed % _MAINTAIN_EVERY == 0:
             await self._index.maintain()
 
-    def _kept(self, computed: Computed[WeightlessKV], num_prompt: int) -> Node | None:
-        """First the prompt, then its answer, as the engines do it."""
-        prompt = replace(computed, token_ids=computed.token_ids[:num_prompt])
-        return self._keeper.complete(self._keeper.commit_prompt(prompt), computed, num_prompt=num_prompt)
-
-    def describe_tree(self) -> dict[str, Any]:
+    def describe_tree(self) -> Tree:
         stats = self.tree.stats()
         node_ids = [node.node_id for node in self.tree.nodes()]
-        return {
-            "depths": [1 + len(self.tree.ancestors(node_id)) for node_id in node_ids],
-            "children": [len(self.tree.children(node_id)) for node_id in node_ids],
-            "num_nodes": stats.num_nodes,
-            "num_roots": stats.num_roots,
-            "num_segments": stats.num_segments,
-            "num_prompt_tokens": stats.num_tokens,
-            "num_stored_tokens": stats.num_stored_tokens,
-        }
+        return Tree(
+            depth=histogram(COUNT_EDGES, [1 + len(self.tree.ancestors(node_id)) for node_id in node_ids]),
+            children=histogram(COUNT_EDGES, [len(self.tree.children(node_id)) for node_id in node_ids]),
+            num_nodes=stats.num_nodes,
+            num_roots=stats.num_roots,
+            num_segments=stats.num_segments,
+            num_prompt_tokens=stats.num_tokens,
+            num_stored_tokens=stats.num_stored_tokens,
+        )
 
 
-def _carried_out(plan: Plan | NoPlan) -> Plan | NoPlan:
-    """Without a model nobody knows which repairs an engine would choose: as many, at the starts of pieces."""
+def _with_repairs_chosen(plan: Plan | NoPlan) -> Plan | NoPlan:
+    """
+    An engine chooses repairs by what the model computes; without a model: as many, at the starts of pieces.
+    """
     if isinstance(plan, NoPlan) or plan.order is None:
         return plan
     choice = choose_by_place(
@@ -219,17 +218,16 @@ def _carried_out(plan: Plan | NoPlan) -> Plan | NoPlan:
     return plan.with_repairs(choice.repairs)
 
 
-def _outcome(plan: Plan | NoPlan, *, with_repairs: bool = False) -> Outcome:
+def _outcome(plan: Plan | NoPlan, *, counts_repaired: bool) -> Outcome:
     """
-    What a plan reuses. `with_repairs`: and what it computes though a donor had it, but for the last token.
+    What a plan reuses. `counts_repaired`: all repaired tokens but the last count as reused, too.
 
-    Even with no repair asked for, the planner computes scraps of a few tokens again.
+    Without any repair asked for, the planner still computes scraps of a few tokens again.
     """
     if isinstance(plan, NoPlan):
         return Outcome(reason=plan.reason)
-    hits = gaps(plan.placeholders, plan.num_tokens)
-    num_repaired = plan.num_repaired
-    if with_repairs:
+    hits, num_repaired = gaps(plan.placeholders, plan.num_tokens), plan.num_repaired
+    if counts_repaired:
         all_but_last = Span(0, plan.num_tokens - 1)
         hits = merge([*hits, *(span.intersection(all_but_last) for span in plan.repairs)])
         num_repaired = sum(span.end == plan.num_tokens for span in plan.repairs)
