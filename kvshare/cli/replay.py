@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import Parameter, Signature, signature
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from typer.core import TyperCommand, TyperGroup
 
 from kvshare.cli.options import Config, OutputFormat
@@ -58,8 +58,8 @@ app = typer.Typer(cls=_RunByDefault, help="What sharing would save on your traff
 
 
 def _options() -> Iterator[Parameter]:
-    """Those of replay_options.yaml, as Typer reads them from a function."""
-    described = yaml.safe_load(Path(__file__).with_name("replay_options.yaml").read_text(encoding="utf-8"))
+    """Those of replay_options.toml, as Typer reads them from a function."""
+    described = tomllib.loads(Path(__file__).with_name("replay_options.toml").read_text(encoding="utf-8"))
     for name, each in described.items():
         default, kind = each.pop("default", None), _TYPES[each.pop("type")]
         flags = each.pop("flags", [f"--{name.replace('_', '-')}"])
