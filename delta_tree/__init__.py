@@ -1,9 +1,9 @@
 """
-How one prompt's tokens become another's, and which stored KV that lets a new prompt reuse.
+How one prompt's tokens become another's, and which stored KV a new prompt can reuse.
 
-Edit scripts and alignment, the tree of prompts with their piece tables, the composition of a new
-prompt from stored ones, and all of it on disk. Knows token ids and KV segments by number only:
-no tensors, no HTTP, no vector index.
+The package has edit scripts and alignment, the tree of prompts with their piece tables, the composition of a
+new prompt from stored ones, and the metadata file. It knows KV segments by their ids only: no tensors, no
+HTTP, no vector index.
 """
 
 from delta_tree.align import align, common_suffix_length

@@ -1,9 +1,9 @@
 """
 Alignment: the edit script from one prompt to another, by token equality alone.
 
-The one place that talks to rapidfuzz. Common prefix and suffix go first, then the middles are
-aligned; middles too large for a quadratic method are aligned along their common k-grams, and by
-rapidfuzz between those.
+First the common prefix and suffix are split off. Then the middles are aligned by rapidfuzz, which takes
+quadratic time. Middles that are too large for it are aligned along their common k-grams, and by rapidfuzz
+between those. This is the only file that imports rapidfuzz.
 """
 
 from bisect import bisect_left, bisect_right
@@ -16,19 +16,19 @@ from delta_tree.edits import EditScript, Match
 from delta_tree.runs import common_prefix_length
 from delta_tree.spans import TokenIds
 
-# Above this many pairs of tokens the k-grams are faster than rapidfuzz: filled forms of 4,000
-# tokens 1 ms against 3, of 8,000 2 against 29, of 16,000 5 against 114. They keep as many tokens
-# in runs of 4 and more; in shorter ones rapidfuzz finds a percent more.
+# Above this many pairs of tokens k-grams are faster than rapidfuzz. For filled forms of 4,000 tokens they take
+# 1 ms and rapidfuzz 3 ms; for 8,000 tokens 2 and 29 ms; for 16,000 tokens 5 and 114 ms. Both keep as many
+# tokens in runs of 4 and more; in shorter runs rapidfuzz keeps one percent more.
 _MAX_PAIRS = 2**24
-_ANCHOR_TOKENS = 16  # of a k-gram to align along; shorter ones are common words
+_ANCHOR_TOKENS = 16  # length of the k-grams to align along; shorter ones are common phrases
 
 
 def align(source: TokenIds, target: TokenIds, *, min_run: int) -> EditScript:
     """
-    A short script from `source` to `target` in which nothing is moved, only kept in order.
+    A short script from `source` to `target` that keeps tokens in their order and moves none.
 
-    A keep shorter than `min_run` is part of the replace around it, except the common prefix: that
-    is exact reuse, and worth having at any length.
+    A keep shorter than `min_run` becomes part of the replace around it. The common prefix is kept at any
+    length, because it is exact reuse.
     Shapes:  (S,) and (T,) int32
     """
     return EditScript.from_keeps(len(source), target, in_order_matches(source, target, min_run=min_run))
@@ -38,10 +38,11 @@ def in_order_matches(
     source: TokenIds, target: TokenIds, *, min_run: int, max_pairs: int = _MAX_PAIRS
 ) -> list[Match]:
     """
-    The keeps of `align`: ascending in both prompts, touching ones joined.
+    The keeps of `align`: ascending in both prompts, adjacent ones joined.
 
-    Middles of more than `max_pairs` pairs of tokens are aligned along their common k-grams. Where shorter
-    runs count too, those are of 16 tokens, and what lies between two of them is aligned like a middle.
+    Middles with more than `max_pairs` pairs of tokens are aligned along their common k-grams of `min_run`
+    tokens. If `min_run` is below 16, the k-grams have 16 tokens, and the stretches between two of them are
+    aligned like middles.
     """
     if min_run < 1:
         raise ValueError(f"min_run must be at least 1, got {min_run}")
@@ -65,9 +66,9 @@ def common_suffix_length(a: TokenIds, b: TokenIds) -> int:
 
 
 def heaviest_chain(runs: list[Match]) -> list[Match]:
-    """The runs that keep the most tokens while ascending in both prompts, in O(R log R)."""
-    # A frontier of chains: ends in the source ascending, weights ascending with them. A chain
-    # that ends later and weighs no more is of no use to any later run.
+    """The runs that together keep the most tokens and ascend in both prompts, in O(R log R)."""
+    # The best chains so far, sorted by their ends in the source; their weights ascend, too. A chain that ends
+    # later than another and weighs no more is dropped: no later run can profit from it.
     ends: list[int] = []
     weights: list[int] = []
     last_of: list[int] = []
@@ -122,7 +123,7 @@ def _matches(source: TokenIds, target: TokenIds, min_run: int, max_pairs: int) -
 
 
 def _join(matches: Iterable[Match]) -> list[Match]:
-    """Matches that follow one another without a gap in either prompt become one."""
+    """Join matches that follow one another without a gap in either prompt."""
     joined: list[Match] = []
     for match in matches:
         if not match.length:
@@ -137,10 +138,10 @@ def _join(matches: Iterable[Match]) -> list[Match]:
 
 def _widened(matches: list[Match], source: TokenIds, target: TokenIds) -> list[Match]:
     """
-    Let each match grow into the gaps beside it.
+    Extend each match by the equal tokens in the gaps beside it.
 
-    Among alignments of equal length rapidfuzz may give the edge of a run to a lone match far from
-    it; that match has been dropped, and the edge belongs to the run again.
+    rapidfuzz may split the edge of a run off as a short match far from it. That short match was dropped, so
+    the edge can be added to the run again.
     """
     wide: list[Match] = []
     ends = [*matches, Match(len(source), len(target), 0)][1:]

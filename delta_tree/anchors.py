@@ -1,9 +1,9 @@
 """
-All equal stretches of two prompts, however long they are: anchors first, then what is left between them.
+All equal stretches (runs) of two prompts: first by anchors, then position by position between them.
 
-An anchor is a k-gram that stands only once in the source: it says where its stretch of the target comes from.
-Neighbours that say the same are one run, found for a whole prompt by a few array operations. What has no
-anchor, repeated text above all, is left to `runs_in`, which looks at each place.
+An anchor is a k-gram that occurs only once in the source, so its position there is unambiguous. Neighbouring
+anchors with the same shift belong to one run, and a few array operations find these runs for a whole prompt.
+Text without anchors, such as repeated text, is left to `runs_in`, which tries each position.
 """
 
 from bisect import bisect_left
@@ -19,19 +19,19 @@ from delta_tree.spans import Span
 
 Positions = npt.NDArray[np.int64]
 
-# With fewer k-grams to look up, looking at each run is quicker than the array operations.
+# With fewer k-grams to look up, `runs_in` alone is faster than the array operations.
 _MIN_ANCHORED = 4096
 _MAX_TABLE_BITS = 22
-_SLOTS_PER_PLACE = 4  # a k-gram in one slot with another is no anchor: 1 in 6 or fewer
+_SLOTS_PER_PLACE = 4  # two k-grams in one slot are no anchors: that loses at most 1 in 6
 
 
 def common_runs(source: Ids, target: Ids, *, min_run: int) -> list[Match]:
     """
-    Equal stretches of at least `min_run` tokens, relocated ones included.
+    Equal stretches of at least `min_run` tokens, at any position in the two prompts.
 
-    The runs do not overlap in the target and are sorted by it; the same source tokens may serve
-    several. A run ends where the tokens differ, or where its neighbour in the target begins.
-    What is left of the target between the runs holds no common stretch of `min_run` tokens.
+    The runs are sorted by the target and do not overlap in it; several may come from the same source tokens.
+    A run ends where the tokens differ, or where the next run in the target begins. The rest of the target
+    holds no common stretch of `min_run` tokens.
     """
     if min_run < 1:
         raise ValueError(f"min_run must be at least 1, got {min_run}")
@@ -44,8 +44,8 @@ def tile(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
     """
     Runs of the source that fill the target positions `spans`, sorted by the target, not overlapping.
 
-    `places` are the source's k-grams that may stand in the spans. What is left of the spans holds no common
-    stretch of `k` tokens.
+    `places` are the positions of the source's k-grams that may occur in the spans. The rest of the spans holds
+    no common stretch of `k` tokens.
     """
     k = pair.k
     spans = [span for span in spans if len(span) >= k]
@@ -63,15 +63,15 @@ def tile(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
 
 
 def _anchored_runs(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
-    """The runs of the spans that hold an anchor, each from end to end."""
+    """The runs in the spans that hold an anchor, each at its full length."""
     source, target, k = pair.source, pair.target, pair.k
     asked = np.concatenate([np.arange(span.start, span.end - k + 1) for span in spans])
     targets, sources = _anchors(pair, places, asked)
     if not len(targets):
         return []
     shifts = sources - targets
-    # Two anchors no more than k apart that moved alike touch: all tokens between them are equal. Those of
-    # two spans are further apart.
+    # Two anchors with the same shift and at most k apart overlap or touch: all tokens between them are equal.
+    # Anchors of different spans are further apart.
     breaks = np.flatnonzero((np.diff(shifts) != 0) | (np.diff(targets) > k))
     heads = np.concatenate(([0], breaks + 1))
     starts, shifts = targets[heads], shifts[heads]
@@ -94,10 +94,10 @@ def _anchored_runs(pair: Pair, spans: Sequence[Span], places: Places) -> list[Ma
 
 def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, Positions]:
     """
-    Those of the target's k-grams `asked`, ascending, that are anchors, and each one's place in the source.
+    Those of the target positions `asked`, ascending, whose k-grams are anchors, and their source positions.
 
-    By a table of slots with the first and the last place of each: where they differ, the k-gram stands
-    several times, or shares its slot with another one, and is no anchor.
+    A hash table holds the first and the last source position of each slot. Where the two differ, the k-gram
+    occurs several times or shares its slot with another one, and is no anchor.
     """
     bits = min((_SLOTS_PER_PLACE * len(places)).bit_length(), _MAX_TABLE_BITS)
     slots = low_slots(pair.source_hashes[places], bits)
@@ -108,16 +108,16 @@ def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, P
     slots = low_slots(wanted, bits)
     sources = last[slots].astype(np.int64)
     is_anchor = (sources >= 0) & (first[slots] == sources)
-    is_anchor &= pair.source_hashes[sources] == wanted  # of -1 too, which is no anchor by the line before
+    is_anchor &= pair.source_hashes[sources] == wanted  # also reads index -1, which the line before excludes
     return asked[is_anchor], sources[is_anchor]
 
 
 def _all_equal(
     source: Ids, target: Ids, starts: Positions, ends: Positions, shifts: Positions
 ) -> npt.NDArray[np.bool_]:
-    """For each stretch of the target whether it equals the source's, token for token."""
+    """Whether each stretch of the target equals the source's, token for token."""
     lengths = ends - starts
-    firsts = np.cumsum(lengths) - lengths  # of each stretch, when they are laid end to end
+    firsts = np.cumsum(lengths) - lengths  # where each stretch starts in the concatenation of all
     positions = np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
     same = source[positions + np.repeat(shifts, lengths)] == target[positions]
     is_equal: npt.NDArray[np.bool_] = np.logical_and.reduceat(same, firsts)
@@ -125,7 +125,7 @@ def _all_equal(
 
 
 def _equal_at(source: Ids, target: Ids, positions: Positions, shifts: Positions) -> npt.NDArray[np.bool_]:
-    """Whether one token of the target equals the source's; outside of either it does not."""
+    """Whether the token at each target position equals the source's; False outside of either prompt."""
     others = positions + shifts
     inside = (positions >= 0) & (positions < len(target)) & (others >= 0) & (others < len(source))
     inside[inside] = source[others[inside]] == target[positions[inside]]
@@ -133,7 +133,7 @@ def _equal_at(source: Ids, target: Ids, positions: Positions, shifts: Positions)
 
 
 def _grown(run: Match, source: Ids, target: Ids, within: Span, *, left: bool, right: bool) -> Match:
-    """The run with all equal tokens beside it. Its outermost k-grams may have been no anchors."""
+    """The run with all equal tokens beside it: its first and last k-grams may be no anchors."""
     if right:
         ahead = target[run.target + run.length : within.end]
         more = common_prefix_length(source[run.source + run.length :], ahead)
@@ -142,13 +142,13 @@ def _grown(run: Match, source: Ids, target: Ids, within: Span, *, left: bool, ri
 
 
 def _add(runs: list[Match], run: Match, k: int) -> None:
-    """Add a run behind the others; where it overlaps the last one, the shorter of the two is cut."""
+    """Append a run; where it overlaps the last one, the shorter of the two is cut."""
     while runs and run.target < runs[-1].target + runs[-1].length:
         last = runs[-1]
         if run.target + run.length <= last.target + last.length:
             return
         if run.target <= last.target:
-            runs.pop()  # all of it is in this one
+            runs.pop()  # this run contains it
             continue
         last, run = settle(last, run, k)
         if last.length:

@@ -1,4 +1,4 @@
-"""What an operation on the tree does, and what it answers: values that the tree stores, makes and returns."""
+"""Values that describe one change of the tree, and what an insertion or an eviction returns."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,23 +8,27 @@ from delta_tree.node import Node, NodeId, Segment, SegmentId
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one operation does: all of it or nothing. A put node replaces one with its id."""
+    """One atomic change. A node in `put_nodes` replaces the stored node with its id."""
 
     put_segments: tuple[Segment, ...] = ()
     put_nodes: tuple[Node, ...] = ()
-    parents: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of those new nodes that are no roots
+    parents: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of the new nodes that are no roots
     dropped_nodes: tuple[NodeId, ...] = ()
-    heirs: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of dropped nodes: get their children
+    heirs: Mapping[NodeId, NodeId] = field(
+        default_factory=dict
+    )  # for each dropped node: the node that gets its children
     dropped_segments: tuple[SegmentId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """The node of the inserted prompt, and the segments whose KV nobody needs."""
+    """The node of the inserted prompt, and the segments that no node refers to."""
 
     node: Node
-    created: bool  # False: the prompt was known, its node was touched and perhaps improved
-    freed_segments: tuple[SegmentId, ...]  # the draft's own ones included, if not needed
+    created: (
+        bool  # False: the prompt was stored already; its use was counted, and perhaps its pieces improved
+    )
+    freed_segments: tuple[SegmentId, ...]  # may include new segments of the draft
 
 
 @dataclass(frozen=True, slots=True)

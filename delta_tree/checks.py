@@ -1,7 +1,7 @@
 """
-What makes a draft a node, and a node a whole prompt over segments of its own namespace.
+Checks that drafts and nodes are consistent. They run before every insertion and after every load.
 
-The same checks stand before every insertion and after every load from disk. They change nothing.
+A node is consistent if its pieces cover its whole prompt and refer to segments of its own namespace only.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ SegmentLookup = Callable[[SegmentId], Segment | None]
 
 def check_draft(forest: Forest, draft: NodeDraft) -> None:
     """
-    Refuse a parent that is not there, and new segments that are impossible or not new.
+    Check that a draft's parent exists, and that its new segments are valid and new.
 
     Raises:  InvalidNodeError
     """
@@ -38,12 +38,12 @@ def check_draft(forest: Forest, draft: NodeDraft) -> None:
 
 def check_node(node: Node, segment_of: SegmentLookup) -> None:
     """
-    Refuse a node that does not describe a whole prompt over segments of its own namespace.
+    Check that a node describes a whole prompt over segments of its own namespace.
 
     Raises:  InvalidNodeError with what was found and what was expected
     """
     if not node.namespace:
-        raise InvalidNodeError("a node needs a namespace; without one nothing is shared")
+        raise InvalidNodeError("the node has no namespace; give it one")
     if not node.num_tokens or node.pieces.num_tokens != node.num_tokens:
         raise InvalidNodeError(
             f"the pieces cover {node.pieces.num_tokens} tokens of a prompt of {node.num_tokens}"
@@ -75,7 +75,7 @@ def check_node(node: Node, segment_of: SegmentLookup) -> None:
 
 def check_segment(segment: Segment) -> None:
     """
-    Refuse a segment with impossible figures.
+    Check that a segment's numbers are in range.
 
     Raises:  InvalidNodeError
     """
@@ -92,7 +92,7 @@ def check_segment(segment: Segment) -> None:
 
 def check_forest(forest: Forest) -> None:
     """
-    Refuse a forest that no sequence of changes could have made.
+    Check all segments and nodes, and that every segment belongs to a node.
 
     Raises:  InvalidNodeError
     """
@@ -109,7 +109,7 @@ def check_forest(forest: Forest) -> None:
 
 
 def quality(node: Node, segment_of: SegmentLookup) -> tuple[int, float, int]:
-    """What makes one way to hold a prompt's KV better than another; larger is better."""
+    """How good a node's KV is, to compare two nodes of one prompt; larger is better."""
     staleness = 0
     for piece in node.pieces:
         segment = segment_of(piece.segment_id)

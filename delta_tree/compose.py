@@ -1,9 +1,9 @@
 """
-The cheapest known way to a new prompt: which stored KV goes where, from one or several donors.
+Covers a new prompt with stored KV: which tokens are copied from which donors, and which are computed.
 
-First the longest exact prefix, then the donor that an in-order alignment gets most from, then the
-uncovered stretches, the longest run first, from all donors and from other places of the same ones.
-A token that differs is never copied. Pure and deterministic: nothing is loaded, nothing stored.
+First comes the longest exact prefix, then the donor that covers most in an in-order alignment. The rest is
+filled with runs from any position of any donor, the longest run first. A token that differs is never copied.
+The result depends on the arguments only; nothing is loaded or stored.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
+from delta_tree.candidate_kgrams import CandidateKGrams
 from delta_tree.composition import Composition, Copy, DonorReason, merge_copies
-from delta_tree.crowd import Crowd
 from delta_tree.donors import Donor, Offer
 from delta_tree.edits import Match
 from delta_tree.kgrams import Hashes, Sieve, quick_hashes
@@ -20,11 +20,11 @@ from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.runs import Pair
 from delta_tree.spans import Span, TokenIds, token_ids
 
-# Alignment is the dearest step. A donor that can cover hardly more than the best so far is not
-# aligned, and no more than the three most promising are: `fill` asks all of them anyway.
+# Alignment is the most expensive step. Only the three most promising donors are aligned, and none that can
+# cover hardly more than the best so far: `fill` takes runs from all donors anyway.
 _MAX_ALIGNED = 3
 _GOOD_ENOUGH = 31 / 32
-# Each round lays at least one run; two are the rule, and hostile prompts must not buy many.
+# Each round places at least one run. Two rounds are usual; the limit is against hostile prompts.
 _MAX_ROUNDS = 8
 
 
@@ -40,12 +40,12 @@ def compose(
     may_move: bool = True,
 ) -> Composition:
     """
-    Lay out what is stored of `target`, and say what must be computed.
+    Cover `target` with copies from the candidates; what remains are the gaps that must be computed.
 
-    `max_donors` limits the donors of approximate copies; the exact prefix costs no fidelity and
-    may come from one more. Unless KV `may_move`, only what stands where it was computed is laid.
-    `segment_of` may raise UnknownSegmentError: that donor is left out.
-    Between donors that are equal in all else, the first in the order given wins.
+    `max_donors` limits the donors of approximate copies. The exact prefix may come from one donor more,
+    because it costs no fidelity. With `may_move` False, KV is copied only to the positions it was computed
+    for. Where `segment_of` raises UnknownSegmentError, the donor is left out. Among equally good donors the
+    first in `candidates` wins.
     Shapes:  target (T,) int32
     """
     if min_run < 1:
@@ -61,9 +61,9 @@ def compose(
     exact_lengths = [donor.exact_prefix() for donor in donors]
     layout = _Layout(target, exact_length=max(exact_lengths, default=0), min_run=min_run)
     sharing = layout.sharing(donors) if allow_approximate else []
-    best = layout.lay_best_donor(sharing, max_donors=max_donors)
+    best = layout.place_best_donor(sharing, max_donors=max_donors)
     holders = [d for d, n in zip(donors, exact_lengths, strict=True) if n == layout.exact_length]
-    layout.lay_exact_prefix(holders, preferred=best)
+    layout.place_exact_prefix(holders, preferred=best)
     layout.fill(sharing, max_donors=max_donors)
     return layout.result(donors)
 
@@ -77,25 +77,25 @@ class _Layout:
         self._min_run = min_run
         self._copies: list[Copy] = []
         self._is_open = np.ones(len(target), dtype=np.bool_)
-        self._mixed: set[int] = set()  # places of the donors of approximate copies
+        self._mixed: set[int] = set()  # `place` of each donor of approximate copies
         self._usable: list[Donor] = []
-        self._crowd = Crowd((), min_run)  # of the usable ones
+        self._kgrams = CandidateKGrams((), min_run)  # of the usable donors
 
     @cached_property
     def _hashes(self) -> Hashes:
-        """Of all k-grams of the prompt; not needed where only its exact prefix counts."""
+        """Of all k-grams of the prompt; not computed where only its exact prefix is wanted."""
         return quick_hashes(self._target, self._min_run)
 
     def sharing(self, donors: Sequence[Donor]) -> list[Donor]:
         """
-        The donors with a usable run of what follows the exact prefix.
+        The donors that share a usable run after the exact prefix.
 
-        Those that share a run of the prefix alone have nothing to add; their reasons say so.
+        The `reason` of a donor that shares a run within the prefix only becomes NOTHING_LEFT.
         """
         self._usable = [donor for donor in donors if donor.usable]
         if not self._usable:
             return []
-        self._crowd = Crowd([donor.visible for donor in self._usable], self._min_run)
+        self._kgrams = CandidateKGrams([donor.visible for donor in self._usable], self._min_run)
         rest = Span(self.exact_length, len(self._target))
         if len(rest) >= self._min_run:
             self._narrow([rest])
@@ -103,7 +103,7 @@ class _Layout:
         found: list[Donor] = []
         others: list[tuple[Donor, Pair]] = []
         for number, donor in enumerate(self._usable):
-            own = self._crowd.hashes(number)
+            own = self._kgrams.hashes(number)
             donor.pair = pair = Pair(donor.visible, self._target, own, self._hashes, self._min_run)
             if pair.has_common_run(donor.places, known):
                 found.append(donor)
@@ -117,11 +117,11 @@ class _Layout:
                 donor.reason = DonorReason.NOTHING_LEFT
         return found
 
-    def lay_best_donor(self, donors: Sequence[Donor], *, max_donors: int) -> Donor | None:
+    def place_best_donor(self, donors: Sequence[Donor], *, max_donors: int) -> Donor | None:
         """
-        Lay the runs of the donor that covers most when nothing is moved out of order.
+        Place the runs of the donor that covers most in an in-order alignment, and return that donor.
 
-        Only after the exact prefix, which is laid later: best from the same donor.
+        Only positions after the exact prefix are covered; the prefix follows, from the same donor if it has it.
         """
         rest = Span(self.exact_length, len(self._target))
         if len(rest) < self._min_run or max_donors < 1 or not donors:
@@ -144,18 +144,18 @@ class _Layout:
             return None
         _, donor, runs = best
         for run in runs:
-            self._lay(donor, run)
+            self._place(donor, run)
         self._mixed.add(donor.place)
         return donor
 
-    def lay_exact_prefix(self, holders: Sequence[Donor], *, preferred: Donor | None) -> None:
-        """Lay the exact prefix, from the preferred of its holders if it is one, or the first."""
+    def place_exact_prefix(self, holders: Sequence[Donor], *, preferred: Donor | None) -> None:
+        """Place the exact prefix, from `preferred` if that donor holds it, else from the first that does."""
         if self.exact_length:
             donor = preferred if preferred is not None and preferred in holders else holders[0]
-            self._lay(donor, Match(0, 0, self.exact_length))
+            self._place(donor, Match(0, 0, self.exact_length))
 
     def fill(self, donors: Sequence[Donor], *, max_donors: int) -> None:
-        """Fill open stretches until no donor that may be used has a run for any of them."""
+        """Fill open stretches until no donor that may be used has a run for any of them, or after 8 rounds."""
         asked = list(donors)
         for _ in range(_MAX_ROUNDS):
             open_spans = self._open_spans()
@@ -167,7 +167,7 @@ class _Layout:
             for donor in asked:
                 given = donor.offers(open_spans)
                 offers += given
-                # Open stretches only shrink: who has nothing now will have nothing later.
+                # Open stretches only shrink: a donor without a run now has none later.
                 if given:
                     giving.append(donor)
             for offer in sorted(offers, key=lambda offer: offer.rank):
@@ -176,7 +176,7 @@ class _Layout:
             asked = [donor for donor in giving if self._admits(donor, max_donors)]
 
     def result(self, donors: Sequence[Donor]) -> Composition:
-        """What has been laid so far, and what became of each candidate."""
+        """The copies placed so far, and the reason of each candidate."""
         copies = merge_copies(self._copies, exact_length=self.exact_length)
         return Composition(
             num_tokens=len(self._target),
@@ -193,14 +193,14 @@ class _Layout:
         return False
 
     def _accept(self, offer: Offer) -> None:
-        """Lay those parts of the offered run that are still open and long enough."""
+        """Place those parts of the offered run that are still open and long enough."""
         run = offer.run
         for part in self._open_parts(Span(run.target, run.target + run.length)):
             source = run.source + part.start - run.target
-            self._lay(offer.donor, Match(source, part.start, len(part)))
+            self._place(offer.donor, Match(source, part.start, len(part)))
             self._mixed.add(offer.donor.place)
 
-    def _lay(self, donor: Donor, run: Match) -> None:
+    def _place(self, donor: Donor, run: Match) -> None:
         self._copies.extend(donor.copies(run))
         self._is_open[run.target : run.target + run.length] = False
         donor.reason = DonorReason.USED
@@ -222,8 +222,8 @@ class _Layout:
         ]
 
     def _narrow(self, spans: Sequence[Span]) -> None:
-        """Keep of each usable donor the k-grams that may lie within one of the spans."""
+        """Restrict each usable donor to the k-grams that may occur in one of the spans."""
         inside = [self._hashes[span.start : span.end - self._min_run + 1] for span in spans]
-        narrowed = self._crowd.narrow(Sieve(np.concatenate(inside)))
+        narrowed = self._kgrams.narrow(Sieve(np.concatenate(inside)))
         for donor, places in zip(self._usable, narrowed, strict=True):
             donor.places = places

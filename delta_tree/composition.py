@@ -1,7 +1,7 @@
 """
-A composition: from where each position of a new prompt gets its KV, as far as it is stored.
+A composition says for each position of a new prompt which stored KV is copied there, or that it is a gap.
 
-Values only; how a good one is found is compose.py's business.
+These are values only; compose.py finds a good composition.
 """
 
 from collections.abc import Iterable
@@ -14,15 +14,15 @@ from delta_tree.spans import Span, gaps
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`length` tokens of a segment, from `offset` on, laid at `target_start` of the new prompt."""
+    """`length` tokens of a segment, from `offset` on, copied to `target_start` of the new prompt."""
 
     donor: NodeId
     segment_id: SegmentId
     offset: int
     length: int
     target_start: int
-    source_position: int  # where the first of these tokens stood when its KV was computed
-    donor_start: int  # where it stands in the donor's prompt, which may itself have moved it
+    source_position: int  # the position for which the first of these tokens was computed
+    donor_start: int  # its position in the donor's prompt, which may itself be a moved copy
 
     @property
     def target(self) -> Span:
@@ -35,7 +35,7 @@ class Copy:
         return self.target_start - self.source_position
 
     def continues(self, previous: "Copy") -> bool:
-        """Whether the two are one stretch of one segment and of one donor, moved together."""
+        """Whether this copy follows `previous` without a gap: in the segment, in the donor and in the target."""
         return (
             self.segment_id == previous.segment_id
             and self.offset == previous.offset + previous.length
@@ -46,15 +46,15 @@ class Copy:
 
 
 class DonorReason(StrEnum):
-    """What became of a candidate."""
+    """Whether a candidate was used, or why not."""
 
     USED = "used"
-    NOTHING_LEFT = "nothing_left"  # what it shares was covered by others
+    NOTHING_LEFT = "nothing_left"  # other donors covered all that it shares
     BELOW_MIN_RUN = "below_min_run"  # no usable common run is long enough
-    MAX_DONORS = "max_donors"  # it had something to give, but enough donors were in use
-    GENERATION = "generation"  # all its KV is of a too high generation
+    MAX_DONORS = "max_donors"  # it shares a run, but `max_donors` donors were in use
+    GENERATION = "generation"  # all its KV is above `max_generation`
     EXACT_ONLY = "exact_only"  # approximate copies were not allowed
-    MISSING_SEGMENT = "missing_segment"  # a segment is gone, or belongs to another namespace
+    MISSING_SEGMENT = "missing_segment"  # a segment was dropped, or belongs to another namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +90,13 @@ class Composition:
 
     @property
     def approximate_donors(self) -> tuple[NodeId, ...]:
-        """The same, of what stands behind the exact prefix."""
+        """The same, for copies after the exact prefix only."""
         behind = (copy for copy in self.copies if copy.target_start >= self.exact_length)
         return tuple(dict.fromkeys(copy.donor for copy in behind))
 
 
 def merge_copies(copies: Iterable[Copy], *, exact_length: int) -> tuple[Copy, ...]:
-    """Sorted copies, those that continue each other joined; the joint at `exact_length` stays."""
+    """Sorted copies; adjacent ones are joined, but not across `exact_length`."""
     merged: list[Copy] = []
     for copy in sorted(copies, key=lambda copy: copy.target_start):
         if merged and copy.continues(merged[-1]) and copy.target_start != exact_length:

@@ -1,7 +1,7 @@
 """
-One candidate seen from one new prompt: what of it may be used, and what that is worth.
+One candidate for one new prompt: which of its tokens may be copied, and how good each run is.
 
-`compose` asks; nothing here chooses between candidates.
+`compose` chooses between candidates; this file does not.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,13 +20,13 @@ from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.runs import Pair, common_prefix_length
 from delta_tree.spans import Span, TokenIds
 
-_HIDDEN = -1  # no token id; what carries it matches nothing
-_CONTEXT = 64  # preceding tokens compared to tell two sources of one run apart
+_HIDDEN = -1  # in place of a token that may not be copied: it equals no token id
+_CONTEXT = 64  # tokens before a run that are compared to choose between two sources of it
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A run that a donor could fill, with what speaks for it; smaller `rank` is better."""
+    """A run that a donor could fill; the smallest `rank` is the best offer."""
 
     donor: "Donor"
     run: Match
@@ -50,8 +50,8 @@ class Donor:
         self.place = place  # in the list of candidates, the last tie-break
         self.reason = DonorReason.MISSING_SEGMENT
         self.visible: Ids = node.token_ids
-        self.pair: Pair | None = None  # with the new prompt; hashed by the crowd if anything is usable
-        self.places: Places = np.empty(0, dtype=np.int64)  # of k-grams that may stand in what is open
+        self.pair: Pair | None = None  # with the new prompt; set by `compose` if anything is usable
+        self.places: Places = np.empty(0, dtype=np.int64)  # of k-grams that may occur in open stretches
         self._target = target
         self._may_move = may_move
         self._starts: list[int] = []
@@ -83,12 +83,12 @@ class Donor:
         return self.reason not in (DonorReason.MISSING_SEGMENT, DonorReason.GENERATION)
 
     def forbid_approximate(self) -> None:
-        """Explain that only an exact prefix was asked for."""
+        """Set the reason to EXACT_ONLY, where the donor is usable."""
         if self.usable:
             self.reason = DonorReason.EXACT_ONLY
 
     def exact_prefix(self) -> int:
-        """Leading tokens of the new prompt whose KV this donor holds exactly."""
+        """How many leading tokens of the new prompt this donor holds exact KV for."""
         if not self.usable:
             return 0
         return common_prefix_length(self.visible[: self.node.exact_length], self._target)
@@ -102,27 +102,27 @@ class Donor:
         return int(np.count_nonzero(same))
 
     def most_in_order(self, min_run: int) -> int:
-        """An upper bound on the tokens an alignment with the target can keep."""
+        """An upper bound on the tokens that an alignment with the target can keep."""
         if not len(self.places):
             return 0
         return int(np.minimum(np.diff(self.places), min_run).sum()) + min_run
 
     def in_order(self, rest: Span) -> list[Match]:
         """
-        The runs an in-order alignment keeps in the target positions `rest`.
+        The runs that an in-order alignment keeps in the target positions `rest`.
 
-        By common k-grams: as many tokens as rapidfuzz keeps once short runs are dropped, in a
+        Found by common k-grams. They keep as many tokens as rapidfuzz does without its short runs, in a
         quarter of the time at 2,000 tokens and a twentieth at 8,000.
         """
         return heaviest_chain(self._runs([rest]))
 
     def offers(self, open_spans: list[Span]) -> list[Offer]:
-        """Runs for the positions that are still open, wherever they stand in this donor."""
+        """Runs for the open positions, from any position of this donor."""
         return [Offer(self, run, self._rank(run)) for run in self._runs(open_spans)]
 
     def copies(self, run: Match) -> Iterator[Copy]:
-        """The copies that lay `run` into the new prompt, one per piece."""
-        # The promise of the whole package: what is copied is equal, token for token.
+        """The copies that put `run` into the new prompt, one per piece."""
+        # The package guarantees that copied tokens are equal, token for token.
         source = self.node.token_ids[run.source : run.source + run.length]
         assert (source == self._target[run.target : run.target + run.length]).all()
         for start, offset, length, segment in self._pieces_of(run):
@@ -143,9 +143,9 @@ class Donor:
             return []
         if self._may_move:
             return tile(self.pair, spans, self.places)
-        return [run for span in spans for run in self._where_they_stand(span, self.pair.k)]
+        return [run for span in spans for run in self._runs_in_place(span, self.pair.k)]
 
-    def _where_they_stand(self, span: Span, min_run: int) -> Iterator[Match]:
+    def _runs_in_place(self, span: Span, min_run: int) -> Iterator[Match]:
         """Equal stretches at equal positions."""
         end = min(span.end, len(self.visible))
         same = self.visible[span.start : end] == self._target[span.start : end]

@@ -1,7 +1,7 @@
 """
-Edit scripts: how one prompt's tokens become another's, step by step.
+Edit scripts: the steps that turn one prompt's tokens into another's.
 
-Values that check themselves. How a good script is found is align.py's business.
+These are values that check themselves; align.py finds good scripts.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,13 @@ class Op(Enum):
     DELETE = "delete"
 
 
+def _replacing(source: Span, target: Span) -> Op:
+    """The edit that puts new tokens at `target` in place of those at `source`; one of them may be empty."""
+    if not source:
+        return Op.INSERT
+    return Op.REPLACE if target else Op.DELETE
+
+
 @dataclass(frozen=True, slots=True)
 class Edit:
     """One step of a script: the source span it consumes, the target span it produces."""
@@ -33,14 +40,12 @@ class Edit:
     tokens: tuple[int, ...] = ()  # the target's tokens, for insert and replace only
 
     def __post_init__(self) -> None:
-        num_new = len(self.target) if self.op in (Op.INSERT, Op.REPLACE) else 0
-        shapes = {
-            Op.KEEP: len(self.source) == len(self.target) > 0,
-            Op.INSERT: not self.source and bool(self.target),
-            Op.REPLACE: bool(self.source) and bool(self.target),
-            Op.DELETE: bool(self.source) and not self.target,
-        }
-        if not shapes[self.op] or len(self.tokens) != num_new:
+        if self.op is Op.KEEP:
+            fits = len(self.source) == len(self.target) > 0 and not self.tokens
+        else:
+            is_op = self.op is _replacing(self.source, self.target)
+            fits = is_op and bool(self.source or self.target) and len(self.tokens) == len(self.target)
+        if not fits:
             raise EditRangeError(
                 f"a {self.op.value} cannot turn {len(self.source)} source tokens into "
                 f"{len(self.target)} with {len(self.tokens)} new ones"
@@ -59,7 +64,7 @@ class Match:
 @dataclass(frozen=True, slots=True, repr=False)
 class EditScript:
     """
-    Edits that consume a source of `source_length` tokens from left to right, without a hole.
+    Edits that consume a source of `source_length` tokens from left to right, without a gap.
 
     Raises:  EditRangeError if the edits do not cover the source and their target in order
     """
@@ -82,7 +87,7 @@ class EditScript:
     @classmethod
     def from_keeps(cls, source_length: int, target: TokenIds, keeps: Sequence[Match]) -> "EditScript":
         """
-        The script that keeps `keeps` and replaces, inserts or deletes whatever lies between.
+        The script that keeps `keeps` and replaces, inserts or deletes the tokens between them.
 
         Raises:  EditRangeError if the keeps overlap, run backwards or reach past an end
         """
@@ -91,8 +96,8 @@ class EditScript:
         for keep in (*keeps, Match(source_length, len(target), 0)):
             removed, added = Span(at_source, keep.source), Span(at_target, keep.target)
             if removed or added:
-                op = Op.INSERT if not removed else Op.REPLACE if added else Op.DELETE
-                edits.append(Edit(op, removed, added, tuple(target[added.start : added.end].tolist())))
+                new_tokens = tuple(target[added.start : added.end].tolist())
+                edits.append(Edit(_replacing(removed, added), removed, added, new_tokens))
             at_source, at_target = keep.source + keep.length, keep.target + keep.length
             if keep.length:
                 edits.append(Edit(Op.KEEP, Span(keep.source, at_source), Span(keep.target, at_target)))

@@ -3,22 +3,22 @@ Everything that can go wrong in the delta tree.
 
 DeltaTreeError
   + InvalidTokensError      values that are not token ids
-  + EditRangeError          a span or an edit reaches past what it is applied to
-  + InvalidNodeError        a draft that must not become a node; nothing was changed
+  + EditRangeError          a span or an edit reaches past the prompt it is applied to
+  + InvalidNodeError        a draft or node that is not valid; nothing was changed
   + UnknownNodeError        no node with this id (it may have been evicted)
   + UnknownSegmentError     no segment with this id (it may have been freed)
-  + PinnedNodeError         a pinned node was to be evicted
-  + StoreError              about the metadata file, with its path
+  + PinnedNodeError         a pinned node cannot be evicted
+  + StoreError              a problem of the metadata file; it has the file's path
     - StoreMissingError     read-only open of a file that is not there
     - StoreCorruptError     the file is damaged
     - StoreMismatchError    the file belongs to another model or version
       . StoreForeignError   or to another program
     - StoreLockedError      another process has the file open for writing
-    - StoreReadOnlyError    a change was asked of a tree opened read-only
+    - StoreReadOnlyError    a change of a tree that was opened read-only
     - StoreUnavailableError the file cannot be read or written now (disk full, permissions)
 
-Messages name what was observed and what was expected; store errors also say what to do. No
-message carries token ids.
+Messages say what was found and what was expected; store errors also say what to do. No message contains
+token ids.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ class InvalidTokensError(DeltaTreeError, ValueError):
 
 
 class EditRangeError(DeltaTreeError, ValueError):
-    """A span, an edit or a piece reaches past what it is applied to, or leaves a hole."""
+    """A span, an edit or a piece reaches past the prompt it is applied to, or leaves a gap."""
 
 
 class InvalidNodeError(DeltaTreeError, ValueError):
@@ -62,7 +62,7 @@ class PinnedNodeError(DeltaTreeError):
 
 
 class StoreError(DeltaTreeError):
-    """Something about the metadata file at `path`."""
+    """A problem of the metadata file at `path`."""
 
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(f"{path}: {message}")
@@ -79,7 +79,7 @@ class StoreMissingError(StoreError):
 
 
 class StoreCorruptError(StoreError):
-    """The file is damaged. It holds a cache only: nothing is lost but time."""
+    """The file is damaged. It only describes cached KV, which can be computed again."""
 
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(
@@ -91,7 +91,7 @@ class StoreCorruptError(StoreError):
 
 
 class StoreMismatchError(StoreError):
-    """The file was written for something else, or by a newer version."""
+    """The file was written for another model, or by a newer version."""
 
     def __init__(self, path: Path, found: str, expected: str) -> None:
         super().__init__(
@@ -104,11 +104,11 @@ class StoreMismatchError(StoreError):
 
 
 class StoreForeignError(StoreMismatchError):
-    """The file is another program's database: nothing of ours may touch it."""
+    """The file is another program's database; KVShare does not change it."""
 
 
 class StoreLockedError(StoreError):
-    """Another process holds the file; there is one writer at a time."""
+    """Another process has the file open; only one may write."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
@@ -126,7 +126,7 @@ class StoreReadOnlyError(StoreError):
 
 
 class StoreUnavailableError(StoreError):
-    """The operating system or SQLite refused; the change was rolled back."""
+    """The operating system or SQLite failed; the change was rolled back."""
 
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(

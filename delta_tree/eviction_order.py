@@ -1,9 +1,11 @@
 """
-Who is evicted first: what has given other texts least, then what was used least recently.
+The order of eviction: least frequently used with dynamic aging (Arlitt et al., 2000).
 
-A node is worth one, and the tokens that were copied from it for other texts in lengths of itself, above
-the floor of the time when it was used last. The floor is the worth of what left for room, so that old merits
-fade: least frequently used with dynamic aging (Arlitt et al., 2000). Where nothing is given, only use counts.
+    worth = floor at the last use + 1 + tokens copied from the node for other texts / tokens of the node
+
+The node of least worth is evicted first; of equal nodes the one used least recently. When a node is evicted
+to make room, its worth becomes the floor, so that copies of long ago count less and less. Where nothing is
+copied for other texts, this is least recently used.
 """
 
 from collections import defaultdict
@@ -14,11 +16,11 @@ from itertools import count
 from delta_tree.node import Node, NodeId
 
 _Rank = tuple[float, int]  # worth, place in the order of use
-_MIN_STALE = 64  # entries that a heap may hold in vain, however few nodes there are
+_MIN_STALE = 64  # stale entries that a heap may hold, however few nodes there are
 
 
 class EvictionOrder:
-    """Nodes that may be evicted, in one order and in one per namespace. A use takes O(log n), amortised."""
+    """One order of all nodes that may be evicted, and one per namespace. A use costs O(log n), amortised."""
 
     def __init__(self) -> None:
         self._ranks: defaultdict[str | None, dict[NodeId, _Rank]] = defaultdict(dict)  # of all: under None
@@ -28,11 +30,11 @@ class EvictionOrder:
         self._places = count()
 
     def give(self, node: Node, num_tokens: int) -> None:
-        """So many tokens of a node were copied for another text; it counts from the node's next `put`."""
+        """Count tokens that were copied from a node for another text; its rank changes at its next `put`."""
         self._given[node.node_id] += num_tokens
 
     def put(self, node: Node) -> None:
-        """A node was used now; a pinned one is not in the order."""
+        """Rank a node that is used now; a pinned node is taken out of the order."""
         for scope in (None, node.namespace):
             self._take_out(node.node_id, scope)
         if node.pinned:
@@ -46,24 +48,24 @@ class EvictionOrder:
             self._tidy(scope)
 
     def age(self, node_id: NodeId, namespaces: Collection[str] | None) -> None:
-        """A node leaves for room that these namespaces share: what it was worth is their floor now."""
+        """Raise the floor of these namespaces (None: of all) to the worth of a node that is about to be evicted."""
         if (rank := self._ranks[None].get(node_id)) is not None:
             for scope in (None,) if namespaces is None else namespaces:
                 self._floors[scope] = max(self._floors[scope], rank[0])
 
     def shorten(self, node_id: NodeId, kept: float) -> None:
-        """A node has lost its end, and what that has given; its place stays. `kept`: the share left."""
+        """Scale down a node's copied tokens to `kept`, the share of its tokens that is left; its rank stays."""
         if node_id in self._given:
             self._given[node_id] *= kept
 
     def remove(self, node: Node) -> None:
-        """A node leaves; one that is not here is ignored."""
+        """Take a node out; an unknown one is ignored."""
         self._given.pop(node.node_id, None)
         for scope in (None, node.namespace):
             self._take_out(node.node_id, scope)
 
     def first(self, namespaces: Collection[str] | None, without: Container[NodeId]) -> NodeId | None:
-        """The first of these namespaces (None: of all), and none of `without`."""
+        """The node of these namespaces (None: of all) to evict first, not in `without`; None if there is none."""
         scopes = (None,) if namespaces is None else namespaces
         heads = (self._head(scope, without) for scope in scopes)
         return min((head for head in heads if head is not None), default=(None, None))[1]
@@ -82,14 +84,14 @@ class EvictionOrder:
         return head
 
     def _take_out(self, node_id: NodeId, scope: str | None) -> None:
-        """Its entry in the heap is stale from now on."""
+        """Remove a node's rank: its entry in the heap is stale from then on."""
         self._ranks[scope].pop(node_id, None)
         if not self._ranks[scope]:
             del self._ranks[scope]
             self._heaps.pop(scope, None)
 
     def _tidy(self, scope: str | None) -> None:
-        """Mostly stale entries: build the heap anew."""
+        """Rebuild a heap that holds mostly stale entries."""
         ranks = self._ranks[scope]
         if len(self._heaps[scope]) > 2 * len(ranks) + _MIN_STALE:
             self._heaps[scope] = [(rank, node_id) for node_id, rank in ranks.items()]

@@ -1,8 +1,8 @@
 """
-All nodes and segments in memory, with the indexes that answer questions about them.
+All nodes and segments in memory, with indexes by prompt, parent, reference and order of eviction.
 
-A change is a value: first it is worked out, then stored, then applied here, so that what is in
-memory and what is on disk never differ. The forest neither locks nor stores; tree.py does.
+tree.py computes each change as a value, writes it to disk, and then applies it here, so that memory and disk
+never differ. tree.py also holds the lock.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from delta_tree.totals import Totals
 
 def prompt_key(namespace: str, tokens: TokenIds) -> bytes:
     """
-    16 bytes that name a prompt within a namespace.
+    A 16-byte hash of a namespace and a prompt.
 
-    The name is length-framed, so that no namespace can be spelled into another's tokens.
+    The namespace is preceded by its length, so that no namespace and prompt together read like another pair.
     """
     name = namespace.encode()
     digest = hashlib.blake2b(digest_size=16, person=b"kvshare-prompt")
@@ -40,8 +40,8 @@ class Forest:
     def __init__(self) -> None:
         self.nodes: dict[NodeId, Node] = {}
         self.segments: dict[SegmentId, Segment] = {}
-        # Nodes that refer to a segment, where it is more than one: most have one, and thousands
-        # of dictionary entries saying so would cost more than the segments' own fields.
+        # How many nodes refer to a segment, where more than one does. Most segments have one, and their
+        # dictionary entries would take more memory than the segments themselves.
         self._references: dict[SegmentId, int] = {}
         self._by_prompt: dict[bytes, NodeId] = {}
         self._totals: defaultdict[str | None, Totals] = defaultdict(Totals)  # of all: under None
@@ -53,7 +53,7 @@ class Forest:
         return self._references.get(segment_id, 1) if segment_id in self.segments else 0
 
     def find(self, namespace: str, tokens: TokenIds) -> Node | None:
-        """The node of exactly this prompt. The hash proposes, the tokens decide."""
+        """The node of exactly this prompt, or None. It is looked up by hash, and its tokens are compared."""
         node_id = self._by_prompt.get(prompt_key(namespace, tokens))
         node = None if node_id is None else self.nodes.get(node_id)
         if node is None or node.namespace != namespace:
@@ -65,7 +65,7 @@ class Forest:
         return self._totals.get(namespace) or Totals()
 
     def freed_by(self, put: Iterable[Node], dropped: Iterable[NodeId]) -> tuple[tuple[SegmentId, ...], int]:
-        """Segments nobody refers to once the change is made, and their bytes together."""
+        """The segments that no node refers to after this change, and the sum of their bytes."""
         lost: Counter[SegmentId] = Counter()
         for node in put:
             if node.node_id in self.nodes:
@@ -81,7 +81,7 @@ class Forest:
         return freed, sum(self.segments[segment_id].num_bytes for segment_id in freed)
 
     def apply(self, change: Change) -> None:
-        """Make a change that has been worked out and stored."""
+        """Apply a change that is on disk."""
         unclaimed = {segment.segment_id for segment in change.put_segments}
         for segment in change.put_segments:
             self.segments[segment.segment_id] = segment
@@ -89,7 +89,7 @@ class Forest:
                 totals.add_segment(segment)
         for node in change.put_nodes:
             self._put(node, change.parents.get(node.node_id), unclaimed)
-        # The latest first: in a purge, children leave before they would move to their grandparents.
+        # The newest first: in a purge, children go before their parents, so that none has to be moved.
         for node_id in reversed(change.dropped_nodes):
             self._drop(node_id)
         for segment_id in change.dropped_segments:
@@ -101,7 +101,7 @@ class Forest:
 
     def restore(self, stored: Change) -> None:
         """
-        Take what was stored into an empty forest.
+        Apply what was loaded to an empty forest.
 
         Raises:  InvalidNodeError if some nodes descend from no root
         """
@@ -133,12 +133,12 @@ class Forest:
         if old is not None and old.num_tokens != node.num_tokens:
             self._resize(old, node)
         else:
-            self.eviction_order.put(node)  # all other changes of a node come with a use, or are pins
+            self.eviction_order.put(node)  # any other change of a node is a use or a pin
         for totals in self._totals_with(node.namespace):
             totals.note_pin(node)
 
     def _resize(self, old: Node, node: Node) -> None:
-        """It stays where it is in the order of eviction: that is no use."""
+        """A node became longer or shorter. That is no use, so its rank in the order of eviction stays."""
         if node.num_tokens < old.num_tokens:
             self.eviction_order.shorten(node.node_id, node.num_tokens / old.num_tokens)
         del self._by_prompt[prompt_key(old.namespace, old.token_ids)]

@@ -1,7 +1,7 @@
 """
-Hashes of a prompt's k-grams, and which of them cannot be in another prompt.
+Hashes of a prompt's k-grams, and a filter for those that another prompt cannot have.
 
-A hash only nominates: whoever copies on its word compares the tokens.
+Equal hashes only suggest equal tokens: callers compare the tokens before they copy.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int32]
 Hashes = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.int64]
-"""Ascending positions of k-grams in one prompt."""
+"""Ascending start positions of k-grams in one prompt."""
 
-# All odd, so that multiplying loses nothing modulo 2**32 or 2**64.
+# All odd, so that multiplying by them is a bijection modulo 2**32 or 2**64.
 _WIDE_TOKEN, _WIDE_BASE = 0xBF58476D1CE4E5B9, 0x9E3779B97F4A7C15
 _TOKEN, _BASE, _LAST = np.uint32(0x9E3779B1), 0x85EBCA6B, np.uint32(0xC2B2AE35)
 _SLOTS = np.uint32(0x27D4EB2F), np.uint32(0x165667B1)
-_BLOCK = 1 << 14  # k-grams hashed at once: what the passes over them touch stays in the cache
+_BLOCK = 1 << 14  # k-grams hashed at once, so that the arrays fit into the processor's cache
 _SIEVE_BITS = 18  # 256 KiB: beside a 2,000-token prompt 1 foreign k-gram in 80,000 passes
 _MAX_SIEVE_BITS = 22
 _SLOTS_PER_HASH = 16
@@ -26,17 +26,17 @@ _SLOTS_PER_HASH = 16
 
 def kgram_hashes(tokens: Ids, k: int) -> npt.NDArray[np.uint64]:
     """
-    A 64-bit polynomial hash of each window of `k` tokens: good enough to stand for it in a whole log.
+    A 64-bit polynomial hash of each window of `k` tokens, wide enough to identify it in a whole log of prompts.
 
     Shapes:  (T,) int32 -> (max(T - k + 1, 0),) uint64
     """
     if len(tokens) < k:
         return np.empty(0, dtype=np.uint64)
-    # Token ids are small and regular; without mixing, so would be the hashes' low bits.
+    # Token ids are small and regular; without mixing, the low bits of the hashes would be regular, too.
     mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_WIDE_TOKEN)
     mixed ^= mixed >> np.uint64(29)
     hashes: npt.NDArray[np.uint64] = _of_windows(mixed, k, _WIDE_BASE)
-    hashes ^= hashes >> np.uint64(32)  # a product's low bits know nothing of the high ones
+    hashes ^= hashes >> np.uint64(32)  # the low bits of a product do not depend on the high bits
     return hashes
 
 
@@ -44,8 +44,8 @@ def quick_hashes(tokens: Ids, k: int) -> Hashes:
     """
     A 32-bit hash of each window of `k` tokens, in a tenth of the time of `kgram_hashes`.
 
-    Processors multiply eight or sixteen such numbers at once. Two prompts of 45,000 tokens have a false
-    hit in two, so this is for comparing a few prompts.
+    Processors multiply eight or sixteen such numbers at once. Every second pair of prompts of 45,000 tokens
+    has a false hit, so this hash is for comparing a few prompts.
     Shapes:  (T,) int32 -> (max(T - k + 1, 0),) uint32
     """
     num_windows = len(tokens) - k + 1
@@ -93,7 +93,7 @@ def _of_windows(mixed: npt.NDArray[Any], k: int, base: int) -> npt.NDArray[Any]:
 
 
 class Sieve:
-    """A Bloom filter over hashes: says cheaply which k-grams cannot be in a collection."""
+    """A Bloom filter over hashes: it rules out cheaply most k-grams that are not in a collection."""
 
     __slots__ = ("_bits", "_factors", "_present")
 
@@ -102,17 +102,17 @@ class Sieve:
         self._bits = min(max(wanted, _SIEVE_BITS), _MAX_SIEVE_BITS)
         self._present = np.zeros(1 << self._bits, dtype=np.bool_)
         self._present[low_slots(hashes, self._bits)] = True
-        # Foreign k-grams that pass make a donor look better than its equal. Three slots each keep them out;
-        # beside thousands of others one does not matter.
+        # False positives make a donor look better than it is. Three slots per hash keep them rare; in the
+        # larger tables of long prompts two slots are enough, because one false hit among thousands is harmless.
         self._factors = _SLOTS if self._bits == _SIEVE_BITS else _SLOTS[:1]
         for factor in self._factors:
             self._present[self._high_slots(hashes, factor)] = True
 
     def passing(self, hashes: Hashes, among: Places | None = None) -> Places:
         """
-        Ascending places of the hashes that may be in the collection; no member is missing.
+        Ascending positions of the hashes that may be in the collection; no member is missing.
 
-        `among` names ascending places: others are not asked about.
+        With `among`, ascending positions, only those are tested.
         """
         asked = hashes if among is None else hashes[among]
         passed = np.flatnonzero(self._present[low_slots(asked, self._bits)])
@@ -125,5 +125,5 @@ class Sieve:
 
 
 def low_slots(hashes: Hashes, bits: int) -> npt.NDArray[np.intp]:
-    """Places in a table of `2**bits` slots."""
+    """Each hash's slot in a table of `2**bits` slots."""
     return (hashes & np.uint32((1 << bits) - 1)).astype(np.intp)

@@ -1,7 +1,7 @@
 """
-Whose child each prompt is. A prompt that leaves costs a dictionary entry per descendant, nothing more.
+Which prompt is the parent of which. Removing a prompt updates one dictionary entry per descendant.
 
-Ids only: what the prompts are is the forest's business.
+This file knows ids only; forest.py has the prompts.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ class Lineage:
         return found
 
     def add(self, node_id: NodeId, parent: NodeId | None) -> Counter[int]:
-        """A new node, below one that is there; returns how many more nodes each depth has now."""
+        """Add a node below a known one, or as a root; returns how many more nodes each depth has now."""
         depth = 1
         if parent is not None:
             depth += self._depths[parent]
@@ -50,9 +50,9 @@ class Lineage:
 
     def remove(self, node_id: NodeId) -> Counter[int]:
         """
-        A node leaves; its children move to its parent, or become roots.
+        Remove a node; its children move to its parent, or become roots.
 
-        Returns: how many more nodes each depth has now, negative where it has fewer
+        Returns:  how many more nodes each depth has now, negative where it has fewer
         """
         grown = Counter({self._depths[node_id]: -1})
         for below in self.subtree(node_id)[1:]:
@@ -76,7 +76,7 @@ class Lineage:
         return grown
 
     def heirs(self, leaving: Iterable[NodeId]) -> Mapping[NodeId, NodeId]:
-        """For each of the nodes that has children, the nearest ancestor that stays, if there is one."""
+        """For each node to be removed that has children, its nearest ancestor that stays, if there is one."""
         heirs: dict[NodeId, NodeId | None] = dict.fromkeys(leaving)
         for node_id in heirs:
             above = self._parents.get(node_id)

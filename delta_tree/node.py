@@ -1,7 +1,7 @@
 """
-The values the tree is made of: segments, nodes, and the draft of a node.
+The values of which the tree consists: segments, nodes, and drafts of nodes.
 
-They carry no behaviour beyond what follows from their fields; the tree keeps them consistent.
+Their only methods derive values from their fields; tree.py keeps them consistent with each other.
 """
 
 import secrets
@@ -30,13 +30,13 @@ NodeId = NewType("NodeId", int)
 """A positive integer below 2**53 (exact in JSON), higher for later prompts, stable across reopening."""
 
 SEGMENT_TOKENS: Final = 256
-"""KV is cut into segments of so many tokens at most (see `split`): a prompt is evicted from its end."""
+"""The usual length of a segment. KV is cut into segments so that a prompt can be evicted from its end."""
 
 _MIN_SEGMENT_TOKENS: Final = 16
 _SEGMENTS_IN_STORE: Final = 512
 
 UNKNOWN_DEVIATION: Final = 1e6
-"""Of a prompt of which nobody knows how far its answer may be off: nothing approximate is copied from it."""
+"""The deviation of a prompt for which it was not estimated; nothing approximate is copied from it."""
 
 
 _YEAR_2026 = 1_767_225_600.0  # Unix time
@@ -45,13 +45,13 @@ _RANDOM_BITS = 12
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What the tree knows of one immutable stretch of KV. Its bytes live elsewhere."""
+    """Describes one immutable stretch of KV; a tier holds its bytes."""
 
     segment_id: SegmentId
     namespace: str
     first_position: int  # of its first token, in the prompt it was computed for
     num_tokens: int
-    generation: int  # 0: everything it attended to was exact
+    generation: int  # 0: all KV that it attended to was exact
     num_bytes: int
     checksum: int  # of the KV bytes, 0 <= checksum < 2**64
 
@@ -63,14 +63,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One prompt. `token_ids` is read-only and shared by everybody who holds the node."""
+    """One stored prompt. `token_ids` is read-only, so that all users of the node can share it."""
 
     node_id: NodeId
     namespace: str
     token_ids: TokenIds  # (T,) int32
     pieces: PieceTable
     exact_length: int  # leading tokens whose KV is exact
-    deviation: float  # of an answer behind the rest, as its maker expects it; 0 where all is exact
+    deviation: float  # expected KL of an answer, in nats; 0 where all KV is exact
     created_at: float  # Unix time, seconds
     last_used_at: float
     num_hits: int
@@ -97,25 +97,25 @@ class NodeDraft:
 
 def segment_tokens(capacity_tokens: int) -> int:
     """
-    Length of the segments in a store of so many tokens.
+    The length of segments for a memory that holds this many tokens of KV.
 
-    What leaves a store leaves by the segment. In one of few tokens a segment of `SEGMENT_TOKENS` would be a
-    large part of it; in a large one short segments would only be many (docs/log.md has figures).
+    Memory is freed segment by segment. In a small memory a segment of `SEGMENT_TOKENS` would be a large part
+    of it; in a large memory shorter segments would only be more numerous (docs/log.md has figures).
     """
     return max(_MIN_SEGMENT_TOKENS, min(SEGMENT_TOKENS, capacity_tokens // _SEGMENTS_IN_STORE))
 
 
 def new_segment_id() -> SegmentId:
-    """A fresh random id. With 2**63 of them, none comes up twice in the life of a store."""
+    """A random id. There are 2**63, so that no store ever draws one twice."""
     return SegmentId(secrets.randbelow(2**63 - 1) + 1)
 
 
 class NodeIds:
     """
-    Ids by the time, so that of two prompts the later one has the higher id: whoever ranks by id ranks by age.
+    Makes node ids that ascend with time: the later of two prompts has the higher id.
 
-    Milliseconds since 2026 in 41 bits, then 12 random bits: an index that outlives the store cannot name a
-    later prompt by an id of then. Not thread-safe; the tree's lock guards it.
+    An id is 41 bits of milliseconds since 2026 and 12 random bits. So an index that is older than the store
+    cannot refer to a new prompt by an old id. Not thread-safe; the tree's lock guards it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:

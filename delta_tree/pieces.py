@@ -1,8 +1,8 @@
 """
 Piece tables: which stretch of which stored segment holds the KV of each position of a prompt.
 
-A table is flat, so reading a prompt's KV never walks its ancestors. Whether the segments exist is
-the tree's business.
+A table covers the whole prompt, so reading a prompt's KV never visits its ancestors. checks.py checks that the
+segments exist.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ MAX_INT64 = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`length` tokens of a segment, from the `offset`-th token of it on."""
+    """`length` tokens of a segment, from its token `offset` on."""
 
     segment_id: SegmentId
     offset: int
@@ -54,7 +54,9 @@ class PieceTable:
     """
 
     __slots__ = ("_rows",)
-    _rows: bytes  # (P, 3) int64: segment id, offset, length; a tenth of the objects' memory
+    _rows: (
+        bytes  # (P, 3) int64: segment id, offset, length; a tenth of the memory that Piece objects would take
+    )
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         rows = [(piece.segment_id, piece.offset, piece.length) for piece in _merged(pieces)]
@@ -71,7 +73,7 @@ class PieceTable:
             raise EditRangeError(f"{len(rows)} bytes are no whole number of 24-byte pieces")
         table = cls(())
         table._rows = rows
-        return cls(table)  # each piece checks itself
+        return cls(table)  # builds each Piece, which checks itself
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +105,7 @@ class PieceTable:
         return len(self._rows) // 24
 
     def rows(self) -> list[tuple[int, SegmentId, int, int]]:
-        """Each piece as (position in the prompt, segment id, offset, length): cheaper than the pieces."""
+        """Each piece as (position in the prompt, segment id, offset, length); faster than iterating over pieces."""
         table = self._table()
         segment_ids, offsets, lengths = table.T.tolist()
         starts = (np.cumsum(table[:, 2]) - table[:, 2]).tolist()

@@ -1,20 +1,23 @@
 """
-Asking the tree: everything that changes nothing.
+The queries of a delta tree: everything that changes nothing.
 
-Looking up one node or segment takes no lock, a dictionary look-up is atomic; a question over many
-nodes takes the tree's lock for as long as it counts.
+A look-up of one node or segment takes no lock, because a dictionary look-up is atomic. A query over many
+nodes holds the tree's lock.
 """
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from delta_tree.errors import UnknownNodeError, UnknownSegmentError
 from delta_tree.forest import Forest
 from delta_tree.node import Node, NodeId, Segment, SegmentId
 from delta_tree.spans import Span, TokenIds, merge, token_ids
 from delta_tree.totals import TreeStats
+
+_Stored = TypeVar("_Stored", Node, Segment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +30,9 @@ class SharedKV:
 
 class TreeReader:
     """
-    The half of a DeltaTree that only looks.
+    The read-only half of a DeltaTree.
 
-    Raises:  UnknownNodeError, UnknownSegmentError wherever an id is of nothing that is there
+    Raises:  UnknownNodeError, UnknownSegmentError for an id that is not in the tree
     """
 
     def __init__(self, forest: Forest) -> None:
@@ -65,26 +68,18 @@ class TreeReader:
     def nodes(self, namespace: str | None = None) -> tuple[Node, ...]:
         """All nodes, or those of one namespace, in order of insertion."""
         with self._lock:
-            return tuple(
-                node
-                for node in self._forest.nodes.values()
-                if namespace is None or node.namespace == namespace
-            )
+            return _in_namespace(self._forest.nodes.values(), namespace)
 
     def segments(self, namespace: str | None = None) -> tuple[Segment, ...]:
         """All segments that nodes refer to, or those of one namespace."""
         with self._lock:
-            return tuple(
-                segment
-                for segment in self._forest.segments.values()
-                if namespace is None or segment.namespace == namespace
-            )
+            return _in_namespace(self._forest.segments.values(), namespace)
 
     def ancestors(self, node_id: NodeId) -> tuple[NodeId, ...]:
         """
-        The node that this one was edited from, that one's, and so on; empty for a root and what is gone.
+        The parent of a node, the parent's parent, and so on; empty for a root or an unknown id.
 
-        Where one of them has been evicted, its own parent stands in for it.
+        An evicted ancestor is replaced by its own parent.
         """
         with self._lock:
             return self._forest.lineage.ancestors(node_id)
@@ -99,7 +94,7 @@ class TreeReader:
         self, namespaces: Collection[str] | None = None, *, without: Container[NodeId] = ()
     ) -> Node | None:
         """
-        The node to evict first of these namespaces (None: of all): not pinned, and none of `without`; None if
+        The node of these namespaces (None: of all) to evict first, neither pinned nor in `without`; None if
         there is none.
         """
         with self._lock:
@@ -107,12 +102,12 @@ class TreeReader:
             return None if node_id is None else self._forest.nodes[node_id]
 
     def pinned(self) -> frozenset[NodeId]:
-        """The nodes that eviction passes over."""
+        """The nodes that are pinned."""
         with self._lock:
             return frozenset(self._forest.totals().pinned)
 
     def stats(self, namespace: str | None = None) -> TreeStats:
-        """Figures over all nodes, or those of one namespace: at hand, without a lock."""
+        """Figures over all nodes, or those of one namespace; needs no lock and no counting."""
         return self._forest.totals(namespace).stats()
 
     def owned_bytes(self, node_id: NodeId) -> int:
@@ -146,13 +141,17 @@ class TreeReader:
         return tuple(sorted(found, key=lambda shared: (-shared.num_tokens, shared.node_id)))
 
     def _owned_by(self, nodes: Sequence[Node]) -> int:
-        """KV bytes that nobody else refers to."""
+        """KV bytes of the segments that only these nodes refer to."""
         inside = Counter(segment_id for node in nodes for segment_id in node.pieces.segment_ids)
         return sum(
             self._forest.segments[segment_id].num_bytes
             for segment_id, count in inside.items()
             if self._forest.num_references(segment_id) == count
         )
+
+
+def _in_namespace(values: Iterable[_Stored], namespace: str | None) -> tuple[_Stored, ...]:
+    return tuple(value for value in values if namespace is None or value.namespace == namespace)
 
 
 def _stored_spans(node: Node) -> dict[SegmentId, list[Span]]:

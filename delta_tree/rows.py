@@ -1,12 +1,13 @@
 """
-The tables of the metadata store, and how nodes and segments become rows and come back.
+The tables of the metadata store, and the conversion of nodes and segments to rows and back.
 
-Rows carry a CRC: SQLite's own check sees damaged pages, not a flipped bit within a value, and a
-wrong offset would be wrong KV. Token ids, pieces and counts are plain bytes and integers.
+Each row has a CRC: SQLite's own check finds damaged pages, but not a flipped bit within a value, and a wrong
+offset would be wrong KV. Token ids, pieces and counts are plain bytes and integers.
 """
 
 import sys
 import zlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from delta_tree.forest import prompt_key
@@ -16,7 +17,7 @@ from delta_tree.spans import tokens_from_bytes
 
 Row = tuple[Any, ...]
 
-# Where a node hangs is a row of its own: when a template is evicted, its children are not written again.
+# A node's parent is a row of its own: when a parent is evicted, its children's rows are not written again.
 SCHEMA = (
     """CREATE TABLE segments (
         segment_id INTEGER PRIMARY KEY, namespace TEXT NOT NULL,
@@ -51,7 +52,7 @@ MOVE_CHILDREN = "UPDATE parents SET parent = :heir, row_sum = node_id + :heir WH
 
 
 class RowError(Exception):
-    """A row does not match its checksum. Stays inside the package."""
+    """A row does not match its checksum. storage.py turns it into StoreCorruptError."""
 
 
 def segment_row(segment: Segment) -> Row:
@@ -65,19 +66,19 @@ def segment_row(segment: Segment) -> Row:
         segment.num_bytes,
         segment.checksum.to_bytes(8, "little"),  # unsigned 64 bits: SQLite has no such type
     )
-    return (*row, crc_of(row))
+    return (*row, _crc_of(row))
 
 
 def segment_of(row: Row) -> Segment:
     """
-    A segment from a row of `SELECT_SEGMENTS`, of either version.
+    A segment from a row of `SELECT_SEGMENTS`, of any version.
 
     Raises:  RowError
     """
     *values, crc = row
-    if crc_of(tuple(values)) != crc:
-        raise RowError("a segment's row does not match its checksum")
-    segment_id, namespace, first, num_tokens, *_, generation, num_bytes, checksum = values
+    segment_id, namespace, first, num_tokens, *_, generation, num_bytes, checksum = checked(
+        values, crc, "segment"
+    )
     figures = (generation, num_bytes, int.from_bytes(checksum, "little"))
     return Segment(SegmentId(segment_id), sys.intern(namespace), first, num_tokens, *figures)
 
@@ -95,7 +96,7 @@ def node_row(node: Node) -> Row:
         node.created_at,
         int(node.pinned),
     )
-    return (*row, crc_of(row), node.last_used_at, node.num_hits)
+    return (*row, _crc_of(row), node.last_used_at, node.num_hits)
 
 
 def node_of(row: Row) -> Node:
@@ -105,8 +106,11 @@ def node_of(row: Row) -> Node:
     Raises:  RowError, and what decoding tokens and pieces raises
     """
     *values, crc, last_used_at, num_hits = row
-    if crc_of(tuple(values)) != crc:
-        raise RowError("a node's row does not match its checksum")
+    return build_node(checked(values, crc, "node"), last_used_at, num_hits)
+
+
+def build_node(values: Row, last_used_at: float, num_hits: int) -> Node:
+    """A node from a row's values; raises what decoding tokens and pieces raises."""
     node_id, namespace, _, tokens, pieces, exact_length, deviation, created_at, pinned = values
     return Node(
         node_id=NodeId(node_id),
@@ -122,7 +126,23 @@ def node_of(row: Row) -> Node:
     )
 
 
-def crc_of(values: Row) -> int:
+def load_parents(execute: Callable[[str], Iterable[Row]]) -> dict[NodeId, NodeId]:
+    """The parent of each node that is no root. Raises RowError."""
+    found = list(execute(SELECT_PARENTS))
+    if not all(is_whole for _, _, is_whole in found):
+        raise RowError("a parent's row does not match its sum")
+    return {node_id: parent for node_id, parent, _ in found}
+
+
+def checked(values: Iterable[Any], crc: int, what: str) -> Row:
+    """The values of a row. Raises RowError if they do not match the row's checksum."""
+    row = tuple(values)
+    if _crc_of(row) != crc:
+        raise RowError(f"a {what}'s row does not match its checksum")
+    return row
+
+
+def _crc_of(values: Row) -> int:
     crc = 0
     for value in values:
         blob = value if isinstance(value, bytes) else repr(value).encode()

@@ -1,9 +1,9 @@
 """
-Equal stretches of two prompts wherever they stand: the documents of a RAG prompt in another order.
+Equal stretches (runs) of two prompts at any positions, such as the documents of a RAG prompt in another order.
 
-Found by hashing every k-gram; a hash only nominates, the tokens are compared on every hit. The
-work stays near-linear on hostile input (all tokens equal, periodic prompts, crafted collisions):
-of the places a k-gram occurs at only a few are tried, and each step of the scan ends a run.
+They are found by hashes of all k-grams; on each hit the tokens are compared. Time stays near-linear on hostile
+input (all tokens equal, periodic prompts, crafted collisions): of the positions where a k-gram occurs only a
+few are tried, and each step of the scan ends a run.
 """
 
 from bisect import bisect_left
@@ -17,7 +17,7 @@ from delta_tree.edits import Match
 from delta_tree.kgrams import Hashes, Ids, Places
 from delta_tree.spans import Span
 
-_ASKED_AT_ONCE = 256  # k-grams; most donors share one of the first
+_ASKED_AT_ONCE = 256  # k-grams looked up at once; most donors share one of the first
 _FIRST_STEP = 64  # tokens compared at once before the stretch is doubled
 
 
@@ -32,7 +32,7 @@ class Pair:
     k: int
 
     def has_common_run(self, places: Places, known: Hashes) -> bool:
-        """Whether one of the source's k-grams at `places` is in the target; `known`: its hashes, sorted."""
+        """Whether the target has one of the source's k-grams at `places`; `known`: its hashes, sorted."""
         for start in range(0, len(places), _ASKED_AT_ONCE):
             some = places[start : start + _ASKED_AT_ONCE]
             asked = self.source_hashes[some]
@@ -42,7 +42,7 @@ class Pair:
         return False
 
     def _stands_in(self, place: int) -> bool:
-        """Whether the source's k-gram, known by its hash, is the target's token for token."""
+        """Whether the target has the source's k-gram at `place`, token for token."""
         kgram = self.source[place : place + self.k]
         places = np.flatnonzero(self.target_hashes == self.source_hashes[place])[:4]
         return any(np.array_equal(kgram, self.target[at : at + self.k]) for at in places.tolist())
@@ -50,7 +50,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Occurrences:
-    """Where in a source some k-grams stand: hashes in ascending order, each with its position."""
+    """Where k-grams occur in a source: hashes in ascending order, each with its position."""
 
     hashes: Hashes
     positions: Places
@@ -58,7 +58,7 @@ class Occurrences:
     @classmethod
     def of(cls, hashes: Hashes, positions: Places) -> "Occurrences":
         """The occurrences of `hashes[positions]`, their positions ascending within one hash."""
-        # Hash and position in one number: sorting those is several times quicker than a stable argsort.
+        # Hash and position are packed into one number: sorting that is several times faster than a stable argsort.
         packed = hashes[positions].astype(np.uint64) << np.uint64(32)
         packed |= positions.astype(np.uint64)
         packed.sort()
@@ -69,9 +69,9 @@ class Occurrences:
 
 def runs_in(pair: Pair, spans: Sequence[Span], found: Occurrences) -> Iterator[Match]:
     """
-    Tile the target positions `spans` with runs of the source, the longest from each place on.
+    Tile the target positions `spans` with runs of the source, at each position with the longest.
 
-    The spans are sorted and apart. `found` says where the source has k-grams that may stand in them.
+    The spans are sorted and do not overlap. `found` says where the source has k-grams that may occur in them.
     """
     starts = [np.arange(span.start, span.end - pair.k + 1) for span in spans if len(span) >= pair.k]
     if not starts or not len(found.hashes):
@@ -92,7 +92,7 @@ def runs_in(pair: Pair, spans: Sequence[Span], found: Occurrences) -> Iterator[M
 def _runs_from(
     pair: Pair, within: Span, seeds: list[int], lows: npt.NDArray[np.intp], found: Occurrences
 ) -> Iterator[Match]:
-    """The runs of one span; its k-gram at `seeds[i]` stands in `found` from index `lows[i]` on."""
+    """The runs of one span; `found` has its k-gram at `seeds[i]` from index `lows[i]` on."""
     source, target, k = pair.source, pair.target, pair.k
     last: Match | None = None
     index = 0
@@ -116,7 +116,7 @@ def _runs_from(
 
 
 def common_prefix_length(a: Ids, b: Ids) -> int:
-    """Number of leading tokens the two share; looks only a little further than them."""
+    """Number of leading tokens the two share; the time depends on that number, not on the lengths."""
     limit = min(len(a), len(b))
     done, step = 0, _FIRST_STEP
     while done < limit:
@@ -130,7 +130,7 @@ def common_prefix_length(a: Ids, b: Ids) -> int:
 
 
 def _longest_run(source: Ids, target: Ids, rest: Span, places: Places) -> Match | None:
-    """The longest run that starts at `rest.start`, from the nearest place among equals."""
+    """The longest run that starts at `rest.start`; of equally long ones the one from the nearest position."""
     text = target[rest.start : rest.end]
     best: Match | None = None
     for place in _worth_trying(places, rest.start):
@@ -141,7 +141,7 @@ def _longest_run(source: Ids, target: Ids, rest: Span, places: Places) -> Match 
 
 
 def _worth_trying(places: Places, position: int) -> Sequence[int]:
-    """At most four places: the nearest, its neighbours and the first, which runs longest if all
+    """At most four positions: the nearest, its neighbours, and the first, whose run is the longest where all
     tokens are equal."""
     if len(places) > 4:
         nearest = int(np.searchsorted(places, position))
@@ -161,9 +161,9 @@ def extended_left(run: Match, source: Ids, target: Ids, *, floor: int) -> Match:
 
 def settle(last: Match, run: Match, k: int) -> tuple[Match, Match]:
     """
-    Cut the shorter of two runs where they overlap in the target: a run should keep its head.
+    Cut the shorter of two runs where they overlap in the target.
 
-    No position is lost: of the earlier run nothing is left or at least `k` tokens.
+    Together they still cover the same positions. Of the earlier run nothing or at least `k` tokens are left.
     """
     overlap = last.target + last.length - run.target
     if overlap <= 0:

@@ -1,7 +1,5 @@
 """
-Token ids and half-open spans of token positions: the alphabet of this package.
-
-Knows nothing of scripts, nodes or storage.
+Token ids and half-open spans of token positions, which all other modules of this package use.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +20,7 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """Token positions `[start, end)`; an empty span has a place but no tokens."""
+    """Token positions `[start, end)`; an empty span has a position but no tokens."""
 
     start: int
     end: int
@@ -44,9 +42,9 @@ class Span:
 
 
 def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same positions as sorted spans that neither overlap nor touch; empty ones vanish."""
+    """The same positions as sorted spans that neither overlap nor touch; empty ones are left out."""
     merged: list[Span] = []
-    # By their starts alone: comparing whole spans takes several times as long.
+    # Sorted by their starts alone: comparing whole spans takes several times as long.
     for span in sorted((span for span in spans if span), key=attrgetter("start")):
         if merged and span.start <= merged[-1].end:
             if span.end > merged[-1].end:
@@ -76,7 +74,7 @@ def gaps(covered: Iterable[Span], length: int) -> tuple[Span, ...]:
 
 
 def split(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
-    """The same spans in parts of `length` tokens; the last part of each also has what is left over."""
+    """The same spans in parts of `length` tokens; the last part of each also has the remainder."""
     parts: list[Span] = []
     for span in spans:
         starts = range(span.start, max(span.start, span.end - length) + 1, length)
@@ -87,7 +85,7 @@ def split(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
 
 def token_ids(values: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
     """
-    Token ids as a read-only array that nobody else can write to.
+    Token ids as an array that cannot be written to.
 
     Shapes:  (T,) integers -> (T,) int32, C-contiguous, read-only; copied unless already so
     Raises:  InvalidTokensError if the values are not flat integers in [0, 2**31)
@@ -127,7 +125,7 @@ def tokens_from_bytes(blob: bytes) -> TokenIds:
 
 
 def _is_private(values: npt.NDArray[np.integer]) -> TypeGuard[TokenIds]:
-    """Whether `values` is already in the form of `TokenIds`, over memory that stays as it is."""
+    """Whether `values` already is a `TokenIds` over memory that cannot be written to."""
     flags = values.flags
     return (
         values.dtype == np.int32

@@ -1,9 +1,9 @@
 """
 The tree on disk: one SQLite file, one writer, every change one transaction.
 
-A process killed at any moment leaves the state before or after a change, never between. Use
-counters and lazy evictions are written along with the next change and may be lost. The only file
-that imports sqlite3; its errors are translated here.
+If the process is killed, the file holds the state before or after a change, never one in between. Use
+counters and lazy evictions are written with the next change, so a kill may lose them. This is the only file
+that imports sqlite3; it turns SQLite's errors into those of errors.py.
 """
 
 import os
@@ -13,26 +13,13 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from delta_tree import rows, version_1, version_2
+from delta_tree import earlier_versions, errors, rows
 from delta_tree.change import Change
-from delta_tree.errors import (
-    EditRangeError,
-    InvalidTokensError,
-    StoreCorruptError,
-    StoreForeignError,
-    StoreLockedError,
-    StoreMismatchError,
-    StoreMissingError,
-    StoreReadOnlyError,
-    StoreUnavailableError,
-)
-from delta_tree.node import Node, NodeId
-from delta_tree.rows import RowError
+from delta_tree.node import Node
 
 APPLICATION_ID = 0x4B565354  # "KVST"
 SCHEMA_VERSION = 3
-_EARLIER = {earlier.SCHEMA_VERSION: earlier for earlier in (version_1, version_2)}
-LOCK_WAIT_S = 1.0  # a server that is just stopping may still hold the file
+LOCK_WAIT_S = 1.0  # a server that is about to stop may still hold the file
 
 
 def journal_mode_for(version: tuple[int, int, int]) -> str:
@@ -51,7 +38,7 @@ class Storage:
         self.identity = identity
         self._connection: sqlite3.Connection | None = connection
         self.read_only = read_only
-        self._version: object = SCHEMA_VERSION
+        self._version = SCHEMA_VERSION
 
     @classmethod
     def open(cls, path: Path, *, identity: str | None, read_only: bool) -> "Storage":
@@ -69,7 +56,7 @@ class Storage:
                 uri=True,
                 timeout=LOCK_WAIT_S,
                 isolation_level=None,  # transactions are begun and ended here, by name
-                check_same_thread=False,  # the tree's lock sees to it
+                check_same_thread=False,  # the tree's lock ensures that
             )
         try:
             with translated(path):
@@ -86,31 +73,31 @@ class Storage:
 
     def load(self) -> Change:
         """
-        What made an empty forest what is stored, each row checked.
+        All that is stored, as one change to an empty forest; each row is checked.
 
         Raises:  StoreCorruptError if a row does not decode or its checksum is wrong
         """
         connection = self._open_connection()
         with translated(self._path), _transaction(connection, "DEFERRED"):
-            self._version = _pragma(connection, "user_version")
-            earlier = _EARLIER.get(self._version)
+            self._version = _version_of(connection)
             try:
                 segments = [rows.segment_of(row) for row in connection.execute(rows.SELECT_SEGMENTS)]
-                nodes, parents = (
-                    _load_nodes(connection) if earlier is None else earlier.load_nodes(connection.execute)
-                )
-            except (EditRangeError, InvalidTokensError, RowError) as exc:
-                raise StoreCorruptError(self._path, str(exc)) from exc
+                if self._version == SCHEMA_VERSION:
+                    nodes = [rows.node_of(row) for row in connection.execute(rows.SELECT_NODES)]
+                    parents = rows.load_parents(connection.execute)
+                else:
+                    nodes, parents = earlier_versions.load_nodes(self._version, connection.execute)
+            except (errors.EditRangeError, errors.InvalidTokensError, rows.RowError) as exc:
+                raise errors.StoreCorruptError(self._path, str(exc)) from exc
         return Change(put_segments=tuple(segments), put_nodes=tuple(nodes), parents=parents)
 
     def upgrade(self, stored: Change) -> None:
-        """Write what was loaded in the way of this version, unless it is so already or may not be written."""
-        earlier = _EARLIER.get(self._version)
-        if earlier is None or self.read_only:
+        """Write what was loaded in the format of this version, unless it is current or opened read-only."""
+        if self._version == SCHEMA_VERSION or self.read_only:
             return
         connection = self._open_connection()
         with translated(self._path), _transaction(connection):
-            for table in earlier.TABLES:
+            for table in earlier_versions.TABLES[self._version]:
                 connection.execute(f"DROP TABLE {table}")
             _create_tables(connection)
             self._put(connection, stored)
@@ -123,7 +110,7 @@ class Storage:
         Raises:  StoreReadOnlyError, StoreUnavailableError, StoreCorruptError; nothing is written
         """
         if self.read_only:
-            raise StoreReadOnlyError(self._path)
+            raise errors.StoreReadOnlyError(self._path)
         connection = self._open_connection()
         run = connection.executemany
         with translated(self._path), _transaction(connection):
@@ -151,14 +138,14 @@ class Storage:
 
     def _open_connection(self) -> sqlite3.Connection:
         if self._connection is None:
-            raise StoreUnavailableError(self._path, "the tree has been closed")
+            raise errors.StoreUnavailableError(self._path, "the tree has been closed")
         return self._connection
 
 
 def lock_once(path: Path, *, wait_s: float = 0.0) -> None:
-    """Raises StoreLockedError if a process has the file open, StoreUnavailableError if nobody can tell."""
-    # Damage is none of our business: the lock comes before the look, so nobody holds the file.
-    with suppress(StoreCorruptError), translated(path):
+    """Raises StoreLockedError if a process has the file open, StoreUnavailableError if it cannot be read."""
+    # SQLite takes the lock before it reads the file: where it reports damage, no process holds the file.
+    with suppress(errors.StoreCorruptError), translated(path):
         if path.exists():
             with closing(sqlite3.connect(path, timeout=wait_s)) as connection:
                 connection.execute("BEGIN EXCLUSIVE")
@@ -168,7 +155,7 @@ def lock_once(path: Path, *, wait_s: float = 0.0) -> None:
 def _prepare_file(path: Path, *, must_exist: bool) -> None:
     if must_exist:
         if not path.exists():
-            raise StoreMissingError(path)
+            raise errors.StoreMissingError(path)
         return
     with translated(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -177,14 +164,14 @@ def _prepare_file(path: Path, *, must_exist: bool) -> None:
 
 
 def _configure(connection: sqlite3.Connection, path: Path, identity: str | None, *, read_only: bool) -> str:
-    """Take the lock, make sure that the file is ours and whole, or make it so; what it was written for."""
+    """Lock the file, create the tables if it is empty, check that it is ours and intact; its identity."""
     if not read_only:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA foreign_keys = ON")
     is_empty = _pragma(connection, "page_count") == 0
     if is_empty and (read_only or identity is None):
-        raise StoreMissingError(path)
+        raise errors.StoreMissingError(path)
     if not is_empty:
         _check_stamp(connection, path)
     if read_only:
@@ -195,17 +182,12 @@ def _configure(connection: sqlite3.Connection, path: Path, identity: str | None,
         connection.execute(f"PRAGMA journal_mode = {mode}")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA secure_delete = ON")  # a purge leaves no token ids behind
-        # In exclusive mode the lock outlives the transaction: this process is the writer now.
+        # In exclusive mode the lock is held after the transaction: this process is the only writer now.
         with _transaction(connection, "EXCLUSIVE"):
             pass
     if is_empty and identity is not None:
         _create(connection, identity)
     return _check_content(connection, path, identity)
-
-
-def _load_nodes(connection: sqlite3.Connection) -> tuple[list[Node], dict[NodeId, NodeId]]:
-    nodes = [rows.node_of(row) for row in connection.execute(rows.SELECT_NODES)]
-    return nodes, version_2.load_parents(connection.execute)
 
 
 def _create(connection: sqlite3.Connection, identity: str) -> None:
@@ -225,24 +207,29 @@ def _create_tables(connection: sqlite3.Connection) -> None:
 def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
     application_id = _pragma(connection, "application_id")
     if application_id != APPLICATION_ID:
-        raise StoreForeignError(
+        raise errors.StoreForeignError(
             path, f"another program (application id {application_id:#x})", "a KVShare store"
         )
-    version = _pragma(connection, "user_version")
-    if version != SCHEMA_VERSION and version not in _EARLIER:
-        raise StoreMismatchError(path, f"schema version {version}", f"schema version {SCHEMA_VERSION}")
+    version = _version_of(connection)
+    if version != SCHEMA_VERSION and version not in earlier_versions.TABLES:
+        raise errors.StoreMismatchError(path, f"schema version {version}", f"schema version {SCHEMA_VERSION}")
 
 
 def _check_content(connection: sqlite3.Connection, path: Path, identity: str | None) -> str:
     verdict = _pragma(connection, "quick_check(1)")
     if verdict != "ok":
-        raise StoreCorruptError(path, " ".join(str(verdict).split()))
+        raise errors.StoreCorruptError(path, " ".join(str(verdict).split()))
     row = connection.execute("SELECT value FROM meta WHERE key = 'identity'").fetchone()
     if row is None:
-        raise StoreCorruptError(path, "it does not say what it was written for")
+        raise errors.StoreCorruptError(path, "it does not name the model it was written for")
     if identity is not None and row[0] != identity:
-        raise StoreMismatchError(path, f"identity {row[0]}", f"identity {identity}")
+        raise errors.StoreMismatchError(path, f"identity {row[0]}", f"identity {identity}")
     return str(row[0])
+
+
+def _version_of(connection: sqlite3.Connection) -> int:
+    version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    return version
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> object:
@@ -278,16 +265,16 @@ _UNAVAILABLE = {
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Turns errors of SQLite and the system into ours; what is neither busy nor out of reach is damage."""
+    """Turn errors of SQLite and the system into ours; any other than busy or unavailable means damage."""
     try:
         yield
     except OSError as exc:
-        raise StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
+        raise errors.StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
     except sqlite3.Error as exc:
         code = getattr(exc, "sqlite_errorcode", None)
         primary = None if code is None else code & 0xFF
         if primary in _BUSY:
-            raise StoreLockedError(path) from exc
+            raise errors.StoreLockedError(path) from exc
         if primary in _UNAVAILABLE:
-            raise StoreUnavailableError(path, str(exc)) from exc
-        raise StoreCorruptError(path, str(exc)) from exc
+            raise errors.StoreUnavailableError(path, str(exc)) from exc
+        raise errors.StoreCorruptError(path, str(exc)) from exc

@@ -1,4 +1,4 @@
-"""A store as files: whether another process has it open, and moving it away, in whatever state it is."""
+"""The files of a store, damaged or not: check that no process has it open, and move it away."""
 
 from pathlib import Path
 
@@ -8,15 +8,15 @@ from delta_tree.storage import LOCK_WAIT_S, lock_once, translated
 
 def set_aside(path: Path) -> Path:
     """
-    Move a store away, whatever state it is in, with its journal; returns where to: `path` with `.old`.
+    Move a store and its journal to `path` with `.old` behind it, and return that path.
 
-    One is kept: an earlier one is replaced. Modes stay as they are.
+    The store may be damaged. An earlier `.old` is replaced. File modes stay as they are.
     Raises:  StoreLockedError if a process has it open; StoreUnavailableError
     """
     lock_once(path)
     aside = _beside(path, ".old")
     with translated(path):
-        # The earlier one's journal must not be taken for this one's.
+        # SQLite must not apply the journal of an earlier `.old` to this store.
         for suffix in ("-journal", "-wal", "-shm"):
             _beside(aside, suffix).unlink(missing_ok=True)
         for suffix in ("-journal", "-wal"):
@@ -29,7 +29,7 @@ def set_aside(path: Path) -> Path:
 
 def check_unlocked(path: Path) -> None:
     """
-    Refuse a store that another process has open; any other state, and none at all, is fine here.
+    Check that no other process has this store open. A damaged or missing store is accepted.
 
     Raises:  StoreLockedError
     """

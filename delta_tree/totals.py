@@ -1,4 +1,4 @@
-"""Figures over many nodes, kept up to date with each change, so that asking for them costs nothing."""
+"""Sums over many nodes, updated with each change, so that a query does not have to count."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ class TreeStats:
     num_pinned: int
     num_segments: int
     num_tokens: int  # of all prompts together
-    num_stored_tokens: int  # of all segments: what the prompts cost once they share
+    num_stored_tokens: int  # of all segments: less than `num_tokens` where prompts share
     num_bytes: int  # KV bytes of all segments
-    max_depth: int  # nodes on the longest way from a root; 0 without nodes
+    max_depth: int  # nodes on the longest path from a root; 0 without nodes
 
 
 class Totals:
@@ -45,17 +45,17 @@ class Totals:
             num_tokens=self._num_tokens,
             num_stored_tokens=self._num_stored_tokens,
             num_bytes=self._num_bytes,
-            max_depth=max(self._num_at, default=0),  # of ints in one C call: no thread comes in between
+            max_depth=max(self._num_at, default=0),  # one C call over ints, so atomic between threads
         )
 
     def add_segment(self, segment: Segment, sign: int = 1) -> None:
-        """`sign` -1: it leaves."""
+        """Add a segment, or with `sign` -1 subtract it."""
         self._num_segments += sign
         self._num_stored_tokens += sign * segment.num_tokens
         self._num_bytes += sign * segment.num_bytes
 
     def add_node(self, node: Node, grown: Mapping[int, int], sign: int = 1) -> None:
-        """A node and by how much each depth has `grown` with it; `sign` -1: it leaves."""
+        """Add a node (`sign` -1: subtract it); `grown` says how many more nodes each depth has now."""
         self._num_nodes += sign
         self._num_tokens += sign * node.num_tokens
         if sign < 0:
@@ -66,7 +66,7 @@ class Totals:
                 del self._num_at[depth]
 
     def add_tokens(self, num_tokens: int) -> None:
-        """A node has become longer or, with a negative number, shorter."""
+        """Add the tokens by which a node became longer; negative if it became shorter."""
         self._num_tokens += num_tokens
 
     def note_pin(self, node: Node) -> None:

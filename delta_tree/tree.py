@@ -1,8 +1,8 @@
 """
-The delta tree: what prompts are stored, how they descend from one another, what they share.
+The delta tree: which prompts are stored, which descends from which, and which segments they share.
 
-One lock guards every change. A change is worked out, stored, then made in memory: if it cannot be
-stored, nothing has happened. KV bytes live elsewhere; each answer says which segments to drop.
+One lock guards every change. A change is computed, written to disk, then applied in memory; if it cannot be
+written, nothing is changed. Tiers hold the KV bytes: each change returns the segments that they can drop.
 """
 
 import logging
@@ -36,7 +36,7 @@ _MAX_UNWRITTEN_USES = 256
 
 
 class DeltaTree(TreeReader):
-    """Lives as long as the server. Use `open`; `close` is idempotent."""
+    """Lives as long as the server. Create it with `open`; `close` is idempotent."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class DeltaTree(TreeReader):
         self._clock = clock
         self._new_id = new_id or NodeIds()
         self._used: set[NodeId] = set()  # nodes whose use counters are not on disk yet
-        self._unwritten: list[Change] = []  # evictions that are not, either
+        self._unwritten: list[Change] = []  # lazy evictions that are not on disk yet
 
     @classmethod
     def open(
@@ -64,9 +64,9 @@ class DeltaTree(TreeReader):
         new_id: Callable[[], NodeId] | None = None,
     ) -> Self:
         """
-        The tree stored at `path`, a file made if it is missing; None keeps it in memory only.
+        The tree stored at `path`, which is created if it is missing; with None it is in memory only.
 
-        `clock` and `new_id` are for replays that must come out the same twice.
+        `clock` and `new_id` are for replays, whose results must not depend on the time.
 
         Raises:  StoreError: missing (read-only), corrupt, of another identity or version, locked
         """
@@ -88,11 +88,11 @@ class DeltaTree(TreeReader):
 
     @property
     def identity(self) -> str | None:
-        """What the stored KV depends on, as the file says; None in memory."""
+        """The model and all else that the stored KV depends on, as the file has it; None in memory."""
         return None if self._storage is None else self._storage.identity
 
     def close(self) -> None:
-        """Write what is still due, and release the file."""
+        """Write use counters and lazy evictions, and release the file."""
         with self._lock:
             self._write_uses()
             if self._storage is not None:
@@ -106,8 +106,10 @@ class DeltaTree(TreeReader):
 
     def insert(self, draft: NodeDraft) -> Insertion:
         """
-        Make a prompt a node. A prompt the namespace has already is touched, and takes the draft's
-        pieces if they are better: a longer exact prefix, or else less deviation, or lower generations.
+        Make a prompt a node.
+
+        For a prompt that the namespace has already, the use is counted, and the draft's pieces replace the
+        stored ones if they are better: a longer exact prefix, or else less deviation, or lower generations.
 
         Raises:  InvalidNodeError if the draft is not a whole prompt over known segments of its
                  own namespace; StoreError if it cannot be stored. Nothing is changed then
@@ -123,11 +125,11 @@ class DeltaTree(TreeReader):
 
     def touch(self, node_id: NodeId, *, num_given: int = 0) -> None:
         """
-        Count a use of a node. One that is gone is ignored: it may have been evicted meanwhile.
+        Count a use of a node. An unknown node is ignored: it may have been evicted meanwhile.
 
-        `num_given`: tokens that were copied for another text. The more a node has given, the later it is
-        evicted; that is not stored.
-        Written to disk with the next change, so that a hit costs no transaction.
+        `num_given`: tokens that were copied from it for another text. The more they are in all, the later the
+        node is evicted; this sum is not written to disk. The use is, with the next change, so that a hit
+        costs no transaction.
         """
         with self._lock:
             node = self._forest.nodes.get(node_id)
@@ -142,26 +144,27 @@ class DeltaTree(TreeReader):
 
     def age(self, node_id: NodeId, namespaces: Collection[str] | None) -> None:
         """
-        A node is about to leave for room that these namespaces share (None: all): whatever was used before it
-        has to be used again to stay as long as what is used from now on.
+        Call this before a node is evicted to make room that these namespaces share (None: all).
+
+        From then on a node must be used again to rank as high as nodes that are used later.
         """
         with self._lock:
             self._forest.eviction_order.age(node_id, namespaces)
 
     def pin(self, *node_ids: NodeId) -> None:
-        """Keep nodes from eviction: all of them, or none where one is unknown (UnknownNodeError)."""
+        """Protect nodes from eviction: all of them, or none where one is unknown (UnknownNodeError)."""
         self._set_pinned(node_ids, True)
 
     def unpin(self, *node_ids: NodeId) -> None:
-        """Let nodes be evicted again: all of them, or none where one is unknown (UnknownNodeError)."""
+        """Allow eviction again: of all these nodes, or of none where one is unknown (UnknownNodeError)."""
         self._set_pinned(node_ids, False)
 
     def evict(self, node_id: NodeId, *, lazily: bool = False) -> Eviction:
         """
-        Drop one node. Its children move to its parent, or become roots.
+        Remove one node. Its children move to its parent, or become roots.
 
-        `lazily`: it leaves the file with the next change or when the tree is closed. After a kill in between
-        it is there again; whoever opens the tree lets `discard_missing` look for KV that is gone.
+        `lazily`: it is deleted from the file with the next change, or when the tree is closed. If the process
+        is killed before, the file still has it; `discard_missing` removes such nodes after `open`.
         Raises:  UnknownNodeError; PinnedNodeError
         """
         with self._lock:
@@ -171,11 +174,11 @@ class DeltaTree(TreeReader):
 
     def shorten(self, node_id: NodeId, num_tokens: int, *, lazily: bool = False) -> Eviction:
         """
-        Drop the end of a prompt; its first `num_tokens` keep its id and its place in the order of use.
+        Remove the end of a prompt. The first `num_tokens` keep its id and its rank in the order of eviction.
 
         `lazily`: see `evict`
-        Raises:  UnknownNodeError; PinnedNodeError; InvalidNodeError where that is no shorter, or a prompt
-                 that the namespace has already
+        Raises:  UnknownNodeError; PinnedNodeError; InvalidNodeError if `num_tokens` is not below the prompt's
+                 length, or the shorter prompt is another node of the namespace
         """
         with self._lock:
             node = self.node(node_id)
@@ -185,9 +188,7 @@ class DeltaTree(TreeReader):
                 raise InvalidNodeError(f"a prompt of {node.num_tokens} tokens cannot keep {num_tokens}")
             kept = token_ids(node.token_ids[:num_tokens])
             if self._forest.find(node.namespace, kept) is not None:
-                raise InvalidNodeError(
-                    f"the first {num_tokens} tokens of node {node_id} are a prompt already"
-                )
+                raise InvalidNodeError(f"another node has the first {num_tokens} tokens of node {node_id}")
             shorter = replace(
                 node,
                 token_ids=kept,
@@ -196,17 +197,17 @@ class DeltaTree(TreeReader):
                 deviation=node.deviation if node.exact_length < num_tokens else 0.0,
             )
             freed, num_bytes = self._forest.freed_by([shorter], ())
-            self._make(Change(put_nodes=(shorter,), dropped_segments=freed), lazily=lazily)
+            self._store(Change(put_nodes=(shorter,), dropped_segments=freed), lazily=lazily)
             return Eviction(0, freed, num_bytes)
 
     def lengthen(self, node_id: NodeId, tokens: TokenIds, segments: Sequence[Segment]) -> Node:
         """
-        Add to the end of a prompt; it keeps its id and its place in the order of use.
+        Add to the end of a prompt. It keeps its id and its rank in the order of eviction.
 
-        `tokens` are all of it, `segments` what was computed for those that are new, in order. They are exact
-        where the node is.
-        Raises:  UnknownNodeError; InvalidNodeError where that does not continue the node, or is a prompt that
-                 the namespace has already; StoreError. Nothing is changed then
+        `tokens` is the whole longer prompt, `segments` the KV of its new tokens in order. If all KV of the
+        node is exact, the new KV counts as exact, too.
+        Raises:  UnknownNodeError; InvalidNodeError if `tokens` does not continue the node, or the longer prompt
+                 is another node of the namespace; StoreError. Nothing is changed then
         """
         with self._lock:
             node = self.node(node_id)
@@ -219,7 +220,9 @@ class DeltaTree(TreeReader):
                     f"{len(whole)} tokens do not continue the {node.num_tokens} of node {node_id}"
                 )
             if self._forest.find(node.namespace, whole) is not None:
-                raise InvalidNodeError(f"what node {node_id} would become is a prompt already")
+                raise InvalidNodeError(
+                    f"another node has the {len(whole)} tokens that node {node_id} would get"
+                )
             added = (Piece(segment.segment_id, 0, segment.num_tokens) for segment in segments)
             longer = replace(
                 node,
@@ -237,25 +240,25 @@ class DeltaTree(TreeReader):
             )
             check_draft(self._forest, draft)
             check_node(longer, self._segment_lookup(draft))
-            self._make(Change(put_segments=draft.new_segments, put_nodes=(longer,)))
+            self._store(Change(put_segments=draft.new_segments, put_nodes=(longer,)))
             return longer
 
     def purge(self, namespace: str) -> Eviction:
-        """Drop everything of a namespace, pinned nodes too."""
+        """Remove all nodes of a namespace, pinned ones too."""
         with self._lock:
             return self._drop([node.node_id for node in self.nodes(namespace)])
 
     def purge_all(self) -> Eviction:
-        """Drop everything."""
+        """Remove all nodes."""
         with self._lock:
             return self._drop(list(self._forest.nodes))
 
     def discard_missing(self, alive: Container[SegmentId], *, lazily: bool = False) -> int:
         """
-        Drop every node whose KV is not all in `alive`, pinned ones too. `lazily`: see `evict`.
+        Remove every node with a segment that is not in `alive`, pinned ones too. `lazily`: see `evict`.
 
-        Returns the number of nodes dropped. What is then in `alive` but not in `segments()` is
-        KV that nobody refers to.
+        Returns the number of nodes removed. No node refers to a segment that is then in `alive` but not in
+        `segments()`.
         """
         with self._lock:
             gone = {segment_id for segment_id in self._forest.segments if segment_id not in alive}
@@ -268,10 +271,10 @@ class DeltaTree(TreeReader):
             nodes = [self.node(node_id) for node_id in dict.fromkeys(node_ids)]
             changed = tuple(replace(node, pinned=pinned) for node in nodes if node.pinned != pinned)
             if changed:
-                self._make(Change(put_nodes=changed))
+                self._store(Change(put_nodes=changed))
 
-    def _make(self, change: Change, *, lazily: bool = False) -> None:
-        """Store, with what was not written yet, then make in memory; `lazily`: store with the next change."""
+    def _store(self, change: Change, *, lazily: bool = False) -> None:
+        """Write a change and all unwritten ones, then apply it; `lazily`: write it with the next change."""
         if lazily and self._storage is not None and self._storage.is_writable:
             self._unwritten.append(change)
         else:
@@ -282,13 +285,15 @@ class DeltaTree(TreeReader):
         self._forest.apply(change)
 
     def _write_uses(self) -> None:
-        """Counters may be lost, a request must not: what cannot be written is given up."""
+        """Write use counters and lazy evictions. An error is logged only: it must not fail a request."""
         if self._storage is not None and self._storage.is_writable and (self._used or self._unwritten):
             try:
                 self._storage.write(self._unwritten, self._due_uses())
                 self._unwritten.clear()
             except StoreError as exc:
-                log.warning("use counters of %d nodes were not stored: %s", len(self._used), exc)
+                log.warning(
+                    "use counters of %d nodes were not stored; serving goes on: %s", len(self._used), exc
+                )
         self._used.clear()
 
     def _due_uses(self) -> list[Node]:
@@ -299,7 +304,7 @@ class DeltaTree(TreeReader):
         freed, num_bytes = self._forest.freed_by((), dropped)
         if dropped:
             heirs = self._forest.lineage.heirs(dropped)
-            self._make(Change(dropped_nodes=dropped, heirs=heirs, dropped_segments=freed), lazily=lazily)
+            self._store(Change(dropped_nodes=dropped, heirs=heirs, dropped_segments=freed), lazily=lazily)
         return Eviction(len(dropped), freed, num_bytes)
 
     def _insert_first(self, draft: NodeDraft, tokens: TokenIds) -> Insertion:
@@ -332,11 +337,11 @@ class DeltaTree(TreeReader):
         return Insertion(self.node(known.node_id), False, unneeded)
 
     def _insert_as(self, node: Node, draft: NodeDraft, *, created: bool) -> Insertion:
-        """With those of the draft's segments that its pieces refer to."""
+        """Store the node with those of the draft's segments that its pieces refer to."""
         used = draft.pieces.segment_ids
         unneeded = (s.segment_id for s in draft.new_segments if s.segment_id not in used)
         freed, _ = self._forest.freed_by([node], ())
-        self._make(
+        self._store(
             Change(
                 put_segments=tuple(s for s in draft.new_segments if s.segment_id in used),
                 put_nodes=(node,),
@@ -347,7 +352,7 @@ class DeltaTree(TreeReader):
         return Insertion(node, created, (*unneeded, *freed))
 
     def _segment_lookup(self, draft: NodeDraft) -> SegmentLookup:
-        """Segments of the draft and of the tree, by id."""
+        """Looks a segment up in the draft and in the tree."""
         new = {segment.segment_id: segment for segment in draft.new_segments}
         return lambda segment_id: new.get(segment_id) or self._forest.segments.get(segment_id)
 

@@ -1,15 +1,15 @@
 """
-What every index backend does: store prompts' fingerprints and embeddings, find the near ones.
+What every index backend does: it stores prompts' fingerprints and embeddings, and finds the nearest ones.
 
-The namespace is a required part of every call and of every query's filter, and it is read again
-from every hit that comes back: a hit of another namespace is dropped, counted and logged as an
-error, whatever the backend. This file knows no backend.
+The namespace is part of every call and of every query's filter. It is checked again in every hit: a hit of
+another namespace is dropped, counted and logged as an error. This file knows no backend.
 """
 
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from vector_index.errors import IndexSchemaError
 from vector_index.schema import IndexSchema
 
 log = logging.getLogger(__name__)
+
+Vector = NDArray[np.uint32] | NDArray[np.float32]
+VectorName = Literal["sparse", "dense"]  # fingerprints, embedding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A nominated prompt; what `score` is says the search that found it, higher is nearer."""
+    """A nominated prompt. The search defines what `score` measures; higher is nearer."""
 
     prompt_id: int
     score: float
@@ -46,7 +49,7 @@ class VectorIndex(ABC):
     """
     A rebuildable index over prompts. Every method may raise IndexUnavailableError.
 
-    Used from one event loop. `foreign_hits` counts hits that another namespace owned: it must stay 0.
+    Used from one event loop. `foreign_hits` counts dropped hits of other namespaces; it must stay 0.
     """
 
     def __init__(self, schema: IndexSchema) -> None:
@@ -63,23 +66,31 @@ class VectorIndex(ABC):
 
     @abstractmethod
     async def recreate(self) -> None:
-        """Throw away whatever is stored, readable or not, and open an empty index."""
+        """Delete what is stored, readable or not, and open an empty index."""
 
     @abstractmethod
     async def upsert(self, entries: Sequence[Entry]) -> None:
-        """Store entries; one with a known prompt id replaces the stored one as a whole."""
+        """Store entries; an entry with a known prompt id replaces the whole stored one."""
 
     @abstractmethod
     async def delete(self, namespace: str, prompt_ids: Sequence[int]) -> None:
-        """Forget prompts of a namespace; unknown ids and those of others are left alone."""
+        """Delete prompts of a namespace; unknown ids and ids of other namespaces are ignored."""
 
     @abstractmethod
+    async def _nearest(
+        self, namespace: str, name: VectorName, vector: Vector, *, limit: int, min_score: float | None
+    ) -> Iterable[tuple[object, Hit]]:
+        """The stored vectors nearest to this one, each as (namespace as stored, hit), best first."""
+
     async def search_fingerprints(
         self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
     ) -> list[Hit]:
         """Prompts that share the most of these fingerprints; the score is how many they share."""
+        if not len(fingerprints):
+            return []
+        found = await self._nearest(namespace, "sparse", fingerprints, limit=limit, min_score=None)
+        return self.own_hits(namespace, found)
 
-    @abstractmethod
     async def search_embedding(
         self,
         namespace: str,
@@ -88,26 +99,30 @@ class VectorIndex(ABC):
         max_distance: float,
     ) -> list[Hit]:
         """Prompts within a cosine distance; the score is the cosine similarity, 1 - distance."""
+        self.check_embedding(embedding)
+        min_score = 1.0 - max_distance
+        found = await self._nearest(namespace, "dense", embedding, limit=limit, min_score=min_score)
+        return self.own_hits(namespace, found)
 
     @abstractmethod
     async def count(self, namespace: str | None = None) -> int:
         """How many prompts a namespace, or the whole index, holds."""
 
     async def maintain(self) -> None:
-        """Housekeeping, to be called from time to time off the critical path. Some have nothing to do."""
+        """Housekeeping. Call it now and then, off the critical path. By default there is nothing to do."""
         return
 
     def why_paused(self) -> str | None:
-        """Why nothing may be written for now (IndexPausedError), looked at anew; None where it may."""
+        """Check whether writes would raise IndexPausedError now, and return why; None if they would not."""
         return None
 
     async def resume(self) -> None:
-        """Do what a pause that is over has put off. Without one, nothing."""
+        """After a pause, do what it put off; otherwise nothing."""
         return
 
     def check_entries(self, entries: Iterable[Entry]) -> None:
         """
-        Refuse entries that the index cannot hold.
+        Check that the index can hold these entries.
 
         Raises:  ValueError for a negative id or an embedding that is not finite,
                  IndexSchemaError for an embedding of another dimension
@@ -119,10 +134,10 @@ class VectorIndex(ABC):
                 self.check_embedding(entry.embedding)
 
     def check_embedding(self, embedding: NDArray[np.float32]) -> None:
-        """Refuse an embedding of another shape, or with NaN, which Qdrant would take silently."""
+        """Check an embedding's shape, and that it is finite: Qdrant would accept NaN without an error."""
         if embedding.shape != (self.schema.dimension,):
             raise IndexSchemaError(
-                f"embedding has shape {embedding.shape}, wanted ({self.schema.dimension},)"
+                f"embedding has shape {embedding.shape}, expected ({self.schema.dimension},)"
             )
         if not np.isfinite(embedding).all():
             raise ValueError("embedding is not finite")
@@ -135,5 +150,8 @@ class VectorIndex(ABC):
                 hits.append(hit)
             else:
                 self.foreign_hits += 1
-                log.error("the index returned a hit of another namespace; dropped")
+                log.error(
+                    "the index returned a hit of another namespace; it was dropped. "
+                    "Rebuild the index, and report this as a bug"
+                )
         return hits

@@ -2,32 +2,29 @@
 The index in this process, on disk, by Qdrant Edge. Only this file and `edge_shard.py` import it.
 
 Two measured facts about qdrant-edge-py 0.9 shape this file:
-- Every native call holds the GIL until it returns: a thread would add hops (0.08 ms on a search of
-  0.22 ms) and free nothing, not even the event loop of a time limit, so all are called directly.
-  Searches take 0.05-1 ms, writes go in slices with a turn for the event loop in between, a flush
-  takes 10-300 ms by what was written since the last one.
-- Optimising takes seconds, in a child process (`edge_shard.py`), while searches here answer
-  "unavailable". It is rarely due: it frees deleted points and builds HNSW; fingerprint search is as
-  fast without it.
+- Every native call holds the GIL until it returns. A thread would cost 0.08 ms on a search of 0.22 ms and
+  would not free the event loop, so all calls are made directly. Searches take 0.05-1 ms. Writes are cut into
+  slices, and the event loop runs between them. A flush takes 10-300 ms, depending on what was written.
+- Optimising takes seconds. It runs in a child process (`edge_shard.py`); meanwhile searches raise
+  IndexUnavailableError. It is rarely needed: it frees deleted points and builds HNSW. Fingerprint search is
+  as fast without it.
 
-Its files are mapped and sparse. With no room left on ext4 and tmpfs, these end the process by
-SIGBUS: upserts, deletions, creating, opening. Flushing raises; the optimiser's child dies. Searching and
-closing write nothing and go well. So room is looked at before each of the former (`disk_space.py`).
+The files are sparse and mapped into memory. On a full ext4 or tmpfs, upserting, deleting, creating and
+opening end the process by SIGBUS; flushing raises, and the optimising child dies. So free space is checked
+before each of these (`disk_space.py`). Searching and closing write nothing and always work.
 """
 
 import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import qdrant_edge as edge
-from numpy.typing import NDArray
 
-from vector_index.base import Entry, Hit, VectorIndex
+from vector_index.base import Entry, Hit, Vector, VectorIndex, VectorName
 from vector_index.disk_space import MIN_FREE_BYTES, DiskSpace, megabytes
 from vector_index.edge_shard import ShardFiles, edge_errors
 from vector_index.errors import IndexPausedError, IndexUnavailableError
@@ -35,8 +32,8 @@ from vector_index.schema import IndexSchema
 
 log = logging.getLogger(__name__)
 
-_EF = 64  # of HNSW, in each segment; 100 find no more
-_OVERSAMPLING = 4.0  # nearest by bytes, of which the nearest by the vectors themselves are taken
+_EF = 64  # HNSW's search width in each segment; 100 finds no more
+_OVERSAMPLING = 4.0  # times `limit`: the nearest quantised vectors, which are scored again in float32
 _SLICE = 16  # points per native write: about 0.6 ms at 120 fingerprints and 384 dimensions
 
 
@@ -44,9 +41,9 @@ class QdrantEdgeIndex(VectorIndex):
     """
     A Qdrant Edge shard in a folder, or in a temporary folder that `close` removes.
 
-    `optimise_after` is how many writes and deletions make `maintain` optimise. With less than
-    `min_free_bytes` of disk, whatever writes raises IndexPausedError; searches go on. An index that could
-    not be opened for that reason finds nothing, and `resume` opens it.
+    `maintain` optimises after `optimise_after` writes and deletions. With less than `min_free_bytes` of disk
+    free, every write raises IndexPausedError, and searches still work. An index that could not be opened for
+    that reason finds nothing until `resume` opens it.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class QdrantEdgeIndex(VectorIndex):
         self._num_changes = 0
         self._num_unflushed = 0
         self._shard: edge.EdgeShard | None = None
-        self._waits_for_room = False  # to be opened
+        self._waits_for_room = False  # it could not be opened, because the disk is full
         self._is_optimising = False
         self._is_optimising_put_off = False
         self._writing = asyncio.Lock()
@@ -88,7 +85,7 @@ class QdrantEdgeIndex(VectorIndex):
         return reason
 
     async def resume(self) -> None:
-        """Open what could not be opened: for want of room, or after it was optimised."""
+        """Open the shard if it could not be opened before: the disk was full, or reopening failed."""
         async with self._writing:
             if self._shard is None and self.space.why_low() is None:
                 self._shard = self._open_shard()
@@ -96,7 +93,7 @@ class QdrantEdgeIndex(VectorIndex):
     async def recreate(self) -> None:
         async with self._writing:
             self._close_shard()
-            self._files.remove()  # also where there is no room: this may make some
+            self._files.remove()  # even when the disk is full: this may free enough
             self._num_changes = 0
             self._shard = self._open_shard()
 
@@ -112,33 +109,30 @@ class QdrantEdgeIndex(VectorIndex):
     async def delete(self, namespace: str, prompt_ids: Sequence[int]) -> None:
         if not prompt_ids:
             return
-        # By filter, not by id: an id that another namespace owns must survive.
+        # By filter, not by id: an id of another namespace must not be deleted.
         owned = edge.Filter(must=[_is_in(namespace), edge.HasIdCondition(set(prompt_ids))])
         self._check_not_optimising()
         async with self._writing:
             operation = edge.UpdateOperation.delete_points_by_filter(owned)
             self._update(operation, len(prompt_ids))
 
-    async def search_fingerprints(
-        self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
-    ) -> list[Hit]:
-        if not len(fingerprints):
-            return []
-        query = edge.Query.Nearest(_sparse(fingerprints), using="sparse")
-        return self._search(namespace, query, limit)
-
-    async def search_embedding(
-        self,
-        namespace: str,
-        embedding: NDArray[np.float32],
-        limit: int,
-        max_distance: float,
-    ) -> list[Hit]:
-        self.check_embedding(embedding)
-        query = edge.Query.Nearest(embedding.tolist(), using="dense")
+    async def _nearest(
+        self, namespace: str, name: VectorName, vector: Vector, *, limit: int, min_score: float | None
+    ) -> Iterable[tuple[object, Hit]]:
+        if self._waits_for_room:
+            return ()
         rescored = edge.QuantizationSearchParams(rescore=True, oversampling=_OVERSAMPLING)
-        params = edge.SearchParams(hnsw_ef=_EF, quantization=rescored)
-        return self._search(namespace, query, limit, min_score=1.0 - max_distance, params=params)
+        request = edge.QueryRequest(
+            limit=limit,
+            query=edge.Query.Nearest(_sparse(vector) if name == "sparse" else vector.tolist(), using=name),
+            filter=edge.Filter(must=[_is_in(namespace)]),
+            with_payload=True,
+            score_threshold=min_score,
+            params=edge.SearchParams(hnsw_ef=_EF, quantization=rescored) if name == "dense" else None,
+        )
+        with edge_errors("search"):
+            found = self._opened().query(request)
+        return (((p.payload or {}).get("namespace"), Hit(int(p.id), p.score)) for p in found)
 
     async def count(self, namespace: str | None = None) -> int:
         only = None if namespace is None else edge.Filter(must=[_is_in(namespace)])
@@ -146,7 +140,7 @@ class QdrantEdgeIndex(VectorIndex):
             return self._opened().count(edge.CountRequest(exact=True, filter=only))
 
     async def maintain(self) -> None:
-        """Flush what was written (trims the write-ahead log); optimise when much has changed."""
+        """Flush what was written, which trims the write-ahead log; optimise when much has changed."""
         if self._num_changes >= self._optimise_after and self._has_room_to_optimise():
             await self.optimise()
             return
@@ -161,7 +155,7 @@ class QdrantEdgeIndex(VectorIndex):
         """
         Free deleted points and build HNSW in a child process; searches are unavailable meanwhile.
 
-        It takes tens of seconds, so the index is paused: nobody waits with a write, and with what it holds.
+        It takes tens of seconds. The index is paused meanwhile, so that no write waits for it.
         Raises:  IndexUnavailableError if the shard cannot be opened again afterwards
         """
         self._is_optimising = True
@@ -173,37 +167,11 @@ class QdrantEdgeIndex(VectorIndex):
                 try:
                     await self._files.optimise()
                 finally:
-                    # Also when cancelled: the index must not stay closed.
+                    # When cancelled, too: the index must not stay closed.
                     self._shard = self._open_shard()
                     self._num_changes = 0
         finally:
             self._is_optimising = False
-
-    def _search(
-        self,
-        namespace: str,
-        query: Any,
-        limit: int,
-        *,
-        min_score: float | None = None,
-        params: edge.SearchParams | None = None,
-    ) -> list[Hit]:
-        if self._waits_for_room:
-            return []
-        request = edge.QueryRequest(
-            limit=limit,
-            query=query,
-            filter=edge.Filter(must=[_is_in(namespace)]),
-            with_payload=True,
-            score_threshold=min_score,
-            params=params,
-        )
-        with edge_errors("search"):
-            found = self._opened().query(request)
-        return self.own_hits(
-            namespace,
-            (((p.payload or {}).get("namespace"), Hit(int(p.id), p.score)) for p in found),
-        )
 
     def _update(self, operation: edge.UpdateOperation, num_changes: int) -> None:
         self.space.check()
@@ -218,9 +186,9 @@ class QdrantEdgeIndex(VectorIndex):
 
     def _opened(self) -> edge.EdgeShard:
         if self._waits_for_room:
-            raise IndexPausedError("the Edge index waits for room to be opened")
+            raise IndexPausedError("the Edge index is not open: there is too little disk space")
         if self._shard is None:
-            raise IndexUnavailableError("the Edge index is not open")
+            raise IndexUnavailableError("the Edge index is not open; call open() first")
         return self._shard
 
     def _close_shard(self) -> None:
@@ -232,11 +200,14 @@ class QdrantEdgeIndex(VectorIndex):
         self._waits_for_room = False
 
     def _has_room_to_optimise(self) -> bool:
-        """Segments are built anew beside the old ones."""
+        """Whether the disk has room for new segments beside the old ones."""
         needed = self._files.num_bytes()
         has_room = self.space.has_room_for(needed)
         if not has_room and not self._is_optimising_put_off:
-            log.warning("the index is not optimised until %s of disk are free for it", megabytes(needed))
+            log.warning(
+                "the index is not optimised: that needs %s of free disk beside the index. Free some space",
+                megabytes(needed),
+            )
         self._is_optimising_put_off = not has_room
         return has_room
 
@@ -250,7 +221,7 @@ class QdrantEdgeIndex(VectorIndex):
 def _temporary_root() -> Path:
     try:
         return Path(tempfile.gettempdir())
-    except OSError:  # no folder can be written: opening the index will say so
+    except OSError:  # no folder is writable: opening the index will raise an error
         return Path(os.sep)
 
 
@@ -261,7 +232,7 @@ def _point(entry: Entry) -> edge.Point:
     return edge.Point(entry.prompt_id, vectors, {"namespace": entry.namespace})
 
 
-def _sparse(fingerprints: NDArray[np.uint32]) -> edge.SparseVector:
+def _sparse(fingerprints: Vector) -> edge.SparseVector:
     return edge.SparseVector(fingerprints.tolist(), [1.0] * len(fingerprints))
 
 

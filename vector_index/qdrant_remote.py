@@ -1,32 +1,30 @@
 """
-The index on a Qdrant server or cluster, or in the client's local mode for tests. The only file
-that imports `qdrant_client`.
+The index on a Qdrant server or cluster, or in the client's local mode for tests.
 
-The collection carries its schema as collection metadata. The namespace is a tenant keyword index,
-so the server lays out each namespace's points together and filters before it searches.
+This is the only file that imports `qdrant_client`. The schema is stored as the collection's metadata. The
+namespace is a keyword index with `is_tenant`: the server stores the points of a namespace together and
+filters before it searches.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
 from qdrant_client import AsyncQdrantClient, models
 
-from vector_index.base import Entry, Hit, VectorIndex
+from vector_index.base import Entry, Hit, Vector, VectorIndex, VectorName
 from vector_index.errors import IndexUnavailableError, VectorIndexError
 from vector_index.schema import IndexSchema
 
 LOCAL = ":memory:"
-_BATCH = 64  # points per request: some 1 MB at 2,048 fingerprints and 1,024 dimensions
+_BATCH = 64  # points per request: about 1 MB at 2,048 fingerprints and 1,024 dimensions
 
 
 class QdrantRemoteIndex(VectorIndex):
     """
-    One collection of a Qdrant server. Prompt ids must be unique over all who share it.
+    One collection of a Qdrant server. Prompt ids must be unique among all processes that share it.
 
     `url` is the server's address, or ":memory:" for the client's local mode, which is pure Python
-    and far slower. `timeout_s` bounds every request to the server, writes too.
+    and far slower. `timeout_s` limits every request to the server, writes too.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class QdrantRemoteIndex(VectorIndex):
                 else:
                     await self._create(client)
         except BaseException:
-            # An index that was not checked stays closed; the caller may try again later.
+            # An index whose schema was not checked stays closed; the caller may try again later.
             self._client = None
             await client.close()
             raise
@@ -84,30 +82,28 @@ class QdrantRemoteIndex(VectorIndex):
     async def delete(self, namespace: str, prompt_ids: Sequence[int]) -> None:
         if not prompt_ids:
             return
-        # By filter, not by id: an id that another namespace owns must survive.
+        # By filter, not by id: an id of another namespace must not be deleted.
         chosen = models.HasIdCondition(has_id=list(prompt_ids))
         selector = models.FilterSelector(filter=models.Filter(must=[_is_in(namespace), chosen]))
         client = self._opened()
         async with _qdrant_errors("delete"):
             await client.delete(self._collection, points_selector=selector, wait=True)
 
-    async def search_fingerprints(
-        self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
-    ) -> list[Hit]:
-        if not len(fingerprints):
-            return []
-        return await self._search(namespace, _sparse(fingerprints), "sparse", limit, None)
-
-    async def search_embedding(
-        self,
-        namespace: str,
-        embedding: NDArray[np.float32],
-        limit: int,
-        max_distance: float,
-    ) -> list[Hit]:
-        self.check_embedding(embedding)
-        vector: list[float] = embedding.tolist()
-        return await self._search(namespace, vector, "dense", limit, 1.0 - max_distance)
+    async def _nearest(
+        self, namespace: str, name: VectorName, vector: Vector, *, limit: int, min_score: float | None
+    ) -> Iterable[tuple[object, Hit]]:
+        client = self._opened()
+        async with _qdrant_errors("search"):
+            found = await client.query_points(
+                self._collection,
+                query=_sparse(vector) if name == "sparse" else vector.tolist(),
+                using=name,
+                limit=limit,
+                query_filter=models.Filter(must=[_is_in(namespace)]),
+                score_threshold=min_score,
+                with_payload=["namespace"],
+            )
+        return (((p.payload or {}).get("namespace"), Hit(int(p.id), p.score)) for p in found.points)
 
     async def count(self, namespace: str | None = None) -> int:
         only = None if namespace is None else models.Filter(must=[_is_in(namespace)])
@@ -115,34 +111,10 @@ class QdrantRemoteIndex(VectorIndex):
         async with _qdrant_errors("count"):
             return (await client.count(self._collection, count_filter=only, exact=True)).count
 
-    async def _search(
-        self,
-        namespace: str,
-        query: models.SparseVector | list[float],
-        using: str,
-        limit: int,
-        min_score: float | None,
-    ) -> list[Hit]:
-        client = self._opened()
-        async with _qdrant_errors("search"):
-            found = await client.query_points(
-                self._collection,
-                query=query,
-                using=using,
-                limit=limit,
-                query_filter=models.Filter(must=[_is_in(namespace)]),
-                score_threshold=min_score,
-                with_payload=["namespace"],
-            )
-        return self.own_hits(
-            namespace,
-            (((p.payload or {}).get("namespace"), Hit(int(p.id), p.score)) for p in found.points),
-        )
-
     async def _create(self, client: AsyncQdrantClient) -> None:
         size = self.schema.dimension
         dense = {"dense": models.VectorParams(size=size, distance=models.Distance.COSINE)}
-        # The postings are always quicker than scanning a namespace's points, see qdrant_edge.py.
+        # Posting lists are always faster than scanning a namespace's points, see edge_shard.py.
         postings = models.SparseIndexParams(full_scan_threshold=1)
         await client.create_collection(
             self._collection,
@@ -165,7 +137,7 @@ class QdrantRemoteIndex(VectorIndex):
 
     def _opened(self) -> AsyncQdrantClient:
         if self._client is None:
-            raise IndexUnavailableError("the Qdrant index is not open")
+            raise IndexUnavailableError("the Qdrant index is not open; call open() first")
         return self._client
 
 
@@ -177,7 +149,7 @@ def _point(entry: Entry) -> models.PointStruct:
     return models.PointStruct(id=entry.prompt_id, vector=vectors, payload=payload)
 
 
-def _sparse(fingerprints: NDArray[np.uint32]) -> models.SparseVector:
+def _sparse(fingerprints: Vector) -> models.SparseVector:
     return models.SparseVector(indices=fingerprints.tolist(), values=[1.0] * len(fingerprints))
 
 
@@ -187,7 +159,7 @@ def _is_in(namespace: str) -> models.FieldCondition:
 
 @contextlib.asynccontextmanager
 async def _qdrant_errors(what: str) -> AsyncIterator[None]:
-    """Translate what the client raises: HTTP and socket errors, bad answers, a closed client."""
+    """Turn what the client raises (HTTP and socket errors, bad answers, a closed client) into our error."""
     try:
         yield
     except VectorIndexError:

@@ -24,6 +24,7 @@ from vector_index import (
     PromptText,
     VectorIndex,
 )
+from vector_index.base import Vector, VectorName
 
 TEXT = PromptText("weather", "weather")
 SETTINGS = NominatorSettings(
@@ -38,7 +39,7 @@ SHORT = replace(SETTINGS, search_timeout_s=0.02)
 
 
 class MoodyIndex(VectorIndex):
-    """An index in a dictionary that works, fails, or hangs, as told."""
+    """An index in a dictionary that works, fails, or hangs, as its `mood` says."""
 
     mood = "works"
     num_good_calls = 10**9
@@ -79,26 +80,17 @@ class MoodyIndex(VectorIndex):
         for prompt_id in prompt_ids:
             self.entries.pop(prompt_id, None)
 
-    async def search_fingerprints(
-        self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
-    ) -> list[Hit]:
+    async def _nearest(
+        self, namespace: str, name: VectorName, vector: Vector, *, limit: int, min_score: float | None
+    ) -> list[tuple[object, Hit]]:
         await self._mood()
-        hits = [
-            Hit(entry.prompt_id, float(len(np.intersect1d(entry.fingerprints, fingerprints))))
-            for entry in self.entries.values()
-            if entry.namespace == namespace
-        ]
-        return [hit for hit in hits if hit.score][:limit]
-
-    async def search_embedding(
-        self, namespace: str, embedding: NDArray[np.float32], limit: int, max_distance: float
-    ) -> list[Hit]:
-        await self._mood()
-        return [
-            Hit(entry.prompt_id, 1.0)
-            for entry in self.entries.values()
-            if entry.namespace == namespace and entry.embedding is not None
-        ][:limit]
+        own = [entry for entry in self.entries.values() if entry.namespace == namespace]
+        if name == "sparse":
+            shared = [float(len(np.intersect1d(entry.fingerprints, vector))) for entry in own]
+        else:
+            shared = [float(entry.embedding is not None) for entry in own]
+        hits = [Hit(entry.prompt_id, score) for entry, score in zip(own, shared, strict=True) if score]
+        return [(namespace, hit) for hit in hits[:limit]]
 
     async def count(self, namespace: str | None = None) -> int:
         await self._mood()
@@ -109,7 +101,7 @@ class MoodyIndex(VectorIndex):
 
 
 class MoodyEmbedder:
-    """An embedder that works, fails, hangs, or returns nonsense, as told."""
+    """An embedder that works, fails, hangs, or returns nonsense, as its `mood` says."""
 
     name = "moody"
     dimension = 2

@@ -1,7 +1,9 @@
 """
-The k-grams of all candidates side by side, so that each question to them is a few array operations, not a
-few for each: beside prompts of some hundred tokens the calls cost more than what they compute. Beside long
-prompts it is the other way round: arrays of megabytes leave the cache, and each new one is paged in.
+The hashes of all candidates' k-grams, filtered together.
+
+Short prompts are joined into one array, so that a filter is a few numpy calls in all and not a few for each
+candidate: for prompts of some hundred tokens the calls cost more than the computation. Long prompts are
+filtered one by one, because arrays of megabytes do not fit into the processor's cache.
 """
 
 from collections.abc import Sequence
@@ -10,18 +12,18 @@ import numpy as np
 
 from delta_tree.kgrams import Hashes, Ids, Places, Sieve, quick_hashes
 
-_MAX_TOGETHER = 1 << 16  # tokens
+_MAX_JOINED = 1 << 16  # tokens
 
 
-class Crowd:
-    """Hashes of the k-grams within each of some prompts; none reaches from one into the next."""
+class CandidateKGrams:
+    """Hashes of the k-grams of several prompts; no k-gram reaches from one prompt into the next."""
 
     __slots__ = ("_among", "_bounds", "_hashes", "_joined", "_passing")
 
     def __init__(self, prompts: Sequence[Ids], k: int) -> None:
         self._passing: list[Places] | None = None  # by prompt, where the prompts are long
         self._among: Places | None = None  # in the joined prompts, where they are short
-        if sum(map(len, prompts)) > _MAX_TOGETHER:
+        if sum(map(len, prompts)) > _MAX_JOINED:
             self._joined: Hashes | None = None
             self._hashes = [quick_hashes(prompt, k) for prompt in prompts]
             return
@@ -35,14 +37,14 @@ class Crowd:
         self._hashes = [self._joined[start:end] for start, end in spans]
 
     def hashes(self, number: int) -> Hashes:
-        """Those of one prompt: as `quick_hashes` gives them."""
+        """The hashes of one prompt, equal to its `quick_hashes`."""
         return self._hashes[number]
 
     def narrow(self, sieve: Sieve) -> list[Places]:
         """
-        For each prompt the places whose k-grams the sieve lets pass, and earlier sieves did.
+        For each prompt the positions of the k-grams that pass this sieve and all earlier ones.
 
-        What is asked about only shrinks, so places that are out stay out.
+        The uncovered part of the new prompt only shrinks, so a k-gram that failed once is not tested again.
         """
         if self._joined is None:
             earlier: Sequence[Places | None] = self._passing or [None] * len(self._hashes)

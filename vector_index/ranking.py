@@ -1,9 +1,9 @@
 """
-What the stages of one nomination found, put together and ranked.
+Merges what the stages of one nomination found into one ranked list of candidates.
 
-A prompt that several stages found is one candidate with several sources. Ranked by the estimated
-share of the prompt that it covers; the best donor with the longest exact prefix always comes
-first, because exact reuse is worth more than any estimate.
+A prompt that several stages found is one candidate with several sources. Candidates are ranked by the
+estimated share of the new prompt that they cover. The best candidate with the longest exact prefix always
+comes first, because exact reuse is worth more than any estimate.
 """
 
 import time
@@ -25,10 +25,12 @@ class _Finding:
 
 
 @dataclass(slots=True)
-class Tally:
+class Ranking:
     """
-    Collects one nomination. `num_tokens` is the prompt's length, `covered_rest` the share of
-    what the longest prefix leaves that the donors by passages cover together.
+    The findings of one nomination.
+
+    `num_tokens` is the prompt's length. `covered_rest` is the share of the tokens after the longest prefix
+    that the donors found by passages cover together.
     """
 
     num_tokens: int
@@ -40,7 +42,7 @@ class Tally:
 
     @property
     def uncovered(self) -> float:
-        """Estimated share of the prompt that the longest prefix and all passages leave open."""
+        """Estimated share of the prompt that neither the longest prefix nor any passage covers."""
         return self._after_prefix * (1.0 - self.covered_rest)
 
     @property
@@ -50,7 +52,7 @@ class Tally:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Note how long a stage takes."""
+        """Measure how long a stage takes."""
         started = time.perf_counter()
         try:
             yield
@@ -58,32 +60,34 @@ class Tally:
             self.stage_seconds[stage] = time.perf_counter() - started
 
     def add_prefix(self, hit: PrefixHit) -> None:
-        """Prompts with the longest common prefix."""
+        """Add the prompts with the longest common prefix."""
         self.prefix = hit
         for prompt_id in hit.prompt_ids:
-            self._note(prompt_id, "prefix").score += hit.num_tokens / self.num_tokens
+            self._finding(prompt_id, "prefix").score += hit.num_tokens / self.num_tokens
 
     def add_passages(self, hit: Hit, *, shares_prefix: bool) -> None:
         """
-        A prompt that shares passages of what the prefix leaves, and perhaps the prefix too.
+        Add a prompt that shares passages after the longest prefix, and perhaps the prefix too.
 
-        Called in the order of usefulness, which is the order in which candidates are kept.
+        Call it with the most useful prompt first: where there are too many, the later ones are dropped.
         """
-        finding = self._note(hit.prompt_id, "fingerprint")
+        finding = self._finding(hit.prompt_id, "fingerprint")
         if shares_prefix and "prefix" not in finding.sources:
             finding.sources.insert(0, "prefix")
             finding.score += self.num_prefix_tokens / self.num_tokens
         finding.score += hit.score * self._after_prefix
 
-    def add_meaning(self, hits: Sequence[Hit]) -> None:
-        """Prompts of near meaning; the score of these hits is the cosine similarity."""
+    def add_embeddings(self, hits: Sequence[Hit]) -> None:
+        """Add prompts with near embeddings; the score of these hits is the cosine similarity."""
         for hit in hits:
-            self._note(hit.prompt_id, "meaning").similarity = hit.score
+            self._finding(hit.prompt_id, "meaning").similarity = hit.score
 
     def nomination(self, max_candidates: int) -> Nomination:
         """
-        The candidates to keep, ranked. One by prefix is always kept, and a quarter of the places
-        goes to those found by meaning alone.
+        The best `max_candidates` candidates, ranked.
+
+        One found by prefix is always among them. A quarter of the places is reserved for candidates that
+        were found by embedding alone.
         """
         candidates = [
             Candidate(prompt_id, tuple(found.sources), found.score, found.similarity)
@@ -91,12 +95,12 @@ class Tally:
         ]
         best_prefix = sorted((c for c in candidates if "prefix" in c.sources), key=_rank)[:1]
         by_passage = [c for c in candidates if "fingerprint" in c.sources]
-        by_meaning = [c for c in candidates if c.sources == ("meaning",)]
-        num_reserved = min(len(by_meaning), max_candidates // 4)
+        by_embedding = [c for c in candidates if c.sources == ("meaning",)]
+        num_reserved = min(len(by_embedding), max_candidates // 4)
         wanted = (
             best_prefix
             + by_passage[: max_candidates - num_reserved - len(best_prefix)]
-            + by_meaning[:num_reserved]
+            + by_embedding[:num_reserved]
             + candidates
         )
         kept = list(dict.fromkeys(wanted))[:max_candidates]
@@ -112,12 +116,12 @@ class Tally:
     def _after_prefix(self) -> float:
         return 1.0 - self.num_prefix_tokens / max(self.num_tokens, 1)
 
-    def _note(self, prompt_id: int, source: Source) -> _Finding:
+    def _finding(self, prompt_id: int, source: Source) -> _Finding:
         finding = self._findings.setdefault(prompt_id, _Finding())
         finding.sources.append(source)
         return finding
 
 
 def _rank(candidate: Candidate) -> tuple[float, float, int]:
-    """Share first, then similarity, then the newest prompt."""
+    """Sort key: the larger score first, then the larger similarity, then the newer prompt."""
     return (-candidate.score, -(candidate.similarity or 0.0), -candidate.prompt_id)

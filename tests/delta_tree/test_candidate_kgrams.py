@@ -1,0 +1,47 @@
+"""Filtering all candidates together gives what filtering each alone gives."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delta_tree import TokenIds
+from delta_tree import candidate_kgrams as module
+from delta_tree.candidate_kgrams import CandidateKGrams
+from delta_tree.kgrams import Sieve, quick_hashes
+
+prompts = st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=5)
+
+
+def ids(values: list[int]) -> TokenIds:
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.mark.parametrize("max_joined", [0, 2**16])
+@given(prompts, st.lists(st.integers(0, 2), max_size=20), st.integers(1, 6))
+def test_filtering_together_equals_filtering_each_alone(
+    max_joined: int, stored: list[list[int]], target: list[int], k: int
+) -> None:
+    """Hashes and passing places are those of the prompt alone; no k-gram reaches into the next prompt."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_MAX_JOINED", max_joined)
+        check_candidates(stored, target, k)
+
+
+def check_candidates(stored: list[list[int]], target: list[int], k: int) -> None:
+    kgrams = CandidateKGrams([ids(values) for values in stored], k)
+    sieve = Sieve(quick_hashes(ids(target), k))
+    passing = kgrams.narrow(sieve)
+    assert len(passing) == len(stored)
+    for number, values in enumerate(stored):
+        alone = quick_hashes(ids(values), k)
+        assert kgrams.hashes(number).tolist() == alone.tolist()
+        assert passing[number].tolist() == sieve.passing(alone).tolist()
+    nothing = kgrams.narrow(Sieve(quick_hashes(ids([]), k)))
+    assert [len(places) for places in nothing] == [0] * len(stored)
+    assert [len(places) for places in kgrams.narrow(sieve)] == [0] * len(stored)  # what is out stays out
+
+
+def test_without_candidates_nothing_passes() -> None:
+    """No candidates give no positions."""
+    assert CandidateKGrams((), 16).narrow(Sieve(quick_hashes(ids([1] * 20), 16))) == []
