@@ -16,9 +16,9 @@ from delta_tree.edits import EditScript, Match
 from delta_tree.runs import common_prefix_length
 from delta_tree.spans import TokenIds
 
-# Above this many pairs of tokens k-grams are faster than rapidfuzz. For filled forms of 4,000 tokens they take
-# 1 ms and rapidfuzz 3 ms; for 8,000 tokens 2 and 29 ms; for 16,000 tokens 5 and 114 ms. Both keep as many
-# tokens in runs of 4 and more; in shorter runs rapidfuzz keeps one percent more.
+# Above this many pairs of tokens k-grams are faster than rapidfuzz. For filled forms of 4,000 tokens they
+# take 1 ms and rapidfuzz 3 ms; for 8,000 tokens 2 and 29 ms; for 16,000 tokens 5 and 114 ms. Both keep as
+# many tokens in runs of 4 and more; in shorter runs rapidfuzz keeps one percent more.
 _MAX_PAIRS = 2**24
 _ANCHOR_TOKENS = 16  # length of the k-grams to align along; shorter ones are common phrases
 

@@ -44,8 +44,8 @@ def tile(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
     """
     Runs of the source that fill the target positions `spans`, sorted by the target, not overlapping.
 
-    `places` are the positions of the source's k-grams that may occur in the spans. The rest of the spans holds
-    no common stretch of `k` tokens.
+    `places` are the positions of the source's k-grams that may occur in the spans. The rest of the spans
+    holds no common stretch of `k` tokens.
     """
     k = pair.k
     spans = [span for span in spans if len(span) >= k]

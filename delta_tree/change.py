@@ -14,9 +14,7 @@ class Change:
     put_nodes: tuple[Node, ...] = ()
     parents: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of the new nodes that are no roots
     dropped_nodes: tuple[NodeId, ...] = ()
-    heirs: Mapping[NodeId, NodeId] = field(
-        default_factory=dict
-    )  # for each dropped node: the node that gets its children
+    heirs: Mapping[NodeId, NodeId] = field(default_factory=dict)  # dropped: new parent of its children
     dropped_segments: tuple[SegmentId, ...] = ()
 
 
@@ -25,9 +23,7 @@ class Insertion:
     """The node of the inserted prompt, and the segments that no node refers to."""
 
     node: Node
-    created: (
-        bool  # False: the prompt was stored already; its use was counted, and perhaps its pieces improved
-    )
+    created: bool  # False: the prompt was stored already; its use was counted, its pieces may be better
     freed_segments: tuple[SegmentId, ...]  # may include new segments of the draft
 
 

@@ -121,7 +121,7 @@ class _Layout:
         """
         Place the runs of the donor that covers most in an in-order alignment, and return that donor.
 
-        Only positions after the exact prefix are covered; the prefix follows, from the same donor if it has it.
+        Only positions after the exact prefix are covered; the prefix follows, from the same donor if it can.
         """
         rest = Span(self.exact_length, len(self._target))
         if len(rest) < self._min_run or max_donors < 1 or not donors:
@@ -155,7 +155,7 @@ class _Layout:
             self._place(donor, Match(0, 0, self.exact_length))
 
     def fill(self, donors: Sequence[Donor], *, max_donors: int) -> None:
-        """Fill open stretches until no donor that may be used has a run for any of them, or after 8 rounds."""
+        """Fill open stretches until no donor that may be used has a run for any, or all rounds are used."""
         asked = list(donors)
         for _ in range(_MAX_ROUNDS):
             open_spans = self._open_spans()

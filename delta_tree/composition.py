@@ -35,7 +35,7 @@ class Copy:
         return self.target_start - self.source_position
 
     def continues(self, previous: "Copy") -> bool:
-        """Whether this copy follows `previous` without a gap: in the segment, in the donor and in the target."""
+        """Whether this copy follows `previous` without a gap, in segment, donor and target."""
         return (
             self.segment_id == previous.segment_id
             and self.offset == previous.offset + previous.length

@@ -48,13 +48,13 @@ class EvictionOrder:
             self._tidy(scope)
 
     def age(self, node_id: NodeId, namespaces: Collection[str] | None) -> None:
-        """Raise the floor of these namespaces (None: of all) to the worth of a node that is about to be evicted."""
+        """Raise these namespaces' floor (None: all) to the worth of a node about to be evicted."""
         if (rank := self._ranks[None].get(node_id)) is not None:
             for scope in (None,) if namespaces is None else namespaces:
                 self._floors[scope] = max(self._floors[scope], rank[0])
 
     def shorten(self, node_id: NodeId, kept: float) -> None:
-        """Scale down a node's copied tokens to `kept`, the share of its tokens that is left; its rank stays."""
+        """Scale down a node's copied tokens to `kept`, the share of its tokens left; its rank stays."""
         if node_id in self._given:
             self._given[node_id] *= kept
 
@@ -65,7 +65,7 @@ class EvictionOrder:
             self._take_out(node.node_id, scope)
 
     def first(self, namespaces: Collection[str] | None, without: Container[NodeId]) -> NodeId | None:
-        """The node of these namespaces (None: of all) to evict first, not in `without`; None if there is none."""
+        """The node of these namespaces (None: all) to evict first, not in `without`; None if none."""
         scopes = (None,) if namespaces is None else namespaces
         heads = (self._head(scope, without) for scope in scopes)
         return min((head for head in heads if head is not None), default=(None, None))[1]

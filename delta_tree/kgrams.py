@@ -26,7 +26,7 @@ _SLOTS_PER_HASH = 16
 
 def kgram_hashes(tokens: Ids, k: int) -> npt.NDArray[np.uint64]:
     """
-    A 64-bit polynomial hash of each window of `k` tokens, wide enough to identify it in a whole log of prompts.
+    A 64-bit polynomial hash of each window of `k` tokens, wide enough to identify it in a whole log.
 
     Shapes:  (T,) int32 -> (max(T - k + 1, 0),) uint64
     """
@@ -103,7 +103,7 @@ class Sieve:
         self._present = np.zeros(1 << self._bits, dtype=np.bool_)
         self._present[low_slots(hashes, self._bits)] = True
         # False positives make a donor look better than it is. Three slots per hash keep them rare; in the
-        # larger tables of long prompts two slots are enough, because one false hit among thousands is harmless.
+        # larger tables of long prompts two slots are enough, as one false hit among thousands is harmless.
         self._factors = _SLOTS if self._bits == _SIEVE_BITS else _SLOTS[:1]
         for factor in self._factors:
             self._present[self._high_slots(hashes, factor)] = True

@@ -1,8 +1,8 @@
 """
 Piece tables: which stretch of which stored segment holds the KV of each position of a prompt.
 
-A table covers the whole prompt, so reading a prompt's KV never visits its ancestors. checks.py checks that the
-segments exist.
+A table covers the whole prompt, so reading a prompt's KV never visits its ancestors. checks.py checks that
+the segments exist.
 """
 
 from collections.abc import Iterable, Iterator
@@ -54,9 +54,7 @@ class PieceTable:
     """
 
     __slots__ = ("_rows",)
-    _rows: (
-        bytes  # (P, 3) int64: segment id, offset, length; a tenth of the memory that Piece objects would take
-    )
+    _rows: bytes  # (P, 3) int64: segment id, offset, length; a tenth of the memory of Piece objects
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         rows = [(piece.segment_id, piece.offset, piece.length) for piece in _merged(pieces)]
@@ -105,7 +103,7 @@ class PieceTable:
         return len(self._rows) // 24
 
     def rows(self) -> list[tuple[int, SegmentId, int, int]]:
-        """Each piece as (position in the prompt, segment id, offset, length); faster than iterating over pieces."""
+        """Each piece as (position in the prompt, segment id, offset, length); faster than iterating."""
         table = self._table()
         segment_ids, offsets, lengths = table.T.tolist()
         starts = (np.cumsum(table[:, 2]) - table[:, 2]).tolist()

@@ -1,9 +1,9 @@
 """
-Equal stretches (runs) of two prompts at any positions, such as the documents of a RAG prompt in another order.
+Equal stretches (runs) of two prompts at any positions, such as documents of a RAG prompt in another order.
 
-They are found by hashes of all k-grams; on each hit the tokens are compared. Time stays near-linear on hostile
-input (all tokens equal, periodic prompts, crafted collisions): of the positions where a k-gram occurs only a
-few are tried, and each step of the scan ends a run.
+They are found by hashes of all k-grams; on each hit the tokens are compared. Time stays near-linear on
+hostile input (all tokens equal, periodic prompts, crafted collisions): of the positions where a k-gram occurs
+only a few are tried, and each step of the scan ends a run.
 """
 
 from bisect import bisect_left
@@ -58,7 +58,7 @@ class Occurrences:
     @classmethod
     def of(cls, hashes: Hashes, positions: Places) -> "Occurrences":
         """The occurrences of `hashes[positions]`, their positions ascending within one hash."""
-        # Hash and position are packed into one number: sorting that is several times faster than a stable argsort.
+        # Hash and position in one number: sorting those is several times faster than a stable argsort.
         packed = hashes[positions].astype(np.uint64) << np.uint64(32)
         packed |= positions.astype(np.uint64)
         packed.sort()

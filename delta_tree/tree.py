@@ -206,8 +206,8 @@ class DeltaTree(TreeReader):
 
         `tokens` is the whole longer prompt, `segments` the KV of its new tokens in order. If all KV of the
         node is exact, the new KV counts as exact, too.
-        Raises:  UnknownNodeError; InvalidNodeError if `tokens` does not continue the node, or the longer prompt
-                 is another node of the namespace; StoreError. Nothing is changed then
+        Raises:  UnknownNodeError; InvalidNodeError if `tokens` does not continue the node, or is another
+                 node of the namespace; StoreError. Nothing is changed then
         """
         with self._lock:
             node = self.node(node_id)
@@ -220,9 +220,7 @@ class DeltaTree(TreeReader):
                     f"{len(whole)} tokens do not continue the {node.num_tokens} of node {node_id}"
                 )
             if self._forest.find(node.namespace, whole) is not None:
-                raise InvalidNodeError(
-                    f"another node has the {len(whole)} tokens that node {node_id} would get"
-                )
+                raise InvalidNodeError(f"another node has these {len(whole)} tokens already")
             added = (Piece(segment.segment_id, 0, segment.num_tokens) for segment in segments)
             longer = replace(
                 node,
@@ -291,9 +289,7 @@ class DeltaTree(TreeReader):
                 self._storage.write(self._unwritten, self._due_uses())
                 self._unwritten.clear()
             except StoreError as exc:
-                log.warning(
-                    "use counters of %d nodes were not stored; serving goes on: %s", len(self._used), exc
-                )
+                log.warning("use counters of %d nodes were not stored: %s", len(self._used), exc)
         self._used.clear()
 
     def _due_uses(self) -> list[Node]:

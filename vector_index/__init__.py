@@ -1,8 +1,8 @@
 """
-Which earlier prompts may share KV with a new one: token prefixes, fingerprints and meaning.
+Which earlier prompts may share KV with a new one: found by token prefix, fingerprints and embedding.
 
-`Nominator` is the front door. The backends and the embedder drag in heavy libraries and are
-imported when they are first named, so importing this package stays fast.
+`Nominator` is the class to start from. The backends and the embedder load heavy libraries, so they are
+imported when they are first used.
 """
 
 from importlib import import_module

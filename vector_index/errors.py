@@ -3,12 +3,12 @@ What can go wrong in the index, as one tree:
 
     VectorIndexError
     |-- IndexUnavailableError   the backend cannot answer: closed, unreachable, damaged, in use
-    |   `-- IndexPausedError    it takes no writes for now, and goes on by itself
+    |   `-- IndexPausedError    it takes no writes for now; it resumes by itself
     |-- IndexSchemaError        the stored index was built with other settings; rebuild it
     `-- EmbedderError           the text embedder cannot be loaded or cannot embed
 
-Foreign exceptions become one of these in the file that imports the foreign library. None of
-them reaches a request: the nominator turns them into `Failure` values.
+Exceptions of other libraries become one of these in the file that imports the library. None of them reaches a
+request: the nominator turns them into `Failure` values.
 """
 
 
@@ -21,7 +21,7 @@ class IndexUnavailableError(VectorIndexError):
 
 
 class IndexPausedError(IndexUnavailableError):
-    """Nothing may be written for now, as the disk is nearly full; nothing was written."""
+    """The index is not written for now: the disk is nearly full, or the index is being optimised."""
 
 
 class IndexSchemaError(VectorIndexError):

@@ -1,9 +1,9 @@
 """
-Token fingerprints by winnowing: which passages a prompt is made of, in a few hundred numbers.
+Token fingerprints by winnowing: a few hundred numbers that tell which passages a prompt has.
 
-Every k-gram of token ids is hashed and the minimum of each window of w consecutive hashes is kept.
-Two prompts that share a passage share its windows, and so their minima. Meaning plays no part,
-which is why this finds templates, retrieved chunks and shifted chats. Nothing here knows Qdrant.
+Every k-gram of token ids is hashed, and the minimum of each window of w consecutive hashes is a fingerprint.
+Two prompts that share a passage share its windows, and so their minima. Only equal tokens count, at any
+position: this finds templates, retrieved chunks and shifted chats. This file knows no backend.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-# Odd 64-bit constants (splitmix64, murmur3), fixed for ever: the hashes are stored on disk.
+# Odd 64-bit constants (splitmix64, murmur3). They must never change: the hashes are stored on disk.
 _TOKEN_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _BASE = np.uint64(0xBF58476D1CE4E5B9)
 _FINAL_FACTOR = np.uint64(0xFF51AFD7ED558CCD)
@@ -29,11 +29,11 @@ def fingerprints(
     The winnowed fingerprints of a prompt, sorted and unique; the same in every process.
 
     Any two prompts with a common stretch of at least `kgram + window - 1` tokens share at least
-    one fingerprint. About `2 / (window + 1)` fingerprints come out per token.
+    one fingerprint. There are about `2 / (window + 1)` fingerprints per token.
 
     Shapes:  token_ids (T,) -> (F,) uint32; empty below kgram tokens, at least one from there on
-    Cap:     with `max_fingerprints` only the smallest hashes stay, the same choice in every
-             prompt; above the cap the guarantee turns into a likelihood
+    Limit:   of more than `max_fingerprints` the smallest hashes are taken, by the same rule in every
+             prompt; then a common stretch is found only with some probability
     Raises:  ValueError if kgram, window or max_fingerprints is below 1
     Source:  Schleimer, Wilkerson, Aiken: Winnowing, SIGMOD 2003
     """
@@ -45,13 +45,13 @@ def fingerprints(
         return np.empty(0, dtype=np.uint32)
     hashes = _kgram_hashes(np.asarray(token_ids), kgram)
     minima = _sliding_minima(hashes, min(window, len(hashes)))
-    # Neighbours share their minimum more often than not: what is left to sort is a fifth.
+    # Neighbouring windows mostly have the same minimum: without repeats only a fifth is left to sort.
     prints = _without_repeats(np.sort(_without_repeats(minima)))
     return prints[:max_fingerprints]
 
 
 def _without_repeats(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Of neighbours that are equal only the first."""
+    """The values without those that equal the value before them."""
     is_first = np.ones(len(values), dtype=np.bool_)
     np.not_equal(values[1:], values[:-1], out=is_first[1:])
     return values[is_first]
@@ -59,10 +59,10 @@ def _without_repeats(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 def bind(prints: NDArray[np.uint32], namespace: str) -> NDArray[np.uint32]:
     """
-    The same fingerprints in a namespace's own numbering, sorted; a bijection per namespace.
+    The same fingerprints, mapped by a bijection that differs per namespace, sorted.
 
-    Without it a passage that many namespaces contain (a public system prompt) would have one
-    posting list over all of them, and a search in one namespace would walk everybody's postings.
+    Without it a passage in many namespaces (a public system prompt) would have one posting list for all of
+    them, and a search in one namespace would read the postings of all.
     """
     digest = hashlib.blake2b(namespace.encode(), digest_size=4, person=b"kvshare.prints").digest()
     return np.sort(prints ^ np.uint32(int.from_bytes(digest, "little")))
@@ -77,7 +77,7 @@ def _kgram_hashes(token_ids: NDArray[np.int32], kgram: int) -> NDArray[np.uint32
     for offset in range(1, kgram):  # Horner's rule, all positions at once; wraps modulo 2**64
         hashes *= _BASE
         hashes += mixed[offset : offset + num_grams]
-    # A polynomial's low bits are weak; one multiply-xor round makes the minimum a fair draw.
+    # The low bits of a polynomial hash are weak; after one multiply-xor round the minimum is uniform.
     hashes ^= hashes >> _HALF
     hashes *= _FINAL_FACTOR
     return (hashes >> _HALF).astype(np.uint32)

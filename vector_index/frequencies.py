@@ -1,17 +1,16 @@
 """
-How many stored prompts hold each fingerprint, so that no search walks a whole namespace.
+Counts how many stored prompts hold each fingerprint, so that no search reads a whole namespace.
 
-A system prompt that everybody shares puts its fingerprints into every prompt. Asking for them would
-cost time linear in the number of prompts, so two bounds hold:
+The fingerprints of a common system prompt are in every prompt. A search for them would take time linear in
+the number of prompts, so there are two limits:
 
-- a fingerprint that `max_holders` prompts hold already is not stored with another one: thousands
-  of donors of a passage are plenty. When one is forgotten, the next prompt takes its place;
-- a search asks for the rarest fingerprints first, until their postings use up a budget.
+- once `max_holders` prompts hold a fingerprint, it is not stored with further prompts: thousands of donors of
+  a passage are enough. When one of them is forgotten, the next new prompt takes its place;
+- a search queries the rarest fingerprints first, up to a budget of postings.
 
-The counts live in two tables of buckets (8 MB), not in a dictionary: a few bytes instead of a
-hundred per fingerprint. The smaller of a fingerprint's two buckets counts; neighbours in a bucket
-only make it look more common. What each prompt was counted for is kept, 4 bytes a fingerprint, so
-that forgetting the prompt takes back just that.
+The counts are in two hash tables (8 MB): a few bytes per fingerprint, where a dictionary takes a hundred. The
+smaller of a fingerprint's two buckets is its count; other fingerprints in a bucket can only make it too high.
+The fingerprints counted for each prompt are stored, too (4 bytes each), so that `remove` subtracts just those.
 """
 
 import numpy as np
@@ -32,7 +31,7 @@ class FingerprintFrequencies:
         self._held: dict[str, dict[int, bytes]] = {}
 
     def add(self, namespace: str, prompt_id: int, prints: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Count a prompt, instead of an earlier one of its id; returns those of `prints` it is to hold."""
+        """Count a prompt, replacing one with its id; returns those of `prints` to store with it."""
         self.remove(namespace, prompt_id)
         held = prints[self._num_holders(prints) < self._max_holders]
         for counts, buckets in zip(self._counts, _buckets(held), strict=True):
@@ -41,7 +40,7 @@ class FingerprintFrequencies:
         return held
 
     def remove(self, namespace: str, prompt_id: int) -> None:
-        """Take a prompt out of the counts; unknown ones are ignored."""
+        """Subtract a prompt from the counts; unknown ones are ignored."""
         held = self._held.get(namespace, {}).pop(prompt_id, None)
         if held is None:
             return
@@ -51,7 +50,7 @@ class FingerprintFrequencies:
             np.subtract.at(counts, buckets, 1)
 
     def held(self, namespace: str, prompt_id: int) -> NDArray[np.uint32] | None:
-        """What a prompt was counted for, as it was given; None for one that is not counted."""
+        """The fingerprints that `add` returned for a prompt; None for an unknown prompt."""
         held = self._held.get(namespace, {}).get(prompt_id)
         return None if held is None else np.frombuffer(held, np.uint32)
 
@@ -61,8 +60,8 @@ class FingerprintFrequencies:
         """
         The rarest of `prints`, as many as `max_postings` postings allow and at least `min_asked`.
 
-        Of more than `max_asked` an even choice, by place among the hashes. Those that nobody holds come in
-        only where nobody holds any: then the counts may not know what the index does.
+        Of more than `max_asked`, those that no prompt holds are left out, and then every n-th is taken in the
+        order of the hashes. If no prompt holds any, all stay: the index may have prompts of other processes.
         """
         counts = self._num_holders(prints)
         if len(prints) > max_asked and (is_held := counts > 0).any():
@@ -77,7 +76,7 @@ class FingerprintFrequencies:
         return chosen
 
     def _num_holders(self, prints: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """How many prompts hold each, or a few more."""
+        """How many prompts hold each fingerprint; the result may be too high, never too low."""
         first, second = _buckets(prints)
         holders: NDArray[np.uint32] = np.minimum(self._counts[0, first], self._counts[1, second])
         return holders

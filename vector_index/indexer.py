@@ -1,9 +1,9 @@
 """
-Putting prompts into the index and taking them out, off the critical path.
+Adds prompts to the index and removes them, off the critical path.
 
-The prefix table and the fingerprint frequencies live in this process and take every prompt at
-once; the backend and the embedder may be slow or broken, and then a prompt is found by prefix
-only. What a paused index misses waits in a backlog. Nothing here decides who may share with whom.
+The prefix table and the fingerprint frequencies are in this process's memory and updated at once. The backend
+and the embedder may be slow or fail; then a prompt is found by its prefix only. Changes that a paused index
+misses wait in a backlog. The caller decides by the namespace which prompts may share.
 """
 
 import asyncio
@@ -36,10 +36,10 @@ _CATCH_UP = 16  # prompts at once
 
 class Indexer:
     """
-    Keeps prefix table, frequencies and backend in step. Used from one event loop.
+    Updates prefix table, frequencies and backend together. Used from one event loop.
 
-    The index belongs to the caller, who opens and closes it. The prefix table and the fingerprint
-    frequencies are this process's: of prompts that others write only the index knows.
+    The caller opens and closes the index. The prefix table and the frequencies know only prompts that this
+    process added; the index may have others from other processes.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Indexer:
             )
             for part in _PARTS
         }
-        # A request's text does not wait for those that are being indexed.
+        # Two threads, so that a request's text does not wait for texts that are being indexed.
         self._threads = {
             part: ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"kvshare-{name}")
             for part, name in (("embedding", "embed"), ("index embedding", "embed-index"))
@@ -83,7 +83,7 @@ class Indexer:
         token_ids: NDArray[np.int32],
         prompt_text: PromptText | None = None,
     ) -> tuple[Failure, ...]:
-        """Index one prompt, after its response; what failed is returned and logged, not raised."""
+        """Index one prompt, after its response; failures are returned and logged, not raised."""
         return await self.remember_all([PromptRecord(prompt_id, namespace, token_ids, prompt_text)])
 
     async def remember_all(
@@ -93,15 +93,15 @@ class Indexer:
         failures: list[Failure] = []
         for batch in _batches(records, batch_size):
             failures += await self._remember_batch(batch)
-            await asyncio.sleep(0)  # the event loop gets its turns
+            await asyncio.sleep(0)  # lets other tasks run
         return _logged("remember", failures)
 
     async def forget(self, namespace: str, prompt_ids: Sequence[int]) -> tuple[Failure, ...]:
         """
-        Take prompts of a namespace out of everything; failures are returned and logged.
+        Remove prompts of a namespace from all parts of the index; failures are returned and logged.
 
-        Where the backend fails, its stale points go on being nominated. They are harmless: the caller
-        finds no such prompt and moves on.
+        If the backend fails, its stale points may still be nominated. The caller looks each candidate up
+        in the tree and ignores those that it does not find.
         """
         if not prompt_ids:
             return ()
@@ -112,9 +112,9 @@ class Indexer:
 
     async def catch_up(self) -> None:
         """
-        Write what a paused index missed, if it is paused no longer: to be called every few seconds.
+        If the index is no longer paused, write what it missed. Call this every few seconds.
 
-        Raises:  VectorIndexError if the index cannot be opened now that it could be
+        Raises:  VectorIndexError if the index cannot be opened
         """
         await self._index.resume()
         if not self._backlog or self._index.why_paused() is not None:
@@ -124,16 +124,21 @@ class Indexer:
             _logged("forget", await self._delete(namespace, list(prompt_ids)))
         num_added = 0
         while missed.records:
-            # A few at a time, so that the prompts forgotten meanwhile are not added.
+            # A few at a time: prompts that are forgotten meanwhile are not added.
             some = [missed.records.pop(prompt_id) for prompt_id in list(missed.records)[:_CATCH_UP]]
             wanted = [one for one in some if self._prefix_table.contains(one.namespace, one.prompt_id)]
             num_added += 0 if await self.remember_all(wanted, _CATCH_UP) else len(wanted)
         if num_added or missed.num_dropped:
             lost = missed.num_dropped
-            log.info("the index got %d prompts that it had missed; %d are lost to it", num_added, lost)
+            log.info(
+                "the index has caught up: %d prompts were added. %d were too many to wait and are found by "
+                "equal prefixes only",
+                num_added,
+                lost,
+            )
 
     def close(self) -> None:
-        """Let the embedding threads go; the index stays open."""
+        """End the embedding threads; the index stays open."""
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -179,19 +184,19 @@ class Indexer:
             self._put_off(batch)
             return []
         if failed:
-            for entry in entries:  # what nobody holds must not count as common
+            for entry in entries:  # fingerprints that were not stored must not be counted
                 self._frequencies.remove(entry.namespace, entry.prompt_id)
         return failures + failed
 
     def _enter(self, record: PromptRecord) -> Entry:
-        """Take a prompt into prefix table and frequencies; the entry lacks its embedding."""
+        """Add a prompt to prefix table and frequencies; returns its index entry without embedding."""
         namespace, prompt_id = record.namespace, record.prompt_id
         self._prefix_table.add(namespace, prompt_id, record.token_ids)
         prints = self._fingerprints(namespace, record.token_ids)
         return Entry(prompt_id, namespace, self._frequencies.add(namespace, prompt_id, prints))
 
     def _put_off(self, records: list[PromptRecord]) -> None:
-        """Into the prefix table now, and into the index when it is paused no longer."""
+        """Add prompts to the prefix table now, and to the index once it is no longer paused."""
         for record in records:
             self._prefix_table.add(record.namespace, record.prompt_id, record.token_ids)
             self._frequencies.remove(record.namespace, record.prompt_id)
@@ -205,7 +210,7 @@ class Indexer:
             return []
 
     async def _write(self, call: Callable[[], Awaitable[None]]) -> list[Failure]:
-        """What failed. Raises IndexPausedError: it has been logged, and what is missed is made up for."""
+        """Call the backend; returns the failure if there was one. Raises IndexPausedError."""
         failed = await self.circuits["indexing"].attempt(call, timeout_s=self.settings.write_timeout_s)
         return [] if failed is None else [failed]
 

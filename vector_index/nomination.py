@@ -1,6 +1,4 @@
-"""
-The values that go into and come out of the nominator; no behaviour.
-"""
+"""The nominator's settings, inputs and results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,22 +19,22 @@ Source = Literal["prefix", "fingerprint", "meaning"]
 @dataclass(frozen=True, slots=True)
 class NominatorSettings:
     """
-    How hard to look, in tokens and seconds.
+    Limits of the searches. Units: tokens, seconds.
 
-    kgram, window         a common stretch of kgram + window - 1 tokens is found for sure
-    max_holders           prompts of a namespace stored with one fingerprint; later ones go without,
-                          so that what everybody shares costs no more than what thousands share
-    max_postings          what a search may cost: stored prompts walked through, summed over the
-                          fingerprints asked for (about 1.3 ns each); rare fingerprints go first
-    min_asked             fingerprints asked for even where all are common, and how many must be
-                          left uncovered for another search
-    max_asked             fingerprints asked for at once: the index answers while everybody waits. A longer
-                          prompt asks for an even choice of its own; what the hits leave is searched again
-    max_fingerprints      of a prompt of up to 8,192 tokens; a longer one keeps one for four tokens. About
-                          one for five comes out: only a crafted prompt is bounded
-    dense_min_uncovered   share of the prompt that prefix and fingerprints must have left open
-    max_distance          cosine, of embeddings
-    write_timeout_s       for indexing after the response; generous, an index may be optimising
+    kgram, window         a common stretch of kgram + window - 1 tokens is always found
+    max_holders           prompts of a namespace that are stored with one fingerprint; later prompts are
+                          stored without it, which bounds the cost of a fingerprint that all prompts share
+    max_postings          limit of a search's cost: the number of stored prompts read, summed over the queried
+                          fingerprints (about 1.3 ns each); rare fingerprints are queried first
+    min_asked             fingerprints queried even if all are common; and the least number of uncovered
+                          fingerprints for another search
+    max_asked             fingerprints per query, because the event loop waits for the answer. Of a longer
+                          prompt every n-th is queried; what the hits leave uncovered is searched again
+    max_fingerprints      of a prompt of up to 8,192 tokens; of a longer one, one per four tokens. Usual
+                          prompts have one per five tokens, so this limits crafted prompts only
+    dense_min_uncovered   least share of the prompt that prefix and fingerprints leave uncovered
+    max_distance          cosine distance of embeddings
+    write_timeout_s       for indexing after the response; long, because an index may be optimising
     """
 
     kgram: int = 8
@@ -58,7 +56,7 @@ class NominatorSettings:
     open_s: float = 30.0
 
     def max_fingerprints_of(self, num_tokens: int) -> int:
-        """The bound for a prompt of this length."""
+        """The limit for a prompt of this length."""
         return max(self.max_fingerprints, num_tokens // _TOKENS_PER_FINGERPRINT)
 
     def schema(self, embedder: TextEmbedder | None) -> IndexSchema:
@@ -75,10 +73,10 @@ class NominatorSettings:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """
-    A donor that was nominated and not yet looked at.
+    A donor that was nominated and not yet aligned.
 
     `score` estimates the share of the prompt's tokens that the donor has too, 0 to 1; it is 0 for
-    a candidate by meaning alone. `similarity` is the cosine similarity where meaning found it.
+    a candidate found by embedding alone. `similarity` is the cosine similarity if embedding found it.
     """
 
     prompt_id: int
@@ -90,7 +88,7 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Nomination:
     """
-    Candidates, best first, without repeats; what was slow or broken is in `failures`.
+    Candidates, best first, without repeats; `failures` has the searches that were too slow or failed.
 
     `num_prefix_tokens` is how many leading tokens the first prefix candidate shares at least.
     """
@@ -103,7 +101,7 @@ class Nomination:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptRecord:
-    """A prompt as the metadata store knows it. Shapes: token_ids (T,) int32."""
+    """A prompt to index. Shapes: token_ids (T,) int32."""
 
     prompt_id: int
     namespace: str

@@ -1,9 +1,9 @@
 """
-Donors by shared passages: few of them, that together cover as much of the prompt as can be.
+Finds a few donors that by their shared passages together cover as much of the prompt as possible.
 
-The prompts that share most are often alike (they all have the popular document), while the donor
-of a rare passage shares little else and stays behind them. So what the hits leave uncovered is
-searched for again, and hits are put in the order of a greedy cover.
+The prompts that share most are often alike (they all have the popular document) and would displace the donor
+of a rare passage, which shares little else. So fingerprints that the hits leave uncovered are searched again,
+and hits are sorted by greedy set cover.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ _MAX_SEARCHES = 3
 
 class PassageSearch:
     """
-    The search for donors of one prompt's passages: a few searches by fingerprints, each within the
-    budget of postings. What was found before one of them fails stays found.
+    The search for donors of one prompt's passages: up to three queries by fingerprints, each within the
+    budget of postings. If one fails, the results of those before it remain.
 
     Shapes:  prints (F,) uint32, sorted
     """
@@ -40,12 +40,12 @@ class PassageSearch:
         self._settings = settings
         self._namespace = namespace
         self._prints = prints
-        self._counts: dict[int, float] = {}  # per donor, of the prints that it holds
+        self._counts: dict[int, float] = {}  # per donor: how many of the prints it holds
         self._holds = np.zeros((0, len(prints)), dtype=np.bool_)  # (donors, F)
 
     async def run(self, *, deadline: float) -> None:
         """
-        Search until little is left uncovered, at most three times, and not again after the deadline.
+        Query until little is left uncovered, at most three times, and not after the deadline.
 
         Units:   deadline in seconds of the event loop's clock
         Raises:  IndexUnavailableError as the index does
@@ -63,7 +63,7 @@ class PassageSearch:
             new = [hit for hit in found if hit.prompt_id not in self._counts]
             self._add(new)
             left, enough = self._prints[~self._holds.any(axis=0)], self._settings.min_asked
-            if not new:  # the rare ones led to nobody: the common ones are left to ask for
+            if not new:  # the rare fingerprints found no donor: query the others
                 left, enough = np.setdiff1d(left, asked, assume_unique=True), 1
             if len(left) < enough or asyncio.get_running_loop().time() >= deadline:
                 break
@@ -76,7 +76,7 @@ class PassageSearch:
 
     def ranked(self) -> list[Hit]:
         """
-        The donors found so far in the order of usefulness: each adds most to those before it.
+        The donors found so far; each covers the most fingerprints that those before it do not.
 
         Their score is the share of the prints that they hold, 0 to 1.
         """
@@ -92,22 +92,22 @@ class PassageSearch:
         for row, hit in zip(rows, hits, strict=True):
             held = self._frequencies.held(self._namespace, hit.prompt_id)
             if held is not None:
-                # prints are sorted: ten times as quick as np.isin
+                # prints are sorted, so this is ten times as fast as np.isin
                 places = np.minimum(np.searchsorted(self._prints, held), len(self._prints) - 1)
                 row[places[self._prints[places] == held]] = True
-            # Of another process's prompt only the index knows how many it shares, and nobody which.
+            # Of another process's prompt the index knows only how many it shares, not which ones.
             self._counts[hit.prompt_id] = hit.score if held is None else float(row.sum())
         self._holds = np.concatenate([self._holds, rows])
 
 
 def _cover_order(holds: NDArray[np.bool_], counts: Sequence[float]) -> list[int]:
-    """Greedy set cover; those that add nothing follow by what they share."""
+    """Indices of the donors by greedy set cover; those that add nothing follow, sorted by count."""
     rest = sorted(range(len(counts)), key=lambda i: -counts[i])
     uncovered = np.ones(holds.shape[1], dtype=np.bool_)
     order = []
     while rest:
         gains = holds[rest][:, uncovered].sum(axis=1)
-        best = int(gains.argmax())  # the first of equals: the one that shares most
+        best = int(gains.argmax())  # of equals the first, which shares most
         if gains[best] == 0:
             break
         uncovered &= ~holds[rest[best]]

@@ -1,14 +1,13 @@
 """
-Which stored prompts start with the same tokens: an exact lookup in microseconds.
+Finds the stored prompts that start with the same tokens, in microseconds.
 
-A prompt is cut into whole blocks of tokens and each block becomes an 8-byte digest. Digests laid
-end to end are compared from the front, so the longest common prefix of a query with any stored
-prompt stands next to the query in sorted order: one sorted list of byte strings per namespace
-replaces a dictionary entry per block (8 bytes a block instead of about 130).
+A prompt is cut into whole blocks of tokens, and each block is hashed to an 8-byte digest. A prompt's key is
+all its digests in order. In the sorted list of a namespace's keys, the key with the longest common prefix is
+next to where the query would be inserted. This takes 8 bytes per block; a dictionary would take about 130.
 
     key = digest(block 0) | digest(block 1) | ... | prompt id, 8 bytes each
 
-It knows digests only. The caller compares token ids and extends a match past its last whole block.
+The caller compares the token ids, and extends a match past its last whole block.
 """
 
 import hashlib
@@ -32,8 +31,8 @@ class PrefixHit:
 
 
 @dataclass(slots=True)
-class _Shelf:
-    """One namespace: its keys in sorted order, and each prompt's key for removal."""
+class _NamespaceKeys:
+    """The sorted keys of one namespace, and each prompt's key for removal."""
 
     keys: list[bytes] = field(default_factory=list)
     key_of: dict[int, bytes] = field(default_factory=dict)
@@ -47,22 +46,22 @@ class PrefixTable:
             raise ValueError(f"block_size {block_size} and max_hits {max_hits} must be >= 1")
         self.block_size = block_size
         self._max_hits = max_hits
-        self._shelves: dict[str, _Shelf] = {}
+        self._namespaces: dict[str, _NamespaceKeys] = {}
 
     def add(self, namespace: str, prompt_id: int, token_ids: NDArray[np.int32]) -> None:
         """Store a prompt, replacing one of the same id."""
         key = self._digests(namespace, token_ids) + prompt_id.to_bytes(_DIGEST_BYTES, "big")
-        shelf = self._shelves.setdefault(namespace, _Shelf())
-        _take_out(shelf, prompt_id)
-        insort(shelf.keys, key)
-        shelf.key_of[prompt_id] = key
+        stored = self._namespaces.setdefault(namespace, _NamespaceKeys())
+        _remove(stored, prompt_id)
+        insort(stored.keys, key)
+        stored.key_of[prompt_id] = key
 
     def remove(self, namespace: str, prompt_id: int) -> None:
         """Forget a prompt; others with the same blocks stay. Unknown ones are ignored."""
-        if (shelf := self._shelves.get(namespace)) is not None:
-            _take_out(shelf, prompt_id)
-            if not shelf.keys:
-                del self._shelves[namespace]
+        if (stored := self._namespaces.get(namespace)) is not None:
+            _remove(stored, prompt_id)
+            if not stored.keys:
+                del self._namespaces[namespace]
 
     def longest(self, namespace: str, token_ids: NDArray[np.int32]) -> PrefixHit | None:
         """
@@ -71,32 +70,32 @@ class PrefixTable:
         At most `max_hits` of them, newest (highest) ids among their neighbours first; None if not
         even the first block is known.
         """
-        shelf = self._shelves.get(namespace)
-        if shelf is None or len(token_ids) < self.block_size:
+        stored = self._namespaces.get(namespace)
+        if stored is None or len(token_ids) < self.block_size:
             return None
-        # Digested as far as somebody follows: most misses are decided by the first block, and a long
-        # prompt seldom goes along with another one to its end.
+        # Digests are computed only as far as a stored prompt matches. Most misses are decided by the first
+        # block, and a long prompt seldom matches another one to its end.
         wanted, num_blocks = b"", 1
         while len(token_ids) >= (start := len(wanted) // _DIGEST_BYTES * self.block_size) + self.block_size:
             wanted += self._digests(namespace, token_ids[start : start + num_blocks * self.block_size])
-            if not _has_prefix(shelf.keys, wanted):
+            if not _has_prefix(stored.keys, wanted):
                 break
             num_blocks = 64
-        return self._nearest(shelf.keys, wanted)
+        return self._nearest(stored.keys, wanted)
 
     def shares(self, namespace: str, prompt_id: int, hit: PrefixHit) -> bool:
-        """Whether a stored prompt starts with the very prefix that `longest` has found."""
-        shelf = self._shelves.get(namespace)
-        key = shelf.key_of.get(prompt_id) if shelf else None
+        """Whether a stored prompt starts with the prefix that `longest` has found."""
+        stored = self._namespaces.get(namespace)
+        key = stored.key_of.get(prompt_id) if stored else None
         return key is not None and key.startswith(hit.digests)
 
     def contains(self, namespace: str, prompt_id: int) -> bool:
         """Whether the namespace holds this prompt."""
-        shelf = self._shelves.get(namespace)
-        return shelf is not None and prompt_id in shelf.key_of
+        stored = self._namespaces.get(namespace)
+        return stored is not None and prompt_id in stored.key_of
 
     def _digests(self, namespace: str, token_ids: NDArray[np.int32]) -> bytes:
-        """The whole blocks' digests end to end, in a domain of this namespace's own."""
+        """The digests of all whole blocks in order, salted with the namespace."""
         tokens = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
         step = self.block_size * _TOKEN_BYTES
         salt = hashlib.blake2b(namespace.encode(), digest_size=hashlib.blake2b.SALT_SIZE).digest()
@@ -126,9 +125,9 @@ class PrefixTable:
         )
 
 
-def _take_out(shelf: _Shelf, prompt_id: int) -> None:
-    if (key := shelf.key_of.pop(prompt_id, None)) is not None:
-        del shelf.keys[bisect_left(shelf.keys, key)]
+def _remove(stored: _NamespaceKeys, prompt_id: int) -> None:
+    if (key := stored.key_of.pop(prompt_id, None)) is not None:
+        del stored.keys[bisect_left(stored.keys, key)]
 
 
 def _has_prefix(keys: list[bytes], prefix: bytes) -> bool:

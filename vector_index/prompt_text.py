@@ -1,8 +1,8 @@
 """
-A prompt's text as the embedder should see it: short windows on what distinguishes the prompt.
+Selects which parts of a prompt's text are embedded.
 
-Small embedding models read a few hundred tokens. The first few hundred of a prompt are often a
-system prompt that everybody shares, so the last user turn and the body's ends are read instead.
+Small embedding models read a few hundred tokens, and the first few hundred of a prompt are often a common
+system prompt. So the last user turn and the start and end of the body are embedded instead.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ WINDOW_CHARS = 1000  # about the 256 tokens that MiniLM reads, in English
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """The text that distinguishes a prompt; the caller leaves the shared system prompt out."""
+    """The text of a prompt without its system prompt."""
 
     last_user_turn: str
     body: str
@@ -30,7 +30,7 @@ class TextEmbedder(Protocol):
 
     @property
     def name(self) -> str:
-        """What the index is stamped with: equal names give equal vectors."""
+        """Part of the index's schema: equal names give equal vectors."""
 
     @property
     def dimension(self) -> int:
@@ -44,8 +44,8 @@ def windows(prompt: PromptText) -> tuple[str, ...]:
     """
     Up to three different windows: the last user turn, the body's head and the body's tail.
 
-    A body that fits one window gives one, and a body that is the user turn alone gives none of
-    its own; a prompt without text gives no window at all.
+    Equal windows count once: a body that fits one window gives one, and a body that is only the user turn
+    gives none. A prompt without text has no windows.
     """
     parts = (prompt.last_user_turn[:WINDOW_CHARS], prompt.body[:WINDOW_CHARS], prompt.body[-WINDOW_CHARS:])
     stripped = (part.strip() for part in parts)
@@ -54,7 +54,7 @@ def windows(prompt: PromptText) -> tuple[str, ...]:
 
 def embed_prompts(embedder: TextEmbedder, prompts: Sequence[PromptText]) -> list[NDArray[np.float32] | None]:
     """
-    One unit vector (D,) per prompt: the mean of its windows' vectors; None for a textless prompt.
+    One unit vector (D,) per prompt: the mean of its windows' vectors; None for a prompt without text.
 
     Raises:  EmbedderError, also when the embedder returns another shape or NaN
     """
@@ -65,7 +65,8 @@ def embed_prompts(embedder: TextEmbedder, prompts: Sequence[PromptText]) -> list
     vectors = embedder.embed(texts)
     if vectors.shape != (len(texts), embedder.dimension) or not np.isfinite(vectors).all():
         raise EmbedderError(
-            f"embeddings of shape {vectors.shape} or not finite, wanted ({len(texts)}, {embedder.dimension})"
+            f"embeddings have shape {vectors.shape} or are not finite, "
+            f"expected ({len(texts)}, {embedder.dimension})"
         )
     per_prompt = np.split(vectors, np.cumsum([len(prompt_windows) for prompt_windows in cut])[:-1])
     return [_unit_mean(own) if len(own) else None for own in per_prompt]

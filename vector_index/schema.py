@@ -1,6 +1,8 @@
 """
-What an index was built with, stamped beside it: other fingerprints or another embedder make
-every stored vector meaningless, so an index with another stamp is rebuilt, never read.
+The settings that an index was built with. They are written beside it as a stamp.
+
+With other fingerprints or another embedder the stored vectors are useless: an index with another stamp is
+rebuilt, not read.
 """
 
 import json
@@ -16,9 +18,7 @@ SCHEMA_VERSION = 1
 @dataclass(frozen=True, slots=True)
 class IndexSchema:
     """
-    What a stored index was built with.
-
-    `dimension` 0 means: no embeddings, fingerprints only.
+    The settings that a stored index was built with. `dimension` 0 means fingerprints only, no embeddings.
     """
 
     kgram: int
@@ -39,21 +39,21 @@ class IndexSchema:
         Raises:  IndexSchemaError, naming the first field that differs, or the missing stamp
         """
         if not isinstance(found, dict):
-            raise IndexSchemaError("the index carries no schema stamp")
+            raise IndexSchemaError("the index has no schema stamp; rebuild it")
         for name, value in self.as_stamp().items():
             if found.get(name) != value:
-                raise IndexSchemaError(f"the index has {name} {found.get(name)!r}, wanted {value!r}")
+                raise IndexSchemaError(f"the index has {name} {found.get(name)!r}, expected {value!r}")
 
 
 def write_stamp(path: Path, schema: IndexSchema) -> None:
-    """Write a schema as JSON, whole or not at all."""
+    """Write a schema as JSON, atomically."""
     half_written = path.with_suffix(".tmp")
     half_written.write_text(json.dumps(schema.as_stamp()), encoding="utf-8")
     os.replace(half_written, path)
 
 
 def read_stamp(path: Path) -> object:
-    """A stamp as `write_stamp` left it; None if it is missing or not JSON."""
+    """The stamp that `write_stamp` wrote; None if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
