@@ -128,12 +128,12 @@ class _Layout:
             return None
         bounds = {donor.place: donor.most_in_order(self._min_run) for donor in donors}
         in_place = {donor.place: donor.num_in_place(rest.start) for donor in donors}
-        hopeful = sorted(
+        promising = sorted(
             (donor for donor in donors if bounds[donor.place]),
             key=lambda donor: (-bounds[donor.place], -in_place[donor.place], donor.place),
         )
         best: tuple[int, Donor, list[Match]] | None = None
-        for donor in hopeful[:_MAX_ALIGNED]:
+        for donor in promising[:_MAX_ALIGNED]:
             if best is not None and best[0] >= bounds[donor.place] * _GOOD_ENOUGH:
                 break
             runs = donor.in_order(rest)

@@ -1,9 +1,9 @@
 """
-Writes some layers of a model as a model of its own: a second opinion for the fidelity lab (docs/fidelity.md).
+Writes some layers of a model as a smaller model, a second one for the fidelity lab (docs/fidelity.md).
 
     .venv/bin/python scripts/cut_model.py FOLDER_OF_SMOLLM2 0-17,24-29 smollm2-24
 
-Without six layers of its deep middle SmolLM2 still writes sentences; its first 20 or 26 alone write none.
+SmolLM2 still writes sentences without layers 18 to 23. With only its first 20 or 26 layers it does not.
 """
 
 import shutil

@@ -1,9 +1,9 @@
 """
-What the demo model is shown in training, from easy to real, as batches of token ids.
+The demo model's training data, as batches of token ids in stages from easy to real.
 
-Repeated noise teaches copying; slot lines recited in another order teach to find a value by its label and
-field; questions about slot lines, then about whole forms, teach the task. Many questions stand behind one
-form as turns of a conversation, so that one reading of the form teaches many answers.
+Repeated noise teaches copying. Slot lines repeated in another order teach to find a value by its label and
+field. Questions about slot lines, then about whole forms, teach the task. Many questions follow one form as
+turns of a conversation, so that the form is read once for many answers.
 """
 
 import random
@@ -25,7 +25,7 @@ TEXT_PLACES_PER_ROW = 24
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is shown while training has come this far, and when it has come further."""
+    """The data of one stage of training, and when the next stage begins."""
 
     enough: float
     """The share of answer tokens that must be right before the next stage begins."""
@@ -36,7 +36,7 @@ class Stage:
     noise: float = 0.0
     """Share of batches that are repeated random tokens."""
     recitals: float = 0.0
-    """Share of batches that are slot lines said twice, in two orders."""
+    """Share of batches that are slot lines written twice, in two orders."""
     whole_forms: float = 0.0
     """Share of the other batches with complete forms; the rest have only slot lines."""
     min_records: int = 1
@@ -88,8 +88,8 @@ def noise(rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, length: int
     """
     Short runs of random tokens, then the same runs in another order.
 
-    Only finding the earlier run and copying on predicts the rest of a run. The order must change: at a fixed
-    distance the model would learn the distance and never look.
+    The rest of a run can be predicted only by finding the earlier run and copying it. The order must
+    change: at a fixed distance the model would learn the distance instead.
     """
     tokens = rng.sample(slot_tokens(tokenizer), length // 2)
     ids, answers, runs = list(tokens), [], []
@@ -153,7 +153,7 @@ def converse(
 
 
 def _slot_lines(rng: random.Random, sheet: Sheet) -> str:
-    """Only these, shuffled, so that nothing but the label tells records apart."""
+    """A sheet's slot lines only, shuffled, so that records differ by their labels alone."""
     lines = [sheet.line(slot) for slot in sheet.slots if slot.field != REMARK]
     rng.shuffle(lines)
     return "\n".join(lines)
@@ -180,7 +180,7 @@ def next_batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, stage: St
 
 
 def _pack(rng: random.Random, rows: list[Row], pad: int, num_text_places: int) -> Batch:
-    """The rows, padded to one width; of each so many random places of its text are learned too."""
+    """The rows, padded to one width; `num_text_places` random positions of each are learned, too."""
     width = max(len(row.ids) for row in rows)
     answers: list[int] = []
     text: list[int] = []

@@ -1,5 +1,5 @@
 """
-How often the demo model is right on forms it has not seen, as a JSON document.
+Measures how often the demo model answers correctly on forms it has not seen; prints JSON.
 
     .venv/bin/python scripts/evaluate_demo_model.py --questions 1100
 
@@ -29,7 +29,7 @@ HELD_OUT_SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the model said to one held-out question."""
+    """The model's answer to one held-out question."""
 
     question: Question
     num_records: int
@@ -68,7 +68,7 @@ def evaluate(folder: Path, count: int, *, seed: int = HELD_OUT_SEED) -> list[Out
 
 def summary(outcomes: list[Outcome]) -> dict[str, object]:
     """
-    Accuracy overall, by kind, by number of records, and for both together.
+    Accuracy overall, by kind, by number of records, and by both together.
 
     Raises:  ValueError if there are no outcomes
     """

@@ -3,8 +3,8 @@ Writes Mistral's Tekken tokenizer (131,072 tokens, many languages) as a folder t
 
     .venv/bin/python scripts/tekken_tokenizer.py FOLDER
 
-It comes with mistral_common, which `make test` installs beside vLLM: nothing is fetched. The bundled demo
-model's own tokenizer is English and small, and cuts other scripts into single bytes.
+The tokenizer is part of mistral_common, which `make test` installs with vLLM: nothing is downloaded. The
+bundled demo model's own tokenizer is small and English, and cuts other scripts into single bytes.
 """
 
 from importlib.resources import files

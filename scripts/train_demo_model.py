@@ -1,10 +1,10 @@
 """
-Trains the demo model from nothing, with the shipped tokenizer: 68 minutes on two cores.
+Trains the demo model from random weights, with the shipped tokenizer, in 68 minutes on two cores.
 
     .venv/bin/python scripts/train_demo_model.py --out DIR --minutes 68 --seed 1
 
-DIR gets a model that loads like the shipped one, and the log of the run. What is shown when is in
-demo_curriculum.py.
+DIR gets a model that loads like the shipped one, and the log of the run. demo_curriculum.py makes the
+training data.
 """
 
 import json
@@ -32,23 +32,23 @@ log = logging.getLogger(__name__)
 PEAK_RATE = 1.5e-3
 WARMUP_STEPS = 50
 DECAY_SHARE = 0.3
-"""Over this last share of the time the learning rate falls to nothing."""
+"""Over this last share of the time the learning rate falls to 0."""
 TEXT_WEIGHT = 0.05
 REPORT_EVERY = 20
 
 EMBEDDING_STD = 0.06
 CONSTANT = 0.36
-"""What every embedding holds in its first coordinate; it shifts all logits alike."""
+"""The first coordinate of every embedding; it shifts all logits equally."""
 SHARPNESS = 6.7
 """Length of the constant part of queries and keys, per frequency."""
 NUM_TURNED = 6
-"""How many rotations tell neighbours apart; only the fastest can."""
+"""How many of the fastest rotations are used to attend to a neighbouring token."""
 NUM_FAST = 10
-"""How many rotations are too fast for matching words over hundreds of tokens."""
+"""How many of the fastest rotations are not used to match words over hundreds of tokens."""
 MATCH = 6.0
 """How strongly equal words attract attention."""
 COPY = 8.0
-"""How loudly a copied word is said, compared with the last word of the prompt."""
+"""Weight of a copied word in the output, relative to the last word of the prompt."""
 
 
 def build_model() -> LlamaForCausalLM:
@@ -61,12 +61,12 @@ def build_model() -> LlamaForCausalLM:
 @torch.no_grad()
 def give_head_start(model: LlamaForCausalLM) -> None:
     """
-    Let the model begin as a copying machine; all weights stay free to change.
+    Initialise the model so that it copies repeated text; training may change all weights.
 
     Head h of the first layer attends to the token h + 1 places back and notes it in a subspace of its own.
-    Head h of the second layer looks for a place where the token h places back is noted there, so that all
-    heads look behind an earlier run of the same tokens, and copies what stands at that place. Learning this
-    from nothing took longer than all the rest.
+    Head h of the second layer looks for a position where the token h places back is noted, so that all heads
+    find the position after an earlier run of the same tokens, and copies the token there. Learning this from
+    random weights took longer than all the rest.
     """
     config: Any = model.config
     width, head_dim = config.hidden_size, config.head_dim
@@ -92,7 +92,7 @@ def give_head_start(model: LlamaForCausalLM) -> None:
 
 
 def _look_back(attention: LlamaAttention, config: Any) -> None:
-    """A constant coordinate gives all queries and keys one direction; the query's is turned."""
+    """Use the constant coordinate to give all queries and keys one direction, and rotate the query's."""
     half = config.head_dim // 2
     after_norm = CONSTANT / math.sqrt(EMBEDDING_STD**2 + CONSTANT**2 / config.hidden_size)
     scale = SHARPNESS / after_norm
@@ -114,7 +114,7 @@ def build_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
 
 
 def rate_at(step: int, *, share_left: float) -> float:
-    """Warm-up by steps, then flat, then a linear fall to nothing by time; `share_left` of it is left."""
+    """The learning rate: warm-up by steps, then constant, then linear to 0; `share_left` is the time left."""
     warm = min(1.0, (step + 1) / WARMUP_STEPS)
     return PEAK_RATE * warm * min(1.0, max(0.0, share_left / DECAY_SHARE))
 

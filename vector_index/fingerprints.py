@@ -1,5 +1,5 @@
 """
-Token fingerprints by winnowing: a few hundred numbers that tell which passages a prompt has.
+Token fingerprints by winnowing: a few hundred numbers that identify a prompt's passages.
 
 Every k-gram of token ids is hashed, and the minimum of each window of w consecutive hashes is a fingerprint.
 Two prompts that share a passage share its windows, and so their minima. Only equal tokens count, at any

@@ -10,7 +10,7 @@ the number of prompts, so there are two limits:
 
 The counts are in two hash tables (8 MB): a few bytes per fingerprint, where a dictionary takes a hundred. The
 smaller of a fingerprint's two buckets is its count; other fingerprints in a bucket can only make it too high.
-The fingerprints counted for each prompt are stored, too (4 bytes each), so that `remove` subtracts just those.
+The fingerprints counted for each prompt are stored, too (4 bytes each), so that `remove` subtracts them.
 """
 
 import numpy as np

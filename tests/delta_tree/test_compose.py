@@ -26,7 +26,7 @@ from tests.delta_tree.fake_prompts import NAMESPACE, segment, tokens
 
 
 @dataclass
-class Shelf:
+class StoredPrompts:
     """Stored prompts, and which token each stored position holds."""
 
     nodes: list[Node] = field(default_factory=list)
@@ -124,11 +124,11 @@ class Shelf:
         assert used == set(made.donors)
 
 
-def usable_ids(shelf: Shelf, node: Node, max_generation: int) -> list[int]:
+def usable_ids(prompts: StoredPrompts, node: Node, max_generation: int) -> list[int]:
     """The node's tokens, those without usable KV as -1."""
     return [
-        shelf.stored[piece.segment_id, piece.offset + i]
-        if shelf.segments[piece.segment_id].generation <= max_generation
+        prompts.stored[piece.segment_id, piece.offset + i]
+        if prompts.segments[piece.segment_id].generation <= max_generation
         else -1
         for piece in node.pieces
         for i in range(piece.length)
@@ -139,25 +139,25 @@ def usable_ids(shelf: Shelf, node: Node, max_generation: int) -> list[int]:
 @settings(max_examples=150)
 def test_compositions_against_brute_force(data: st.DataObject) -> None:
     """The exact prefix is the longest there is, and no gap holds a run that a donor could fill."""
-    shelf = Shelf()
+    prompts = StoredPrompts()
     for _ in range(data.draw(st.integers(0, 4))):
         generations = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
-        shelf.add(data.draw(tokens(25, 2, min_size=1)), generations)
+        prompts.add(data.draw(tokens(25, 2, min_size=1)), generations)
     target = data.draw(tokens(30, 2))
-    if bool(shelf.nodes) and data.draw(st.booleans()):
-        known = data.draw(st.sampled_from(shelf.nodes)).token_ids.tolist()
+    if bool(prompts.nodes) and data.draw(st.booleans()):
+        known = data.draw(st.sampled_from(prompts.nodes)).token_ids.tolist()
         target = known[: data.draw(st.integers(0, len(known)))] + target
     min_run = data.draw(st.integers(1, 6))
-    made = shelf.compose(target, min_run=min_run, max_donors=9, max_generation=1)
+    made = prompts.compose(target, min_run=min_run, max_donors=9, max_generation=1)
 
     def exact_prefix(node: Node) -> int:
         pairs = zip(node.token_ids.tolist()[: node.exact_length], target, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(node.exact_length, len(target)))
 
-    assert made.exact_length == max(map(exact_prefix, shelf.nodes), default=0)
+    assert made.exact_length == max(map(exact_prefix, prompts.nodes), default=0)
     known_runs = {
         tuple(ids[i : i + min_run])
-        for ids in (usable_ids(shelf, node, 1) for node in shelf.nodes)
+        for ids in (usable_ids(prompts, node, 1) for node in prompts.nodes)
         for i in range(len(ids) - min_run + 1)
     }
     for gap in made.gaps:
@@ -168,28 +168,28 @@ def test_compositions_against_brute_force(data: st.DataObject) -> None:
 @given(st.data())
 def test_what_must_not_move_is_laid_where_it_stood_and_nothing_of_that_is_missed(data: st.DataObject) -> None:
     """Against every donor, position by position."""
-    shelf = Shelf()
+    prompts = StoredPrompts()
     for _ in range(data.draw(st.integers(1, 4))):
-        shelf.add(data.draw(tokens(25, 2, min_size=1)))
+        prompts.add(data.draw(tokens(25, 2, min_size=1)))
     target = data.draw(tokens(30, 2))
     min_run = data.draw(st.integers(1, 6))
-    made = shelf.compose(target, min_run=min_run, max_donors=9, may_move=False)
+    made = prompts.compose(target, min_run=min_run, max_donors=9, may_move=False)
     assert all(copy.shift == 0 for copy in made.copies)
     for gap in made.gaps:
         for start in range(gap.start, gap.end - min_run + 1):
             wanted = target[start : start + min_run]
-            for node in shelf.nodes:
+            for node in prompts.nodes:
                 assert node.token_ids[start : start + min_run].tolist() != wanted
 
 
 @given(st.data())
 def test_composing_is_deterministic(data: st.DataObject) -> None:
     """The same prompt over the same candidates is composed the same way."""
-    shelf = Shelf()
+    prompts = StoredPrompts()
     for _ in range(3):
-        shelf.add(data.draw(tokens(25, 1, min_size=1)))
+        prompts.add(data.draw(tokens(25, 1, min_size=1)))
     target = data.draw(tokens(30, 1))
-    assert shelf.compose(target, min_run=3) == shelf.compose(target, min_run=3)
+    assert prompts.compose(target, min_run=3) == prompts.compose(target, min_run=3)
 
 
 DOCUMENTS = [list(range(start, start + 50)) for start in range(1000, 6000, 1000)]
@@ -198,19 +198,19 @@ SYSTEM = list(range(30))
 
 def test_a_known_prompt_is_one_exact_copy() -> None:
     """A prompt that is stored whole needs nothing computed."""
-    shelf = Shelf()
-    shelf.add(DOCUMENTS[0])
-    made = shelf.compose(DOCUMENTS[0])
+    prompts = StoredPrompts()
+    prompts.add(DOCUMENTS[0])
+    made = prompts.compose(DOCUMENTS[0])
     assert (made.exact_length, len(made.copies), made.gaps) == (50, 1, ())
 
 
 def test_a_form_leaves_its_slots_open() -> None:
     """Another filling of a form copies all but the slots, at the same positions."""
-    shelf = Shelf()
+    prompts = StoredPrompts()
     form = [*SYSTEM, 901, *DOCUMENTS[0], 902, *DOCUMENTS[1]]
-    shelf.add(form)
+    prompts.add(form)
     target = [*SYSTEM, 911, *DOCUMENTS[0], 912, *DOCUMENTS[1]]
-    made = shelf.compose(target)
+    made = prompts.compose(target)
     assert made.gaps == (Span(30, 31), Span(81, 82))
     assert {copy.shift for copy in made.copies} == {0}
     assert made.exact_length == 30
@@ -218,10 +218,10 @@ def test_a_form_leaves_its_slots_open() -> None:
 
 def test_documents_come_from_several_donors() -> None:
     """A RAG prompt takes each document from a donor that has it, wherever it stands there."""
-    shelf = Shelf()
-    shelf.add([*SYSTEM, *DOCUMENTS[0], *DOCUMENTS[1]])
-    shelf.add([*SYSTEM, *DOCUMENTS[2], *DOCUMENTS[3]])
-    made = shelf.compose([*SYSTEM, *DOCUMENTS[3], 7, *DOCUMENTS[1], *DOCUMENTS[2], *DOCUMENTS[0]])
+    prompts = StoredPrompts()
+    prompts.add([*SYSTEM, *DOCUMENTS[0], *DOCUMENTS[1]])
+    prompts.add([*SYSTEM, *DOCUMENTS[2], *DOCUMENTS[3]])
+    made = prompts.compose([*SYSTEM, *DOCUMENTS[3], 7, *DOCUMENTS[1], *DOCUMENTS[2], *DOCUMENTS[0]])
     assert made.gaps == (Span(80, 81),)
     assert made.donors == (NodeId(1), NodeId(2))
     assert made.reasons == ("used", "used")
@@ -229,28 +229,28 @@ def test_documents_come_from_several_donors() -> None:
 
 def test_only_so_many_donors_are_mixed() -> None:
     """Past `max_donors` a donor that could help is left out, and says why."""
-    shelf = Shelf()
+    prompts = StoredPrompts()
     for document in DOCUMENTS[:3]:
-        shelf.add([*SYSTEM, 900, *document])
+        prompts.add([*SYSTEM, 900, *document])
     target = [*SYSTEM, *DOCUMENTS[0], *DOCUMENTS[1], *DOCUMENTS[2]]
-    made = shelf.compose(target, max_donors=2)
+    made = prompts.compose(target, max_donors=2)
     assert made.reasons == ("used", "used", "max_donors")
     assert made.num_copied == 30 + 100
-    assert shelf.compose(target, max_donors=0).num_copied == 30
+    assert prompts.compose(target, max_donors=0).num_copied == 30
 
 
 def test_reasons_tell_why_a_candidate_was_not_used() -> None:
     """Each candidate's reason names what kept it out."""
-    shelf = Shelf()
-    shelf.add([*DOCUMENTS[0], *DOCUMENTS[1]])
-    shelf.add(DOCUMENTS[1])
-    shelf.add(DOCUMENTS[2])
-    shelf.add(DOCUMENTS[0], generations=[5])
-    missing = shelf.add(DOCUMENTS[0])
+    prompts = StoredPrompts()
+    prompts.add([*DOCUMENTS[0], *DOCUMENTS[1]])
+    prompts.add(DOCUMENTS[1])
+    prompts.add(DOCUMENTS[2])
+    prompts.add(DOCUMENTS[0], generations=[5])
+    missing = prompts.add(DOCUMENTS[0])
     for segment_id in missing.pieces.segment_ids:
-        del shelf.segments[segment_id]
-    shelf.add(DOCUMENTS[0], namespace="tenant-b")  # segments of another namespace than the node
-    made = shelf.compose([*DOCUMENTS[0], *DOCUMENTS[1]], max_generation=4)
+        del prompts.segments[segment_id]
+    prompts.add(DOCUMENTS[0], namespace="tenant-b")  # segments of another namespace than the node
+    made = prompts.compose([*DOCUMENTS[0], *DOCUMENTS[1]], max_generation=4)
     assert made.reasons == (
         "used",
         "nothing_left",
@@ -263,10 +263,10 @@ def test_reasons_tell_why_a_candidate_was_not_used() -> None:
 
 def test_without_approximate_copies_only_the_exact_prefix_is_used() -> None:
     """Where sharing must be exact, nothing after the first difference is copied."""
-    shelf = Shelf()
-    shelf.add([*SYSTEM, 1, *DOCUMENTS[0]])
-    shelf.add(DOCUMENTS[0])
-    made = shelf.compose([*SYSTEM, 2, *DOCUMENTS[0]], allow_approximate=False)
+    prompts = StoredPrompts()
+    prompts.add([*SYSTEM, 1, *DOCUMENTS[0]])
+    prompts.add(DOCUMENTS[0])
+    made = prompts.compose([*SYSTEM, 2, *DOCUMENTS[0]], allow_approximate=False)
     assert made.gaps == (Span(30, 81),)
     assert [copy.target for copy in made.copies] == [Span(0, 30)]
     assert made.reasons == ("used", "exact_only")
@@ -274,68 +274,68 @@ def test_without_approximate_copies_only_the_exact_prefix_is_used() -> None:
 
 def test_exactness_ends_where_the_donors_does() -> None:
     """Equal tokens beyond the donor's exact length are approximate copies."""
-    shelf = Shelf()
-    shelf.add([*DOCUMENTS[0], *DOCUMENTS[1]], generations=[0, 1])
-    made = shelf.compose([*DOCUMENTS[0], *DOCUMENTS[1]])
+    prompts = StoredPrompts()
+    prompts.add([*DOCUMENTS[0], *DOCUMENTS[1]], generations=[0, 1])
+    made = prompts.compose([*DOCUMENTS[0], *DOCUMENTS[1]])
     assert made.exact_length == 50
     assert [copy.target for copy in made.copies] == [Span(0, 50), Span(50, 100)]
 
 
 def test_the_exact_prefix_may_come_from_one_more_donor() -> None:
     """The longest exact prefix is taken although another donor fills the rest."""
-    shelf = Shelf()
-    shelf.add([*SYSTEM, 5, *DOCUMENTS[0]])
-    shelf.add([*SYSTEM, 6, *DOCUMENTS[4]])
-    made = shelf.compose([*SYSTEM, 6, 7, *DOCUMENTS[0]], max_donors=1)
+    prompts = StoredPrompts()
+    prompts.add([*SYSTEM, 5, *DOCUMENTS[0]])
+    prompts.add([*SYSTEM, 6, *DOCUMENTS[4]])
+    made = prompts.compose([*SYSTEM, 6, 7, *DOCUMENTS[0]], max_donors=1)
     assert (made.exact_length, made.gaps) == (31, (Span(31, 32),))
 
 
 def test_the_exact_prefix_comes_from_the_best_donor_if_it_has_it() -> None:
     """Of several holders of the exact prefix, the one that fills the rest gives it, too."""
-    shelf = Shelf()
-    shelf.add([*SYSTEM, 5, *DOCUMENTS[1]])
-    shelf.add([*SYSTEM, 6, *DOCUMENTS[0]])
-    assert shelf.compose([*SYSTEM, 7, *DOCUMENTS[0]]).donors == (NodeId(2),)
+    prompts = StoredPrompts()
+    prompts.add([*SYSTEM, 5, *DOCUMENTS[1]])
+    prompts.add([*SYSTEM, 6, *DOCUMENTS[0]])
+    assert prompts.compose([*SYSTEM, 7, *DOCUMENTS[0]]).donors == (NodeId(2),)
 
 
 def test_among_equal_runs_the_least_moved_is_taken() -> None:
     """Of two donors with the same text, the one that has it at the same position is used."""
-    shelf = Shelf()
-    shelf.add([*DOCUMENTS[4], *DOCUMENTS[0], *DOCUMENTS[1]])
-    shelf.add([*range(60, 90), *DOCUMENTS[2]])
-    shelf.add([*range(200, 210), *range(220, 240), *DOCUMENTS[2]])
-    shelf.add(DOCUMENTS[2])
-    made = shelf.compose([*range(400, 430), *DOCUMENTS[2], 5, *DOCUMENTS[0], *DOCUMENTS[1]])
+    prompts = StoredPrompts()
+    prompts.add([*DOCUMENTS[4], *DOCUMENTS[0], *DOCUMENTS[1]])
+    prompts.add([*range(60, 90), *DOCUMENTS[2]])
+    prompts.add([*range(200, 210), *range(220, 240), *DOCUMENTS[2]])
+    prompts.add(DOCUMENTS[2])
+    made = prompts.compose([*range(400, 430), *DOCUMENTS[2], 5, *DOCUMENTS[0], *DOCUMENTS[1]])
     filled = next(copy for copy in made.copies if copy.target_start == 30)
     assert (filled.donor, filled.shift) == (NodeId(2), 0)
 
 
 def test_among_equally_moved_runs_the_context_decides() -> None:
     """Of two donors with a text at the same place, the one with equal text before it is used."""
-    shelf = Shelf()
+    prompts = StoredPrompts()
     before = list(range(700, 708))
-    shelf.add([*DOCUMENTS[3][:22], *range(600, 608), *DOCUMENTS[0], 1])
-    shelf.add([*DOCUMENTS[4][:22], *before, *DOCUMENTS[0], 2])
-    shelf.add([*range(30), *range(800, 850), *DOCUMENTS[1], *DOCUMENTS[2]])
+    prompts.add([*DOCUMENTS[3][:22], *range(600, 608), *DOCUMENTS[0], 1])
+    prompts.add([*DOCUMENTS[4][:22], *before, *DOCUMENTS[0], 2])
+    prompts.add([*range(30), *range(800, 850), *DOCUMENTS[1], *DOCUMENTS[2]])
     target = [*range(22), *before, *DOCUMENTS[0], *DOCUMENTS[1], *DOCUMENTS[2]]
-    made = shelf.compose(target)
+    made = prompts.compose(target)
     assert next(copy.donor for copy in made.copies if copy.target.end == 80) == NodeId(2)
 
 
 def test_a_lower_generation_is_preferred() -> None:
     """Of two donors that are equal in all else, the fresher KV is used."""
-    shelf = Shelf()
-    shelf.add([9, *DOCUMENTS[0]], generations=[2])
-    shelf.add([9, *DOCUMENTS[0]], generations=[1])
-    shelf.add([*range(51), *DOCUMENTS[1], *DOCUMENTS[2]])
-    made = shelf.compose([8, *DOCUMENTS[0], *DOCUMENTS[1], *DOCUMENTS[2]])
+    prompts = StoredPrompts()
+    prompts.add([9, *DOCUMENTS[0]], generations=[2])
+    prompts.add([9, *DOCUMENTS[0]], generations=[1])
+    prompts.add([*range(51), *DOCUMENTS[1], *DOCUMENTS[2]])
+    made = prompts.compose([8, *DOCUMENTS[0], *DOCUMENTS[1], *DOCUMENTS[2]])
     assert next(copy.donor for copy in made.copies if copy.target_start == 1) == NodeId(2)
 
 
 def test_the_shift_is_measured_from_where_the_kv_was_computed() -> None:
     """A text that was itself moved into its donor is copied from, and counted from, its origin."""
-    shelf = Shelf()
-    origin = shelf.add([*SYSTEM, *DOCUMENTS[0]])
+    prompts = StoredPrompts()
+    origin = prompts.add([*SYSTEM, *DOCUMENTS[0]])
     (piece,) = origin.pieces
     moved = Node(
         node_id=NodeId(2),
@@ -349,21 +349,21 @@ def test_the_shift_is_measured_from_where_the_kv_was_computed() -> None:
         num_hits=0,
         pinned=False,
     )
-    shelf.nodes = [moved]
-    (copy,) = shelf.compose([1, 2, *DOCUMENTS[0]]).copies
+    prompts.nodes = [moved]
+    (copy,) = prompts.compose([1, 2, *DOCUMENTS[0]]).copies
     assert (copy.source_position, copy.target_start, copy.shift) == (30, 2, -28)
 
 
 @pytest.mark.parametrize("target", [[], [5], [5] * 300, [1, 2, 3] * 100, list(range(9000, 9300))])
 def test_adversarial_targets(target: list[int]) -> None:
     """Empty, tiny, constant, periodic and foreign prompts are composed without surprise."""
-    shelf = Shelf()
-    shelf.add([5] * 200)
-    shelf.add([2, 3, 1] * 90, generations=[0, 1, 2])
-    shelf.compose(target)
+    prompts = StoredPrompts()
+    prompts.add([5] * 200)
+    prompts.add([2, 3, 1] * 90, generations=[0, 1, 2])
+    prompts.compose(target)
 
 
 def test_min_run_of_a_composition_must_be_positive() -> None:
     """A run of no tokens is no run."""
     with pytest.raises(ValueError, match="min_run"):
-        Shelf().compose([1], min_run=0)
+        StoredPrompts().compose([1], min_run=0)

@@ -125,7 +125,7 @@ def test_a_hit_after_the_other_takes_no_memory() -> None:
 
 
 def test_room_of_one_replica_is_no_room_of_another() -> None:
-    """What leaves one ages those that share its room, and nobody else."""
+    """An eviction ages the namespaces that share its room, and no others."""
     order = EvictionOrder()
     for number, namespace in ((1, "a"), (2, "b")):
         order.give(node(number, namespace), 100)

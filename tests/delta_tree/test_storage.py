@@ -196,7 +196,7 @@ def test_a_damaged_store_of_version_1_is_left_as_it_is(old: Path) -> None:
 
 
 def test_a_store_of_version_2_is_read_and_written_anew(path: Path) -> None:
-    """What is exact stays so; of the rest nobody knows how far it is off, until it is computed again."""
+    """Exact nodes stay exact; the others have an unknown deviation until they are computed again."""
     write_earlier(path, 2)
     with DeltaTree.open(path, identity=IDENTITY, read_only=True) as tree:
         *whole, edited = tree.nodes()
@@ -494,7 +494,7 @@ def test_a_journal_is_set_aside_with_its_store(filled: Path) -> None:
 
 
 def test_a_store_in_use_is_not_set_aside(filled: Path) -> None:
-    """Neither is it moved under a running server, nor does anybody wait for the weights to be told so."""
+    """It is not moved under a running server, and the error comes before any weights are loaded."""
     with DeltaTree.open(filled, identity=IDENTITY):
         for refuse in (set_aside, check_unlocked):
             with pytest.raises(StoreLockedError):
@@ -503,7 +503,7 @@ def test_a_store_in_use_is_not_set_aside(filled: Path) -> None:
 
 
 @pytest.mark.parametrize("blob", [None, b"", b"no database" * 999])
-def test_a_store_that_nobody_has_open_is_unlocked(filled: Path, blob: bytes | None) -> None:
+def test_a_store_that_is_not_open_is_unlocked(filled: Path, blob: bytes | None) -> None:
     """In whatever state it is, it is left as it is."""
     if blob is not None:
         filled.write_bytes(blob)
@@ -515,7 +515,7 @@ def test_a_store_that_nobody_has_open_is_unlocked(filled: Path, blob: bytes | No
 
 
 def test_another_programs_file_is_told_apart(path: Path) -> None:
-    """Its own class of error, so that nobody moves it."""
+    """It has its own class of error, so that it is not moved away."""
     path.parent.mkdir()
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE theirs (a)")

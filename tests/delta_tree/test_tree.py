@@ -236,7 +236,7 @@ def test_what_gave_to_others_stays_longer(tree: DeltaTree) -> None:
         assert tree.next_to_evict(namespaces, without=order) is None
 
 
-def test_what_an_administrator_evicts_ages_nobody(tree: DeltaTree) -> None:
+def test_an_administrators_eviction_ages_no_node(tree: DeltaTree) -> None:
     """It did not leave for room."""
     good, better = (tree.insert(fresh_draft([i] * 10)).node.node_id for i in (1, 2))
     tree.touch(good, num_given=50)

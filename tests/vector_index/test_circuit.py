@@ -10,7 +10,7 @@ from vector_index.errors import IndexUnavailableError
 
 
 class Clock:
-    """A clock that goes on when told to."""
+    """A clock that the test moves on."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -83,8 +83,8 @@ def test_the_room_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
         DiskSpace(folder, 2**60).check()
 
 
-def test_it_is_told_once_when_the_floor_is_crossed(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
-    """One line down and one line up, and some more room than the floor before it goes on."""
+def test_crossing_the_threshold_is_logged_once(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    """One line when writing stops and one when it resumes, which needs more space than the threshold."""
     with caplog.at_level(logging.WARNING):
         for disk.free in (FLOOR, FLOOR - 1, 0, FLOOR, FLOOR + 1):
             disk.why_low()
@@ -138,7 +138,7 @@ async def test_an_index_is_opened_when_there_is_room(tmp_path: Path, schema: Ind
 async def test_optimising_waits_for_room_for_a_second_copy(
     tmp_path: Path, schema: IndexSchema, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The floor would be kept now, but not while segments are built: it is put off, and told once."""
+    """There is enough space now, but not while segments are built: it is put off and logged once."""
     index = QdrantEdgeIndex(schema, tmp_path, optimise_after=1)
     index.space = disk = Disk()
     await index.open()

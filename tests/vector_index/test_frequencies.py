@@ -46,7 +46,7 @@ def test_the_rarest_are_asked_first() -> None:
 
 
 def test_some_are_asked_even_where_all_are_common() -> None:
-    """A prompt made of common passages only still finds somebody who has them."""
+    """A prompt made of common passages only still finds a donor of them."""
     assert len(filled(100).rarest(COMMON, max_postings=1, min_asked=4, max_asked=2048)) == 4
 
 
@@ -104,7 +104,7 @@ def test_no_fingerprints_select_none() -> None:
 
 
 def test_strangers_do_not_make_a_fingerprint_common() -> None:
-    """Among 300,000 fingerprints of others in the buckets nobody's own is taken for common."""
+    """Among 300,000 other fingerprints in the buckets, a rare one is not counted as common."""
     frequencies = FingerprintFrequencies(max_holders=8)
     rng = np.random.default_rng(0)
     for prompt in range(3000):
@@ -114,7 +114,7 @@ def test_strangers_do_not_make_a_fingerprint_common() -> None:
 
 
 def test_no_holders_at_all_are_refused() -> None:
-    """A passage that nobody may hold could never be found."""
+    """A passage that no prompt may hold could never be found."""
     with pytest.raises(ValueError, match="max_holders 0"):
         FingerprintFrequencies(max_holders=0)
 
@@ -151,8 +151,8 @@ def test_the_counts_equal_a_dictionary(history: list[tuple[str, str, int, set[in
             held.pop(key, None)
 
 
-def test_a_long_prompt_asks_for_an_even_choice_of_what_somebody_holds() -> None:
-    """Of more fingerprints than are asked for at once, those that nobody holds are left out first."""
+def test_a_long_prompt_asks_for_an_even_choice_of_held_fingerprints() -> None:
+    """Of more fingerprints than are asked for at once, those that no prompt holds are left out first."""
     frequencies = FingerprintFrequencies(max_holders=100)
     frequencies.add("a", 1, prints(*range(0, 10_000, 10)))
     asked = frequencies.rarest(prints(*range(10_000)), **{**EVERYTHING, "max_asked": 100})

@@ -61,7 +61,7 @@ async def nominator(embedder: TopicEmbedder) -> AsyncIterator[Nominator]:
     await index.close()
 
 
-async def test_nothing_stored_nominates_nobody(nominator: Nominator) -> None:
+async def test_an_empty_index_nominates_nothing(nominator: Nominator) -> None:
     """An empty namespace is no failure; an empty prompt neither."""
     assert ids(await nominator.nominate("a", tokens(1), WEATHER, allow_dense=True)) == []
     assert ids(await nominator.nominate("a", tokens(1, 0), None, allow_dense=True)) == []
@@ -106,7 +106,7 @@ async def test_who_shares_prefix_and_rest_comes_first(nominator: Nominator) -> N
 async def test_a_system_prompt_after_a_changing_header_still_nominates(
     embedder: TopicEmbedder,
 ) -> None:
-    """Where everything shared is common to all, somebody who has it is nominated all the same."""
+    """Where everything shared is common to all, a prompt that has it is nominated all the same."""
     settings = NominatorSettings(max_postings=100, search_timeout_s=5)
     index = QdrantEdgeIndex(settings.schema(None))
     await index.open()
@@ -136,12 +136,12 @@ async def crowded() -> AsyncIterator[Nominator]:
 
 
 def with_system_prompt(seed: int) -> NDArray[np.int32]:
-    """A header of its own, what everybody shares, a question of its own."""
+    """A header of its own, a common system prompt, a question of its own."""
     return np.concatenate([tokens(1000 + seed, 40), tokens(0), tokens(2000 + seed, 100)])
 
 
-async def test_what_everybody_shares_is_stored_with_a_few(crowded: Nominator) -> None:
-    """Its donors are found among those few; what is rare is found with everybody who has it."""
+async def test_a_common_passage_is_stored_with_a_few_prompts(crowded: Nominator) -> None:
+    """Its donors are found among those few; a rare passage is found in every prompt that has it."""
     for n in range(30):
         await crowded.remember(n, "a", with_system_prompt(n))
     by_common = ids(await crowded.nominate("a", with_system_prompt(77), None, allow_dense=False))
@@ -152,7 +152,7 @@ async def test_what_everybody_shares_is_stored_with_a_few(crowded: Nominator) ->
 
 
 async def test_common_passages_are_found_behind_many_unknown_ones(crowded: Nominator) -> None:
-    """Fingerprints that nobody has are the rarest; they do not use up the search."""
+    """Fingerprints that no prompt has are the rarest; they do not use up the search."""
     for n in range(10):
         await crowded.remember(n, "a", with_system_prompt(n))
     query = np.concatenate([tokens(5, 2000), tokens(0), tokens(6, 2000)])
@@ -174,7 +174,7 @@ async def test_later_prompts_take_the_place_of_forgotten_holders(crowded: Nomina
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_every_known_passage_finds_somebody_who_has_it(crowded: Nominator, seed: int) -> None:
+async def test_every_known_passage_finds_a_donor(crowded: Nominator, seed: int) -> None:
     """However common: a prompt made of one known passage among new text nominates a donor of it."""
     rng = np.random.default_rng(seed)
     passages = [tokens(10_000 * seed + number, 60) for number in range(6)]
@@ -225,7 +225,7 @@ async def test_meaning_is_asked_only_where_it_can_pay(nominator: Nominator, embe
 
 
 async def test_far_meanings_are_not_nominated(nominator: Nominator) -> None:
-    """Beyond the distance nobody is nominated."""
+    """Beyond the distance nothing is nominated."""
     await nominator.remember(1, "a", tokens(1), SPORT)
     assert ids(await nominator.nominate("a", tokens(2), WEATHER, allow_dense=True)) == []
 
@@ -254,7 +254,7 @@ async def test_namespaces_do_not_see_each_other(nominator: Nominator) -> None:
 
 
 async def test_forgotten_prompts_are_not_nominated(nominator: Nominator) -> None:
-    """Forgetting prompts of a namespace removes them from every stage and nobody else."""
+    """Forgetting prompts of a namespace removes them from every stage, and no other prompt."""
     for prompt_id, namespace in ((1, "a"), (2, "a"), (3, "b")):
         await nominator.remember(prompt_id, namespace, tokens(1), WEATHER)
     assert await nominator.forget("a", [1, 3]) == ()

@@ -92,7 +92,7 @@ def test_removing_one_of_two_equal_prompts_keeps_the_other() -> None:
 
 
 def test_hits_are_few_when_many_share_the_prefix() -> None:
-    """A system prompt of everybody gives `max_hits` prompts, not all of them."""
+    """A common system prompt gives `max_hits` prompts, not all of them."""
     table = PrefixTable(4, max_hits=3)
     for prompt_id in range(50):
         table.add("a", prompt_id, tokens([7] * 8 + [prompt_id] * 4))

@@ -105,7 +105,7 @@ async def test_a_damaged_index_is_unavailable_and_can_be_recreated(
 
 
 async def test_a_missing_stamp_is_a_schema_error(tmp_path: Path, schema: IndexSchema) -> None:
-    """A shard whose origin nobody knows is not read."""
+    """A shard without a stamp is not read."""
     await filled(tmp_path, schema)
     (tmp_path / "schema.json").unlink()
     with pytest.raises(IndexSchemaError, match="no schema stamp"):
@@ -151,7 +151,7 @@ async def test_an_index_without_embedder_has_no_dense_vectors(tmp_path: Path) ->
 async def test_optimising_leaves_the_loop_free_and_loses_nothing(
     tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a child optimises, searches are unavailable and writes are put off at once: nobody waits."""
+    """While a child optimises, searches are unavailable and writes are put off at once and do not wait."""
     monkeypatch.setattr(edge_shard, "OPTIMISE", SLOWLY + edge_shard.OPTIMISE)
     index = QdrantEdgeIndex(schema, tmp_path, optimise_after=10)
     await index.open()
