@@ -1,4 +1,4 @@
-"""config.yaml -> one frozen `Settings` tree. Unknown keys are refused by their path."""
+"""Reads config.yaml into one frozen `Settings` tree. An unknown key is an error that names its path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Section(BaseModel):
 
 
 def _origin(origin: str) -> str:
-    """Raises ValueError for what no browser sends as an Origin."""
+    """Raises ValueError if no browser sends this text as an Origin."""
     parts = urlsplit(origin)
     is_origin = parts.scheme and parts.netloc and f"{parts.scheme}://{parts.netloc}".lower() == origin
     if origin != "*" and not is_origin:
@@ -42,7 +42,7 @@ class ServerSettings(_Section):
 
 
 class KeySettings(_Section):
-    """One API key: only its hash is kept. Keys of one tenant with scope "tenant" share KV."""
+    """One API key, by its hash. Keys of one tenant with scope "tenant" share KV."""
 
     name: str = Field(min_length=1)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -72,7 +72,7 @@ class EngineSettings(_Section):
 
 
 def _base_url(url: str) -> str:
-    """Raises ValueError with what is wrong about an address."""
+    """The address without a trailing slash. Raises ValueError that says what is wrong."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("expected an address like http://host:8000")
@@ -89,7 +89,7 @@ _BaseUrl = Annotated[str, AfterValidator(_base_url)]
 
 
 def _further(url: str, ports: int) -> str:
-    """The address so many ports further on the same host."""
+    """The address with a port number that is higher by `ports`."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
@@ -106,14 +106,14 @@ class ReplicaSettings(_Section):
 
     @property
     def control(self) -> str:
-        """Where the connector's control server is; of several ranks the first one's."""
+        """The address of the connector's control server; of the first rank if there are several."""
         return self.control_url if self.control_url is not None else _further(self.url, 1)
 
     @property
     def ranks(self) -> tuple[ReplicaSettings, ...]:
         """
-        Each data-parallel rank as a replica of its own, as KV does not travel between them: the ports of
-        their control servers count up.
+        Each data-parallel rank as a replica, as KV cannot move between ranks. The ports of their control
+        servers count up.
         """
         if self.data_parallel_size == 1:
             return (self,)
@@ -126,7 +126,7 @@ class ReplicaSettings(_Section):
 
     @property
     def label(self) -> str:
-        """What it is called in logs, metrics and namespaces."""
+        """Its name in logs, metrics and namespaces."""
         return self.name or urlsplit(self.url).netloc
 
 
@@ -192,21 +192,21 @@ class IndexSettings(_Section):
 
 
 class RuleSettings(_Section):
-    """One rewriting of prompts; see `kvshare.rules`. Rules act in the order in which they are listed."""
+    """One rule that rewrites prompts, see `kvshare.rules`. Rules are applied in the listed order."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")  # in headers, metrics and the log
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")  # shown in headers, metrics and logs
     match: Annotated[str, AfterValidator(checked_pattern)]
     roles: tuple[Literal["system", "user", "tool"], ...] = Field(
         default=("system", "user"), alias="in", strict=False, min_length=1
     )
     action: Literal["pin", "move"]
     value: str = Field(default="", pattern=r"^[^\r\n]*$")  # of pin: the text that replaces what matches
-    first: bool = False  # only the first line of a prompt that matches
+    first: bool = False  # apply to the first matching line only
 
     @model_validator(mode="after")
     def _check_value(self) -> Self:
         if self.action == "move" and self.value:
-            raise ValueError("expected no 'value' for the action move, which changes no text")
+            raise ValueError("expected no 'value' with the action move, which changes no text")
         return self
 
 
@@ -224,7 +224,7 @@ class LoggingSettings(_Section):
 
 
 class Settings(_Section):
-    """Every setting; config.yaml beside this file or at the repository's root holds the defaults."""
+    """Every setting. The defaults are in config.yaml, beside this file or at the repository's root."""
 
     server: ServerSettings
     auth: AuthSettings
@@ -240,7 +240,7 @@ class Settings(_Section):
     logging: LoggingSettings
 
 
-# Accepted for one release, and without effect: one prediction decides instead of them.
+# Accepted for one release, without effect: sharing.max_deviation replaces them.
 _REPLACED = {
     "sharing": ("max_generation", "min_saved_fraction", "max_relocated_fraction", "max_small_shift"),
 }
@@ -254,7 +254,7 @@ def default_config_path() -> Path:
 
 def load_settings(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> Settings:
     """
-    The defaults, overlaid by the file at `path`, then by `overrides` ("server.port" -> 8001).
+    The defaults, overridden by the file at `path`, then by `overrides` ("server.port" -> 8001).
 
     Raises:  ConfigError naming the key path, for unknown keys, wrong types and unreadable files
     """
@@ -291,7 +291,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _drop_replaced(changes: list[dict[str, Any]]) -> None:
-    """Take out what an earlier version had, with one warning for all of it."""
+    """Remove settings of an earlier version, with one warning for all of them."""
     found = [
         f"{section}.{key}"
         for change in changes
@@ -302,13 +302,13 @@ def _drop_replaced(changes: list[dict[str, Any]]) -> None:
     ]
     if found:
         log.warning(
-            "%s: not used any more, sharing.max_deviation decides. Remove it: the next release refuses it",
+            "%s: no longer used, sharing.max_deviation replaces it. Remove it: the next release rejects it",
             ", ".join(dict.fromkeys(found)),
         )
 
 
 def _overlay(tree: dict[str, Any], changes: Mapping[str, Any], *, at: str) -> None:
-    """Lay `changes` over `tree`, which holds every key there is."""
+    """Write `changes` into `tree`, which has every known key."""
     for key, value in changes.items():
         key_path = f"{at}{key}"
         if key not in tree:

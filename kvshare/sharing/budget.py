@@ -56,7 +56,7 @@ def check_pins(tree: DeltaTree, node_ids: Collection[NodeId], budgets: Collectio
         then = bytes_of(tree, pinned.union(node_ids), budget)
         if now < then and most < then:  # another budget may be over its limit: no reason to refuse
             raise RequestError(
-                f"node: {then:,} bytes of KV would be pinned, {now:,} are; the limit is {most:,}, half of "
+                f"node: {then:,} bytes of KV would be pinned, {now:,} are; at most {most:,} may be, half of "
                 "the memory for KV. Unpin other prompts, or give the server more memory (store.kv_bytes, or "
                 "`kvshare vllm --kv-bytes`)",
                 param="node",
