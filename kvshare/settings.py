@@ -10,7 +10,18 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from kvshare.errors import ConfigError
 from kvshare.rules.pattern import checked_pattern
@@ -34,9 +45,9 @@ def _origin(origin: str) -> str:
 class ServerSettings(_Section):
     host: str
     port: int = Field(ge=0, le=65535)
-    max_body_bytes: int = Field(gt=0)
-    keep_alive_s: float = Field(gt=0)
-    drain_s: float = Field(ge=0)
+    max_body_bytes: PositiveInt
+    keep_alive_s: PositiveFloat
+    drain_s: NonNegativeFloat
     admin_port: int | None = Field(ge=0, le=65535)
     cors_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(strict=False)
 
@@ -60,15 +71,15 @@ class ModelSettings(_Section):
     served_name: str | None
     device: str
     dtype: Literal["auto", "float32", "bfloat16"]
-    max_model_len: int | None = Field(gt=0)
+    max_model_len: PositiveInt | None
 
 
 class EngineSettings(_Section):
     kind: Literal["embedded", "vllm"]
-    max_running: int = Field(gt=0)
-    max_waiting: int = Field(ge=0)
-    prefill_chunk_tokens: int = Field(gt=0)
-    num_threads: int | None = Field(gt=0)
+    max_running: PositiveInt
+    max_waiting: NonNegativeInt
+    prefill_chunk_tokens: PositiveInt
+    num_threads: PositiveInt | None
 
 
 def _base_url(url: str) -> str:
@@ -132,43 +143,43 @@ class ReplicaSettings(_Section):
 
 class VllmSettings(_Section):
     replicas: tuple[ReplicaSettings, ...] = Field(strict=False)
-    connect_timeout_s: float = Field(gt=0)
-    read_timeout_s: float = Field(gt=0)
-    control_timeout_s: float = Field(gt=0)
-    journal_wait_s: float = Field(gt=0)
-    health_interval_s: float = Field(gt=0)
-    lost_after_s: float = Field(gt=0)
-    ticket_expiry_s: float = Field(gt=0)
-    max_inflight: int = Field(gt=0)
-    max_imbalance: int = Field(gt=0)
+    connect_timeout_s: PositiveFloat
+    read_timeout_s: PositiveFloat
+    control_timeout_s: PositiveFloat
+    journal_wait_s: PositiveFloat
+    health_interval_s: PositiveFloat
+    lost_after_s: PositiveFloat
+    ticket_expiry_s: PositiveFloat
+    max_inflight: PositiveInt
+    max_imbalance: PositiveInt
 
 
 class StoreSettings(_Section):
     path: str | None
-    kv_bytes: int = Field(ge=0)
+    kv_bytes: NonNegativeInt
     min_free_bytes: int = Field(ge=8 * 2**20)  # an empty index takes 3 MB, one write up to 1 MB
 
 
 class SharingSettings(_Section):
     mode: Literal["off", "exact", "approx"]
-    min_prompt_tokens: int = Field(ge=1)
-    min_run: int = Field(ge=1)
-    max_donors: int = Field(ge=1)
+    min_prompt_tokens: PositiveInt
+    min_run: PositiveInt
+    max_donors: PositiveInt
     max_deviation: float = Field(ge=0, allow_inf_nan=False)
     calibration: str | None
 
 
 class RepairSettings(_Section):
     rule: Literal["auto", "windows", "attention"]
-    edit_window: int = Field(ge=0)
-    relocated_head: int = Field(ge=0)
-    tail: int = Field(ge=1)
+    edit_window: NonNegativeInt
+    relocated_head: NonNegativeInt
+    tail: PositiveInt
     max_budget: float = Field(ge=0, le=1)
 
 
 class CostSettings(_Section):
-    prior_prefill_tokens_per_s: float = Field(gt=0)
-    prior_load_bytes_per_s: float = Field(gt=0)
+    prior_prefill_tokens_per_s: PositiveFloat
+    prior_load_bytes_per_s: PositiveFloat
     smoothing: float = Field(gt=0, le=1)
     min_saved_s: float
 
@@ -177,18 +188,18 @@ class IndexSettings(_Section):
     backend: Literal["edge", "server", "memory"]
     url: str | None
     collection: str = Field(min_length=1)
-    kgram: int = Field(ge=1)
-    window: int = Field(ge=1)
-    block_size: int = Field(ge=1)
-    max_candidates: int = Field(ge=1)
-    search_timeout_s: float = Field(gt=0)
+    kgram: PositiveInt
+    window: PositiveInt
+    block_size: PositiveInt
+    max_candidates: PositiveInt
+    search_timeout_s: PositiveFloat
     dense: bool
-    dense_min_tokens: int = Field(ge=0)
-    dense_min_prefill_s: float = Field(ge=0)
+    dense_min_tokens: NonNegativeInt
+    dense_min_prefill_s: NonNegativeFloat
     dense_min_uncovered: float = Field(ge=0, le=1)
     max_distance: float = Field(ge=0, le=2)
     embedder: str | None
-    embed_timeout_s: float = Field(gt=0)
+    embed_timeout_s: PositiveFloat
 
 
 class RuleSettings(_Section):

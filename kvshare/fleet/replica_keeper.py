@@ -8,7 +8,6 @@ and may be called from any thread except the event loop's.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -23,20 +22,18 @@ from delta_tree import (
     Span,
     token_ids,
 )
+from kvshare.errors import KVShareError
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
-from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.budget import Budget
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.telemetry import Component, EvictionCause, FallbackReason
+from kvshare.telemetry import EvictionCause
 from kvshare.vllm_protocol.messages import Finished, Prefilled
 
-log = logging.getLogger(__name__)
 
-
-class BadReportError(ValueError):
+class BadReportError(KVShareError):
     """The report of a connector does not fit the ticket."""
 
 
@@ -101,18 +98,15 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         self, request: RoutedRequest, report: Prefilled | Finished, write: Callable[[NodeDraft], Node | None]
     ) -> Node | None:
         """Pass the draft of a report to `write` and return its result; None if either fails."""
-        try:
+
+        def act() -> Node | None:
             draft = draft_of(request, report, node_of=self.tree.get)
-            if draft is not None:
-                with self._writing:
-                    return write(draft)
-        except (BadReportError, DeltaTreeError) as exc:
-            # A donor may have been evicted meanwhile. A wrong report is a bug in the connector.
-            self._note_refused(exc)
-        except Exception as exc:  # noqa: BLE001  logged, without its message
-            log.warning("a prompt is not stored: %s", classes_and_places(exc))
-            self.telemetry.fallback(Component.COMMIT, FallbackReason.ERROR)
-        return None
+            if draft is None:
+                return None
+            with self._writing:
+                return write(draft)
+
+        return self._fail_open(act)
 
     def refuse(self, replica: str, report: Prefilled | Finished) -> None:
         """Tell a replica to drop the reported segments, except those that prompts use."""

@@ -11,14 +11,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from delta_tree import DeltaTree, Insertion, Node, NodeDraft, NodeId, StoreError, TokenIds
+from delta_tree import DeltaTree, DeltaTreeError, Insertion, Node, NodeDraft, NodeId, StoreError, TokenIds
+from kvshare.errors import KVShareError
 from kvshare.inspection import Answer, Question
 from kvshare.kv.tier import Tier
+from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.budget import Budget, bytes_of, check_pins, most_pinned
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry
@@ -123,6 +125,20 @@ class Keeper(Generic[TierT]):
             self._num_unstored = 0
         self.tier.drop(insertion.freed_segments)
         return insertion
+
+    def _fail_open(self, act: Callable[[], Node | None]) -> Node | None:
+        """
+        What `act` stores, or None if it fails: that is counted and logged, and an answer never fails by it.
+        """
+        try:
+            return act()
+        except (DeltaTreeError, KVShareError) as exc:
+            # An administrator may have evicted a donor meanwhile, or a replica's report is wrong.
+            self._note_refused(exc)
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            log.warning("a prompt is not stored: %s", classes_and_places(exc))
+            self.telemetry.fallback(Component.COMMIT, FallbackReason.ERROR)
+        return None
 
     def _note_refused(self, exc: Exception) -> None:
         """Count a prompt that was not stored. A failing store fails for all prompts, so it is logged once."""

@@ -7,7 +7,6 @@ called from any thread; those that block say so.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +15,6 @@ from typing import Generic, Protocol, TypeVar
 
 from delta_tree import (
     DeltaTree,
-    DeltaTreeError,
     Node,
     NodeDraft,
     NodeId,
@@ -29,14 +27,11 @@ from delta_tree import (
     split,
 )
 from kvshare.kv.tier import Tier
-from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.budget import Budget
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, describe, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.telemetry import Component, FallbackReason
-
-log = logging.getLogger(__name__)
 
 
 class Retained(Protocol):
@@ -127,7 +122,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         Returns: the node if it is new; None if it was stored already, or is not stored (too large, donor
         evicted, store failing). Never raises.
         """
-        return self._contained(lambda: self._commit(computed))
+        return self._fail_open(lambda: self._commit(computed))
 
     def commit_prompt(self, computed: Computed[KVT]) -> Node | None:
         """
@@ -149,7 +144,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         Returns: the node as it is now; None if nothing new is stored. Never raises.
         """
         if prompt is not None:
-            now = self._contained(lambda: self._lengthen(prompt, computed)) or self.tree.get(prompt.node_id)
+            now = self._fail_open(lambda: self._lengthen(prompt, computed)) or self.tree.get(prompt.node_id)
             return now or self.commit(computed)  # evicted meanwhile: stored again from its own KV
         tokens = computed.token_ids[:num_prompt]
         known = self.tree.find(computed.namespace, tokens)
@@ -160,17 +155,6 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
 
     def _budgets(self) -> Collection[Budget]:
         return (self.tier,)
-
-    def _contained(self, act: Callable[[], Node | None]) -> Node | None:
-        try:
-            return act()
-        except DeltaTreeError as exc:
-            # An administrator may have evicted a donor meanwhile. Nothing was stored.
-            self._note_refused(exc)
-        except Exception as exc:  # noqa: BLE001  logged, without its message
-            log.warning("a prompt is not stored: %s", classes_and_places(exc))
-            self.telemetry.fallback(Component.COMMIT, FallbackReason.ERROR)
-        return None
 
     def _lengthen(self, node: Node, computed: Computed[KVT]) -> Node | None:
         """None if the prompt was evicted or shortened while the answer was generated."""
