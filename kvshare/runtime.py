@@ -57,7 +57,7 @@ class Runtime(Generic[KeeperT]):
         return result
 
     async def remember(self, node: Node, text: PromptText) -> None:
-        """Index a new node by its tokens now, and by embedding later, if the embedder keeps up."""
+        """Index a new node by its tokens now, and by embedding later unless embedding lags behind."""
         await self.sharing.remember(node, None)
         if len(self.embedding) >= _MAX_EMBEDDING:
             self.sharing.telemetry.fallback(Component.EMBEDDING, FallbackReason.BACKLOG)

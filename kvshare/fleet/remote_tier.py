@@ -33,7 +33,7 @@ class RemoteTier:
     """
     A tier whose bytes are in the replicas. Thread-safe.
 
-    Segments passed to `drop` are still in the replica until it is told so: `take_dropped` returns them for
+    Segments passed to `drop` are still in the replica until it drops them: `take_dropped` returns them for
     sending. `on_drop` is called with the replica's name, from any thread.
     """
 

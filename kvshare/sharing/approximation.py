@@ -160,21 +160,21 @@ class Approximation:
         size, settings = self._size, self._repairing.settings
         tail = repairs_by_place(self._foreign, num_tokens=size, settings=settings, widened=0.0)
         spans = merge([*repairs.spans, *tail])
-        kept = without(self._foreign, spans)
-        copies = (*self._exact, *kept)
+        copied = without(self._foreign, spans)
+        copies = (*self._exact, *copied)
         plan = Plan(
             num_tokens=size,
             exact_length=self._exact_length,
             copies=copies,
             placeholders=gaps((copy.target for copy in copies), size),
             repairs=spans,
-            generation=max((self._generation_after(copy) for copy in kept), default=0),
+            generation=max((self._generation_after(copy) for copy in copied), default=0),
             estimate=self._rates.estimate(num_tokens=size, num_computed=size),
             order=repairs.order,
         )
         in_tail = sum(max(0, span.end - max(span.start, size - settings.tail)) for span in spans)
         repaired = plan.num_repaired - in_tail
-        inherited = max((_deviation(copy, self._donors[copy.donor]) for copy in kept), default=0.0)
+        inherited = max((_deviation(copy, self._donors[copy.donor]) for copy in copied), default=0.0)
         num_computed = plan.num_computed + plan.num_selecting
         return replace(
             plan,

@@ -197,8 +197,8 @@ class Keeper(Generic[TierT]):
         while (candidate := self.tree.next_to_evict(namespaces, without=held)) is not None:
             excess = budget.num_bytes + num_bytes - budget.max_bytes
             self.tree.age(candidate.node_id, namespaces)
-            if num_kept := self._useful_prefix(candidate, excess, budget):
-                self._shorten(candidate, num_kept)
+            if num_left := self._useful_prefix(candidate, excess, budget):
+                self._shorten(candidate, num_left)
                 self.telemetry.evicted(EvictionCause.END)
             else:
                 self._evict(candidate)
@@ -215,21 +215,21 @@ class Keeper(Generic[TierT]):
         The prefix must be long enough to be looked up and own a segment, because shared segments stay anyway.
         At least an eighth of the tokens is cut off, because the prefix is stored and indexed again.
         """
-        most_kept = node.num_tokens - node.num_tokens // 8
+        most_left = node.num_tokens - node.num_tokens // 8
         rows = node.pieces.rows()
         first_use = {segment_id: start for start, segment_id, _, _ in reversed(rows)}
         own = {entry for entry in first_use if self.tree.reference_count(entry) == 1 and entry in budget}
-        num_kept = node.num_tokens
+        num_left = node.num_tokens
         for start, segment_id, _, _ in reversed(rows):
-            num_kept = start
+            num_left = start
             if segment_id in own and first_use[segment_id] == start:
                 own.discard(segment_id)
                 num_bytes -= self.tree.segment(segment_id).num_bytes
-            if (num_bytes <= 0 and num_kept <= most_kept) or num_kept < self._min_tokens:
+            if (num_bytes <= 0 and num_left <= most_left) or num_left < self._min_tokens:
                 break
-        if num_bytes > 0 or not own or num_kept < self._min_tokens:
+        if num_bytes > 0 or not own or num_left < self._min_tokens:
             return 0
-        return 0 if self.tree.find(node.namespace, node.token_ids[:num_kept]) is not None else num_kept
+        return 0 if self.tree.find(node.namespace, node.token_ids[:num_left]) is not None else num_left
 
     def _has_all(self, node: Node) -> bool:
         return not self.tier.fetch(node.pieces.segment_ids).missing

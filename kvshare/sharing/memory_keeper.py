@@ -130,9 +130,9 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
 
         A prompt that is the beginning of a donor is not stored: it can be copied from the donor.
         """
-        return None if self._is_there(computed) else self.commit(computed)
+        return None if self._is_in_donor(computed) else self.commit(computed)
 
-    def _is_there(self, computed: Computed[KVT]) -> bool:
+    def _is_in_donor(self, computed: Computed[KVT]) -> bool:
         """Whether a donor already begins with all of it."""
         return self._begins(find_parent(computed.plan, self.tree.get), computed.token_ids)
 
@@ -149,7 +149,11 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         tokens = computed.token_ids[:num_prompt]
         known = self.tree.find(computed.namespace, tokens)
         is_known = known is not None and known.exact_length == num_prompt
-        if len(tokens) < self._min_tokens or is_known or self._is_there(replace(computed, token_ids=tokens)):
+        if (
+            len(tokens) < self._min_tokens
+            or is_known
+            or self._is_in_donor(replace(computed, token_ids=tokens))
+        ):
             return self.commit(computed)
         return None  # the prompt was not stored, and would not be now
 
@@ -163,13 +167,13 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         if not added or is_known or not self._is_as_it_was(node):
             return None
         spans = split([added], self._segment_tokens(computed))
-        kept = [computed.kv.cut(span) for span in spans]
+        retained = [computed.kv.cut(span) for span in spans]
         plan: Plan | NoPlan = NoPlan() if node.exact_length == node.num_tokens else computed.plan
-        segments = describe(plan, self._stored(spans, kept), computed.namespace)
+        segments = describe(plan, self._stored(spans, retained), computed.namespace)
         with self._writing:
-            if not self._is_as_it_was(node) or not self._has_room(kept, also_held=node.node_id):
+            if not self._is_as_it_was(node) or not self._has_room(retained, also_held=node.node_id):
                 return None
-            self._put(segments, kept)
+            self._put(segments, retained)
             try:
                 return self.tree.lengthen(node.node_id, computed.token_ids, segments)
             except BaseException:
@@ -187,7 +191,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         if num_computed * computed.kv.bytes_per_token > self.tier.max_bytes:
             self.telemetry.fallback(Component.COMMIT, FallbackReason.TOO_LARGE)
             return None
-        draft, kept = self._drafted(computed)
+        draft, retained = self._drafted(computed)
         with self._writing:
             plan = computed.plan
             if isinstance(plan, Plan) and not self._has_copies(plan):
@@ -195,23 +199,23 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
                     self.telemetry.fallback(Component.COMMIT, FallbackReason.DONOR_GONE)
                     return None
                 # All KV in the slots is exact, copied or not: store all of it.
-                draft, kept = self._drafted(replace(computed, plan=NoPlan()))
-            return self._store(draft, kept)
+                draft, retained = self._drafted(replace(computed, plan=NoPlan()))
+            return self._store(draft, retained)
 
     def _drafted(self, computed: Computed[KVT]) -> tuple[NodeDraft, list[KVT]]:
         """The node of a finished sequence, and the KV of its new segments."""
         spans = self._spans(computed)
-        kept = [computed.kv.cut(span) for span in spans]
-        stored = self._stored(spans, kept)
+        retained = [computed.kv.cut(span) for span in spans]
+        stored = self._stored(spans, retained)
         parent = find_parent(computed.plan, self.tree.get)
         namespace = computed.namespace
         draft = draft_node(computed.token_ids, computed.plan, stored, namespace=namespace, parent=parent)
-        return draft, kept
+        return draft, retained
 
-    def _stored(self, spans: Sequence[Span], kept: Sequence[KVT]) -> list[StoredSpan]:
+    def _stored(self, spans: Sequence[Span], retained: Sequence[KVT]) -> list[StoredSpan]:
         return [
             StoredSpan(self._new_id(), span, kv.num_bytes, kv.checksum())
-            for span, kv in zip(spans, kept, strict=True)
+            for span, kv in zip(spans, retained, strict=True)
         ]
 
     def _spans(self, computed: Computed[KVT]) -> tuple[Span, ...]:
@@ -220,22 +224,22 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
     def _segment_tokens(self, computed: Computed[KVT]) -> int:
         return segment_tokens(self.tier.max_bytes // computed.kv.bytes_per_token)
 
-    def _store(self, draft: NodeDraft, kept: Sequence[KVT]) -> Node | None:
+    def _store(self, draft: NodeDraft, retained: Sequence[KVT]) -> Node | None:
         """Make room, then store KV before the node, so that no reader finds a node without KV."""
-        if not self._has_room(kept):
+        if not self._has_room(retained):
             return None
-        self._put(draft.new_segments, kept)
+        self._put(draft.new_segments, retained)
         insertion = self._insert(draft)
         return insertion.node if insertion.created else None
 
-    def _has_room(self, kept: Sequence[KVT], *, also_held: NodeId | None = None) -> bool:
+    def _has_room(self, retained: Sequence[KVT], *, also_held: NodeId | None = None) -> bool:
         """Whether the KV fits, after evicting other prompts if necessary."""
         with self._held_lock:
             held = frozenset(self._held) if also_held is None else frozenset({*self._held, also_held})
-        return self._make_room(sum(kv.num_bytes for kv in kept), self.tier, held)
+        return self._make_room(sum(kv.num_bytes for kv in retained), self.tier, held)
 
-    def _put(self, segments: Sequence[Segment], kept: Sequence[KVT]) -> None:
-        for segment, kv in zip(segments, kept, strict=True):
+    def _put(self, segments: Sequence[Segment], retained: Sequence[KVT]) -> None:
+        for segment, kv in zip(segments, retained, strict=True):
             self.tier.put(segment.segment_id, kv, segment.checksum)
 
     def _has_copies(self, plan: Plan) -> bool:

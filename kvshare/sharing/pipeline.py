@@ -42,7 +42,7 @@ _LONG_PROMPT_TOKENS = 8192
 @dataclass(frozen=True, slots=True, eq=False)
 class Lookup:
     """
-    The result of `find_plan`. `segments` keeps the KV in memory until it is written to the request's slots.
+    The result of `find_plan`. `segments` holds the KV in memory until it is written to the request's slots.
 
     `unreadable`: donors with missing KV. `unknown`: prompts that only the index has. `note_use` removes both.
     """

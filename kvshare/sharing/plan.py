@@ -158,10 +158,10 @@ class Plan:
         The probe pass attended to the copies that are now replaced, so its KV stays approximate
         (`exact_until`).
         """
-        kept = without(self.copies, chosen)
+        copied = without(self.copies, chosen)
         return replace(
             self,
-            copies=kept,
+            copies=copied,
             placeholders=merge([*self.placeholders, *chosen]),
             repairs=merge([*self.repairs, *chosen]),
             order=None,
@@ -251,23 +251,23 @@ def without(copies: Iterable[Copy], holes: Iterable[Span]) -> tuple[Copy, ...]:
     """The copies, ascending by target, with the holes cut out of them. Linear in copies and holes."""
     sorted_holes = merge(holes)
     first = 0  # index of the first hole that ends behind the copy's start
-    kept: list[Copy] = []
+    rest: list[Copy] = []
     for copy in copies:
         start, end = copy.target_start, copy.target_start + copy.length
         while first < len(sorted_holes) and sorted_holes[first].end <= start:
             first += 1
         if first == len(sorted_holes) or sorted_holes[first].start >= end:
-            kept.append(copy)
+            rest.append(copy)
             continue
         at = first
         while at < len(sorted_holes) and (hole := sorted_holes[at]).start < end:
             if hole.start > start and (part := clip(copy, Span(start, hole.start))):
-                kept.append(part)
+                rest.append(part)
             start = max(start, hole.end)
             at += 1
         if start < end and (part := clip(copy, Span(start, end))):
-            kept.append(part)
-    return tuple(kept)
+            rest.append(part)
+    return tuple(rest)
 
 
 def _total(spans: Iterable[Span]) -> int:
