@@ -50,7 +50,4 @@ class Background:
     def _done(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
         if not task.cancelled() and (exc := task.exception()) is not None:
-            log.error(
-                "storing or indexing after an answer failed, the answer is not affected: %s",
-                classes_and_places(exc),
-            )
+            log.error("a background task failed, answers are not affected: %s", classes_and_places(exc))

@@ -1,6 +1,4 @@
-"""
-Opens and maintains the index of config.yaml. A failing index never prevents the server from starting.
-"""
+"""Opens and maintains the index of config.yaml. A failing index never prevents the server from starting."""
 
 from __future__ import annotations
 

@@ -1,3 +1,1 @@
-"""
-Several vLLM replicas as one engine: plans are made here; `kvshare.vllm_connector` executes them in vLLM.
-"""
+"""Several vLLM replicas as one engine. Plans are made here; `kvshare.vllm_connector` executes them."""

@@ -63,9 +63,7 @@ class VllmEngine(Engine):
         ranks = [rank for replica in chosen.replicas for rank in replica.ranks]
         names = [rank.label for rank in ranks]
         if not names:
-            raise ConfigError(
-                "vllm.replicas", "expected at least one; `kvshare serve --vllm-url URL` adds one"
-            )
+            raise ConfigError("vllm.replicas", "expected at least one; add it, or give --vllm-url URL")
         if len(set(names)) != len(names):
             raise ConfigError("vllm.replicas", f"two of them are named alike: {', '.join(sorted(names))}")
         self._settings = settings
@@ -101,9 +99,7 @@ class VllmEngine(Engine):
         self._running = server
         answers = [event for entry in server.watchers for event in (entry.asked_vllm, entry.asked_connector)]
         if not await _all_within(_FIRST_ANSWERS_S, answers) or not self.fleet.serving():
-            log.warning(
-                "not ready: no replica answers yet. Check vllm.replicas; they are asked again and again"
-            )
+            log.warning("not ready: no replica answers yet; check vllm.replicas, this server keeps asking")
         self._background.spawn(self._evict_unclaimed(server))
 
     async def stop(self) -> None:

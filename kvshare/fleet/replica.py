@@ -17,9 +17,7 @@ NAMESPACE_FIELDS = ("model", "revision", "tokenizer", "dtype", "kv_layout", "rop
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """
-    One vLLM, or one of its data-parallel ranks. Its `Watcher` and its requests change its state.
-    """
+    """One vLLM, or one of its data-parallel ranks. Its `Watcher` and its requests change its state."""
 
     name: str
     vllm: VllmClient = field(repr=False)

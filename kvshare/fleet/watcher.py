@@ -65,9 +65,7 @@ class Watcher:
                 self._fleet.check_models(replica)
         except UpstreamError as exc:
             if replica.models is not None:
-                log.warning(
-                    "replica %s does not answer and gets no requests until it does: %s", replica.name, exc
-                )
+                log.warning("replica %s gets no requests until it answers again: %s", replica.name, exc)
             replica.models = None
 
     async def watch_journal(self) -> None:
@@ -85,9 +83,7 @@ class Watcher:
                 self._replica.is_connected = self._is_in_step = False
                 what = classes_and_places(exc)
                 log.error(
-                    "replica %s: its journal could not be applied, this is tried again: %s",
-                    self._replica.name,
-                    what,
+                    "replica %s: applying its journal failed, trying again: %s", self._replica.name, what
                 )
             self.asked_connector.set()
             await self._note_if_lost()
@@ -123,11 +119,7 @@ class Watcher:
             is_new = journal.epoch != replica.info.epoch
             if is_new or journal.gap or journal.last < self._last:
                 replica.is_connected, self._is_in_step = not is_new, False
-                what = (
-                    "restarted, its KV is gone"
-                    if is_new
-                    else "events were missed, reading its segments again"
-                )
+                what = "restarted, its KV is lost" if is_new else "missed events, its segments are read again"
                 log.warning("replica %s: %s", replica.name, what)
                 return
             for event in journal.events:
@@ -136,28 +128,20 @@ class Watcher:
             await self._reconciler.tidy(replica)
 
     async def _note_if_lost(self) -> None:
-        """
-        Evict the prompts of a replica that was silent for too long. A failure is logged and tried again.
-        """
+        """Evict the prompts of a replica that was silent for too long. A failure is tried again."""
         replica, now = self._replica, time.monotonic()
         if replica.is_connected:
             return
         self._silent_since = self._silent_since or now
         if now - self._silent_since < self._settings.lost_after_s or replica.info is None:
             return
-        log.warning(
-            "replica %s is lost, its prompts are evicted. Check this server. The last failure: %s",
-            replica.name,
-            self._logged,
-        )
+        log.warning("replica %s is lost and its prompts are evicted: %s", replica.name, self._logged)
         try:
             await self._reconciler.evict_replica(replica)
             replica.info = None
         except Exception as exc:  # noqa: BLE001  logged, without its message
             what = classes_and_places(exc)
-            log.error(
-                "replica %s: its prompts could not be evicted, this is tried again: %s", replica.name, what
-            )
+            log.error("replica %s: evicting its prompts failed, trying again: %s", replica.name, what)
 
     def _log_failure(self, failure: str) -> None:
         """Log each kind of failure once, from whichever route, until the connector is connected again."""

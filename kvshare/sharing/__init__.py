@@ -1,3 +1,1 @@
-"""
-Plans what a prompt copies from stored prompts, and stores it afterwards: for serving, `explain` and replay.
-"""
+"""Plans what a prompt copies from stored prompts, and stores it: for serving, `explain` and replay."""

@@ -51,9 +51,7 @@ class Repairing:
         return self.can_probe and self.settings.rule != "windows" and num_behind <= MOST_BEHIND
 
     def usable(self, node: Node) -> Node | None:
-        """
-        The part of a stored prompt that may be copied: its exact prefix if its deviation is above the limit.
-        """
+        """The part of a prompt that may be copied: only its exact prefix if it deviates too much."""
         if node.deviation <= self.max_deviation:
             return node
         if not node.exact_length:

@@ -112,9 +112,7 @@ class Keeper(Generic[TierT]):
         return ()
 
     def _insert(self, draft: NodeDraft) -> Insertion:
-        """
-        Store a node. If the tree raises, the draft's segments are dropped and the error is raised again.
-        """
+        """Store a node. If the tree raises, drop the draft's segments and raise the error again."""
         try:
             insertion = self.tree.insert(draft)
         except BaseException:
@@ -127,9 +125,7 @@ class Keeper(Generic[TierT]):
         return insertion
 
     def _fail_open(self, act: Callable[[], Node | None]) -> Node | None:
-        """
-        What `act` stores, or None if it fails: that is counted and logged, and an answer never fails by it.
-        """
+        """The result of `act`; None if it fails, which is counted and logged. Never raises."""
         try:
             return act()
         except (DeltaTreeError, KVShareError) as exc:

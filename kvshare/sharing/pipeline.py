@@ -217,9 +217,7 @@ class Sharing:
         return Reason.SHORT_PROMPT if self.limits.can_share else Reason.MODEL_UNSHARED
 
     async def remember(self, node: Node, text: PromptText | None) -> None:
-        """
-        Index a node, without `text` by prefix and fingerprints only; remove evicted nodes from the index.
-        """
+        """Remove evicted nodes from the index, and add a node; without `text` it gets no embedding."""
         await self.forget_evicted()
         await self._index(node, text)
 
@@ -328,9 +326,7 @@ class Sharing:
     def own_nodes(
         self, namespace: str, candidates: Sequence[Candidate], *, without: Collection[NodeId] = ()
     ) -> list[Node]:
-        """
-        The candidates' nodes, except `without`. The namespace, which the index filtered by, is checked again.
-        """
+        """The candidates' nodes, except `without`. Candidates of other namespaces are dropped."""
         nodes = []
         for candidate in candidates:
             node = self.tree.get(NodeId(candidate.prompt_id))
