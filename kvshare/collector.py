@@ -1,16 +1,16 @@
-"""Python's cyclic garbage collector, told what kind of process this is."""
+"""Settings of Python's cyclic garbage collector for a server."""
 
 import gc
 
-_YOUNG_OBJECTS = 20_000  # between two collections: a long prompt's plan makes some thousands, without a cycle
+_YOUNG_OBJECTS = 20_000  # allocations between collections; planning a long prompt makes thousands, no cycles
 
 
 def calm_collector() -> None:
     """
-    Keep collections rare and short, once a server is up; its threads all wait for each.
+    Make collections rare and short, since all threads wait for them. Called when the server has started.
 
-    What is there now stays, and is never looked at again: a full collection over the modules of torch and
-    transformers takes 0.3 s.
+    Objects that exist now are never collected: a full collection over the modules of torch and transformers
+    takes 0.3 s.
     """
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, 20, 100)

@@ -1,26 +1,26 @@
 """
-The error tree of KVShare. Everything that `kvshare` or `proxy` raises on purpose is one of these.
+The error tree of KVShare: every error that `kvshare` or `proxy` raises on purpose.
 
 * KVShareError
-  x ConfigError                 config.yaml: the key path, what stood there, what was expected
-  x MissingExtraError           libraries that a command needs are not installed; says which extra has them
+  x ConfigError                 config.yaml: the key path, the value found, what was expected
+  x MissingExtraError           a command needs libraries that are not installed; names the extra
   x ModelError                  a model that cannot be loaded or served
-    - UnshareableError          it can be served, and nothing of its KV can be shared
-  x StoreError                  the metadata store cannot be used as it is; says what to do
-  x LogError                    a log that cannot be replayed at all: not there, of no known format, no text
+    - UnshareableError          the model can be served, but its KV cannot be shared
+  x StoreError                  the metadata store cannot be used; says what to do
+  x LogError                    a log cannot be replayed: missing, unknown format, or without text
   x RequestError                the request is wrong; carries an OpenAI `param` and `code`
     - ContextLengthError
     - UnsupportedParameterError
     - ModelNotFoundError
   x OverloadedError             the queue is full; try again
   x ShuttingDownError           the engine drains
-  x EngineError                 the engine failed while it computed
-  x UpstreamError               a vLLM replica does not answer, or not as it must
+  x EngineError                 the engine failed while computing
+  x UpstreamError               a vLLM replica does not answer, or its answer is wrong
   x NoReplicaError              no vLLM replica can take a request now
-  x UnreachableError            nobody answers at the URL that a command was given
+  x UnreachableError            no server answers at the URL given to a command
 
-A sharing plan that is refused is no error: it is `NoPlan(reason)`. The packages below raise their own trees
-(`DeltaTreeError`, `VectorIndexError`); they are translated where `kvshare` calls them.
+A refused sharing plan is not an error: it is `NoPlan(reason)`. The packages below raise their own errors
+(`DeltaTreeError`, `VectorIndexError`), which `kvshare` translates where it calls them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum, auto
 
-_MAX_QUOTED = 100  # characters of a client's value in a message
+_MAX_QUOTED = 100  # characters of a client's value in an error message
 
 
 class ErrorCode(StrEnum):
-    """The `code` of every error that a client can get; docs/reference.md says when."""
+    """The `code` of every error that a client can get; docs/reference.md explains each."""
 
     # The request is wrong.
     BAD_PATH = auto()
@@ -46,7 +46,7 @@ class ErrorCode(StrEnum):
     UNSUPPORTED_FORMAT = auto()
     UNSUPPORTED_MEDIA_TYPE = auto()
     UNSUPPORTED_PARAMETER = auto()
-    # No such route, or not for this key.
+    # The route does not exist, or this key may not use it.
     INVALID_API_KEY = auto()
     METHOD_NOT_ALLOWED = auto()
     NOT_FOUND = auto()
@@ -90,7 +90,7 @@ class ModelError(KVShareError):
 
 
 class UnshareableError(ModelError):
-    """A model keeps or attends otherwise than sharing needs."""
+    """A model stores KV or attends in a way that sharing does not support."""
 
 
 class StoreError(KVShareError):
@@ -102,7 +102,7 @@ class LogError(KVShareError):
 
 
 class RequestError(KVShareError):
-    """The request cannot be served as it stands."""
+    """The request is wrong and cannot be served."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class ContextLengthError(RequestError):
 
 
 class UnsupportedParameterError(RequestError):
-    """A parameter that this engine does not implement; never ignored in silence."""
+    """A parameter that this engine does not implement. It is never silently ignored."""
 
     def __init__(self, param: str, detail: str) -> None:
         super().__init__(
@@ -145,7 +145,7 @@ class UnsupportedParameterError(RequestError):
 
 
 class ModelNotFoundError(RequestError):
-    """The request names a model that is not served here."""
+    """The request names a model that this server does not serve."""
 
     def __init__(self, model: str, *, served: str) -> None:
         shown = model if len(model) <= _MAX_QUOTED else f"{model[:_MAX_QUOTED]}…"
@@ -161,15 +161,15 @@ class OverloadedError(KVShareError):
 
 
 class ShuttingDownError(KVShareError):
-    """The engine takes no new requests because it stops."""
+    """The engine is stopping and takes no new requests."""
 
 
 class EngineError(KVShareError):
-    """The engine failed while computing; the request cannot be finished."""
+    """The engine failed while computing, so the request cannot be finished."""
 
 
 class UpstreamError(KVShareError):
-    """A vLLM replica, or its control server, does not answer as it must. `status`: if it was not 200."""
+    """A replica or its control server does not answer, or wrongly. `status`: the HTTP status if not 200."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
@@ -177,11 +177,11 @@ class UpstreamError(KVShareError):
 
 
 class NoReplicaError(KVShareError):
-    """No vLLM replica answers at the moment; try again."""
+    """No vLLM replica answers now; try again."""
 
 
 class UnreachableError(KVShareError):
-    """Nobody answers at the URL."""
+    """No server answers at the URL."""
 
     def __init__(self, url: str, problem: str) -> None:
         super().__init__(f"cannot reach {url}: {problem}; is `kvshare serve` running there?")

@@ -1,7 +1,4 @@
-"""
-The index that config.yaml describes: opened without ever keeping the server from starting, and kept in
-shape.
-"""
+"""Opens and maintains the index of config.yaml. A failing index never prevents the server from starting."""
 
 from __future__ import annotations
 
@@ -37,18 +34,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 5.0  # whether a pause is over
-_MAINTAIN_EVERY = 6  # looks
-_BLOCK_BYTES = 512  # of st_blocks, whatever the file system has
+_LOOK_EVERY_S = 5.0  # how often to check whether a pause is over
+_MAINTAIN_EVERY = 6  # checks
+_BLOCK_BYTES = 512  # unit of st_blocks, independent of the file system
 
 
 class ServedIndex:
     """
     An index backend with its nominator.
 
-    An index that cannot be opened costs hits, not requests: it is tried again every half minute. One that is
-    paused, as the disk is nearly full, goes on within seconds of there being room, and catches up.
-    `embedder`, from `open` on: None where there is no search by meaning.
+    If it cannot be opened, requests are served with fewer hits, and opening is tried every half minute. If it
+    is paused because the disk is nearly full, it continues within seconds of space being free, and catches
+    up.
+    `embedder`: set by `open`; None without search by embedding.
     """
 
     def __init__(self, settings: IndexSettings, store: StoreSettings) -> None:
@@ -61,7 +59,7 @@ class ServedIndex:
 
     async def open(self, forgotten: Iterable[tuple[str, int]]) -> Nominator:
         """
-        Load the embedder, open the backend, and take prompts out of it whose KV is gone.
+        Load the embedder, open the backend, and remove the prompts `forgotten` from it.
 
         Raises:  ConfigError for settings that cannot work
         """
@@ -76,7 +74,7 @@ class ServedIndex:
         return self.nominator
 
     async def close(self) -> None:
-        """After `open`, whatever it found."""
+        """Called after `open`, also if the index could not be opened."""
         self._maintenance.cancel()
         await asyncio.gather(self._maintenance, return_exceptions=True)
         self.nominator.close()
@@ -86,7 +84,7 @@ class ServedIndex:
             log.warning("the index was not closed cleanly: %s", exc)
 
     def status(self) -> IndexStatus:
-        """For `/ready` and the metrics; looks at the disk."""
+        """For `/ready` and the metrics. Reads the free space of the disk."""
         return IndexStatus(
             paused=self._index.why_paused(),
             num_waiting=self.nominator.num_waiting,
@@ -101,7 +99,7 @@ class ServedIndex:
             await self._open_backend()
             self._opened = True
         except IndexPausedError:
-            self._opened = True  # it logged that, and opens by itself
+            self._opened = True  # the index logged the pause, and opens by itself
         except VectorIndexError as exc:
             self._note_closed(exc)
             return
@@ -120,13 +118,13 @@ class ServedIndex:
 
     async def _open_backend(self) -> None:
         if self._settings.backend == "server":
-            # Others write there too: only what this server's store has forgotten is taken out.
+            # Other servers write there too: only prompts that this server has evicted are removed.
             await self._index.open()
             for namespace in {namespace for namespace, _ in self._forgotten}:
                 ids = [prompt_id for owner, prompt_id in self._forgotten if owner == namespace]
                 await self._index.delete(namespace, ids)
             return
-        # The KV that it pointed to died with the last process: what is there need not even be readable.
+        # The KV of its prompts was lost with the last process, so the old index is deleted unread.
         await self._index.recreate()
 
     async def _maintain(self) -> None:
@@ -153,9 +151,9 @@ class ServedIndex:
         try:
             await self._index.maintain()
         except IndexPausedError:
-            pass  # it logged that
+            pass  # the index logged the pause
         except (VectorIndexError, OSError) as exc:
-            log.warning("the index could not be maintained: %s", exc)
+            log.warning("the index could not be optimised, this is tried again: %s", exc)
 
     def _backend(self, schema: IndexSchema) -> VectorIndex:
         if self._settings.backend == "edge":
@@ -177,7 +175,7 @@ class ServedIndex:
 
 
 def _bytes_below(folder: Path) -> int:
-    """What the files of a folder take on its disk. Those of the index are sparse; some vanish meanwhile."""
+    """The bytes on disk of a folder's files, which may be sparse, or deleted meanwhile."""
     num_blocks = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -187,20 +185,20 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _writable(folder: Path) -> Path | None:
-    """The folder, made if need be; None, which means a temporary one, where it cannot be written."""
+    """The folder, created if missing; None, for a temporary one, if it cannot be written."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as exc:
         if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-            return folder  # there may be room later, and the index waits for it
+            return folder  # the index waits until space is free
         log.warning("%s cannot be written (%s): the index is in a temporary folder", folder, exc.strerror)
         return None
 
 
 def _load_embedder(settings: IndexSettings) -> Embedder | None:
-    """The embedder, loaded; None where search by meaning is off or its model is not there."""
+    """The loaded embedder; None if search by embedding is off or its model is missing."""
     if not settings.dense:
         return None
     missing = missing_modules("embeddings")
@@ -218,12 +216,12 @@ def _load_embedder(settings: IndexSettings) -> Embedder | None:
     try:
         embedder.load()
     except EmbedderError as exc:
-        log.warning("donors are not nominated by meaning: %s", exc)
+        log.warning("search by embedding is off: %s", exc)
         return None
     return embedder
 
 
 def nominator_settings(settings: IndexSettings) -> NominatorSettings:
-    """What config.yaml says of nomination; the rest keeps its defaults."""
+    """The settings of nomination from config.yaml; others have their defaults."""
     names = {field.name for field in fields(NominatorSettings)}
     return NominatorSettings(**settings.model_dump(include=names))

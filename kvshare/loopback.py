@@ -1,4 +1,4 @@
-"""Whether an address can be reached from this machine only: what needs no secret."""
+"""Tells whether an address can be reached from this machine only, and so needs no key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is 127.0.0.0/8, ::1, with a zone or not, or `localhost`. Other names are not looked up."""
+    """Whether it is in 127.0.0.0/8, ::1 (also with a zone) or `localhost`. Other names are not resolved."""
     if host == "localhost":
         return True
     try:

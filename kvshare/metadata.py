@@ -1,11 +1,11 @@
 """
-The metadata store of a server, opened without keeping the server from starting: it is only a cache.
+Opens the metadata store of a server. The store is a cache, so a bad one does not prevent the start.
 
-    damaged, or of another model or version   moved aside, one generation; a new one is begun
-    not to be written, or another program's   left alone; the tree is in memory until the next start
-    open in another process                   StoreError: a mistake that only its maker can correct
+    damaged, or of another model or version    moved aside, replacing an earlier one; a new one is created
+    not writable, or of another program        left unchanged; the tree is in memory until the next start
+    open in another process                    StoreError: the operator must correct that
 
-What happened is one warning. Commands that look into a stopped store get it from `opened`, which refuses.
+Each case is one warning. Commands on a stopped store use `opened`, which raises instead.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ METADATA_FILE = "tree.sqlite3"
 
 class UnreadableStoreError(StoreError):
     """
-    The store is damaged or of another version. It is only a cache: `kvshare evict --all` may delete it.
+    The store is damaged or of another version. As it is a cache, `kvshare evict --all` may delete it.
 
-    `problem` says what is wrong without saying what to do.
+    `problem`: what is wrong, without advice.
     """
 
     def __init__(self, message: str, problem: str) -> None:
@@ -50,9 +50,9 @@ class UnreadableStoreError(StoreError):
 @contextmanager
 def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
     """
-    The tree in a metadata file that exists, whatever model it was written for.
+    The tree in an existing metadata file, of any model.
 
-    Raises:  StoreError, saying what to do, if it is missing or held by a server; UnreadableStoreError
+    Raises:  StoreError, with the way out, if it is missing or open in a server; UnreadableStoreError
     """
     try:
         if not path.exists():
@@ -60,7 +60,7 @@ def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
         with DeltaTree.open(path, identity=None, read_only=read_only) as tree:
             yield tree
     except StoreForeignError as exc:
-        raise StoreError(f"{path}: this is no KVShare store; set another store path") from exc
+        raise StoreError(f"{path}: this is not a KVShare store; set another store path") from exc
     except (StoreCorruptError, StoreMismatchError) as exc:
         raise UnreadableStoreError(str(exc), f"{path} {_problem_of(exc)}") from exc
     except DeltaTreeError as exc:
@@ -69,9 +69,9 @@ def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
 
 def check_not_in_use(folder: str | None) -> None:
     """
-    To be asked before anything heavy is loaded.
+    Called before a model is loaded, so that the error comes early.
 
-    Raises:  StoreError if another process has the store open, with the ways out
+    Raises:  StoreError, with the ways out, if another process has the store open
     """
     if folder is None:
         return
@@ -83,9 +83,9 @@ def check_not_in_use(folder: str | None) -> None:
 
 def open_tree(folder: str | None, *, identity: str, loss: str) -> DeltaTree:
     """
-    The tree in a folder's store; None keeps it in memory.
+    The tree in a folder's store; in memory if `folder` is None.
 
-    `loss` says for the log what it costs that the stored prompts cannot be used.
+    `loss`: a sentence for the log that says what is lost if the stored prompts cannot be used.
     Raises:  StoreError if another process has the store open
     """
     if folder is None:
@@ -99,7 +99,7 @@ def open_tree(folder: str | None, *, identity: str, loss: str) -> DeltaTree:
         except (StoreCorruptError, StoreMismatchError) as exc:
             moved = set_aside(path)
             log.warning(
-                "the store %s %s: it is %s now, in the place of an earlier one, and a new one was begun. %s. "
+                "the store %s %s: it was moved to %s, over an earlier one, and a new one was begun. %s. "
                 "Delete that file, or move it back and give this server another store.path",
                 path,
                 _problem_of(exc),
@@ -115,11 +115,11 @@ def open_tree(folder: str | None, *, identity: str, loss: str) -> DeltaTree:
 
 def open_emptied_tree(folder: str | None, *, identity: str) -> tuple[DeltaTree, list[tuple[str, int]]]:
     """
-    The same for an engine whose KV dies with its process: an empty tree, and what was in it.
+    For an engine whose KV is lost with its process: an empty tree, and the prompts that were in it.
 
     Raises:  StoreError if another process has the store open
     """
-    tree = open_tree(folder, identity=identity, loss="Nothing is lost: KV is not kept over a restart")
+    tree = open_tree(folder, identity=identity, loss="Nothing is lost: KV does not survive a restart")
     forgotten = [(node.namespace, int(node.node_id)) for node in tree.nodes()]
     try:
         tree.discard_missing(frozenset())
@@ -130,11 +130,11 @@ def open_emptied_tree(folder: str | None, *, identity: str) -> tuple[DeltaTree, 
 
 
 def _problem_of(exc: TreeStoreError) -> str:
-    """What is wrong with a store, to follow its name: without advice, and without a model's digests."""
+    """What is wrong with a store, as the end of a sentence: without advice and digests of models."""
     if isinstance(exc, StoreForeignError):
         return "belongs to another program"
     if isinstance(exc, StoreMismatchError):
-        # An identity is a row of digests, which tell nobody anything.
+        # An identity consists of digests, which mean nothing to an operator.
         found = "another model or dtype" if exc.found.startswith("identity ") else exc.found
         return f"was written for {found}"
     if isinstance(exc, StoreCorruptError):
@@ -146,7 +146,7 @@ def _problem_of(exc: TreeStoreError) -> str:
 
 def _in_memory(path: Path, exc: TreeStoreError, identity: str) -> DeltaTree:
     log.warning(
-        "the store %s %s: what is known of prompts is in memory until the next start, and is lost then. "
+        "the store %s %s: the metadata of prompts are in memory until the next start, and lost then. "
         "Check disk space and permissions, or set another store.path (null: memory, without this warning)",
         path,
         _problem_of(exc),

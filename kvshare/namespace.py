@@ -1,7 +1,7 @@
 """
-Who may share with whom. A namespace is an exact identity; nothing about it is fuzzy.
+Namespaces: KV is shared only between prompts whose namespaces are exactly equal.
 
-Fields are length-framed before hashing, so that ("a", "bc") and ("ab", "c") differ.
+Fields are hashed with their lengths, so that ("a", "bc") and ("ab", "c") differ.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _DOMAIN = b"kvshare.namespace.v1"
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose KV: what an API key stands for. The rest of a namespace is the model's."""
+    """The owner of KV, from the API key. The other fields of a namespace describe the model."""
 
     tenant: str
     scope: str
@@ -25,8 +25,8 @@ class Namespace:
     """
     Everything that must be equal before KV may be shared.
 
-    tenant and scope come from the API key; the rest describes the model, the tokenization and the KV layout,
-    and where the KV is, as it cannot move.
+    tenant and scope come from the API key. The other fields describe the model, the tokenization, the KV
+    layout and the holder of the KV, as KV cannot move between holders.
     """
 
     tenant: str
@@ -42,7 +42,7 @@ class Namespace:
 
     @property
     def digest(self) -> str:
-        """64 hex digits; the key under which tree, index and tiers file this namespace."""
+        """64 hex digits: the key of this namespace in tree, index and tiers."""
         digest = hashlib.sha256(_DOMAIN)
         for entry in fields(self):
             value = str(getattr(self, entry.name)).encode()

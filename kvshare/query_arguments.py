@@ -1,7 +1,7 @@
 """
-Types of the arguments of an operator's question: text of a query string, or values of JSON.
+Types of the arguments of an administrator's question, from a query string or from JSON.
 
-Stricter than pydantic's own: what evicts must not guess, and JSON's `true` is no number.
+They are stricter than pydantic's own: an eviction must not guess, and JSON's `true` is not a number.
 """
 
 from __future__ import annotations
@@ -28,4 +28,4 @@ def _truth(value: object) -> str:
 Number = Annotated[int, BeforeValidator(_digits), Field(ge=1, le=2**53 - 1)]
 Flag = Annotated[bool, BeforeValidator(_truth)]
 Digest = Annotated[str, Field(min_length=4)]
-"""Of a namespace, or its first digits."""
+"""The digest of a namespace, or its first digits."""

@@ -1,4 +1,4 @@
-"""A tokenized prompt, how much of others it may share, and where its KV came from."""
+"""A tokenized prompt, its sharing mode, and the report of where its KV came from."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from delta_tree import TokenIds
 from kvshare.reasons import Reason
 
 if TYPE_CHECKING:
-    from vector_index import PromptText  # plans are made with this file inside vLLM, too, which has no index
+    from vector_index import PromptText  # vLLM imports this module too, and has no index
 
 
 class SharingMode(StrEnum):
-    """How much of other prompts a request accepts: nothing, equal prefixes, or edited KV as well."""
+    """What a request may share: nothing, equal prefixes, or also approximate KV."""
 
     OFF = "off"
     EXACT = "exact"
@@ -22,7 +22,7 @@ class SharingMode(StrEnum):
 
 
 class Decision(StrEnum):
-    """What a prompt shared: edited KV, an equal prefix, or nothing, so that all of it was computed."""
+    """What a prompt shared: approximate KV, an equal prefix, or nothing (all of it was computed)."""
 
     APPROX = "approx"
     EXACT = "exact"
@@ -31,7 +31,7 @@ class Decision(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A tokenized prompt and the text that tells it apart (only for the embedder, never logged)."""
+    """A tokenized prompt, and its text for the embedder, which is never logged."""
 
     token_ids: TokenIds  # (T,) int32
     text: PromptText
@@ -44,23 +44,24 @@ class Prompt:
 @dataclass(slots=True, eq=False)
 class StoredPrompt:
     """
-    What a prompt was stored as, which comes after its answer. Outlives the request and holds no token of it.
+    The node of a request's prompt, known some time after the answer. Outlives the request and holds no
+    tokens.
 
-    `node` may also be an earlier prompt that begins with all of this one, and may have been evicted since.
+    `node` may be an earlier prompt that begins with all of this one. It may have been evicted since.
     """
 
     node: int | None = None
-    is_settled: bool = False  # nothing more will be stored of it
+    is_settled: bool = False  # `node` is final
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """How far an answer is expected to be from the full prefill's, before anything is computed. KL, nats."""
+    """The expected deviation of an answer from that of a full prefill: KL in nats, before the prefill."""
 
-    expected: float  # of the plan, with what its donors' KV is off already
-    inherited: float  # of it, the donors'
-    limit: float  # beyond it nothing but equal prefixes is shared
-    rule: str  # of repair: windows, attention; none where nothing is new in front of any copy
+    expected: float  # the plan's, including that of its donors
+    inherited: float  # that of the donors
+    limit: float  # above it only equal prefixes are shared
+    rule: str  # of repair: windows, attention, or none if all copies have their donors' context
     repaired: int  # tokens
 
 
@@ -69,13 +70,13 @@ class SharingReport:
     """Where the prompt's KV came from. exact + copied + recomputed + repaired == prompt tokens."""
 
     num_exact: int  # equal prefix, reused as it was
-    num_copied: int  # equal tokens of another context, laid into place
-    num_recomputed: int  # tokens nobody had
-    num_repaired: int  # tokens somebody had, computed again because their context changed
+    num_copied: int  # equal tokens with another context, copied
+    num_recomputed: int  # tokens that no donor had
+    num_repaired: int  # tokens that a donor had, computed again because their context changed
     decision: Decision
-    reason: Reason | None = None  # why not more was shared
+    reason: Reason | None = None  # why no more was shared
     donors: tuple[int, ...] = ()  # node ids: for admins only
-    prediction: Prediction | None = None  # of what is approximate, used or refused
+    prediction: Prediction | None = None  # for the approximate plan, used or refused
     first_difference: int | None = None  # first position that is computed; None for several prompts together
 
     @property

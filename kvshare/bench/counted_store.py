@@ -66,12 +66,7 @@ class CountedStore:
             index = QdrantEdgeIndex(settings.schema(embedder), Path(folder))
             await index.open()
             nominator = Nominator(index, embedder=embedder, settings=settings)
-            cost = CostModel(
-                prior_prefill_tokens_per_s=RATES.prefill_tokens_per_s,
-                prior_load_bytes_per_s=RATES.load_bytes_per_s,
-                smoothing=0.0,
-                bytes_per_token=RATES.bytes_per_token,
-            )
+            cost = CostModel(RATES, smoothing=0.0)
             core = Sharing(keeper=self.keeper, nominator=nominator, limits=self.limits, cost=cost)
             try:
                 yield core

@@ -1,1 +1,1 @@
-"""Several vLLMs as one engine: planned here, computed there, where `kvshare.vllm_connector` runs."""
+"""Several vLLM replicas as one engine. Plans are made here; `kvshare.vllm_connector` executes them."""

@@ -1,8 +1,8 @@
 """
-The only HTTP client of vLLM, and of the control server in its connector.
+The HTTP clients of vLLM and of the connector's control server. No other module calls them.
 
-Two secrets come from the environment: KVSHARE_VLLM_API_KEY is vLLM's own key, KVSHARE_VLLM_TOKEN opens the
-control servers. A client's key is never passed on.
+The environment has two secrets: KVSHARE_VLLM_API_KEY is vLLM's API key, KVSHARE_VLLM_TOKEN is the key of the
+control servers. A client's own key is never passed on.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, HeldSegments, Journal
 
 _KEEP_ALIVE_S = 2.0  # less than uvicorn's 5: a connection must not be used while vLLM closes it
 API_KEY_VARIABLE = "KVSHARE_VLLM_API_KEY"
-NO_ROUTE = (403, 404, 405)  # of `/render`: 403 is how vLLM says that these routes are switched off
+NO_ROUTE = (403, 404, 405)  # `/render` is missing; 403: vLLM has switched it off
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """What `/v1/models` of a vLLM lists: names of the base model; an adapter's requests are not shared."""
+    """The base model's names in vLLM's `/v1/models`. Requests for adapters are not shared."""
 
     names: tuple[str, ...]
     max_model_len: int = 0
@@ -41,14 +41,14 @@ class ServedModels:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt as vLLM would compute it."""
+    """The tokens that vLLM would compute for a request."""
 
     token_ids: list[int]
-    is_text: bool  # nothing but tokens: no images, no sound
+    is_text: bool  # no images, no audio
 
 
 class _Client:
-    """One server, between entering and leaving. Every call has a timeout, and raises only UpstreamError."""
+    """A client of one server, used as a context manager. Calls have timeouts and raise only UpstreamError."""
 
     def __init__(self, url: str, secret: str | None, timeout_s: float) -> None:
         self.url = url
@@ -60,7 +60,7 @@ class _Client:
         self._opened = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,  # what is relayed stays as it is
+            auto_decompress=False,  # bodies are relayed unchanged
             timeout=aiohttp.ClientTimeout(total=None),  # each call has its own
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
@@ -71,13 +71,13 @@ class _Client:
 
     @property
     def _session(self) -> aiohttp.ClientSession:
-        assert self._opened is not None, "used between entering and leaving"
+        assert self._opened is not None, "used outside its context manager"
         return self._opened
 
     async def _json(
         self, method: str, path: str, *, body: Mapping[str, Any] | bytes | None = None, wait_s: float = 0.0
     ) -> Any:
-        """The JSON of a 200. Raises UpstreamError with the address and what was wrong."""
+        """The JSON of an answer with status 200. Raises UpstreamError with the address and the problem."""
         raw = await self._read(method, path, body=body, wait_s=wait_s)
         try:
             return json.loads(raw)
@@ -123,9 +123,9 @@ class VllmClient(_Client):
         self, method: str, raw_path: str, *, headers: Mapping[str, str], body: bytes
     ) -> aiohttp.ClientResponse:
         """
-        Relay a request; returns when vLLM's headers are there. The caller closes the response.
+        Relay a request and return when vLLM has sent headers. The caller closes the response.
 
-        Raises:  UpstreamError if it did not get through; TimeoutError if vLLM does not answer in time
+        Raises:  UpstreamError if the request did not reach vLLM; TimeoutError if vLLM does not answer in time
         """
         request = partial(
             self._session.request,
@@ -140,7 +140,7 @@ class VllmClient(_Client):
             try:
                 return await request()
             except (aiohttp.ServerDisconnectedError, ConnectionResetError):
-                # Most likely an idle connection that vLLM was closing: try a new one.
+                # Most likely vLLM was closing this idle connection: try a new one.
                 return await request()
         except aiohttp.ConnectionTimeoutError as exc:
             raise UpstreamError(f"{self.url}: {_describe(exc)}") from exc
@@ -150,11 +150,11 @@ class VllmClient(_Client):
             raise UpstreamError(f"{self.url}: {_describe(exc)}") from exc
 
     async def check_health(self) -> None:
-        """Raises UpstreamError unless vLLM takes requests."""
+        """Raises UpstreamError unless vLLM accepts requests."""
         await self._read("GET", "/health")
 
     async def models(self) -> ServedModels:
-        """Adapters name the model they stand on as their parent; base models name none."""
+        """The base models: those without a parent. An adapter names its base model as parent."""
         document = await self._json("GET", "/v1/models")
         entries = document.get("data") if isinstance(document, Mapping) else None
         if not isinstance(entries, list):
@@ -164,7 +164,7 @@ class VllmClient(_Client):
         return ServedModels(tuple(str(entry.get("id")) for entry in base), min(lengths, default=0))
 
     async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
-        """The token ids of vLLM's own `/tokenize`."""
+        """The token ids of a body, from vLLM's `/tokenize`."""
         document = await self._json("POST", "/tokenize", body=body)
         tokens = document.get("tokens") if isinstance(document, Mapping) else None
         if not _are_token_ids(tokens):
@@ -173,9 +173,9 @@ class VllmClient(_Client):
 
     async def render(self, path: str, body: bytes) -> list[RenderedPrompt]:
         """
-        The prompts of a body that `path`, a generating route, would compute, by vLLM's own `/render`.
+        The prompts that vLLM would compute for a body sent to `path`, from vLLM's `/render`.
 
-        Raises:  UpstreamError, with a status of NO_ROUTE where vLLM does not have this route
+        Raises:  UpstreamError, with a status in NO_ROUTE if vLLM does not have this route
         """
         path = f"{path}/render"
         document = await self._json("POST", path, body=body)
@@ -188,24 +188,24 @@ class VllmClient(_Client):
 
 
 class ControlClient(_Client):
-    """The control server of one connector."""
+    """The client of one connector's control server."""
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 10.0) -> None:
-        """Without a `token` the environment's is sent, if there is one."""
+        """`token`: the control server's key; by default that of the environment, if set."""
         super().__init__(url, token or os.environ.get(TOKEN_VARIABLE), timeout_s)
 
     async def info(self) -> ReplicaInfo:
         return await self._message(ReplicaInfo, "/info")
 
     async def journal(self, *, after: int, wait_s: float) -> Journal:
-        """Events after a sequence number; waits up to `wait_s` for the first."""
+        """Events after a sequence number. Waits up to `wait_s` for the first one."""
         return await self._message(Journal, f"/journal?after={after}&wait_s={wait_s:g}", wait_s=wait_s)
 
     async def segments(self) -> HeldSegments:
         return await self._message(HeldSegments, "/segments")
 
     async def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Let the connector drop segments."""
+        """Tell the connector to drop segments."""
         await self._json("POST", "/drop", body={"segment_ids": list(segment_ids)})
 
     async def _message(self, kind: type[MessageT], path: str, *, wait_s: float = 0.0) -> MessageT:

@@ -1,9 +1,9 @@
 """
-The fleet as an engine: starts and stops its parts, says how they are, answers an administrator's questions.
+The fleet as an engine: starts and stops its parts, reports their status, answers administrators.
 
-    router       tokens + owner -> replica, ticket, salt       before a request is sent
-    watchers     one per replica: is it up, what happened      all the time
-    reconciler   what happened -> tree, index                  after it was answered
+    router       chooses replica, ticket and salt of a request       before it is sent
+    watchers     watch the health and the journal of each replica    all the time
+    reconciler   applies journal events to tree and index            after the answer
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from kvshare.vllm_protocol.messages import PROTOCOL
 
 log = logging.getLogger(__name__)
 
-IDENTITY = f"vllm:{PROTOCOL}"  # of the store
-_FIRST_ANSWERS_S = 3.0  # the start waits so long to know which replicas are up
+IDENTITY = f"vllm:{PROTOCOL}"  # of the metadata store
+_FIRST_ANSWERS_S = 3.0  # how long the start waits for the first answers of the replicas
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FleetServer:
-    """What is open between start and stop."""
+    """The parts that are open between start and stop."""
 
     runtime: Runtime[ReplicaKeeper]
     in_flight: InFlight
@@ -55,15 +55,15 @@ class FleetServer:
 
 
 class VllmEngine(Engine):
-    """One model, served by one or several `vllm serve` with our connector."""
+    """One model, served by one or more `vllm serve` with the KVShare connector."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises ConfigError if there are no replicas, or two of one name."""
+        """Raises ConfigError if there are no replicas, or two with the same name."""
         chosen = settings.vllm
         ranks = [rank for replica in chosen.replicas for rank in replica.ranks]
         names = [rank.label for rank in ranks]
         if not names:
-            raise ConfigError("vllm.replicas", "expected at least one; `kvshare serve --vllm-url URL`")
+            raise ConfigError("vllm.replicas", "expected at least one; add it, or give --vllm-url URL")
         if len(set(names)) != len(names):
             raise ConfigError("vllm.replicas", f"two of them are named alike: {', '.join(sorted(names))}")
         self._settings = settings
@@ -75,7 +75,7 @@ class VllmEngine(Engine):
 
     @property
     def server(self) -> FleetServer:
-        """What is open between start and stop. Raises ShuttingDownError before and after."""
+        """The open parts. Raises ShuttingDownError before start and after stop."""
         if self._running is None:
             raise ShuttingDownError("the engine is not running")
         return self._running
@@ -91,7 +91,7 @@ class VllmEngine(Engine):
 
     @property
     def sharing(self) -> Sharing:
-        """For tests: what this engine shares with."""
+        """For tests: the planner of this engine."""
         return self.server.runtime.sharing
 
     async def start(self) -> None:
@@ -99,7 +99,7 @@ class VllmEngine(Engine):
         self._running = server
         answers = [event for entry in server.watchers for event in (entry.asked_vllm, entry.asked_connector)]
         if not await _all_within(_FIRST_ANSWERS_S, answers) or not self.fleet.serving():
-            log.warning("not ready: no replica answers yet; they are asked again and again")
+            log.warning("not ready: no replica answers yet; check vllm.replicas, this server keeps asking")
         self._background.spawn(self._evict_unclaimed(server))
 
     async def stop(self) -> None:
@@ -108,7 +108,7 @@ class VllmEngine(Engine):
         await self._opened.aclose()
 
     async def settle(self) -> None:
-        """For tests: wait until what was reported is stored, indexed and embedded, and drops are sent."""
+        """For tests: wait until all reports are stored, indexed and embedded, and all drops are sent."""
         await self.server.runtime.settle()
         await self.server.reconciler.settle()
 
@@ -132,7 +132,7 @@ class VllmEngine(Engine):
         return await self.server.runtime.inspect(what, arguments)
 
     async def _evict_unclaimed(self, server: FleetServer) -> None:
-        """Wait for all replicas, but not forever; then evict what none of them holds."""
+        """Wait for all replicas, at most `lost_after_s`; then evict prompts whose KV no replica holds."""
         connections = [watcher.was_connected for watcher in server.watchers]
         await _all_within(self._settings.vllm.lost_after_s, connections)
         await server.runtime.evict(server.runtime.keeper.evict_unclaimed)
@@ -140,11 +140,11 @@ class VllmEngine(Engine):
 
 @asynccontextmanager
 async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetServer]:
-    """Open one part after the other; they are closed in reverse, also where a later one fails."""
+    """Open the parts in order. They are closed in reverse order, also if a later part fails to open."""
 
     def new_tree() -> tuple[DeltaTree, Forgotten]:
-        """What the last run knew; namespaces say which model and replica each prompt belongs to."""
-        loss = "KV of earlier prompts that replicas still hold is given up; they are computed again"
+        """The prompts of the last run. Their namespaces contain model and replica."""
+        loss = "KV of earlier prompts in the replicas is dropped, and such prompts are computed again"
         return open_tree(settings.store.path, identity=IDENTITY, loss=loss), ()
 
     def new_keeper(tree: DeltaTree) -> ReplicaKeeper:
@@ -158,8 +158,10 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
                 settings,
                 open_tree=new_tree,
                 new_keeper=new_keeper,
-                limits=PlannerLimits.from_settings(settings, can_probe=True),  # the model is known later
-                # The connector's own pass comes before vLLM's.
+                limits=PlannerLimits.from_settings(
+                    settings, can_probe=True
+                ),  # a replica reports the model later
+                # An approximate plan has a pass of the connector before that of vLLM.
                 cost=CostModel.from_settings(settings.cost, bytes_per_token=0, num_extra_passes=1),
             )
         )
@@ -181,7 +183,7 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
 
 
 async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> bool:
-    """Wait for all of the events, at most `timeout_s`; whether they came."""
+    """Wait for all events, at most `timeout_s`. Returns whether all were set."""
     try:
         async with asyncio.timeout(timeout_s):
             for event in events:

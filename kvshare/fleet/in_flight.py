@@ -1,7 +1,7 @@
 """
-Requests on their way through the fleet, and what is still unknown of those that were sent with a ticket.
+Requests in the fleet, and which of those with a ticket are not reported in a journal yet.
 
-    sent -> answered -> reported in the journal -> in tree and index     nothing more is known of it then
+    sent -> answered -> reported in the journal -> in tree and index     the request is forgotten
                      -> expired                                          it never reached vLLM's scheduler
 """
 
@@ -29,19 +29,19 @@ _UNPLANNED = NoPlan(Reason.OFF)
 
 @dataclass(slots=True, eq=False)
 class Execution:
-    """Where a request ran and what was reported of it. Outlives the request and holds no token of it."""
+    """Where a request ran, and its report. Outlives the request and holds no tokens."""
 
-    replica: str = ""  # name of the one that it was sent to last
-    finished: Finished | None = None  # in the journal, without tokens and segments
+    replica: str = ""  # name of the last replica it was sent to
+    finished: Finished | None = None  # the report in the journal, without tokens and segments
     stored: StoredPrompt = field(default_factory=StoredPrompt)
 
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
     """
-    One request, from the client to the journal: what the client asked for, what was decided, what was seen.
+    One request and its state, from the client to the journal.
 
-    Without a prompt it is not planned, only sent on under its owner's salt.
+    A request without a prompt is not planned, only relayed with its owner's salt.
     """
 
     owner: Owner
@@ -49,24 +49,24 @@ class RoutedRequest:
     mode: SharingMode = SharingMode.OFF
     may_store: bool = False
     client_salt: str | None = None
-    request_id: str = ""  # as its client is given it
+    request_id: str = ""  # the id that the client gets
 
     # Decided by the router.
     execution: Execution = field(default_factory=Execution)
     plan: Plan | NoPlan = _UNPLANNED
     ticket: Ticket | None = None
 
-    # Seen while it is in flight.
-    was_alone: bool = False  # no other request ran at the replica when it was sent
-    was_refused: bool = False  # it did not get through, or vLLM answered with an error
+    # Observed while it is in flight.
+    was_alone: bool = False  # the replica had no other request when it was sent
+    was_refused: bool = False  # it did not reach vLLM, or vLLM answered with an error
     sent_at: float = 0.0
     first_token_s: float | None = None  # of a streamed answer
     ended_at: float | None = None  # None while the answer runs
-    arrival: Arrival | None = None  # others like it wait for this
-    prompt_node: Node | None = None  # once it is prefilled and stored
-    prompt_was_refused: bool = False  # it is not to be stored
-    is_reported: bool = False  # and on its way into tree and index
-    reconciled: asyncio.Event = field(default_factory=asyncio.Event)  # nothing more will be known of it
+    arrival: Arrival | None = None  # similar prompts wait for this one
+    prompt_node: Node | None = None  # set when the prompt is prefilled and stored
+    prompt_was_refused: bool = False  # the prompt was not stored, so its answer is not either
+    is_reported: bool = False  # the journal reported it; tree and index may not have it yet
+    reconciled: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is forgotten
 
     @property
     def replica(self) -> str:
@@ -74,12 +74,12 @@ class RoutedRequest:
 
     @property
     def report(self) -> SharingReport | None:
-        """What is planned; None for one without a prompt."""
+        """How much the plan shares; None without a prompt."""
         return None if self.prompt is None else Lookup(self.plan).report(self.prompt.num_tokens)
 
     @property
     def salt(self) -> str:
-        """Approximate KV gets a salt that no other request has; anything else keeps its owner's."""
+        """vLLM's cache_salt: unique for approximate KV, else that of the owner."""
         if self.ticket is None or self.ticket.is_exact:
             return owner_salt(self.owner, self.client_salt)
         return private_salt(self.ticket.request_id)
@@ -87,9 +87,10 @@ class RoutedRequest:
     @property
     def transfer_params(self) -> dict[str, Any] | None:
         """
-        vLLM's `kv_transfer_params`, if there is a ticket. An approximate plan also gives the number of reused
-        tokens, in vLLM's own parameter: without it vLLM would count all tokens of the connector as cached,
-        those that the connector computed included.
+        vLLM's `kv_transfer_params`, if there is a ticket.
+
+        An approximate plan adds the number of reused tokens in vLLM's own parameter. Without it vLLM would
+        also count the tokens that the connector computed as cached.
         """
         if self.ticket is None:
             return None
@@ -99,13 +100,13 @@ class RoutedRequest:
         return params
 
     def note_prefilled(self) -> None:
-        """Its first token is there: who waits for it need only wait until it is stored."""
+        """Its first token arrived: similar prompts only wait until it is stored."""
         if self.arrival is not None:
             self.arrival.remaining = lambda: 0
 
 
 class InFlight:
-    """Requests with a ticket until nothing more will be known of them. Its length: those not reported yet."""
+    """The requests with a ticket that are not forgotten yet. Its length: those not reported yet."""
 
     def __init__(
         self, arrivals: Arrivals, *, expiry_s: float, clock: Callable[[], float] = time.monotonic
@@ -123,14 +124,14 @@ class InFlight:
         return len(self._by_id)
 
     def add(self, request: RoutedRequest) -> None:
-        """A request without a ticket is not reported: nothing is waited for."""
+        """Expect the report of a request; one without a ticket is not reported."""
         if request.ticket is not None:
             self._by_id[request.ticket.request_id] = request
 
     def end(self, request: RoutedRequest) -> None:
         """
-        The answer is over. A refused request will not be reported; one whose client left before the first
-        token leaves no prompt.
+        The answer has ended. A refused request is not reported. If the client disconnected before the first
+        token, no prompt is stored, so similar prompts stop waiting.
         """
         if request.arrival is not None and request.arrival.remaining():
             self.end_arrival(request)
@@ -140,12 +141,12 @@ class InFlight:
             request.ended_at = self._clock()
 
     def end_arrival(self, request: RoutedRequest, *, stored: bool = False) -> None:
-        """Others find its prompt now, or never. Idempotent."""
+        """Wake similar prompts: this one is stored, or will not be. Idempotent."""
         if request.arrival is not None:
             self.arrivals.end(request.arrival, stored=stored)
 
     def find(self, request_id: str, replica: str) -> RoutedRequest | None:
-        """The request that a replica will say more of; None where there is none, or it was sent elsewhere."""
+        """The unreported request with this id at this replica, or None."""
         request = self._by_id.get(request_id)
         if request is None or request.replica != replica or request.is_reported:
             return None
@@ -153,7 +154,7 @@ class InFlight:
 
     def take(self, request_id: str, replica: str) -> RoutedRequest | None:
         """
-        The request that a replica reports; None where there is none, or it was sent elsewhere.
+        The same as `find`, and mark the request as reported.
 
         Its owner's next requests wait until the caller calls `forget`.
         """
@@ -162,12 +163,12 @@ class InFlight:
         return request
 
     def donors(self) -> frozenset[NodeId]:
-        """The prompts whose KV the tickets that are out refer to: they must not be evicted."""
+        """The donors of all tickets in flight: they must not be evicted."""
         plans = (request.plan for request in self._by_id.values())
         return frozenset(donor for plan in plans if isinstance(plan, Plan) for donor in plan.donors)
 
     def forget(self, request: RoutedRequest) -> None:
-        """It will not be reported, or what was reported of it can be found by others now."""
+        """Remove a request that will not be reported, or whose report is in tree and index."""
         request.execution.stored.is_settled = True
         if request.ticket is not None:
             self._by_id.pop(request.ticket.request_id, None)
@@ -175,13 +176,13 @@ class InFlight:
         request.reconciled.set()
 
     def forget_replica(self, replica: str) -> None:
-        """This replica will report none of its requests any more."""
+        """Forget the requests that this replica has not reported: it will not report them."""
         for request in tuple(self._by_id.values()):
             if request.replica == replica and not request.is_reported:
                 self.forget(request)
 
     def expire(self) -> int:
-        """Forget requests that will not be reported any more. Returns how many."""
+        """Forget requests whose report is overdue. Returns how many."""
         unreported = (request for request in self._by_id.values() if not request.is_reported)
         late = [request for request in unreported if self._age_s(request) >= self._expiry_s]
         for request in late:
@@ -189,7 +190,7 @@ class InFlight:
         return len(late)
 
     async def wait_reconciled(self, owner: Owner, *, timeout_s: float) -> None:
-        """Wait for the reports of an owner's answers that ended just now, at most `timeout_s`."""
+        """Wait, at most `timeout_s`, for the reports of an owner's recently ended answers."""
         own = (request for request in self._by_id.values() if request.owner == owner)
         awaited = [entry for entry in own if entry.is_reported or 0 <= self._age_s(entry) < timeout_s]
         with suppress(TimeoutError):
@@ -198,5 +199,5 @@ class InFlight:
                     await entry.reconciled.wait()
 
     def _age_s(self, request: RoutedRequest) -> float:
-        """Seconds since its answer was over; negative while it runs."""
+        """Seconds since its answer ended; negative while it runs."""
         return -1.0 if request.ended_at is None else self._clock() - request.ended_at

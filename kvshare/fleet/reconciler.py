@@ -1,7 +1,7 @@
 """
-Keeps tree, index and requests in flight in step with what the replicas report.
+Applies the replicas' journals to the tree, the index and the requests in flight.
 
-Everything that blocks runs in the runtime's writer, in the order of each replica's journal.
+Blocking work runs in the runtime's writer thread, in the order of each journal.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from vector_index import PromptRecord
 
 log = logging.getLogger(__name__)
 
-_ORPHAN_GRACE_S = 30.0  # a segment may be held some time before the event that reports it
+_ORPHAN_GRACE_S = 30.0  # a replica holds a segment some time before it reports it
 
 
 class Reconciler:
-    """Called by the replicas' watchers; for one replica one call after the other, in the journal's order."""
+    """Called by the watchers. Calls for one replica are sequential, in the order of its journal."""
 
     def __init__(self, runtime: Runtime[ReplicaKeeper], fleet: Fleet, in_flight: InFlight) -> None:
         self._runtime = runtime
@@ -43,24 +43,24 @@ class Reconciler:
         self._keeper = runtime.keeper
         self._in_flight = in_flight
         self._telemetry = runtime.keeper.telemetry
-        self._fingerprint: str | None = None  # of the model whose calibration is in use
-        self._orphans_due: dict[str, float] = {}  # by replica: when segments without a prompt are dropped
+        self._fingerprint: str | None = None  # of the model whose calibration is used
+        self._orphans_due: dict[str, float] = {}  # by replica: when to drop segments without a prompt
         self._replicas = {replica.name: replica for replica in fleet.replicas}
         self._loop = asyncio.get_running_loop()
         self._sending = Background()
         self._keeper.tier.on_drop = self._on_drop
 
     async def close(self) -> None:
-        """What was not sent yet is sent by a later run. No watcher runs any more."""
+        """Called after all watchers have stopped. Drops that were not sent are sent by the next run."""
         self._keeper.tier.on_drop = None
         await self._sending.cancel()
 
     async def settle(self) -> None:
-        """Wait until what is to be dropped is sent."""
+        """Wait until all drops are sent."""
         await self._sending.settle()
 
     async def resync(self, replica: Replica, held: Iterable[SegmentId], *, is_new: bool) -> None:
-        """The connector holds exactly these segments; `is_new`: it is another process than before."""
+        """The connector holds exactly these segments. `is_new`: its process was restarted."""
         if is_new:
             self._in_flight.forget_replica(replica.name)
         info = replica.info
@@ -84,7 +84,7 @@ class Reconciler:
         return limits
 
     async def _remember_claimed(self, nodes: Sequence[Node]) -> None:
-        """Index many prompts, which takes a while: those that are evicted meanwhile must not come back."""
+        """Index many prompts, then remove those that were evicted while this ran."""
         tree = self._sharing.tree
         records = (
             PromptRecord(int(node.node_id), node.namespace, node.token_ids)
@@ -105,12 +105,12 @@ class Reconciler:
             await self._on_finished(replica, event)
 
     async def evict_replica(self, replica: Replica) -> None:
-        """It has been silent for too long: what it held is gone."""
+        """Evict all prompts of a replica that has been silent for too long."""
         self._in_flight.forget_replica(replica.name)
         await self._runtime.evict(self._keeper.lose, replica.name)
 
     async def tidy(self, replica: Replica) -> None:
-        """Expire requests, and let the replica drop what no prompt refers to."""
+        """Expire overdue requests, and send drops to the replica."""
         self._telemetry.ticket(TicketEvent.EXPIRED, self._in_flight.expire())
         if time.monotonic() >= self._orphans_due.get(replica.name, math.inf):
             del self._orphans_due[replica.name]
@@ -118,24 +118,29 @@ class Reconciler:
         await self.send_drops(replica)
 
     async def send_drops(self, replica: Replica) -> None:
-        """Send a replica which of its segments no prompt refers to any more."""
+        """Tell a replica to drop the segments that no prompt uses any more."""
         if dropped := self._keeper.tier.take_dropped(replica.name):
             try:
                 await replica.control.drop(dropped)
             except UpstreamError as exc:
                 self._keeper.tier.drop_again(replica.name, dropped)
-                log.debug("replica %s did not get %d drops: %s", replica.name, len(dropped), exc)
+                log.debug(
+                    "%d drops could not be sent to replica %s and are sent later: %s",
+                    len(dropped),
+                    replica.name,
+                    exc,
+                )
 
     async def _on_prefilled(self, replica: Replica, prefilled: Prefilled) -> None:
-        """By its meaning it can be found with its answer: embedding is expensive, and comes too late here."""
+        """Store and index a prompt, without an embedding: that is computed once, with the answer."""
         request = self._in_flight.find(prefilled.request_id, replica.name)
-        if request is None:  # so will be its end
+        if request is None:  # its `Finished` event is refused as well
             await self._runtime.write(self._keeper.refuse, replica.name, prefilled)
             return
         node = None
         try:
             held = self._in_flight.donors()
-            node = await self._runtime.write(self._keeper.keep_prompt, request, prefilled, held)
+            node = await self._runtime.write(self._keeper.store_prompt, request, prefilled, held)
             if node is None:
                 await self._sharing.forget_evicted()
             else:
@@ -154,7 +159,7 @@ class Reconciler:
         node = None
         try:
             held = self._in_flight.donors()
-            node = await self._runtime.write(self._keeper.keep, request, finished, held)
+            node = await self._runtime.write(self._keeper.store, request, finished, held)
             found = node or await self._runtime.write(self._find_stored, request)
             request.execution.stored.node = None if found is None else int(found.node_id)
         finally:
@@ -166,7 +171,7 @@ class Reconciler:
             self._runtime.background.spawn(self._remember(node, request))
 
     def _find_stored(self, request: RoutedRequest) -> Node | None:
-        """The prompt where others find what was not stored again."""
+        """The stored node that has this prompt, if it was not stored again."""
         assert request.prompt is not None, "it had a ticket"
         assert request.ticket is not None, "found by its ticket"
         return self._keeper.find_stored(request.ticket.namespace, request.prompt.token_ids, request.plan)
@@ -176,13 +181,13 @@ class Reconciler:
         try:
             if node.num_tokens >= request.prompt.num_tokens:
                 await self._runtime.remember(node, request.prompt.text)
-            else:  # its end has left: the meaning of the whole is not that of its beginning
+            else:  # shortened: the embedding of the whole text does not fit its beginning
                 await self._sharing.remember(node, None)
         finally:
             self._in_flight.forget(request)
 
     def _on_drop(self, name: str) -> None:
-        """From any thread: the tree let go of segments that this replica still holds."""
+        """Called from any thread: this replica holds segments that no prompt uses any more."""
         self._loop.call_soon_threadsafe(self._send_soon, self._replicas[name])
 
     def _send_soon(self, replica: Replica) -> None:
@@ -190,7 +195,7 @@ class Reconciler:
             self._sending.spawn(self.send_drops(replica))
 
     def _count(self, request: RoutedRequest, finished: Finished) -> None:
-        """What was planned against what was computed, and what its times say of the cost rates."""
+        """Count the planned and the actual decision, and update the cost rates from the measured times."""
         planned = request.plan.decision if isinstance(request.plan, Plan) else Decision.FULL
         reason = None if finished.reason is None else Reason.of(finished.reason)
         self._telemetry.executed(planned, Decision(finished.decision), reason)
@@ -205,13 +210,15 @@ class Reconciler:
         assert request.ticket is not None, "found by its ticket"
         cost, copies = self._sharing.cost, request.ticket.copies
         is_full = finished.decision == "full" and not finished.num_local
-        if is_full and request.first_token_s is not None and request.was_alone:  # it waited for no other
+        if (
+            is_full and request.first_token_s is not None and request.was_alone
+        ):  # it did not wait for another request
             cost.observe_prefill(request.ticket.num_tokens, request.first_token_s)
         used = [copies[index] for index in finished.used if index < len(copies)]
         num_copied = sum(copy.length for copy in used)
-        chosen = request.ticket.order is not None  # then a pass is more than what lies between the copies
+        chosen = request.ticket.order is not None  # then a pass also computes repairs
         if "pass" in finished.stage_seconds and used and not finished.num_local and not chosen:
-            # The tail behind the last copy is computed in vLLM's own pass, whose time is not known.
+            # vLLM computes the tail behind the last copy in its own pass, whose time is unknown.
             num_passed = max(copy.target.end for copy in used) - num_copied
             cost.observe_prefill(num_passed, finished.stage_seconds["pass"])
         if "lay" in finished.stage_seconds:

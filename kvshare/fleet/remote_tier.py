@@ -1,4 +1,4 @@
-"""Which replica holds which segment. The bytes stay there; the replicas' journals say what they hold."""
+"""Which replica holds which segment, as reported in the journals. The bytes stay in the replicas."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvshare.kv.tier import Fetched
 
 @dataclass(slots=True, eq=False)
 class ReplicaMemory:
-    """What one replica holds, and what it may be given; a `Budget` of `sharing/keeper.py`."""
+    """The segments and the memory limit of one replica; a `Budget` of `sharing/budget.py`."""
 
-    max_bytes: int = 0  # known when it is connected
+    max_bytes: int = 0  # 0 until the replica is connected
     num_bytes: int = 0
-    segments: dict[SegmentId, int] = field(default_factory=dict)  # with their bytes
-    dropped: list[SegmentId] = field(default_factory=list)  # to be sent to it
+    segments: dict[SegmentId, int] = field(default_factory=dict)  # with the bytes of each
+    dropped: list[SegmentId] = field(default_factory=list)  # not sent to the replica yet
 
     def __contains__(self, segment_id: SegmentId) -> bool:
         return segment_id in self.segments
@@ -33,8 +33,8 @@ class RemoteTier:
     """
     A tier whose bytes are in the replicas. Thread-safe.
 
-    What the tree lets go of (`drop`) is still over there: it waits in `take_dropped` to be sent to the
-    replica, and `on_drop` is called with the replica's name, from any thread.
+    Segments passed to `drop` are still in the replica until it drops them: `take_dropped` returns them for
+    sending. `on_drop` is called with the replica's name, from any thread.
     """
 
     def __init__(self, replicas: Iterable[str]) -> None:
@@ -43,12 +43,12 @@ class RemoteTier:
         self._lock = threading.Lock()
 
     def at(self, replica: str) -> ReplicaMemory:
-        """What one replica holds; the segments are changed here only."""
+        """The memory of one replica. Only this class changes it."""
         return self._memories[replica]
 
     @property
     def memories(self) -> Collection[ReplicaMemory]:
-        """What each replica holds."""
+        """The memories of all replicas."""
         return self._memories.values()
 
     @property
@@ -59,7 +59,7 @@ class RemoteTier:
         return any(segment_id in memory.segments for memory in self._memories.values())
 
     def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
-        """No bytes, only what is missing: the plan goes to where they are."""
+        """Only which segments are missing, no bytes: the request is sent to the replica that has them."""
         return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self))
 
     def held_by(self, replica: str) -> frozenset[SegmentId]:
@@ -70,7 +70,7 @@ class RemoteTier:
         return frozenset[SegmentId]().union(*(self.held_by(replica) for replica in self._memories))
 
     def add(self, replica: str, segments: Mapping[SegmentId, int]) -> None:
-        """A replica holds these segments, of so many bytes."""
+        """A replica holds these segments; the values are their bytes."""
         memory = self._memories[replica]
         with self._lock:
             for segment_id, num_bytes in segments.items():
@@ -79,13 +79,13 @@ class RemoteTier:
                 memory.num_bytes += num_bytes
 
     def forget(self, segment_ids: Iterable[SegmentId]) -> None:
-        """The replica has dropped these by itself: nothing is to be sent."""
+        """The replicas have dropped these segments already: nothing is sent."""
         with self._lock:
             for segment_id in segment_ids:
                 self._remove(segment_id)
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        """No prompt refers to these any more: their replicas are to drop them, too."""
+        """No prompt uses these segments any more: their replicas must drop them."""
         holders = set()
         with self._lock:
             for segment_id in segment_ids:
@@ -97,17 +97,17 @@ class RemoteTier:
                 on_drop(holder)
 
     def take_dropped(self, replica: str) -> list[SegmentId]:
-        """What a replica is yet to drop; the caller sends it."""
+        """The segments that a replica must drop; the caller sends them."""
         memory = self._memories[replica]
         with self._lock:
             dropped, memory.dropped = memory.dropped, []
         return dropped
 
     def drop_again(self, replica: str, segment_ids: Iterable[SegmentId]) -> None:
-        """They could not be sent to the replica: they are sent with the next."""
+        """Sending failed: return these segments with the next `take_dropped`."""
         with self._lock:
             self._memories[replica].dropped.extend(segment_ids)
 
     def _remove(self, segment_id: SegmentId) -> str | None:
-        """The replica that held it."""
+        """Returns the replica that held it, or None."""
         return next((name for name, memory in self._memories.items() if memory.remove(segment_id)), None)

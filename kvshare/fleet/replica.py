@@ -1,4 +1,4 @@
-"""The vLLM replicas behind one proxy: what each can do now, and which of them comes next."""
+"""The vLLM replicas behind one proxy: the state of each, and their order for the next request."""
 
 from __future__ import annotations
 
@@ -17,20 +17,17 @@ NAMESPACE_FIELDS = ("model", "revision", "tokenizer", "dtype", "kv_layout", "rop
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """
-    One vLLM, or one data-parallel rank of it. Its state is changed by its `Watcher` and by the requests that
-    run there.
-    """
+    """One vLLM, or one of its data-parallel ranks. Its `Watcher` and its requests change its state."""
 
     name: str
     vllm: VllmClient = field(repr=False)
     control: ControlClient = field(repr=False)
     models: ServedModels | None = None  # None: vLLM does not answer
-    refusal: str | None = None  # why it gets no requests although it answers
-    info: ReplicaInfo | None = None  # of the connector, until it is lost
+    refusal: str | None = None  # why it gets no requests although vLLM answers
+    info: ReplicaInfo | None = None  # of the connector; None until connected, and after it is lost
     is_connected: bool = False  # the connector's journal is being read
     num_inflight: int = 0
-    renders: bool = True  # until vLLM says that it does not have the routes
+    renders: bool = True  # false once vLLM answers that it has no /render routes
 
     @property
     def serves(self) -> bool:
@@ -43,44 +40,44 @@ class Replica:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What has vLLM hand a request to this rank; nothing until the connector has said which it is."""
+        """The header that sends a request to this rank; empty until the connector reports its rank."""
         rank = self.info.data_parallel_rank if self.info is not None else None
         return {} if rank is None else {RANK_HEADER: str(rank)}
 
     def namespace(self, owner: Owner) -> Namespace:
-        """An owner's namespace in this replica's memory. Its connector has been connected."""
+        """An owner's namespace in this replica's memory. Only for replicas that share."""
         assert self.info is not None, "namespaces are for replicas that share"
         parts = {name: self.info.namespace_fields[name] for name in NAMESPACE_FIELDS}
         return replace(Namespace(tenant=owner.tenant, scope=owner.scope, **parts), holder=self.name)
 
 
 class Fleet:
-    """All replicas: which of them serve, which share, and what model they have in common."""
+    """All replicas of one model, and which of them serve and share."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = tuple(replicas)
-        self.models: ServedModels | None = None  # what the replicas serve; None until one has answered
+        self.models: ServedModels | None = None  # what all replicas serve; None until one has answered
         self._next = 0  # the replica that comes first among equally idle ones
 
     def serving(self) -> list[Replica]:
         """
-        The replicas that take requests, the idlest first; among equally idle ones the next in rotation.
+        The replicas that take requests, those with fewest requests first; equal ones in rotation.
 
-        Asking does not advance the rotation, see `advance_rotation`.
+        Only `advance_rotation` changes the rotation.
         """
         rotated = self.replicas[self._next :] + self.replicas[: self._next]
         return sorted((entry for entry in rotated if entry.serves), key=lambda entry: entry.num_inflight)
 
     def sharing(self) -> list[Replica]:
-        """Those that plans may be made for."""
+        """The serving replicas that plans may be made for."""
         return [replica for replica in self.serving() if replica.shares]
 
     def advance_rotation(self) -> None:
-        """Called once per request that is sent: equally idle replicas then take turns."""
+        """Called once per sent request, so that equally idle replicas take turns."""
         self._next = (self._next + 1) % len(self.replicas)
 
     def check_models(self, replica: Replica) -> None:
-        """Called when the models of a replica are known: one with others than the rest gets no requests."""
+        """Called when a replica's models are known. It gets no requests if they differ from the others'."""
         assert replica.models is not None, "called when they are known"
         replica.refusal = None
         others = [other for other in self.replicas if other is not replica and other.serves]
@@ -88,10 +85,14 @@ class Fleet:
             self.models = replica.models
         elif set(replica.models.names) != set(self.models.names):
             replica.refusal = f"serves {_listed(replica.models)}, the others serve {_listed(self.models)}"
-            log.error("replica %s gets no requests: it %s", replica.name, replica.refusal)
+            log.error(
+                "replica %s gets no requests: it %s. Serve the same model there, or remove the replica",
+                replica.name,
+                replica.refusal,
+            )
 
     def check_ranks(self, replica: Replica) -> None:
-        """Called when a connector is connected: ranks that are not among the replicas get no requests."""
+        """Called when a connector is connected: warns if some of its ranks are not configured as replicas."""
         assert replica.info is not None, "called when it is known"
         size = replica.info.data_parallel_size
         known = sum(other.vllm.url == replica.vllm.url for other in self.replicas)

@@ -1,13 +1,13 @@
 """
-Writes the tree for a fleet: the replicas hold the bytes, and report what they retained. Who leaves for it is
-decided here; where a replica has to evict by itself, it reports that, too.
+Stores prompts whose KV is in the replicas. Replicas report what they hold; this decides which prompts to
+evict.
 
-All methods block, for milliseconds, and may be called from any thread but the event loop's.
+A replica that runs out of memory drops segments by itself and reports it. All methods block for milliseconds
+and may be called from any thread except the event loop's.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -22,108 +22,104 @@ from delta_tree import (
     Span,
     token_ids,
 )
+from kvshare.errors import KVShareError
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
-from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.budget import Budget
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.telemetry import Component, EvictionCause, FallbackReason
+from kvshare.telemetry import EvictionCause
 from kvshare.vllm_protocol.messages import Finished, Prefilled
 
-log = logging.getLogger(__name__)
 
-
-class BadReportError(ValueError):
-    """What a connector says it retained does not fit the ticket it was given."""
+class BadReportError(KVShareError):
+    """The report of a connector does not fit the ticket."""
 
 
 class ReplicaKeeper(Keeper[RemoteTier]):
     """
-    Writes nodes for what replicas retained, and takes those out whose KV is gone.
+    Stores nodes for KV that replicas retained, and evicts nodes whose KV a replica has lost.
 
-    Nodes of the last run are `unclaimed` until the replica that still holds their KV is connected;
-    `evict_unclaimed` ends the wait for it.
+    Nodes of the last run are unclaimed until the replica that holds their KV is connected. `evict_unclaimed`
+    evicts those that no replica claimed.
     """
 
     def __init__(self, tree: DeltaTree, tier: RemoteTier, *, min_tokens: int) -> None:
         super().__init__(tree, tier, min_tokens=min_tokens)
-        self._namespaces_at: dict[str, set[str]] = {}  # by replica: each has its own
+        self._namespaces_at: dict[str, set[str]] = {}  # by replica
         self._unclaimed = {node.node_id for node in tree.nodes()}
 
-    def keep_prompt(
+    def store_prompt(
         self, request: RoutedRequest, prefilled: Prefilled, held: Collection[NodeId]
     ) -> Node | None:
         """
-        Make a node of a prompt whose answer is still generated; `keep` must follow. Others leave as there.
+        Store a prompt whose answer is still generated; `store` must follow.
 
-        Returns: the node if it is new; None also where the prompt makes none without its answer. Never raises
+        Returns: the node if it is new; None if it is stored already, is not stored, or has no node of its own
+        without its answer. Never raises.
         """
 
-        def store(draft: NodeDraft) -> Node | None:
+        def write(draft: NodeDraft) -> Node | None:
             if not self._makes_a_node(draft, len(draft.token_ids)):
-                return None  # its bytes count once, with its answer's
-            node = self._inserted(request.replica, draft, held)
+                return None  # `store` adds it together with its answer
+            node = self._insert_if_fits(request.replica, draft, held)
             request.prompt_was_refused = node is None
             return node
 
-        request.prompt_node = self._with_draft(request, prefilled, store)
+        request.prompt_node = self._with_draft(request, prefilled, write)
         if request.prompt_was_refused:
             self.refuse(request.replica, prefilled)
         return request.prompt_node
 
-    def keep(self, request: RoutedRequest, finished: Finished, held: Collection[NodeId]) -> Node | None:
+    def store(self, request: RoutedRequest, finished: Finished, held: Collection[NodeId]) -> Node | None:
         """
-        Make a node of what a replica retained of a request, or add its answer to that of its prompt. Others
-        leave for it, but for those that are `held`, until the replica has no more than it may be given.
+        Store what a replica retained of a request: as a new node, or added to the node of its prompt.
 
-        Returns: the node if it is new or longer; None where it was known, finds no room, or the report cannot
-        be true: the replica is then to drop its segments. Never raises
+        Other prompts of the replica are evicted to make room, except those in `held`.
+        Returns: the node if it is new or longer. None if it was stored already, does not fit, or the report
+        is wrong; the replica then drops the reported segments. Never raises.
         """
 
-        def store(draft: NodeDraft) -> Node | None:
+        def write(draft: NodeDraft) -> Node | None:
             if request.prompt_was_refused:
-                return None  # and would be again
+                return None  # the whole would not be stored either
             if (prompt := request.prompt_node) is not None:
-                return self._lengthened(request.replica, prompt, draft, held)
+                return self._lengthen(request.replica, prompt, draft, held)
             assert request.prompt is not None, "it has a draft"
-            return self._kept(request.replica, draft, request.prompt.num_tokens, held)
+            return self._store_whole(request.replica, draft, request.prompt.num_tokens, held)
 
-        node = self._with_draft(request, finished, store)
+        node = self._with_draft(request, finished, write)
         if node is None:
             self.refuse(request.replica, finished)
         return node
 
     def _with_draft(
-        self, request: RoutedRequest, report: Prefilled | Finished, store: Callable[[NodeDraft], Node | None]
+        self, request: RoutedRequest, report: Prefilled | Finished, write: Callable[[NodeDraft], Node | None]
     ) -> Node | None:
-        """What `store` makes of a report, None where it fails."""
-        try:
+        """Pass the draft of a report to `write` and return its result; None if either fails."""
+
+        def act() -> Node | None:
             draft = draft_of(request, report, node_of=self.tree.get)
-            if draft is not None:
-                with self._writing:
-                    return store(draft)
-        except (BadReportError, DeltaTreeError) as exc:
-            # A donor may have been evicted since; a report that cannot be true is a bug over there.
-            self._note_refused(exc)
-        except Exception as exc:  # noqa: BLE001  logged, without its message
-            log.warning("a prompt is not stored: %s", classes_and_places(exc))
-            self.telemetry.fallback(Component.COMMIT, FallbackReason.ERROR)
-        return None
+            if draft is None:
+                return None
+            with self._writing:
+                return write(draft)
+
+        return self._fail_open(act)
 
     def refuse(self, replica: str, report: Prefilled | Finished) -> None:
-        """Let a replica drop what it retained, but for what prompts refer to."""
+        """Tell a replica to drop the reported segments, except those that prompts use."""
         self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in report.stored})
         self.drop_unreferenced(entry.segment_id for entry in report.stored)
 
     def forget(self, segment_ids: Iterable[SegmentId]) -> None:
-        """A replica has dropped segments: the prompts that need them leave the tree."""
+        """A replica has dropped segments: evict the prompts that used them."""
         gone = frozenset(segment_ids)
         with self._writing:
             self.tier.forget(gone)
             if not any(self.tree.reference_count(entry) for entry in gone):
-                return  # mostly: the tree let go of them first
+                return  # the usual case: the prompts were evicted before
             for node in self.tree.nodes():
                 if node.node_id not in self._unclaimed and not gone.isdisjoint(node.pieces.segment_ids):
                     self.tree.unpin(node.node_id)
@@ -132,10 +128,9 @@ class ReplicaKeeper(Keeper[RemoteTier]):
 
     def claim(self, replica: str, held: Iterable[SegmentId], max_bytes: int) -> list[Node]:
         """
-        A replica is connected, holds these segments, and may hold so many bytes. What it was thought to hold
-        beyond them is gone.
+        A replica is connected, holds exactly the segments `held`, and may hold `max_bytes`.
 
-        Returns: the nodes of the last run that are found again; the index does not have them yet
+        Returns: the nodes of the last run whose KV it holds; the index does not have them yet
         """
         with self._writing:
             now_held = frozenset(held)
@@ -153,24 +148,24 @@ class ReplicaKeeper(Keeper[RemoteTier]):
             return claimed
 
     def lose(self, replica: str) -> None:
-        """A replica is gone, and all that it held."""
+        """A replica is lost: evict all prompts whose KV it held."""
         with self._writing:
             self.tier.forget(self.tier.held_by(replica))
             self.tier.take_dropped(replica)
             self._discard_unheld()
 
     def evict_unclaimed(self) -> None:
-        """Every replica was connected or given up: what is still unclaimed is gone."""
+        """Evict the unclaimed nodes: every replica was connected or is given up."""
         with self._writing:
             self._unclaimed.clear()
             self._discard_unheld()
 
     def drop_orphans(self, replica: str) -> None:
-        """Let a replica drop the segments that no prompt refers to."""
+        """Tell a replica to drop the segments that no prompt uses."""
         self.drop_unreferenced(self.tier.held_by(replica))
 
     def drop_unreferenced(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Let replicas drop those of the segments that no prompt refers to."""
+        """Tell the replicas to drop those of the segments that no prompt uses."""
         with self._writing:
             self.tier.drop(entry for entry in segment_ids if not self.tree.reference_count(entry))
 
@@ -179,9 +174,10 @@ class ReplicaKeeper(Keeper[RemoteTier]):
 
     def _discard_unheld(self) -> None:
         """
-        In one change, as it may be all there is; prompts that are unclaimed stay.
+        Evict, in one transaction, all prompts whose KV no replica holds, except unclaimed ones.
 
-        It need not be stored now: after a restart no replica claims them. So a full disk is in nobody's way.
+        The transaction is written to disk later, so that a full disk does not block it: after a restart no
+        replica claims these prompts.
         """
         waiting = [self.tree.get(node_id) for node_id in self._unclaimed]
         alive = self.tier.all_held().union(*(node.pieces.segment_ids for node in waiting if node is not None))
@@ -193,18 +189,18 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         freed = {entry for node in leaving for entry in node.pieces.segment_ids if entry in self.tier}
         self.drop_unreferenced(freed)
 
-    def _kept(self, replica: str, draft: NodeDraft, num_prompt: int, held: Collection[NodeId]) -> Node | None:
-        """First the prompt, then its answer, as the embedded engine does it: so the same prompts leave."""
+    def _store_whole(
+        self, replica: str, draft: NodeDraft, num_prompt: int, held: Collection[NodeId]
+    ) -> Node | None:
+        """Store the prompt, then its answer, as the embedded engine does: so both evict the same prompts."""
         prompt = self._prompt_of(draft, num_prompt)
-        node = self._inserted(replica, prompt or draft, held)
+        node = self._insert_if_fits(replica, prompt or draft, held)
         if node is None or prompt is None:
             return node
-        return self._lengthened(replica, node, draft, held)
+        return self._lengthen(replica, node, draft, held)
 
-    def _lengthened(
-        self, replica: str, node: Node, draft: NodeDraft, held: Collection[NodeId]
-    ) -> Node | None:
-        """The prompt's node with its answer, where there is one and it finds room; None where it has left."""
+    def _lengthen(self, replica: str, node: Node, draft: NodeDraft, held: Collection[NodeId]) -> Node | None:
+        """The prompt's node, with the answer added if it fits; None if the prompt was evicted."""
         now = self.tree.get(node.node_id)
         if now is None:
             return None
@@ -220,19 +216,19 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         if has_room:
             try:
                 return self.tree.lengthen(node.node_id, draft.token_ids, added)
-            except DeltaTreeError as exc:  # the prompt stays, and is indexed
+            except DeltaTreeError as exc:  # the prompt stays without its answer
                 self._note_refused(exc)
         self.drop_unreferenced(segment.segment_id for segment in added)
         return now
 
     def _makes_a_node(self, draft: NodeDraft, num_prompt: int) -> bool:
-        """Not one that is too short without its answer, nor one that a donor begins with."""
+        """Whether the prompt gets a node: not if it is too short, or if a donor begins with it."""
         tokens = draft.token_ids[:num_prompt]
-        # In this order, as in `MemoryKeeper`: to be wanted is a use of the prompt that is stored already.
+        # The same order as in `MemoryKeeper`: `_is_wanted` marks a stored prompt as used.
         return not self._begins(draft.parent, tokens) and self._is_wanted(draft.namespace, tokens)
 
     def _prompt_of(self, draft: NodeDraft, num_prompt: int) -> NodeDraft | None:
-        """Without what was generated; None where that is not kept apart."""
+        """The draft without the answer; None if they share a segment or the prompt gets no node."""
         is_apart = any(segment.first_position == num_prompt for segment in draft.new_segments)
         if not is_apart or not self._makes_a_node(draft, num_prompt):
             return None
@@ -245,8 +241,8 @@ class ReplicaKeeper(Keeper[RemoteTier]):
             deviation=draft.deviation if draft.exact_length < num_prompt else 0.0,
         )
 
-    def _inserted(self, replica: str, draft: NodeDraft, held: Collection[NodeId]) -> Node | None:
-        """None where it was known, or finds no room."""
+    def _insert_if_fits(self, replica: str, draft: NodeDraft, held: Collection[NodeId]) -> Node | None:
+        """Make room and store a node. Returns None if it was stored already or does not fit."""
         if not self._has_room(replica, draft, held):
             return None
         self._add(replica, draft.new_segments)
@@ -257,11 +253,11 @@ class ReplicaKeeper(Keeper[RemoteTier]):
         self.tier.add(replica, {segment.segment_id: segment.num_bytes for segment in segments})
 
     def _has_room(self, replica: str, draft: NodeDraft, held: Collection[NodeId]) -> bool:
-        """Whether a prompt is to become a node, and finds room once others have left."""
+        """Whether a node should be stored and fits, after evicting others if necessary."""
         namespaces = self._namespaces_at.setdefault(replica, set())
         namespaces.add(draft.namespace)
         if (known := self.tree.find(draft.namespace, draft.token_ids)) is not None:
-            self.discard_unreadable([known.node_id])  # one of the last run: this one takes its place
+            self.discard_unreadable([known.node_id])  # evicts an unclaimed one: this replaces it
         if not self._is_wanted(draft.namespace, draft.token_ids):
             return False
         num_bytes = sum(segment.num_bytes for segment in draft.new_segments)
@@ -272,16 +268,16 @@ def draft_of(
     request: RoutedRequest, report: Prefilled | Finished, *, node_of: Callable[[NodeId], Node | None]
 ) -> NodeDraft | None:
     """
-    The node for what a replica retained of a request: the plan as it was carried out, and the new segments.
+    The node for what a replica retained of a request, from the executed plan and the new segments.
 
-    Returns: None where nothing was retained
+    Returns: None if nothing was retained
     Raises:  BadReportError if copies and segments do not cover the retained positions exactly once
     """
     if not report.stored:
         return None
     assert request.prompt is not None, "it had a ticket"
     assert request.ticket is not None, "found by its ticket"
-    plan = _carried_out(request.plan, report.used, [entry.span for entry in report.repaired])
+    plan = _executed(request.plan, report.used, [entry.span for entry in report.repaired])
     output_ids = report.output_ids if isinstance(report, Finished) else ()
     stored = [
         StoredSpan(entry.segment_id, Span(entry.start, entry.start + entry.length), entry.num_bytes)
@@ -297,18 +293,18 @@ def draft_of(
     return draft_node(token_ids(tokens[:num_retained]), plan, stored, namespace=namespace, parent=parent)
 
 
-def _carried_out(plan: Plan | NoPlan, used: Sequence[int], repaired: Sequence[Span]) -> Plan | NoPlan:
-    """The plan with the copies that were used and what was repaired of them; all else was computed."""
+def _executed(plan: Plan | NoPlan, used: Sequence[int], repaired: Sequence[Span]) -> Plan | NoPlan:
+    """The plan with the copies that were used and the repairs; everything else was computed."""
     if not used:
         return NoPlan()
     if isinstance(plan, NoPlan) or len(set(used)) != len(used) or max(used) >= len(plan.copies):
         raise BadReportError("copies used that are not in the ticket")
-    carried_out = replace(plan, copies=tuple(plan.copies[index] for index in sorted(used)))
-    return carried_out if plan.order is None else carried_out.with_repairs(repaired)
+    executed = replace(plan, copies=tuple(plan.copies[index] for index in sorted(used)))
+    return executed if plan.order is None else executed.with_repairs(repaired)
 
 
 def _covered(spans: Sequence[Span]) -> int:
-    """How many positions from 0 on the spans cover. Raises BadReportError for gaps and overlaps."""
+    """How many positions from 0 the spans cover. Raises BadReportError for gaps and overlaps."""
     end = 0
     for span in sorted(spans, key=lambda entry: entry.start):
         if span.start != end or not len(span):

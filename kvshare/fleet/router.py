@@ -1,9 +1,9 @@
 """
-Chooses the replica of each request and plans it.
+Chooses the replica of each request and plans the request there.
 
-A request goes to its donors' KV, unless that replica is overloaded; else to the idlest.
-
-Namespaces are a replica's, as KV cannot move: a prompt is looked up in each, and goes where it is cheapest.
+KV cannot move between replicas, so each replica has its own namespaces. A prompt is looked up in all of them
+and goes to the replica with the shortest expected prefill that is not overloaded; without donors, to the
+idlest replica.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from kvshare.vllm_protocol.messages import Ticket, WireCopy, WireOrder, WireSpan
 
 log = logging.getLogger(__name__)
 
-_RECONCILE_S = 0.25  # a prompt is stored after its answer; its owner's next request waits for that, so long
+_RECONCILE_S = 0.25  # the longest wait of a request for its owner's last answers to be stored
 
 
 class Router:
-    """On the way of every request, before it is sent and while it is answered."""
+    """Called for every request: before it is sent, and while it is answered."""
 
     def __init__(self, sharing: Sharing, fleet: Fleet, in_flight: InFlight, settings: VllmSettings) -> None:
         self._sharing = sharing
@@ -47,7 +47,7 @@ class Router:
 
     async def render(self, path: str, body: bytes) -> list[RenderedPrompt] | None:
         """
-        The prompts of a body for a generating route, by vLLM itself; None where no replica has `/render`.
+        The prompts that vLLM would compute for a body sent to `path`; None if no replica has `/render`.
 
         Raises:  NoReplicaError, UpstreamError
         """
@@ -61,26 +61,28 @@ class Router:
                 if replica.renders:
                     log.warning(
                         "replica %s has no /render routes: /v1/responses and /v1/messages are not shared, "
-                        "and chats are tokenized by /tokenize; start vLLM with --enable-scale-out",
+                        "and chats are tokenized by /tokenize. To share them, start vLLM with "
+                        "--enable-scale-out",
                         replica.name,
                     )
                 replica.renders = False
         return None
 
     async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
-        """By vLLM's own template and tokenizer. Raises NoReplicaError, UpstreamError."""
+        """Tokenize with vLLM's template and tokenizer. Raises NoReplicaError, UpstreamError."""
         return await self._next_replica().vllm.tokenize(body)
 
     async def route(self, request: RoutedRequest) -> Replica:
         """
-        Plan a request and choose its replica. Whatever fails in planning, it goes unshared.
+        Plan a request and choose its replica. If planning fails, the request is served unshared.
 
         Raises:  NoReplicaError
         """
         prompt = request.prompt
         reason = Reason.OFF if request.mode is SharingMode.OFF else Reason.SHORT_PROMPT
         if prompt is not None and request.mode is not SharingMode.OFF:
-            # One too short to look up goes the same way: its answer may make it long enough to be stored.
+            # A prompt too short to look up is planned too: with its answer it may be long enough to be
+            # stored.
             if self._sharing.wants(prompt, request.mode):
                 await self._in_flight.wait_reconciled(request.owner, timeout_s=_RECONCILE_S)
                 reason = Reason.NO_CONNECTOR  # unless there is a lookup
@@ -91,7 +93,7 @@ class Router:
                     self._plan(request, replica, lookup)
                     return replica
             except Exception as exc:  # noqa: BLE001  logged, without its message
-                log.warning("planning failed, the request is served without it: %s", classes_and_places(exc))
+                log.warning("planning failed, the request is served unshared: %s", classes_and_places(exc))
                 self._sharing.telemetry.fallback(Component.PLANNING, FallbackReason.ERROR)
                 reason = Reason.LOOKUP_FAILED
         request.plan, request.ticket = NoPlan(reason), None
@@ -99,9 +101,9 @@ class Router:
 
     def reroute(self, request: RoutedRequest, tried: Sequence[Replica]) -> Replica:
         """
-        Another replica, as the last of `tried` did not take the request. The plan's KV is not there.
+        Choose another replica, without a plan, after the last of `tried` failed.
 
-        The last one gets no more requests until vLLM answers again. Raises NoReplicaError.
+        The failed one gets no requests until its vLLM answers again. Raises NoReplicaError.
         """
         tried[-1].models = None
         self._sharing.telemetry.replica_failed(tried[-1].name)
@@ -110,7 +112,7 @@ class Router:
 
     @contextmanager
     def sending(self, request: RoutedRequest, replica: Replica) -> Iterator[None]:
-        """Counts the request at its replica while inside; one with a ticket is awaited in the journal."""
+        """Count the request at its replica while inside. With a ticket, its report is expected afterwards."""
         self._fleet.advance_rotation()
         request.execution.replica, request.was_refused = replica.name, False
         request.was_alone, request.sent_at = replica.num_inflight == 0, time.perf_counter()
@@ -123,12 +125,12 @@ class Router:
             self._in_flight.end(request)
 
     def note_unshared(self, reason: Reason) -> None:
-        """Count a request that cannot be planned, and why."""
+        """Count a request that cannot be planned, by reason."""
         self._sharing.telemetry.unshared(reason)
 
     async def explain(self, request: RoutedRequest) -> dict[str, Any]:
-        """The plan this request would get, and where; a JSON-ready document. Nothing is sent."""
-        assert request.prompt is not None, "only what is tokenized can be explained"
+        """The plan and the replica this request would get; JSON-ready. Nothing is sent."""
+        assert request.prompt is not None, "only tokenized requests can be explained"
         replica, found = await self._find(request)
         lookup = found or Lookup(NoPlan(Reason.NO_CONNECTOR))
         document = await asyncio.to_thread(
@@ -137,7 +139,7 @@ class Router:
         return {**document, "replica": None if replica is None else replica.name}
 
     async def _found_or_waited_for(self, request: RoutedRequest) -> tuple[Replica | None, Lookup | None]:
-        """As `_find`, also for a prompt like this one that is being computed just now, at any replica."""
+        """Like `_find`, but wait for a similar prompt that any replica computes now, if that pays."""
         if request.prompt is None or not self._wants(request):
             return await self._find(request)
         replica: Replica | None = None
@@ -158,7 +160,7 @@ class Router:
         return request.prompt is not None and self._sharing.wants(request.prompt, request.mode)
 
     async def _find(self, request: RoutedRequest) -> tuple[Replica | None, Lookup | None]:
-        """The replica to go to and what was found there; neither if no replica shares."""
+        """The best replica and the lookup there; None for both if no replica shares."""
         sharing = self._fleet.sharing()
         if not sharing:
             return None, None
@@ -171,7 +173,7 @@ class Router:
         best = choose(lookups, self._settings)
         lookup = lookups[best]
         if not alone and lookup is not None and isinstance(lookup.plan, NoPlan):
-            # Embedding is expensive: only where tokens found nothing, and once.
+            # Embedding is expensive: done once, and only if the search by tokens found nothing.
             lookup = await self._look_up(request, best, by_meaning=True)
         return best, lookup
 
@@ -181,7 +183,7 @@ class Router:
         return await self._sharing.find_plan(namespace, request.prompt, request.mode, by_meaning=by_meaning)
 
     def _plan(self, request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
-        """With a ticket: for the plan, or so that the prompt may be stored, or for both."""
+        """Set plan and ticket. A ticket carries a plan, or asks the connector to retain KV, or both."""
         assert request.prompt is not None, "a lookup has a prompt"
         request.plan = lookup.plan
         if not isinstance(lookup.plan, Plan) and not request.may_store:
@@ -190,7 +192,7 @@ class Router:
         request.ticket = ticket_for(
             lookup.plan,
             tokens,
-            request_id=uuid.uuid4().hex,  # a secret: its salt is made of it
+            request_id=uuid.uuid4().hex,  # secret, as the private salt is derived from it
             namespace=namespace,
             keep=request.may_store,
         )
@@ -207,10 +209,11 @@ class Router:
 
 def choose(lookups: Mapping[Replica, Lookup | None], settings: VllmSettings) -> Replica:
     """
-    The best of at least one replica; load decides between equals, then the order of `lookups`.
+    The replica with the shortest expected prefill; among equal ones that with fewest requests, then the
+    first.
 
-    A replica is overloaded if it has `max_inflight` requests, or `max_imbalance` more than the idlest one; it
-    is passed over unless all are.
+    Overloaded replicas are skipped unless all are: those with `max_inflight` requests, or `max_imbalance`
+    more than the idlest one.
     """
     idlest = min(replica.num_inflight for replica in lookups)
     allowed = [
@@ -222,13 +225,13 @@ def choose(lookups: Mapping[Replica, Lookup | None], settings: VllmSettings) -> 
     return min(allowed or lookups, key=lambda replica: (_prefill_s(lookups[replica]), replica.num_inflight))
 
 
-_TAIL = 16  # tokens that vLLM computes itself, behind what the connector provides
+_TAIL = 16  # last tokens of a prompt, which vLLM computes itself
 
 
 def ticket_for(
     plan: Plan | NoPlan, prompt: TokenIds, *, request_id: str, namespace: str, keep: bool
 ) -> Ticket:
-    """The plan, as the connector needs it. Without a plan the prompt may still become a donor."""
+    """The plan for the connector. Without a plan the prompt may still be retained."""
     copies: tuple[WireCopy, ...] = ()
     if isinstance(plan, Plan):
         copies = tuple(
@@ -248,7 +251,7 @@ def ticket_for(
 
 
 def wire_order(plan: Plan) -> WireOrder | None:
-    """What the plan leaves to be chosen, as the connector needs it."""
+    """The plan's repair order for the connector."""
     if plan.order is None:
         return None
     return WireOrder(
@@ -260,6 +263,6 @@ def wire_order(plan: Plan) -> WireOrder | None:
 
 
 def _prefill_s(lookup: Lookup | None) -> float:
-    """What the prefill should take with the plan found; without one, more than with any."""
+    """Expected seconds of the prefill with the found plan; infinite without a plan."""
     plan = lookup.plan if lookup is not None else None
     return plan.estimate.shared_s if isinstance(plan, Plan) else float("inf")

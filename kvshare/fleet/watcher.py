@@ -1,10 +1,10 @@
 """
-Watches one replica for as long as the proxy runs: does vLLM serve, and what does its connector report.
+Watches one replica while the proxy runs: the health of its vLLM, and the journal of its connector.
 
-    health    asks every few seconds; an answer brings the names of the served model
-    journal   info, then what is held, then event after event; a gap or a new epoch starts over
+    health    checked every few seconds; the first answer gives the names of the served model
+    journal   reads /info, then /segments, then events; starts over after a gap or a restart of vLLM
 
-Whatever fails is tried again, with growing pauses. A replica that stays silent has lost its KV.
+Failed calls are repeated after growing pauses. A replica that is silent for too long has lost its KV.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Watcher:
         self._reconciler = reconciler
         self._settings = settings
         self._last = 0  # sequence number of the last event that was applied
-        self._is_in_step = False  # the account of what the replica holds is right, up to `_last`
+        self._is_in_step = False  # the tier has what the replica held at event `_last`
         self._silent_since: float | None = None
-        self._logged: str | None = None  # the last failure in the log: each is logged once
-        self.asked_vllm = asyncio.Event()  # it has answered once, or failed to
-        self.asked_connector = asyncio.Event()  # the same
-        self.was_connected = asyncio.Event()  # the connector has said once what it holds
+        self._logged: str | None = None  # the last logged failure: each is logged once
+        self.asked_vllm = asyncio.Event()  # set after the first answer or failure
+        self.asked_connector = asyncio.Event()  # set after the first answer or failure
+        self.was_connected = asyncio.Event()  # set when the connector was connected for the first time
 
     async def watch_health(self) -> None:
         while True:
@@ -65,7 +65,7 @@ class Watcher:
                 self._fleet.check_models(replica)
         except UpstreamError as exc:
             if replica.models is not None:
-                log.warning("replica %s serves no more: %s", replica.name, exc)
+                log.warning("replica %s gets no requests until it answers again: %s", replica.name, exc)
             replica.models = None
 
     async def watch_journal(self) -> None:
@@ -82,14 +82,16 @@ class Watcher:
             except Exception as exc:  # noqa: BLE001  logged, without its message
                 self._replica.is_connected = self._is_in_step = False
                 what = classes_and_places(exc)
-                log.error("replica %s: its journal could not be applied: %s", self._replica.name, what)
+                log.error(
+                    "replica %s: applying its journal failed, trying again: %s", self._replica.name, what
+                )
             self.asked_connector.set()
             await self._note_if_lost()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _connect(self) -> None:
-        """From here on the account of what the replica holds is right, up to event `_last`."""
+        """Read what the replica is and holds. Afterwards the tier is correct as of event `_last`."""
         replica = self._replica
         info = await replica.control.info()
         _check_info(info)
@@ -97,7 +99,7 @@ class Watcher:
         if is_new or not self._is_in_step:
             held = await replica.control.segments()
             if held.epoch != info.epoch:
-                raise UpstreamError("the connector was restarted while it was asked")
+                raise UpstreamError("the connector was restarted between two calls")
             replica.info, self._last = info, held.last
             await self._reconciler.resync(replica, held.segment_ids, is_new=is_new)
             self._is_in_step = True
@@ -109,7 +111,7 @@ class Watcher:
             self._fleet.check_ranks(replica)
 
     async def _read_journal(self) -> None:
-        """Returns where the state must be asked for anew: a gap, or another process."""
+        """Apply events until a gap or a restart, after which the state must be read again."""
         replica = self._replica
         while True:
             journal = await replica.control.journal(after=self._last, wait_s=self._settings.journal_wait_s)
@@ -117,7 +119,7 @@ class Watcher:
             is_new = journal.epoch != replica.info.epoch
             if is_new or journal.gap or journal.last < self._last:
                 replica.is_connected, self._is_in_step = not is_new, False
-                what = "restarted: its KV is gone" if is_new else "events were missed: asking what it holds"
+                what = "restarted, its KV is lost" if is_new else "missed events, its segments are read again"
                 log.warning("replica %s: %s", replica.name, what)
                 return
             for event in journal.events:
@@ -126,23 +128,23 @@ class Watcher:
             await self._reconciler.tidy(replica)
 
     async def _note_if_lost(self) -> None:
-        """What fails here is tried again in the next round: the journal must go on being read."""
+        """Evict the prompts of a replica that was silent for too long. A failure is tried again."""
         replica, now = self._replica, time.monotonic()
         if replica.is_connected:
             return
         self._silent_since = self._silent_since or now
         if now - self._silent_since < self._settings.lost_after_s or replica.info is None:
             return
-        log.warning("replica %s is lost: %s", replica.name, self._logged)
+        log.warning("replica %s is lost and its prompts are evicted: %s", replica.name, self._logged)
         try:
             await self._reconciler.evict_replica(replica)
             replica.info = None
         except Exception as exc:  # noqa: BLE001  logged, without its message
             what = classes_and_places(exc)
-            log.error("replica %s: its prompts could not be evicted: %s", replica.name, what)
+            log.error("replica %s: evicting its prompts failed, trying again: %s", replica.name, what)
 
     def _log_failure(self, failure: str) -> None:
-        """Each kind of failure once, whichever route it came from, until the connector is connected again."""
+        """Log each kind of failure once, from whichever route, until the connector is connected again."""
         kind = failure.partition(": ")[2]
         if kind != self._logged:
             log.warning("replica %s shares nothing for now: %s", self._replica.name, failure)
@@ -152,7 +154,7 @@ class Watcher:
 def _check_info(info: ReplicaInfo) -> None:
     missing = [name for name in NAMESPACE_FIELDS if not info.namespace_fields.get(name)]
     if missing:
-        raise UpstreamError(f"namespace_fields: expected {', '.join(missing)} as well")
+        raise UpstreamError(f"namespace_fields: {', '.join(missing)} missing")
 
 
 def _log_connected(replica: Replica, info: ReplicaInfo) -> None:

@@ -1,1 +1,1 @@
-"""What is shared with a prompt, and what is kept of it: one core for serving, `explain` and replay."""
+"""Plans what a prompt copies from stored prompts, and stores it: for serving, `explain` and replay."""

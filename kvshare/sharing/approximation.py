@@ -1,9 +1,9 @@
 """
-The approximate plans of one composition: the same copies, repaired in one way or another, and how far each is
-expected to be off.
+The approximate plans of one composition. All have the same copies; they differ in what is repaired.
 
-By place first. Where that is expected to be too far off, the windows are widened, or an engine that can
-choose is given more and more to choose; the cheapest that is within the limit is taken.
+The first plan repairs fixed windows. If its expected deviation is above the limit, the windows are widened,
+or an engine that can choose repairs is given more tokens to choose. The cheapest plan within the limit is
+used.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kvshare.sharing.prediction import Shape, shape_of
 from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose
 
 _WIDENED = (1.0, 2.0, 4.0, 8.0)  # times the windows of the settings
-_DOSES = (0.25, 0.5, 1.0, 2.0, 4.0)  # chosen tokens for each stale one
+_DOSES = (0.25, 0.5, 1.0, 2.0, 4.0)  # repaired tokens per stale token
 
 
 @dataclass(frozen=True, slots=True)
 class Repairing:
-    """How much an operator and an engine let repair do, and what is known of the model."""
+    """What limits repair: the settings, the abilities of the engine, the calibration of the model."""
 
     settings: RepairSettings
     calibration: ModelCalibration
@@ -47,13 +47,11 @@ class Repairing:
     can_probe: bool  # whether the engine can choose after a probe pass
 
     def chooses(self, num_behind: int) -> bool:
-        """Whether repairs may be chosen where so many tokens follow the last copy."""
+        """Whether the engine may choose repairs when `num_behind` tokens follow the last copy."""
         return self.can_probe and self.settings.rule != "windows" and num_behind <= MOST_BEHIND
 
     def usable(self, node: Node) -> Node | None:
-        """
-        What may be copied of a stored prompt: of one whose answer is too far off already only what is exact.
-        """
+        """The part of a prompt that may be copied: only its exact prefix if it deviates too much."""
         if node.deviation <= self.max_deviation:
             return node
         if not node.exact_length:
@@ -64,7 +62,7 @@ class Repairing:
 
 
 class Approximation:
-    """What one composition may become. Its copies behind the exact prefix are approximate."""
+    """The candidate plans of one composition. Copies behind the exact prefix are approximate."""
 
     def __init__(
         self,
@@ -93,8 +91,8 @@ class Approximation:
 
     def cheapest(self) -> Plan:
         """
-        Of those within the limit the one that computes least. Where there is none, only what a chat has of
-        its own; else the one least off.
+        The fastest plan whose deviation is within the limit. If there is none: a plan with settled copies
+        only; without those, the plan with the smallest deviation, which the gate then refuses.
         """
         if self._shape is None:
             return self._plan("none", Repairs(()))
@@ -114,9 +112,8 @@ class Approximation:
 
     def _is_settled(self, copy: Copy) -> bool:
         """
-        Whether all that stands in front of a copy stood in front of it in its donor: a chat that goes on.
-
-        Nothing is added to its deviation, so nothing of it is repaired.
+        Whether a copy has the same position and the same tokens in front of it as in its donor, as in the
+        next turn of a chat. It adds no deviation, so it needs no repair.
         """
         return copy.donor_start == copy.target_start and copy.target.end <= self._common[copy.donor]
 
@@ -135,7 +132,7 @@ class Approximation:
         return self._plan("windows", Repairs(spans))
 
     def _chosen(self, shape: Shape) -> Plan:
-        """With the smallest dose that is expected to do, or the largest."""
+        """The plan with the smallest dose within the limit, or with the largest dose."""
         limit = self._repairing.max_deviation
         doses = (dose * shape.stale for dose in _DOSES)
         fitting = (dose for dose in doses if self._expected("attention", dose) <= limit)
@@ -148,9 +145,10 @@ class Approximation:
 
     def _expected(self, rule: RepairRule, repaired: float) -> float:
         """
-        KL, nats, if nothing was off before. Of a plan that counts or its donors' deviation, the larger one.
-        Over 40 edits of edits it did not grow, nor were plans from approximate prompts further off than those
-        from originals (docs/fidelity.md).
+        Expected KL in nats that this plan adds, as if all donors were exact.
+
+        The plan's deviation is the larger of this and its donors': over 40 successive edits deviation did not
+        accumulate (docs/fidelity.md).
         """
         if self._shape is None:
             return 0.0
@@ -160,21 +158,21 @@ class Approximation:
         size, settings = self._size, self._repairing.settings
         tail = repairs_by_place(self._foreign, num_tokens=size, settings=settings, widened=0.0)
         spans = merge([*repairs.spans, *tail])
-        kept = without(self._foreign, spans)
-        copies = (*self._exact, *kept)
+        copied = without(self._foreign, spans)
+        copies = (*self._exact, *copied)
         plan = Plan(
             num_tokens=size,
             exact_length=self._exact_length,
             copies=copies,
             placeholders=gaps((copy.target for copy in copies), size),
             repairs=spans,
-            generation=max((self._generation_after(copy) for copy in kept), default=0),
+            generation=max((self._generation_after(copy) for copy in copied), default=0),
             estimate=self._rates.estimate(num_tokens=size, num_computed=size),
             order=repairs.order,
         )
         in_tail = sum(max(0, span.end - max(span.start, size - settings.tail)) for span in spans)
         repaired = plan.num_repaired - in_tail
-        inherited = max((_deviation(copy, self._donors[copy.donor]) for copy in kept), default=0.0)
+        inherited = max((_deviation(copy, self._donors[copy.donor]) for copy in copied), default=0.0)
         num_computed = plan.num_computed + plan.num_selecting
         return replace(
             plan,
@@ -193,11 +191,11 @@ class Approximation:
         )
 
     def _generation_after(self, copy: Copy) -> int:
-        """Generation of KV that attends to this copy."""
+        """The generation of KV that is computed over this copy."""
         generation = self._segment_of(copy.segment_id).generation
         return max(1, generation) if self._is_settled(copy) else generation + 1
 
 
 def _deviation(copy: Copy, donor: Node) -> float:
-    """How far a copy's KV is off already: as its donor was expected to be, unless it is exact there."""
+    """The deviation that a copy inherits: its donor's, or 0 inside the donor's exact prefix."""
     return donor.deviation if copy.donor_start + copy.length > donor.exact_length else 0.0

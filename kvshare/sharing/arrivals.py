@@ -1,12 +1,12 @@
 """
-Prompts that are being computed: who resembles one waits for it, instead of computing the same again.
+Prompts that are being computed. A similar prompt waits until one is stored and copies from it.
 
-    eight forms at once      the first is computed in full, the others wait until it is stored, and copy
-    nobody like it           nothing is waited for
+    eight similar prompts arrive together    the first is computed in full; seven wait, then copy
+    no similar prompt is being computed      nothing waits
 
-Waits are measured in tokens that the engine computes, not in seconds: how fast it is, a fresh or a busy
-server does not know. One waits if what the other still has to compute is at most about half of the own full
-prefill, as that would run beside all others that compute or wait.
+The length of a wait is estimated in tokens, not in seconds, because a fresh or busy server has no reliable
+rate. A prompt waits if the other has at most about half of the prompt's own full prefill left to compute. The
+prefill is counted once for each prompt that computes or waits, since they share the engine.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from delta_tree import TokenIds, common_prefix_length, kgram_hashes
 from kvshare.requests import SharingMode
 from kvshare.sharing.pipeline import Lookup
 
-_SHARE_OF_PREFILL = (
-    0.55  # that a wait may take: half, and two prompts of nearly one length wait for each other
-)
-_STORING_S = 1.0  # what is computed is stored by then, or not waited for any longer
+# The share of a prefill that a wait may take: a half, with a margin for prompts of slightly different
+# lengths.
+_SHARE_OF_PREFILL = 0.55
+_STORING_S = 1.0  # how long to wait for a computed prompt to be stored
 _LOOK_S = 0.1
-_SAMPLES = 2048  # of a prompt's k-grams, that are looked for in another's: this runs on the event loop
-_WORTH = 0.5  # of what would be computed now: less is not waited for
+_SAMPLES = 2048  # k-grams of a prompt that are compared: the comparison runs on the event loop
+_WORTH = 0.5  # share of the tokens to compute that a wait must save
 
 
 @dataclass(eq=False)
 class Arrival:
-    """A prompt between its plan and the moment when others can copy from it."""
+    """A prompt that is planned and not stored yet: no other prompt can copy from it."""
 
     namespace: str
     token_ids: TokenIds
     kgram: int
-    over: asyncio.Event = field(default_factory=asyncio.Event)  # it is stored, or never will be
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is stored, or will not be
     is_stored: bool = False
-    remaining: Callable[[], int] = field(init=False)  # tokens that are still to be computed of it
+    remaining: Callable[[], int] = field(init=False)  # how many of its tokens are not computed yet
 
     def __post_init__(self) -> None:
         self.remaining = lambda: len(self.token_ids)
 
     @cached_property
     def hashes(self) -> npt.NDArray[np.uint64]:
-        """Of all its k-grams, each once."""
+        """The distinct hashes of its k-grams, ascending."""
         return np.unique(kgram_hashes(self.token_ids, self.kgram))
 
 
 class Arrivals:
-    """Of one engine. All methods run on its event loop."""
+    """The prompts that one engine computes now. All methods run on its event loop."""
 
     def __init__(self, *, min_run: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._min_run = min_run
@@ -67,16 +67,16 @@ class Arrivals:
         return sum(map(len, self._arrivals.values()))
 
     def begin(self, namespace: str, token_ids: TokenIds) -> Arrival:
-        """It is computed from now on, and will be stored. `end` must follow."""
+        """Register a prompt that is now computed and later stored. The caller must call `end`."""
         arrival = Arrival(namespace, token_ids, self._min_run)
         self._arrivals.setdefault(namespace, []).append(arrival)
         return arrival
 
     def end(self, arrival: Arrival, *, stored: bool = False) -> None:
-        """Others find it by a lookup now, or never. Idempotent."""
+        """Wake those that wait: the prompt is stored, or will not be. Idempotent."""
         if not arrival.over.is_set():
             arrival.is_stored = stored
-            arrival.remaining = lambda: 0  # lets go of the engine's task
+            arrival.remaining = lambda: 0  # drops the reference to the engine's task
             arrival.over.set()
             others = self._arrivals[arrival.namespace]
             others.remove(arrival)
@@ -91,9 +91,9 @@ class Arrivals:
         look_up: Callable[[], Awaitable[Lookup]],
     ) -> Lookup:
         """
-        What a prompt finds, after it has waited for one like it where that promises more.
+        Look a prompt up, and wait for similar prompts as long as a wait promises more reuse.
 
-        `namespaces` are those it is looked up in: one an engine that it may be sent to.
+        `namespaces`: where it is looked up; one for each engine that may get it.
         """
         lookup, began, has_waited = await look_up(), self._clock(), False
         self._num_waiting += 1
@@ -103,17 +103,17 @@ class Arrivals:
                 has_waited = True
                 asked.add(other)
                 if not await self._is_over(other):
-                    self.end(other)  # nor need the next one wait for it
+                    self.end(other)  # no other prompt should wait for it either
                     continue
                 before, lookup = _num_reused(lookup, token_ids), await look_up()
                 if other.is_stored and _num_reused(lookup, token_ids) <= before:
-                    break  # refused, as any other like it would be
+                    break  # the gate refused it, and would refuse similar ones
         finally:
             self._num_waiting -= 1
         return lookup.after_waiting(self._clock() - began) if has_waited else lookup
 
     async def _is_over(self, other: Arrival) -> bool:
-        """Waits for a prompt; false where it is computed and storing takes too long."""
+        """Wait until a prompt is stored. Returns false if it is computed and storing takes too long."""
         computed_at: float | None = None
         while not other.over.is_set():
             if not other.remaining():
@@ -134,7 +134,7 @@ class Arrivals:
         *,
         without: Collection[Arrival],
     ) -> Arrival | None:
-        """The one that would give most, if that is at least half of what would be computed now."""
+        """The prompt with most to copy, if that is at least half of what would be computed now."""
         longest = _SHARE_OF_PREFILL * len(token_ids) * (len(self) + self._num_waiting)
         others = [
             other

@@ -1,9 +1,9 @@
 """
-What is known of a model's answers behind reused KV: weights for both ways of repairing, in a file.
+Calibration files: weights that predict the deviation of a model's answers from reused KV, per repair rule.
 
-Files are made by `kvshare calibrate`; those in `calibrations/` ship. A model is known by its fingerprint
-(`kvshare.kv.fingerprint`), which both engines compute. For any other the default model's weights are used,
-and a plan is expected to be `_CAUTION` times as bad.
+`kvshare calibrate` writes them; the files in `calibrations/` are part of the package. A file belongs to the
+model with its fingerprint (`kvshare.kv.fingerprint`). A model without a file is served with the default
+model's weights, and its predicted deviations are multiplied by `_CAUTION`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ log = logging.getLogger(__name__)
 FOLDER = Path(__file__).with_name("calibrations")
 RULES: tuple[RepairRule, ...] = ("windows", "attention")
 _DEFAULT_MODEL = "smollm2-135m-instruct"
-# Edits of governing text cost 1.5 times as much on a model of 0.6 B parameters, and 9 times on one of 8 B.
+# Measured deviation after edits: 1.5 times the default model's with 0.6 B parameters, 9 times with 8 B.
 _CAUTION = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCalibration:
     """
-    `caution`: how many times worse than predicted a plan is taken to be; 1 for a measured model. Text from
-    elsewhere in prompts longer than `longest`, which nobody measured, is taken to be worse in proportion.
+    Predicts the deviation of one model.
+
+    `caution`: factor on every prediction; 1 for a measured model. For prompts longer than `longest`, the
+    longest that was measured, the prediction for moved text grows in proportion to the length.
     """
 
     model: str
@@ -41,10 +43,10 @@ class ModelCalibration:
     rules: Mapping[RepairRule, Calibration]
     longest: int  # tokens
     caution: float = 1.0
-    measured: Mapping[str, Any] = field(default_factory=dict)  # how, for readers
+    measured: Mapping[str, Any] = field(default_factory=dict)  # how it was measured, for people
 
     def expected(self, shape: Shape, rule: RepairRule, repaired: float) -> float:
-        """Mean KL, nats, of plans of this shape with so many tokens repaired by a rule."""
+        """Expected KL, nats, of plans of this shape with `repaired` tokens computed again by a rule."""
         beyond = float(max(1.0, shape.num_tokens / self.longest) ** shape.far)
         return self.caution * beyond * float(self.rules[rule].expected(shape.repaired(repaired)))
 
@@ -60,7 +62,7 @@ class ModelCalibration:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
-        """Raises ValueError that names what is missing or no number."""
+        """Raises ValueError with the name of a value that is missing or not a number."""
         try:
             calibration = cls(
                 model=str(document["model"]),
@@ -70,34 +72,33 @@ class ModelCalibration:
                 measured=dict(document.get("measured", {})),
             )
             if calibration.longest < 1:
-                raise ValueError(f"longest is {calibration.longest}, expected tokens")
+                raise ValueError(f"longest is {calibration.longest}, expected at least 1 token")
             return calibration
         except (KeyError, TypeError) as exc:
             raise ValueError(f"not a calibration: {type(exc).__name__}: {exc}") from exc
 
 
 def read_calibration(path: Path) -> ModelCalibration:
-    """Raises ConfigError that names the file and what was expected of it."""
+    """Raises ConfigError that names the file and what was expected."""
     try:
         return ModelCalibration.from_document(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as exc:
-        expected = f"{path}: expected a file of `kvshare calibrate`: {exc}"
+        expected = f"{path}: expected a file written by `kvshare calibrate`: {exc}"
         raise ConfigError("sharing.calibration", expected) from exc
 
 
 @cache
 def shipped() -> Mapping[str, ModelCalibration]:
-    """By fingerprint."""
+    """The calibrations of the package, by fingerprint."""
     found = [read_calibration(path) for path in sorted(FOLDER.glob("*.json"))]
     return {calibration.fingerprint: calibration for calibration in found}
 
 
 def calibration_of(fingerprint: str, path: str | None = None) -> ModelCalibration:
     """
-    A model's own weights: those at `path`, whatever model they are of, or those that ship; else the default
-    model's, with caution.
+    The file at `path` if given, whatever model it is for; else the model's own; else `cautious`.
 
-    Raises:  ConfigError where the file at `path` cannot be read
+    Raises:  ConfigError if the file at `path` cannot be read
     """
     if path is not None:
         return read_calibration(Path(path))
@@ -105,31 +106,31 @@ def calibration_of(fingerprint: str, path: str | None = None) -> ModelCalibratio
 
 
 def log_calibration(calibration: ModelCalibration, fingerprint: str) -> None:
-    """What plans of the served model are judged by, and what to do where that is not the model's own."""
+    """Log which calibration is used, and what to do if it is not the served model's own."""
     if calibration.caution != 1:
         log.warning(
-            "what reused KV costs this model was not measured: plans are taken to be %g times as far off as "
-            "with %s. `kvshare calibrate --model PATH` measures it, and more is shared",
-            calibration.caution,
+            "this model has no calibration: deviations are predicted as those of %s times %g, and less is "
+            "shared. Run `kvshare calibrate --model PATH` to measure it",
             _DEFAULT_MODEL,
+            calibration.caution,
         )
     elif calibration.fingerprint != fingerprint:
         log.warning(
-            "sharing.calibration was made for %s, which is not the model that is served; `kvshare calibrate` "
-            "makes one for this model",
+            "sharing.calibration was measured with %s, which is not the served model. Run `kvshare calibrate "
+            "--model PATH` to measure the served one",
             calibration.model,
         )
     else:
-        log.info("answers behind reused KV are predicted with the calibration of %s", calibration.model)
+        log.info("deviations are predicted with the calibration of %s", calibration.model)
 
 
 @cache
 def of_default_model() -> ModelCalibration:
-    """For a replay, which has no model."""
+    """The default model's calibration, for a replay, which has no model."""
     return read_calibration(FOLDER / f"{_DEFAULT_MODEL}.json")
 
 
 @cache
 def cautious() -> ModelCalibration:
-    """For a model that nobody measured."""
+    """The calibration of a model that was not measured."""
     return replace(of_default_model(), model="unknown", fingerprint="", caution=_CAUTION)

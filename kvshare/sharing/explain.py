@@ -29,7 +29,7 @@ _NOT_LOOKED_UP = (Reason.OFF, Reason.SHORT_PROMPT, Reason.MODEL_UNSHARED)
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """Under what a plan was made."""
+    """The inputs of the planner besides the prompt and its candidates."""
 
     segment_of: Callable[[SegmentId], Segment]
     limits: PlannerLimits
@@ -38,7 +38,7 @@ class Planning:
 
 
 def explain_lookup(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: SharingMode) -> dict[str, Any]:
-    """What `find_plan` has found for a prompt, as a document. Blocks: candidates are composed once more."""
+    """The result of `find_plan` as a document. Blocks, as candidates are composed again."""
     planning = Planning(
         sharing.tree.segment,
         sharing.limits,
@@ -48,14 +48,14 @@ def explain_lookup(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: Shari
     nodes = sharing.own_nodes(lookup.namespace, lookup.candidates)
     try:
         return explanation(lookup, prompt.token_ids, nodes, planning)
-    except UnknownSegmentError:  # a candidate was evicted, or got better KV, meanwhile
+    except UnknownSegmentError:  # meanwhile a candidate was evicted, or stored with better KV
         return explanation(lookup, prompt.token_ids, (), planning)
 
 
 def explanation(
     lookup: Lookup, token_ids: TokenIds, nodes: Sequence[Node], planning: Planning
 ) -> dict[str, Any]:
-    """JSON-ready: the decision, every span of the prompt, and what became of every candidate."""
+    """JSON-ready: the decision, every span of the prompt, and the outcome of every candidate."""
     plan = lookup.plan
     num_tokens = len(token_ids)
     report = lookup.report(num_tokens)
@@ -90,7 +90,7 @@ def explanation(
 
 
 def _outcomes(token_ids: TokenIds, nodes: Sequence[Node], planning: Planning) -> dict[int, str]:
-    """What the composition says of every candidate, before any gate."""
+    """What the composition decided about every candidate, before the gate."""
     sharing = planning.limits.sharing
     composition = compose(
         token_ids,
@@ -106,7 +106,7 @@ def _outcomes(token_ids: TokenIds, nodes: Sequence[Node], planning: Planning) ->
 
 
 def _to_choose(plan: Plan | NoPlan) -> dict[str, int] | None:
-    """What the engine repairs of the copied spans after a probe pass; None where all repairs are known."""
+    """What the engine will repair after a probe pass; None if all repairs are known."""
     if isinstance(plan, NoPlan) or plan.order is None:
         return None
     order = plan.order
@@ -114,7 +114,7 @@ def _to_choose(plan: Plan | NoPlan) -> dict[str, int] | None:
 
 
 def _prediction(plan: Plan | NoPlan, limits: PlannerLimits) -> dict[str, Any] | None:
-    """Of the approximate plan, used or refused; None where there is nothing approximate."""
+    """The prediction for the approximate plan, used or refused; None if there is none."""
     if plan.prediction is None:
         return None
     calibration = limits.calibration
@@ -177,5 +177,5 @@ def _donors(
 
 
 def _outcome(composed: str, num_used: int) -> str:
-    """The composition took it; whether the plan did is another matter: gates, and other plans, come after."""
+    """A candidate that the composition used is `left_out` if the final plan copies nothing from it."""
     return "left_out" if composed == DonorReason.USED and not num_used else composed

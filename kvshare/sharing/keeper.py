@@ -1,9 +1,8 @@
 """
-The books: which prompts are nodes, who leaves when there is no room, and which segments leave with them. The
-only writer of the tree.
+The only writer of the tree: stores prompts as nodes, and evicts prompts to make room for new ones.
 
-What an engine does before and after (cutting tensors, hearing what vLLM kept) is its own; see
-`sharing/memory_keeper.py` and `fleet/replica_keeper.py`. All methods may be called from any thread; those
+`Keeper` has what both engines need. `sharing/memory_keeper.py` stores KV of this process;
+`fleet/replica_keeper.py` stores what vLLM replicas report. All methods may be called from any thread; those
 that block say so.
 """
 
@@ -12,14 +11,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from delta_tree import DeltaTree, Insertion, Node, NodeDraft, NodeId, StoreError, TokenIds
+from delta_tree import DeltaTree, DeltaTreeError, Insertion, Node, NodeDraft, NodeId, StoreError, TokenIds
+from kvshare.errors import KVShareError
 from kvshare.inspection import Answer, Question
 from kvshare.kv.tier import Tier
+from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.budget import Budget, bytes_of, check_pins, most_pinned
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry
@@ -30,7 +31,7 @@ TierT = TypeVar("TierT", bound=Tier)
 
 
 class Keeper(Generic[TierT]):
-    """Writes nodes, evicts them, and remembers who left for the index. Counts what went wrong."""
+    """Stores and evicts nodes, lists the evicted ones for the index, and counts failures."""
 
     def __init__(self, tree: DeltaTree, tier: TierT, *, min_tokens: int) -> None:
         self.tree = tree
@@ -40,33 +41,33 @@ class Keeper(Generic[TierT]):
         self._writing = threading.RLock()  # held for milliseconds: never taken on the event loop
         self._evicted: deque[tuple[str, int]] = deque()
         self._shortened: dict[NodeId, Node] = {}
-        self._num_unstored = 0  # since the store fails
+        self._num_unstored = 0  # prompts, since the store failed
 
     def note_use(self, plan: Plan) -> None:
         """
-        A plan is carried out: its donors were used now.
+        Record that a request uses this plan: its donors are evicted later.
 
-        What they gave other texts keeps them longer.
+        Tokens that a donor gave to a different text count most; see `_given_to_others`.
         """
         given = _given_to_others(plan)
         for donor in plan.donors:
             self.tree.touch(donor, num_given=given[donor])
 
     def discard_unreadable(self, donors: Iterable[NodeId]) -> None:
-        """Take those of the prompts out of the tree, pinned or not, whose KV is not all there. Blocks."""
+        """Evict those of the prompts, pinned or not, whose KV is incomplete. Blocks."""
         with self._writing:
             for node_id in dict.fromkeys(donors):
                 node = self.tree.get(node_id)
                 if node is None or self._has_all(node):
-                    continue  # gone, or stored anew meanwhile
+                    continue  # evicted, or stored again meanwhile
                 self.tree.unpin(node_id)
                 self._evict(node)
 
     def ask(self, question: Question, arguments: Mapping[str, Any]) -> Answer:
         """
-        An administrator's question to the tree; what it evicts leaves the tier with it. Blocks.
+        Answer an administrator's question, and drop the KV of what it evicts. Blocks.
 
-        Raises:  RequestError for wrong arguments, and where more would be pinned than may be
+        Raises:  RequestError for wrong arguments, or if too much would be pinned
         """
         with self._writing:
             answer = question(self.tree, arguments)
@@ -78,7 +79,7 @@ class Keeper(Generic[TierT]):
         return answer
 
     def pins(self) -> dict[str, int]:
-        """The KV that pinned prompts point to, and how much it may be, in bytes over all memories. Blocks."""
+        """The bytes of KV that pinned prompts use, and their limit, over all memories. Blocks."""
         with self._writing:
             pinned, budgets = self.tree.pinned(), self._budgets()
             return {
@@ -87,31 +88,31 @@ class Keeper(Generic[TierT]):
             }
 
     def find_stored(self, namespace: str, token_ids: TokenIds, plan: Plan | NoPlan) -> Node | None:
-        """The prompt that these tokens are, or the plan's donor that begins with all of them; else None."""
+        """The node of these tokens, or a donor of the plan that begins with all of them; else None."""
         known = self.tree.find(namespace, token_ids)
         if known is not None or isinstance(plan, NoPlan):
             return known
         return next((self.tree.get(donor) for donor in plan.donors if self._begins(donor, token_ids)), None)
 
     def note_evicted(self, namespace: str, node_id: int) -> None:
-        """A node that the index knows and the tree does not."""
+        """Record a node that the index has and the tree does not."""
         self._evicted.append((namespace, node_id))
 
     def take_evicted(self) -> list[tuple[str, int]]:
-        """Namespaces and ids of the nodes that left since the last call; the index still has them."""
+        """Namespaces and ids of the nodes evicted since the last call, which the index still has."""
         return [self._evicted.popleft() for _ in range(len(self._evicted))]
 
     def take_shortened(self) -> list[Node]:
-        """The nodes that lost their end since the last call; the index still has them whole."""
+        """The nodes shortened since the last call, which the index still has in full length."""
         taken = (self._shortened.pop(node_id, None) for node_id in list(self._shortened))
         return [node for node in taken if node is not None]
 
     def _budgets(self) -> Collection[Budget]:
-        """Every memory that segments are in; none where nothing is computed."""
+        """Every memory that holds segments; none for a tree without an engine."""
         return ()
 
     def _insert(self, draft: NodeDraft) -> Insertion:
-        """Make a prompt a node; raises what the tree raises, and the draft's segments are then let go."""
+        """Store a node. If the tree raises, drop the draft's segments and raise the error again."""
         try:
             insertion = self.tree.insert(draft)
         except BaseException:
@@ -123,8 +124,20 @@ class Keeper(Generic[TierT]):
         self.tier.drop(insertion.freed_segments)
         return insertion
 
+    def _fail_open(self, act: Callable[[], Node | None]) -> Node | None:
+        """The result of `act`; None if it fails, which is counted and logged. Never raises."""
+        try:
+            return act()
+        except (DeltaTreeError, KVShareError) as exc:
+            # An administrator may have evicted a donor meanwhile, or a replica's report is wrong.
+            self._note_refused(exc)
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            log.warning("a prompt is not stored: %s", classes_and_places(exc))
+            self.telemetry.fallback(Component.COMMIT, FallbackReason.ERROR)
+        return None
+
     def _note_refused(self, exc: Exception) -> None:
-        """Count a prompt that was not taken. A store that fails does so for all: it is logged once."""
+        """Count a prompt that was not stored. A failing store fails for all prompts, so it is logged once."""
         self.telemetry.fallback(Component.COMMIT, FallbackReason.REFUSED)
         if not isinstance(exc, StoreError):
             log.warning("a prompt is not stored: %s", exc)
@@ -139,8 +152,8 @@ class Keeper(Generic[TierT]):
 
     def _is_wanted(self, namespace: str, token_ids: TokenIds) -> bool:
         """
-        Whether a sequence is to become a node: it is long enough, and not stored already with KV that cannot
-        get better. If it is stored, that was a use.
+        Whether a sequence should become a node: it is long enough, and no node has its tokens with exact KV.
+        If such a node exists, it counts as used.
         """
         if len(token_ids) < self._min_tokens:
             return False
@@ -151,7 +164,7 @@ class Keeper(Generic[TierT]):
         return False
 
     def _begins(self, node_id: NodeId | None, token_ids: TokenIds) -> bool:
-        """Whether a prompt, if it is still there, begins with these tokens and has their exact KV."""
+        """Whether a node exists, begins with these tokens and has their exact KV."""
         node = None if node_id is None else self.tree.get(node_id)
         if node is None or node.exact_length < len(token_ids):
             return False
@@ -165,22 +178,23 @@ class Keeper(Generic[TierT]):
         namespaces: Collection[str] | None = None,
     ) -> bool:
         """
-        Evict prompts until `num_bytes` fit, in the tree's order: the least recently used first, but those
-        that gave other texts much stay longer. Held and pinned ones stay. The last to leave loses only its
-        end, where that keeps a useful prefix.
+        Evict prompts until `num_bytes` fit, in the tree's order (`DeltaTree.next_to_evict`).
 
-        `namespaces` are those whose prompts take the budget's bytes; None: there are no others.
+        Held and pinned prompts are never evicted. The last one is only shortened if that leaves a useful
+        prefix.
+        `namespaces`: those whose prompts use this budget; None: all.
+        Returns: whether `num_bytes` fit
         """
         if budget.num_bytes + num_bytes <= budget.max_bytes:
             return True
         if bytes_of(self.tree, self.tree.pinned().union(held), budget) + num_bytes > budget.max_bytes:
             self.telemetry.fallback(Component.COMMIT, FallbackReason.NO_ROOM)
-            return False  # evicting all the others would not be enough: evict nobody
+            return False  # evicting all others would not be enough, so none is evicted
         while (candidate := self.tree.next_to_evict(namespaces, without=held)) is not None:
             excess = budget.num_bytes + num_bytes - budget.max_bytes
             self.tree.age(candidate.node_id, namespaces)
-            if num_kept := self._useful_prefix(candidate, excess, budget):
-                self._shorten(candidate, num_kept)
+            if num_left := self._useful_prefix(candidate, excess, budget):
+                self._shorten(candidate, num_left)
                 self.telemetry.evicted(EvictionCause.END)
             else:
                 self._evict(candidate)
@@ -192,26 +206,26 @@ class Keeper(Generic[TierT]):
 
     def _useful_prefix(self, node: Node, num_bytes: int, budget: Budget) -> int:
         """
-        How many of its first tokens a prompt may keep when `num_bytes` are to leave from its end; 0: none.
+        To how many tokens a node can be shortened to free `num_bytes`; 0 if it must be evicted as a whole.
 
-        What stays must be worth a lookup, and some of it be this prompt's alone: the rest stays anyway. An
-        eighth goes at least: what stays is stored and indexed anew.
+        The prefix must be long enough to be looked up and own a segment, because shared segments stay anyway.
+        At least an eighth of the tokens is cut off, because the prefix is stored and indexed again.
         """
-        most_kept = node.num_tokens - node.num_tokens // 8
+        most_left = node.num_tokens - node.num_tokens // 8
         rows = node.pieces.rows()
         first_use = {segment_id: start for start, segment_id, _, _ in reversed(rows)}
         own = {entry for entry in first_use if self.tree.reference_count(entry) == 1 and entry in budget}
-        num_kept = node.num_tokens
+        num_left = node.num_tokens
         for start, segment_id, _, _ in reversed(rows):
-            num_kept = start
+            num_left = start
             if segment_id in own and first_use[segment_id] == start:
                 own.discard(segment_id)
                 num_bytes -= self.tree.segment(segment_id).num_bytes
-            if (num_bytes <= 0 and num_kept <= most_kept) or num_kept < self._min_tokens:
+            if (num_bytes <= 0 and num_left <= most_left) or num_left < self._min_tokens:
                 break
-        if num_bytes > 0 or not own or num_kept < self._min_tokens:
+        if num_bytes > 0 or not own or num_left < self._min_tokens:
             return 0
-        return 0 if self.tree.find(node.namespace, node.token_ids[:num_kept]) is not None else num_kept
+        return 0 if self.tree.find(node.namespace, node.token_ids[:num_left]) is not None else num_left
 
     def _has_all(self, node: Node) -> bool:
         return not self.tier.fetch(node.pieces.segment_ids).missing
@@ -221,7 +235,7 @@ class Keeper(Generic[TierT]):
         self._shortened[node.node_id] = self.tree.node(node.node_id)
 
     def _evict(self, node: Node) -> None:
-        # Written with the next prompt: a full store pays one transaction for both.
+        # Written to disk together with the next prompt: one transaction instead of two.
         self.tier.drop(self.tree.evict(node.node_id, lazily=True).freed_segments)
         self._shortened.pop(node.node_id, None)
         self._evicted.append((node.namespace, int(node.node_id)))
@@ -229,11 +243,11 @@ class Keeper(Generic[TierT]):
 
 def _given_to_others(plan: Plan) -> Counter[NodeId]:
     """
-    Tokens that donors gave to a text that is not theirs. A common beginning does not count: the next turn of
-    a chat takes the place of the one before, and what is asked again is the same text.
+    How many tokens each donor gave to a different text. A common beginning does not count: then the prompt is
+    the next turn of the donor's chat, or the same text again.
     """
     given: Counter[NodeId] = Counter()
-    begun: Counter[NodeId] = Counter()  # up to where a donor's text is the new one's, from its first token on
+    begun: Counter[NodeId] = Counter()  # length of the beginning that the prompt has in common with a donor
     for copy in plan.copies:
         if copy.donor_start == copy.target_start == begun[copy.donor]:
             begun[copy.donor] += copy.length

@@ -1,14 +1,12 @@
 """
-Retention in host memory: what a finished sequence computed is cut into segments, and room is made for them.
+Stores finished sequences in host memory: cuts their KV into segments and makes room for them.
 
-The embedded engine retains tensors, a replay byte counts; which prompts become nodes and which are evicted is
-decided here for both. Nothing is on the way of an answer. All methods may be called from any thread; those
-that block say so.
+The embedded engine stores tensors, a replay only byte counts. Answers never wait for it. All methods may be
+called from any thread; those that block say so.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +15,6 @@ from typing import Generic, Protocol, TypeVar
 
 from delta_tree import (
     DeltaTree,
-    DeltaTreeError,
     Node,
     NodeDraft,
     NodeId,
@@ -30,18 +27,15 @@ from delta_tree import (
     split,
 )
 from kvshare.kv.tier import Tier
-from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.budget import Budget
 from kvshare.sharing.keeper import Keeper
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, describe, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.telemetry import Component, FallbackReason
 
-log = logging.getLogger(__name__)
-
 
 class Retained(Protocol):
-    """KV of one stretch of a sequence, or what stands for it."""
+    """KV of one span of a sequence, or a replay's stand-in for it."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -55,27 +49,27 @@ KVT_contra = TypeVar("KVT_contra", bound=Retained, contravariant=True)
 
 
 class SequenceBuffer(Protocol[KVT_co]):
-    """The KV of a finished sequence, of which stretches can be retained."""
+    """The KV of a finished sequence, which can be cut into segments."""
 
     @property
     def bytes_per_token(self) -> int: ...
 
     @property
     def is_whole(self) -> bool:
-        """Whether all slots hold KV, those included that were copied and that nobody was going to see."""
+        """Whether every slot holds KV, also copied slots that no later token attends to."""
 
     def cut(self, span: Span) -> KVT_co: ...
 
 
 class HostTier(Tier, Budget, Protocol[KVT_contra]):
-    """A tier of this process, with a budget."""
+    """A tier in the memory of this process, with a budget."""
 
     def put(self, segment_id: SegmentId, segment: KVT_contra, checksum: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed(Generic[KVT]):
-    """A finished sequence: its tokens, the plan it came from, and the KV of as many slots."""
+    """A finished sequence: its tokens, its plan, and the KV of its tokens."""
 
     namespace: str
     token_ids: TokenIds  # (T,) prompt and generated tokens whose KV is computed
@@ -83,15 +77,16 @@ class Computed(Generic[KVT]):
     kv: SequenceBuffer[KVT]
 
     def spans(self, length: int) -> tuple[Span, ...]:
-        """What was computed for it, in segments of so many tokens; the rest was copied."""
+        """The computed spans, each at most `length` tokens long; the other tokens were copied."""
         return computed_spans(self.plan, len(self.token_ids), length)
 
 
 class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
     """
-    The only writer of tree and tier.
+    Stores the KV of this process. The only writer of tree and tier.
 
-    Donors in use are held: they are not evicted to make room. An administrator may still evict them.
+    Donors of running requests are held: they are not evicted to make room. An administrator may still evict
+    them.
     """
 
     def __init__(
@@ -108,7 +103,7 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         self._held_lock = threading.Lock()
 
     def hold(self, plan: Plan | NoPlan) -> None:
-        """Keep a plan's donors from being evicted while the request runs."""
+        """Protect a plan's donors from eviction while the request runs."""
         if isinstance(plan, Plan):
             with self._held_lock:
                 self._held.update(plan.donors)
@@ -122,70 +117,63 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
 
     def commit(self, computed: Computed[KVT]) -> Node | None:
         """
-        Keep a finished sequence: new KV as segments, the prompt as a node. Blocks.
+        Store a finished sequence: its new KV as segments, the sequence as a node. Blocks.
 
-        Returns: the node if it is new; None where the prompt was known, or nothing was kept (too large, donor
-        gone, store failing); never raises
+        Returns: the node if it is new; None if it was stored already, or is not stored (too large, donor
+        evicted, store failing). Never raises.
         """
-        return self._contained(lambda: self._commit(computed))
+        return self._fail_open(lambda: self._commit(computed))
 
     def commit_prompt(self, computed: Computed[KVT]) -> Node | None:
         """
-        The same for a prompt whose answer is still generated; `complete` must follow. Blocks.
+        Store a prompt whose answer is still generated; `complete` must follow. Blocks.
 
-        What a donor begins with can be copied from that: a prompt that is asked again becomes no node.
+        A prompt that is the beginning of a donor is not stored: it can be copied from the donor.
         """
-        return None if self._is_there(computed) else self.commit(computed)
+        return None if self._is_in_donor(computed) else self.commit(computed)
 
-    def _is_there(self, computed: Computed[KVT]) -> bool:
-        """Whether others find all of it already."""
+    def _is_in_donor(self, computed: Computed[KVT]) -> bool:
+        """Whether a donor already begins with all of it."""
         return self._begins(find_parent(computed.plan, self.tree.get), computed.token_ids)
 
     def complete(self, prompt: Node | None, computed: Computed[KVT], *, num_prompt: int) -> Node | None:
         """
-        Keep what a sequence generated behind its prompt of so many tokens, for which `commit_prompt` gave
-        `prompt` when its prefill was done. Blocks.
+        Store the answer of a sequence after its prompt of `num_prompt` tokens. Blocks.
 
-        Returns: the node as it is now; None where nothing was kept, or all was known; never raises
+        `prompt`: what `commit_prompt` returned.
+        Returns: the node as it is now; None if nothing new is stored. Never raises.
         """
         if prompt is not None:
-            now = self._contained(lambda: self._lengthen(prompt, computed)) or self.tree.get(prompt.node_id)
-            return now or self.commit(computed)  # it may have left meanwhile; all of its KV is at hand
+            now = self._fail_open(lambda: self._lengthen(prompt, computed)) or self.tree.get(prompt.node_id)
+            return now or self.commit(computed)  # evicted meanwhile: stored again from its own KV
         tokens = computed.token_ids[:num_prompt]
         known = self.tree.find(computed.namespace, tokens)
         is_known = known is not None and known.exact_length == num_prompt
-        if len(tokens) < self._min_tokens or is_known or self._is_there(replace(computed, token_ids=tokens)):
+        if (
+            len(tokens) < self._min_tokens
+            or is_known
+            or self._is_in_donor(replace(computed, token_ids=tokens))
+        ):
             return self.commit(computed)
-        return None  # it was refused, and would be again
+        return None  # the prompt was not stored, and would not be now
 
     def _budgets(self) -> Collection[Budget]:
         return (self.tier,)
 
-    def _contained(self, act: Callable[[], Node | None]) -> Node | None:
-        try:
-            return act()
-        except DeltaTreeError as exc:
-            # A donor may have been evicted by an administrator in the meantime. Nothing was stored.
-            self._note_refused(exc)
-        except Exception as exc:  # noqa: BLE001  logged, without its message
-            log.warning("a prompt is not stored: %s", classes_and_places(exc))
-            self.telemetry.fallback(Component.COMMIT, FallbackReason.ERROR)
-        return None
-
     def _lengthen(self, node: Node, computed: Computed[KVT]) -> Node | None:
-        """Nothing where the prompt left, or lost its end, while the answer was generated."""
+        """None if the prompt was evicted or shortened while the answer was generated."""
         added = Span(node.num_tokens, len(computed.token_ids))
         is_known = self.tree.find(computed.namespace, computed.token_ids) is not None
         if not added or is_known or not self._is_as_it_was(node):
             return None
         spans = split([added], self._segment_tokens(computed))
-        kept = [computed.kv.cut(span) for span in spans]
+        retained = [computed.kv.cut(span) for span in spans]
         plan: Plan | NoPlan = NoPlan() if node.exact_length == node.num_tokens else computed.plan
-        segments = describe(plan, self._stored(spans, kept), computed.namespace)
+        segments = describe(plan, self._stored(spans, retained), computed.namespace)
         with self._writing:
-            if not self._is_as_it_was(node) or not self._has_room(kept, also_held=node.node_id):
+            if not self._is_as_it_was(node) or not self._has_room(retained, also_held=node.node_id):
                 return None
-            self._put(segments, kept)
+            self._put(segments, retained)
             try:
                 return self.tree.lengthen(node.node_id, computed.token_ids, segments)
             except BaseException:
@@ -203,31 +191,31 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         if num_computed * computed.kv.bytes_per_token > self.tier.max_bytes:
             self.telemetry.fallback(Component.COMMIT, FallbackReason.TOO_LARGE)
             return None
-        draft, kept = self._drafted(computed)
+        draft, retained = self._drafted(computed)
         with self._writing:
             plan = computed.plan
             if isinstance(plan, Plan) and not self._has_copies(plan):
                 if plan.first_approximate < plan.num_tokens or not computed.kv.is_whole:
                     self.telemetry.fallback(Component.COMMIT, FallbackReason.DONOR_GONE)
                     return None
-                # Everything in the slots is exact, wherever it came from: keep it whole.
-                draft, kept = self._drafted(replace(computed, plan=NoPlan()))
-            return self._store(draft, kept)
+                # All KV in the slots is exact, copied or not: store all of it.
+                draft, retained = self._drafted(replace(computed, plan=NoPlan()))
+            return self._store(draft, retained)
 
     def _drafted(self, computed: Computed[KVT]) -> tuple[NodeDraft, list[KVT]]:
-        """The node for a finished sequence, and the KV of its new segments, cut out of the slots."""
+        """The node of a finished sequence, and the KV of its new segments."""
         spans = self._spans(computed)
-        kept = [computed.kv.cut(span) for span in spans]
-        stored = self._stored(spans, kept)
+        retained = [computed.kv.cut(span) for span in spans]
+        stored = self._stored(spans, retained)
         parent = find_parent(computed.plan, self.tree.get)
         namespace = computed.namespace
         draft = draft_node(computed.token_ids, computed.plan, stored, namespace=namespace, parent=parent)
-        return draft, kept
+        return draft, retained
 
-    def _stored(self, spans: Sequence[Span], kept: Sequence[KVT]) -> list[StoredSpan]:
+    def _stored(self, spans: Sequence[Span], retained: Sequence[KVT]) -> list[StoredSpan]:
         return [
             StoredSpan(self._new_id(), span, kv.num_bytes, kv.checksum())
-            for span, kv in zip(spans, kept, strict=True)
+            for span, kv in zip(spans, retained, strict=True)
         ]
 
     def _spans(self, computed: Computed[KVT]) -> tuple[Span, ...]:
@@ -236,22 +224,22 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
     def _segment_tokens(self, computed: Computed[KVT]) -> int:
         return segment_tokens(self.tier.max_bytes // computed.kv.bytes_per_token)
 
-    def _store(self, draft: NodeDraft, kept: Sequence[KVT]) -> Node | None:
-        """Make room, then put KV and node in place, in an order in which nobody finds a node without KV."""
-        if not self._has_room(kept):
+    def _store(self, draft: NodeDraft, retained: Sequence[KVT]) -> Node | None:
+        """Make room, then store KV before the node, so that no reader finds a node without KV."""
+        if not self._has_room(retained):
             return None
-        self._put(draft.new_segments, kept)
+        self._put(draft.new_segments, retained)
         insertion = self._insert(draft)
         return insertion.node if insertion.created else None
 
-    def _has_room(self, kept: Sequence[KVT], *, also_held: NodeId | None = None) -> bool:
-        """After making it, where it must be made."""
+    def _has_room(self, retained: Sequence[KVT], *, also_held: NodeId | None = None) -> bool:
+        """Whether the KV fits, after evicting other prompts if necessary."""
         with self._held_lock:
             held = frozenset(self._held) if also_held is None else frozenset({*self._held, also_held})
-        return self._make_room(sum(kv.num_bytes for kv in kept), self.tier, held)
+        return self._make_room(sum(kv.num_bytes for kv in retained), self.tier, held)
 
-    def _put(self, segments: Sequence[Segment], kept: Sequence[KVT]) -> None:
-        for segment, kv in zip(segments, kept, strict=True):
+    def _put(self, segments: Sequence[Segment], retained: Sequence[KVT]) -> None:
+        for segment, kv in zip(segments, retained, strict=True):
             self.tier.put(segment.segment_id, kv, segment.checksum)
 
     def _has_copies(self, plan: Plan) -> bool:

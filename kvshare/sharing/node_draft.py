@@ -1,7 +1,8 @@
 """
-From a finished sequence to the node it becomes: which spans were computed, what is exact, which generation.
+Describes the node of a finished sequence: its computed spans, its exact length, the generation of its
+segments.
 
-Pure functions over a plan and the segments that were stored of it. Who cut and stored them is no matter here.
+Pure functions of a plan and its stored segments, for both engines.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from kvshare.sharing.plan import NoPlan, Plan, cut
 
 @dataclass(frozen=True, slots=True)
 class StoredSpan:
-    """KV of a stretch of a sequence, kept as a segment."""
+    """KV of a span of a sequence, stored as a segment."""
 
     segment_id: SegmentId
     span: Span  # positions in the sequence
     num_bytes: int
-    checksum: int = 0  # 0 where whoever holds the bytes checks them
+    checksum: int = 0  # 0 if the holder of the bytes checks them itself
 
 
 def computed_spans(plan: Plan | NoPlan, num_tokens: int, length: int) -> tuple[Span, ...]:
     """
-    What was computed of so many tokens, in segments of `length`: placeholders and everything generated.
+    The computed spans of a sequence, at most `length` tokens each: placeholders and the generated answer.
 
-    A segment is of one generation: where repairs were chosen, it ends where the KV ceases to be exact.
+    A segment has one generation: if repairs were chosen, a span ends where the KV stops being exact.
     """
     if isinstance(plan, NoPlan):
         return split([Span(0, num_tokens)], length)
@@ -60,8 +61,10 @@ def draft_node(
     parent: NodeId | None,
 ) -> NodeDraft:
     """
-    The node for a sequence: tokens (T,) whose KV is computed, prompt and generated ones, and the plan it
-    really came from. The plan's copies and `stored` cover every position once.
+    The node of a sequence.
+
+    Shapes:  token_ids (T,), prompt and answer, as far as their KV was computed
+    `plan` is the plan as it was executed; its copies and `stored` cover every position once.
     """
     exact_length = _exact_length(plan, len(token_ids))
     deviation = 0.0 if isinstance(plan, NoPlan) else min(plan.deviation, UNKNOWN_DEVIATION)
@@ -77,7 +80,7 @@ def draft_node(
 
 
 def find_parent(plan: Plan | NoPlan, node_of: Callable[[NodeId], Node | None]) -> NodeId | None:
-    """The donor that gave most, if it is still there."""
+    """The donor with most copied tokens, if it is still stored; else None."""
     if isinstance(plan, NoPlan) or not plan.copies:
         return None
     given: Counter[NodeId] = Counter()
@@ -88,14 +91,14 @@ def find_parent(plan: Plan | NoPlan, node_of: Callable[[NodeId], Node | None]) -
 
 
 def _exact_length(plan: Plan | NoPlan, num_tokens: int) -> int:
-    """Everything before the first approximate copy was computed after exact KV only."""
+    """KV before the first approximate copy is exact."""
     if isinstance(plan, NoPlan) or plan.first_approximate >= plan.num_tokens:
         return num_tokens
     return plan.first_approximate
 
 
 def describe(plan: Plan | NoPlan, stored: Sequence[StoredSpan], namespace: str) -> tuple[Segment, ...]:
-    """As the tree wants to know what was stored of a sequence with this plan."""
+    """The tree's descriptions of the segments stored for a sequence with this plan."""
     return tuple(
         Segment(
             segment_id=entry.segment_id,
@@ -111,7 +114,7 @@ def describe(plan: Plan | NoPlan, stored: Sequence[StoredSpan], namespace: str) 
 
 
 def _generation(plan: Plan | NoPlan, span: Span) -> int:
-    """0 before the first approximate copy, the plan's behind it; 0 everywhere if there is none."""
+    """0 before the first approximate copy, the plan's generation behind it."""
     if isinstance(plan, NoPlan) or plan.first_approximate >= plan.num_tokens:
         return 0
     return plan.generation if span.start >= plan.first_approximate else 0

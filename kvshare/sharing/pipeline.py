@@ -1,9 +1,9 @@
 """
-The story of one request's sharing: nominate, align, plan, fetch, and later keep what was computed.
+The steps of sharing for one request: nominate, align, plan, fetch; later, index what was stored.
 
-`find_plan` runs before prefill and never raises: whatever fails, the request is served unshared and
-the failure is counted. It changes nothing, so `explain` calls it, too; `note_use` says that a request is
-served by what was found. When it has ended, the keeper of the engine stores it and `remember` indexes it.
+`find_plan` runs before prefill and never raises: if a step fails, the request is served unshared and the
+failure is counted. `find_plan` changes nothing, so `explain` calls it too. `note_use` records that a request
+uses the result. When the request has ended, the engine's keeper stores it and `remember` indexes it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-# Longer prompts are planned on a thread of their own: 45,000 tokens take some 25 ms, 2,000 one or two.
-_CHANGED = 0.1  # of the prompt that the break-even is given for
+_CHANGED = 0.1  # share of a prompt that is computed, in the reported break-even
+# Longer prompts are planned on a second thread: 45,000 tokens take some 25 ms, 2,000 one or two.
 _LONG_PROMPT_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lookup:
     """
-    What sharing found for a prompt. Holds the segments' memory, if it is here, until it is laid out.
+    The result of `find_plan`. `segments` holds the KV in memory until it is written to the request's slots.
 
-    `unreadable` are donors whose KV is not all there, `unknown` prompts that only the index knows: `note_use`
-    takes them out.
+    `unreadable`: donors with missing KV. `unknown`: prompts that only the index has. `note_use` removes both.
     """
 
     plan: Plan | NoPlan
@@ -53,17 +52,17 @@ class Lookup:
     candidates: tuple[Candidate, ...] = ()
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     namespace: str = ""
-    seconds: float = 0.0  # all stages and the waits between them
-    num_failures: int = 0  # of the nominator's parts
+    seconds: float = 0.0  # all stages, and waiting between them
+    num_failures: int = 0  # parts of the nominator that failed
     unreadable: tuple[NodeId, ...] = ()
     unknown: tuple[int, ...] = ()
 
     def after_waiting(self, seconds: float) -> Lookup:
-        """The same, with the time that was waited for a prompt like this one."""
+        """The same result, with the seconds spent waiting for a similar prompt."""
         return replace(self, stage_seconds={**self.stage_seconds, "wait": seconds})
 
     def report(self, num_tokens: int) -> SharingReport:
-        """Tokens by source, for usage and metrics."""
+        """How many tokens come from where, for usage and metrics."""
         if isinstance(self.plan, NoPlan):
             refused = self.plan
             return SharingReport(
@@ -91,9 +90,9 @@ class Lookup:
 
 class Sharing:
     """
-    Ties the delta tree, the KV tier and the index together for one model.
+    Plans prompts of one model with the delta tree, the KV tier and the index.
 
-    The tree is the truth about prompts, the tier holds the bytes, the index only nominates.
+    The tree decides which prompts exist, the tier holds the bytes, the index only nominates candidates.
     """
 
     def __init__(
@@ -108,10 +107,9 @@ class Sharing:
         writer: Executor | None = None,
     ) -> None:
         """
-        `owns_index`: nobody else writes to the index, so what the tree does not know may be taken out.
-
-        Plans are made in `executor`, by default in a thread of their own, long prompts in another. Uses are
-        noted in `writer`, by default where plans are made.
+        `owns_index`: no other server writes to the index, so entries that the tree does not have are removed.
+        `executor`: where plans are made; by default one thread, and a second one for long prompts.
+        `writer`: where uses are recorded; by default where plans are made.
         """
         self.keeper = keeper
         self.tree = keeper.tree
@@ -128,7 +126,7 @@ class Sharing:
         self._writer = writer or self._executor
 
     def close(self) -> None:
-        """Let plans in progress finish; later ones fail open."""
+        """Wait for plans in progress. Later requests are served unshared."""
         self._executor.shutdown(wait=True)
         self._long_executor.shutdown(wait=True)
 
@@ -136,9 +134,10 @@ class Sharing:
         self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_meaning: bool = True
     ) -> Lookup:
         """
-        Nominate, plan and fetch for a prompt. Changes nothing but counters of failures; `note_use` does.
+        Nominate, plan and fetch for a prompt. Changes only the counters of failures. Never raises: an error
+        gives NoPlan with a reason.
 
-        Fails open: any error is NoPlan with a reason.
+        `by_meaning`: also search by embedding, if the prefill is long enough.
         """
         if not self.wants(prompt, mode):
             return Lookup(NoPlan(self._unwanted(mode)))
@@ -155,7 +154,7 @@ class Sharing:
                 mode,
             )
         except Exception as exc:  # noqa: BLE001  logged, without its message
-            log.warning("sharing failed, the request is served without it: %s", classes_and_places(exc))
+            log.warning("planning failed, the request is served unshared: %s", classes_and_places(exc))
             self.telemetry.fallback(Component.SHARING, FallbackReason.ERROR)
             return Lookup(NoPlan(Reason.LOOKUP_FAILED))
         return replace(
@@ -167,8 +166,8 @@ class Sharing:
 
     def costs(self) -> dict[str, Any]:
         """
-        The rates, JSON-ready, which of them were measured, and from how many tokens on a plan pays that
-        computes a tenth.
+        JSON-ready: the rates, which of them were measured, and the shortest prompt for which a plan pays that
+        computes a tenth of it.
         """
         rates = self.cost.rates
         return {
@@ -179,14 +178,14 @@ class Sharing:
 
     def note_use(self, lookup: Lookup) -> Future[None]:
         """
-        A request is served by this lookup: its donors were used now, and what cannot be used leaves.
+        Record that a request uses this lookup: mark its donors as used and remove what cannot be used.
 
-        Done in the writer's thread; the request does not wait for it. Never raises.
+        Runs in the writer's thread; the request does not wait for it. Never raises.
         """
         if lookup.namespace:
             self.cost.observe_lookup(lookup.seconds)
         if isinstance(lookup.plan, Plan) or lookup.unreadable or lookup.unknown:
-            with suppress(RuntimeError):  # closed: nothing is planned any more
+            with suppress(RuntimeError):  # the server stops and the writer is closed
                 return self._writer.submit(self._note_use, lookup)
         nothing: Future[None] = Future()
         nothing.set_result(None)
@@ -198,27 +197,27 @@ class Sharing:
                 self.keeper.note_use(lookup.plan)
             self.keeper.discard_unreadable(lookup.unreadable)
         except Exception as exc:  # noqa: BLE001  logged, without its message
-            log.warning("the use of a plan was not noted: %s", classes_and_places(exc))
+            log.warning(
+                "donors could not be marked as used; requests are not affected: %s", classes_and_places(exc)
+            )
             self.telemetry.fallback(Component.SHARING, FallbackReason.ERROR)
         if self._owns_index:
             for prompt_id in lookup.unknown:
                 self.keeper.note_evicted(lookup.namespace, prompt_id)
 
     def wants(self, prompt: Prompt, mode: SharingMode) -> bool:
-        """Whether anything is looked up for a prompt at all."""
+        """Whether a prompt is looked up at all."""
         is_long = prompt.num_tokens >= self.limits.sharing.min_prompt_tokens
         return self.limits.can_share and mode is not SharingMode.OFF and is_long
 
     def _unwanted(self, mode: SharingMode) -> Reason:
-        """Why nothing was looked up."""
+        """Why a prompt was not looked up."""
         if mode is SharingMode.OFF:
             return Reason.OFF
         return Reason.SHORT_PROMPT if self.limits.can_share else Reason.MODEL_UNSHARED
 
     async def remember(self, node: Node, text: PromptText | None) -> None:
-        """
-        Index a node (without text only prefix and fingerprints), and take evicted ones out of the index.
-        """
+        """Remove evicted nodes from the index, and add a node; without `text` it gets no embedding."""
         await self.forget_evicted()
         await self._index(node, text)
 
@@ -226,30 +225,30 @@ class Sharing:
         stored = self.tree.get(node.node_id)
         if stored is None:
             return
-        if stored.num_tokens < node.num_tokens:  # it lost its end, while the text waited to be embedded
+        if stored.num_tokens < node.num_tokens:  # shortened while the text waited to be embedded
             text = None
         self._count(await self.nominator.remember(node.node_id, node.namespace, stored.token_ids, text))
         now = self.tree.get(node.node_id)
-        if now is None:  # evicted while it was embedded: it must not come back
+        if now is None:  # evicted while it was indexed: removed again
             await self.forget([(node.namespace, node.node_id)])
         elif now.num_tokens < stored.num_tokens:
             await self._index(now, None)
 
     async def forget_evicted(self) -> list[tuple[str, int]]:
         """
-        Take what left the tree out of the index, whole prompts and ends of prompts.
+        Remove evicted prompts from the index, and index shortened ones again.
 
-        Returns: the whole prompts that left, by namespace and id
+        Returns: namespace and id of the evicted prompts
         """
         evicted = self.keeper.take_evicted()
         await self.forget(evicted)
         for node in self.keeper.take_shortened():
-            # Without the meaning of the whole, which is not that of its beginning.
+            # Without an embedding: that of the whole prompt does not fit its beginning.
             await self._index(node, None)
         return evicted
 
     async def forget(self, nodes: Iterable[tuple[str, int]]) -> None:
-        """Take nodes out of the index. Stale entries are never used, but they crowd out living donors."""
+        """Remove nodes from the index. Stale entries are never used, but they displace usable donors."""
         by_namespace: dict[str, list[int]] = {}
         for namespace, node_id in nodes:
             by_namespace.setdefault(namespace, []).append(node_id)
@@ -257,7 +256,7 @@ class Sharing:
             self._count(await self.nominator.forget(namespace, node_ids))
 
     def _count(self, failures: Iterable[Failure]) -> None:
-        """Count the parts of the index that failed: a search without candidates, a prompt indexed in part."""
+        """Count the parts of the index that failed in a search or in indexing a prompt."""
         for failure in failures:
             self.telemetry.fallback(Component(failure.component), FallbackReason(failure.reason))
 
@@ -278,8 +277,8 @@ class Sharing:
         """
         Align, plan and fetch.
 
-        Donors may be evicted, or get better KV, while this runs; then the rest is planned again, without
-        donors whose KV is really gone.
+        If donors are evicted or stored again meanwhile, this plans once more without donors whose KV is
+        missing.
         """
         stages = {"plan": 0.0, "load": 0.0}
         nodes = self.own_nodes(namespace, candidates)
@@ -327,9 +326,7 @@ class Sharing:
     def own_nodes(
         self, namespace: str, candidates: Sequence[Candidate], *, without: Collection[NodeId] = ()
     ) -> list[Node]:
-        """
-        The candidates' nodes but for some. The index filtered by namespace; the truth is checked again here.
-        """
+        """The candidates' nodes, except `without`. Candidates of other namespaces are dropped."""
         nodes = []
         for candidate in candidates:
             node = self.tree.get(NodeId(candidate.prompt_id))
@@ -337,7 +334,7 @@ class Sharing:
                 continue
             if node.namespace != namespace:
                 self.telemetry.isolation_denied()
-                log.error("a candidate of another namespace reached the planner and was dropped")
+                log.error("a candidate of another namespace was dropped: please report this as a bug")
                 continue
             nodes.append(node)
         return nodes

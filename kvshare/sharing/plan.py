@@ -1,6 +1,5 @@
 """
-A plan says, position by position, where a prompt's KV comes from. It is a value: printable, serialisable,
-hashable.
+A plan says for every position of a prompt where its KV comes from. Plans are immutable values.
 
     position   0                                                        num_tokens
                [ exact prefix ][ placeholder ][repair][ copy ][ph][ copy ][ tail ]
@@ -19,20 +18,20 @@ from delta_tree import Copy, NodeId, Span, merge
 from kvshare.reasons import Reason
 from kvshare.requests import Decision, Prediction
 
-# 512 tokens would reach past all documents of a short prompt.
+# The fraction is for short prompts, in which 512 tokens span several documents.
 MAX_SMALL_SHIFT, _SMALL_SHIFT_FRACTION = 512, 0.1
 MAX_LISTENERS = 32  # the last placeholders: what they attend to is repaired
 MAX_RENEWED = 64  # other placeholders that are computed once more behind the repairs
-# With more tokens behind the last copy than this nothing is chosen: vLLM computes them in steps of its own.
+# With more tokens behind the last copy no repairs are chosen: vLLM computes those tokens in several steps.
 MOST_BEHIND = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """
-    What a prefill should take, from measured rates. Seconds.
+    Estimated seconds of a prefill, from measured rates.
 
-    The lookup is paid before there is a plan: it counts in what sharing saves, not in whether a plan pays.
+    The lookup is finished before a plan exists: it counts in what sharing saves, not in whether a plan pays.
     """
 
     full_s: float
@@ -43,10 +42,10 @@ class Estimate:
 @dataclass(frozen=True, slots=True)
 class RepairOrder:
     """
-    How much of what is copied an engine computes again; which tokens, it learns in a probe pass.
+    How many copied tokens an engine computes again. The engine chooses them after a probe pass.
 
-    `pieces` are the stretches of approximate copies, each from one place of one donor; `probes` some of their
-    positions, whose change is measured. See `sharing.selection`.
+    `pieces`: contiguous approximate copies of one donor, from which the tokens are chosen. `probes`:
+    positions in them whose change is measured. See `sharing.selection`.
     """
 
     pieces: tuple[Span, ...]  # ascending, disjoint
@@ -59,8 +58,8 @@ class Plan:
     """
     Copies and placeholders cover every position of the prompt exactly once.
 
-    With an `order` the engine still has to choose its repairs among the copies; `with_repairs` is the plan
-    behind that. `reason` says why not more is shared, where something was refused; else it is None.
+    With an `order` the engine still has to choose repairs among the copies; `with_repairs` gives the plan
+    with them. `reason`: why not more is shared, if a better plan was refused; else None.
     """
 
     num_tokens: int
@@ -72,12 +71,12 @@ class Plan:
     estimate: Estimate
     reason: Reason | None = None
     order: RepairOrder | None = None
-    exact_until: int | None = None  # known where repairs were chosen: what they replaced had been attended to
-    prediction: Prediction | None = None  # of the approximate plan, also where it was refused
+    exact_until: int | None = None  # set by `with_repairs`: KV behind it attended to replaced copies
+    prediction: Prediction | None = None  # for the approximate plan, used or refused
 
     @property
     def deviation(self) -> float:
-        """Expected KL of an answer behind this plan, nats; 0 where nothing approximate is copied."""
+        """Expected KL of an answer with this plan, nats; 0 without approximate copies."""
         return self.prediction.expected if self.prediction is not None and self.num_copied else 0.0
 
     @property
@@ -86,7 +85,7 @@ class Plan:
 
     @property
     def num_computed(self) -> int:
-        """Tokens with fresh KV, those included that are still to be chosen."""
+        """Tokens whose KV is computed, including repairs that are not chosen yet."""
         return _total(self.placeholders) + self._num_ordered
 
     @property
@@ -114,7 +113,7 @@ class Plan:
 
     @property
     def num_selecting(self) -> int:
-        """Tokens computed only to choose repairs, or once more behind them."""
+        """Tokens computed to choose repairs, or computed once more after them."""
         if self.order is None:
             return 0
         first = self.first_approximate
@@ -125,18 +124,18 @@ class Plan:
 
     @property
     def listeners(self) -> tuple[Span, ...]:
-        """The last placeholders: what they attend to is repaired, and then they are computed again."""
+        """The last placeholders: what they attend to is repaired, then they are computed again."""
         return last_tokens(self.placeholders, MAX_LISTENERS)
 
     @property
     def probe_pass(self) -> tuple[Span, ...]:
-        """What is computed first: the placeholders, and the probes of an order."""
+        """What the first pass computes: the placeholders, and the probes of an order."""
         probes = () if self.order is None else self.order.probes
         return merge([*self.placeholders, *(Span(place, place + 1) for place in probes)])
 
     @property
     def may_compute(self) -> tuple[Span, ...]:
-        """All that may be computed: with an order any token of its pieces."""
+        """Every position that may be computed: the placeholders, and the pieces of an order."""
         pieces = () if self.order is None else self.order.pieces
         return merge([*self.placeholders, *pieces])
 
@@ -147,22 +146,22 @@ class Plan:
 
     @property
     def first_approximate(self) -> int:
-        """Position of the first KV that is not exact; num_tokens if all is."""
+        """Position of the first approximate KV; num_tokens if all is exact."""
         starts = (copy.target_start for copy in self.copies if copy.target_start >= self.exact_length)
         first = min(starts, default=self.num_tokens)
         return first if self.exact_until is None else min(first, self.exact_until)
 
     def with_repairs(self, chosen: Sequence[Span]) -> Plan:
         """
-        The plan as it is carried out once the order's repairs are known.
+        The plan with the chosen repairs, which replace the order.
 
-        What was computed in the probe pass attended to the copies that they replace: what was not exact
-        before is not exact now.
+        The probe pass attended to the copies that are now replaced, so its KV stays approximate
+        (`exact_until`).
         """
-        kept = without(self.copies, chosen)
+        copied = without(self.copies, chosen)
         return replace(
             self,
-            copies=kept,
+            copies=copied,
             placeholders=merge([*self.placeholders, *chosen]),
             repairs=merge([*self.repairs, *chosen]),
             order=None,
@@ -172,19 +171,19 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class NoPlan:
-    """Nothing is copied, and why; the reason is None where no request is answered by it."""
+    """Nothing is copied. `reason`: why; None if it does not stand for a request."""
 
     reason: Reason | None = None
-    prediction: Prediction | None = None  # of what was refused
+    prediction: Prediction | None = None  # for the refused plan
 
 
 def small_shift(num_tokens: int) -> int:
-    """How far a copy may move in a prompt of this length before it comes from elsewhere, in tokens."""
+    """The largest shift, in tokens, that does not count as a relocation in a prompt of this length."""
     return min(MAX_SMALL_SHIFT, int(_SMALL_SHIFT_FRACTION * num_tokens))
 
 
 def continues(before: Copy, copy: Copy) -> bool:
-    """Whether a copy is the next stretch of the same donor's text."""
+    """Whether `copy` continues `before`, in the prompt and in the same donor."""
     return (
         before.donor == copy.donor
         and before.target_start + before.length == copy.target_start
@@ -204,7 +203,7 @@ def last_tokens(spans: Sequence[Span], count: int) -> tuple[Span, ...]:
 
 
 def cut(spans: Iterable[Span], place: int) -> tuple[Span, ...]:
-    """The spans, and the one that `place` lies inside in two."""
+    """The spans, with the one around `place` split there."""
     parts = (part for span in spans for part in _halves(span, place))
     return tuple(part for part in parts if part)
 
@@ -251,24 +250,24 @@ def within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:
 def without(copies: Iterable[Copy], holes: Iterable[Span]) -> tuple[Copy, ...]:
     """The copies, ascending by target, with the holes cut out of them. Linear in copies and holes."""
     sorted_holes = merge(holes)
-    first = 0  # of the holes that end behind the copies so far
-    kept: list[Copy] = []
+    first = 0  # index of the first hole that ends behind the copy's start
+    rest: list[Copy] = []
     for copy in copies:
         start, end = copy.target_start, copy.target_start + copy.length
         while first < len(sorted_holes) and sorted_holes[first].end <= start:
             first += 1
         if first == len(sorted_holes) or sorted_holes[first].start >= end:
-            kept.append(copy)
+            rest.append(copy)
             continue
         at = first
         while at < len(sorted_holes) and (hole := sorted_holes[at]).start < end:
             if hole.start > start and (part := clip(copy, Span(start, hole.start))):
-                kept.append(part)
+                rest.append(part)
             start = max(start, hole.end)
             at += 1
         if start < end and (part := clip(copy, Span(start, end))):
-            kept.append(part)
-    return tuple(kept)
+            rest.append(part)
+    return tuple(rest)
 
 
 def _total(spans: Iterable[Span]) -> int:

@@ -1,8 +1,8 @@
 """
-From tokens and candidates to a plan: a pure function. Gates may refuse; the result is then NoPlan(reason).
+Makes a plan from the tokens of a prompt and its candidates, as a pure function.
 
-Order of preference: exact prefix, then copies at the same place, then moved ones; everything else, and what
-repair asks for, is a placeholder.
+The exact prefix is copied first, then matches at the same position, then moved matches. Everything else, and
+what is repaired, is a placeholder. If the gate refuses every plan, the result is NoPlan(reason).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvshare.sharing.calibration import ModelCalibration, calibration_of, cautio
 from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import NoPlan, Plan, small_shift, within
 
-_LIGHT = 0.1  # of a prompt, repaired
-MAX_GENERATION = 40  # of copies of copies: beyond it nobody has measured (`chain` in docs/fidelity.md)
+_LIGHT = 0.1  # share of a prompt; with fewer repairs no other composition is tried
+MAX_GENERATION = 40  # longer chains of copies were not measured (`chain` in docs/fidelity.md)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a replay tries out beside the prediction; a server leaves it as it is. None: no such limit."""
+    """Thresholds besides the predicted deviation. A replay varies them, a server does not. None: no limit."""
 
     max_generation: int = MAX_GENERATION
     max_relocated_fraction: float | None = None
@@ -36,7 +36,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class PlannerLimits:
-    """What the planner may do: the operator's settings, what the engine can, what is known of the model."""
+    """What limits the planner: the settings, the abilities of the engine, the calibration of the model."""
 
     sharing: SharingSettings
     repair: RepairSettings
@@ -45,11 +45,11 @@ class PlannerLimits:
     can_move_keys: bool = True
     can_probe: bool = False  # whether the engine can choose repairs after a probe pass
     min_saved_s: float = 0.0
-    dense_min_prefill_s: float = 0.0  # search by meaning only where prefill would take this long
+    dense_min_prefill_s: float = 0.0  # shortest prefill that pays a search by embedding
     policy: Policy = Policy()
 
     def of_model(self, fingerprint: str) -> Self:
-        """The same for this model; a calibration that the settings name stays."""
+        """These limits with the calibration of a model, unless the settings name a calibration."""
         if self.sharing.calibration is not None:
             return self
         return replace(self, calibration=calibration_of(fingerprint))
@@ -65,9 +65,9 @@ class PlannerLimits:
         can_probe: bool = False,
     ) -> Self:
         """
-        What config.yaml says, for an engine that can or cannot share at all, move keys and choose repairs.
+        The limits in config.yaml, for an engine with these abilities.
 
-        `fingerprint`: of the model; empty where it is not known, or not yet.
+        `fingerprint`: the model's; empty while it is unknown.
         Raises:  ConfigError for a calibration that cannot be read
         """
         return cls(
@@ -92,10 +92,10 @@ def make_plan(
     rates: Rates,
 ) -> Plan | NoPlan:
     """
-    The cheapest plan for a prompt of T tokens from nominated donors of the same namespace.
+    The fastest plan for a prompt of T tokens with candidates of the same namespace.
 
     Shapes:  token_ids (T,) int32
-    Returns: a Plan that computes at least the last token, or NoPlan; never raises for odd prompts
+    Returns: a Plan that computes at least the last token, or NoPlan
     """
     num_tokens = len(token_ids)
     sharing = limits.sharing
@@ -148,9 +148,9 @@ def make_plan(
 
 def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> Plan | None:
     """
-    Only the equal prefix; the last token is always computed, its logits are the answer's beginning.
+    A plan that copies the equal prefix only. The last token is always computed: its logits start the answer.
 
-    All chats begin with the same few tokens of the template: less than `min_length` is not worth a plan.
+    Returns: None if fewer than `min_length` tokens are equal, as all chats begin with the same template
     """
     num_tokens = composition.num_tokens
     length = min(composition.exact_length, num_tokens - 1)
@@ -168,17 +168,17 @@ def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> P
 
 
 def _is_light(plan: Plan) -> bool:
-    """Whether so little is repaired that another composition would hardly need less."""
+    """Whether the plan repairs so little that another composition can hardly save more."""
     return plan.prediction is not None and plan.prediction.repaired <= _LIGHT * plan.num_tokens
 
 
 def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | None:
-    """Why an approximate plan is refused, or None. A doubtful match counts as no match."""
+    """The gate: why an approximate plan is not used, or None. A doubtful match counts as no match."""
     policy = limits.policy
     num_exact = exact.exact_length if exact is not None else 0
     num_computed = plan.num_computed + plan.num_selecting
-    saved = plan.num_tokens - num_computed - num_exact  # beyond what is free of doubt
-    # Repair may leave nothing of the copies; a few tokens are not worth any doubt.
+    saved = plan.num_tokens - num_computed - num_exact  # beyond the exact plan
+    # Repair may leave few copied tokens: they are not worth any deviation.
     if saved < max(limits.sharing.min_run, (policy.min_saved_fraction or 0.0) * plan.num_tokens):
         return Reason.NOT_ENOUGH_SAVED
     if plan.prediction is not None and not plan.prediction.expected <= plan.prediction.limit:

@@ -1,13 +1,13 @@
 """
-How far an approximate answer is expected to be from the full prefill's, told from the plan's shape alone.
+Predicts from the shape of a plan how far its answer deviates from that of a full prefill.
 
     typical KL = 10 ** (intercept + sum of weight x feature)    KL: mean over an answer's first tokens, nats
     mean KL = bias x typical KL ** slope
 
-All are fitted on measured plans of one model (`kvshare calibrate`). A feature outside of what was seen
-there counts as the nearest that was: a plan unlike any measured is expected to be as bad as the worst of its
-kind, and not better or worse without end. Where little is off typically, a few plans are off by much: there
-the mean is many times what is typical, and where KL is large already it is not. So the slope is below 1.
+The parameters are fitted on measured plans of one model (`kvshare calibrate`). A feature outside the measured
+range is clipped to it, so that a prediction never extrapolates. Among plans with a small typical KL a few
+have a large one, so their mean is many times the typical value; with a large typical KL it is not. Therefore
+the slope is below 1.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from delta_tree import Copy, NodeId
 from kvshare.sharing.plan import continues, small_shift
 
 FEATURES = ("lost", "new", "shift", "donors", "distance", "exact", "stale", "pieces", "repaired")
-_REACH = 32.0  # tokens behind the start of a piece over which its KV becomes the donor's again
-_DOSE = 4.0  # repaired tokens for each stale one, where doubling them begins to count in full
-_MOST_PIECES = 512  # whose surroundings are looked at
+_REACH = 32.0  # tokens after the start of a piece over which its KV approaches the donor's
+_DOSE = 4.0  # repaired tokens per stale token; scales the logarithm of `repaired`
+_MOST_PIECES = 512  # pieces whose context is compared; of more, a sample
 FLOOR = 1e-6  # nats: below it KL is rounding
 _LEAST_SLOPE = 0.05
 _STEPS = 30  # some six are enough
@@ -38,11 +38,10 @@ Vector = NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class Shape:
     """
-    What a plan is like, whatever is repaired of it.
+    The features of a plan before repairs.
 
-    `values` are the features but the last, (F - 1,). `stale`: tokens near the start of a piece, those further
-    on counting less; it grows by some 22 to 160 with each piece, by its length. `far`: share of the copied
-    tokens that come from elsewhere.
+    `values`: (F - 1,) all features but the last. `stale`: tokens near the start of a piece, weighted by their
+    distance to it; a piece adds some 22 to 160. `far`: share of the copied tokens that are relocated.
     """
 
     values: tuple[float, ...]
@@ -59,7 +58,8 @@ def shape_of(
     copies: Sequence[Copy], *, num_tokens: int, exact_length: int, common: Mapping[NodeId, int]
 ) -> Shape | None:
     """
-    The shape of a plan with these approximate copies; None where there are none. Means: over copied tokens.
+    The shape of a plan with these approximate copies, or None if there are none. Means are over copied
+    tokens.
 
     lost      log of the tokens that stood in front of a copy in its donor and do not now
     new       log of the tokens that stand in front of it now and did not
@@ -67,19 +67,19 @@ def shape_of(
     donors    log of how many there are
     distance  log of the tokens from the start of the last piece to the end of the prompt
     exact     share of the prompt that is an exact prefix
-    stale     log10 of the share of tokens near the start of a piece, where what changed in front is felt
-    pieces    log of how many stretches from one place of one donor there are
-    repaired  log of the tokens computed again for each stale one; see `Shape.repaired`
+    stale     log10 of the share of stale tokens, see `Shape`
+    pieces    log of the number of contiguous stretches of one donor
+    repaired  log of the repaired tokens per stale token, see `Shape.repaired`
 
-    Units:   tokens; `copies` ascending by target; `common`: by donor, the length of the prefix that it shares
-             with the prompt
+    Units:   tokens; `copies` ascending by target; `common`: by donor, the length of its common
+             prefix with the prompt
     """
     if not copies:
         return None
     pieces = _pieces(copies)
     lengths = np.array([length for _, length in pieces])
     weights = lengths / lengths.sum()
-    some = slice(None, None, 1 + len(pieces) // _MOST_PIECES)  # of thousands of pieces these tell enough
+    some = slice(None, None, 1 + len(pieces) // _MOST_PIECES)  # a sample of thousands of pieces is enough
     shares = weights[some] / weights[some].sum()
     lost, new, shift = _churn([copy for copy, _ in pieces[some]], copies, common)
     stale = float((_REACH * np.log1p(lengths / _REACH)).sum())
@@ -103,10 +103,10 @@ def shape_of(
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """
-    Weights for one model and one way of repairing. All tuples are in the order of `FEATURES`.
+    Weights for one model and one repair rule. All tuples are in the order of `FEATURES`.
 
-    Features are clipped to [`low`, `high`] before they are weighed. Plans are held to the mean, which a few
-    bad ones make: `bias` and `slope` lead to it from what is typical, in nats.
+    Features are clipped to [`low`, `high`] and weighted to the typical KL. `bias` and `slope` turn it into
+    the mean, which a few bad plans dominate and which the limit applies to. KL is in nats.
     """
 
     intercept: float
@@ -118,7 +118,7 @@ class Calibration:
     slope: float = 1.0
 
     def typical(self, values: Vector) -> NDArray[np.float64]:
-        """The KL that half of such plans stay below. Shapes: (..., F) -> (...)"""
+        """The median KL of such plans. Shapes: (..., F) -> (...)"""
         inside = np.clip(values, self.low, self.high)
         found: NDArray[np.float64] = 10 ** (self.intercept + inside @ np.array(self.weights))
         return found
@@ -128,11 +128,11 @@ class Calibration:
         return self.mean_where(self.typical(values))
 
     def mean_where(self, typical: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The mean KL of plans of which half stay below `typical`, nats."""
+        """The mean KL of plans with the median `typical`, nats."""
         return self.bias * typical**self.slope
 
     def as_document(self) -> dict[str, Any]:
-        """JSON-ready; weights by the feature's name."""
+        """JSON-ready; weights by name of the feature."""
         by_name = {
             name: {"weight": weight, "low": low, "high": high}
             for name, weight, low, high in zip(FEATURES, self.weights, self.low, self.high, strict=True)
@@ -142,7 +142,7 @@ class Calibration:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
-        """Raises ValueError that names what is missing or no number."""
+        """Raises ValueError with the name of a value that is missing or not a number."""
         try:
             weights, low, high = (
                 tuple(float(document["features"][name][column]) for name in FEATURES)
@@ -169,13 +169,14 @@ def fit(
     values: Vector, kl: NDArray[np.float64], groups: NDArray[np.int64], *, ridge: float = 3.0
 ) -> Calibration:
     """
-    The weights that predict log10 of measured KL best, and what leads from there to the mean.
+    Fit weights to log10 of measured KL, then bias and slope to its mean.
 
-    The weights by ridge regression on standardised features. `bias` and `slope` are fitted on predictions of
-    plans whose group the weights had not seen, for weights are always too sure of what they have seen; and on
-    plans that repair anything, for no others are served.
+    The weights come from ridge regression on standardised features. `bias` and `slope` are fitted on
+    predictions for left-out groups, as weights fit their own data too well, and only on plans with repairs,
+    as others are not served.
 
-    Shapes:  values (N, F), kl (N,), groups (N,): what belongs together, as plans of one document
+    Shapes:  values (N, F), kl (N,), groups (N,): ids of plans that belong together, such as those of one
+             document
     """
     unseen = typical_of_unseen(values, kl, groups, ridge=ridge)
     served = values[:, -1] > 0
@@ -186,7 +187,7 @@ def fit(
 def typical_of_unseen(
     values: Vector, kl: NDArray[np.float64], groups: NDArray[np.int64], *, ridge: float = 3.0
 ) -> NDArray[np.float64]:
-    """(N,) the typical KL of each plan by weights that are fitted without its group; shapes as `fit`."""
+    """(N,) the typical KL of each plan, by weights fitted without its group; shapes as in `fit`."""
     found = np.zeros(len(groups))
     for group in np.unique(groups):
         inside = groups == group
@@ -195,7 +196,7 @@ def typical_of_unseen(
 
 
 def _typically(values: Vector, kl: NDArray[np.float64], ridge: float) -> Calibration:
-    """Without a bias."""
+    """A calibration without bias and slope."""
     low, high = np.percentile(values, (2, 98), axis=0)
     inside = np.clip(values, low, high)
     mean, scale = inside.mean(axis=0), inside.std(axis=0) + 1e-9
@@ -218,10 +219,10 @@ def _typically(values: Vector, kl: NDArray[np.float64], ridge: float) -> Calibra
 
 def _mean_of(typical: NDArray[np.float64], kl: NDArray[np.float64]) -> tuple[float, float]:
     """
-    Bias and slope of the mean: a generalised linear model with a log link whose variance grows as the mean
-    (quasi-Poisson; McCullagh and Nelder, 1989, chapter 9), by iteratively reweighted least squares.
+    Bias and slope of the mean: a generalised linear model with a log link and variance in proportion to the
+    mean (quasi-Poisson; McCullagh and Nelder, 1989, chapter 9), by iteratively reweighted least squares.
 
-    Least squares of KL would see nothing but the largest, and of its logarithm nothing of a mean.
+    Least squares of KL would fit the largest values only; of its logarithm, it would not fit the mean.
     """
     design = np.stack((np.ones(len(typical)), np.log(typical)), axis=1)
     found = np.array([np.log(kl.mean() / typical.mean()), 1.0])
@@ -233,12 +234,12 @@ def _mean_of(typical: NDArray[np.float64], kl: NDArray[np.float64]) -> tuple[flo
     bias, slope = float(np.exp(found[0])), float(found[1])
     if isfinite(bias) and slope > _LEAST_SLOPE:
         return bias, slope
-    # The weights tell nothing: the mean of all, nearly the same whatever is predicted.
+    # The weights do not predict anything: nearly the mean of all plans, whatever the prediction.
     return float(kl.mean() / (typical**_LEAST_SLOPE).mean()), _LEAST_SLOPE
 
 
 def _pieces(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
-    """First copy and length of each stretch from one place of one donor."""
+    """First copy and length of each contiguous stretch of one donor."""
     found = [(copies[0], copies[0].length)]
     for before, copy in pairwise(copies):
         if continues(before, copy):
@@ -252,7 +253,7 @@ def _pieces(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
 def _churn(
     pieces: Sequence[Copy], copies: Sequence[Copy], common: Mapping[NodeId, int]
 ) -> tuple[Vector, Vector, Vector]:
-    """Of each piece: tokens in front of it that are gone, that are new, and how far it moved."""
+    """For each piece: removed tokens in front of it, new tokens in front of it, and its shift."""
     target = np.array([piece.target_start for piece in pieces], float)
     source = np.array([piece.donor_start for piece in pieces], float)
     stayed = np.zeros(len(pieces))

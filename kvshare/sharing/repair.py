@@ -1,10 +1,10 @@
 """
-What is computed again although a donor had it: positions whose tokens match but whose context changed.
+Repairs: positions that are computed again because their tokens match a donor but their context changed.
 
-Two ways to say which. By place: after an edit, a contiguous window behind it carries most of what the edited
-value left in the text (measured in arXiv:2609.17983); a copy that comes from elsewhere needs its head, where
-attention sinks sit (EPIC, arXiv:2410.15332). Or an engine chooses as many as it is given after a probe pass.
-The tail of the prompt is always fresh, because the answer starts from it.
+There are two rules. By place: a window after each edit, as it is affected most by the edited value
+(arXiv:2609.17983), and the head of each relocated copy, where attention sinks are (EPIC, arXiv:2410.15332).
+By attention: an engine chooses a given number of tokens after a probe pass. The tail of the prompt is always
+computed, because the answer starts from it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvshare.settings import RepairSettings
 from kvshare.sharing.plan import RepairOrder, continues, small_shift
 from kvshare.sharing.selection import probes
 
-# What is left of a copy after its repairs; below this a further run costs more than computing the tokens.
+# Shortest rest of a copy after its repairs; computing fewer tokens costs less than an additional run.
 _MIN_LEFTOVER = 8
 
 RepairRule = Literal["windows", "attention"]
@@ -26,7 +26,7 @@ RepairRule = Literal["windows", "attention"]
 
 @dataclass(frozen=True, slots=True)
 class Repairs:
-    """What is computed again for certain, and what is still to be chosen."""
+    """The known repairs, and an order for those that the engine still has to choose."""
 
     spans: tuple[Span, ...]
     order: RepairOrder | None = None
@@ -43,9 +43,9 @@ def repairs_by_place(
     """
     The windows, heads and tail inside approximate `copies`.
 
-    Source:  see above; windows shrink evenly when they exceed `settings.max_budget` of the prompt
-    Units:   token positions of the recipient, half-open; copies ascending by target; `widened`: times what
-             the settings say; `max_small_shift`: tokens, by default `small_shift`'s
+    Windows shrink evenly if they exceed `settings.max_budget` of the prompt.
+    Units:   token positions of the recipient, half-open; copies ascending by target; `widened`: factor on the
+             windows of the settings; `max_small_shift`: tokens, by default `small_shift(num_tokens)`
     """
     limit = small_shift(num_tokens) if max_small_shift is None else max_small_shift
     heads = [
@@ -61,8 +61,8 @@ def repairs_to_choose(
     copies: Sequence[Copy], *, num_tokens: int, wanted: float, settings: RepairSettings
 ) -> Repairs:
     """
-    The tail inside approximate `copies`, and an order for `wanted` tokens of what is in front of it: at most
-    `settings.max_budget` of the prompt, and what there is.
+    The tail inside approximate `copies`, and an order to choose `wanted` tokens in front of it, but at most
+    `settings.max_budget` of the prompt.
     """
     pieces = _pieces(copies, num_tokens - settings.tail)
     most = min(sum(len(piece) for piece in pieces), int(settings.max_budget * num_tokens))
@@ -74,7 +74,7 @@ def repairs_to_choose(
 def _cut(
     copies: Sequence[Copy], heads: Sequence[int], num_tokens: int, settings: RepairSettings
 ) -> tuple[Span, ...]:
-    """The heads, the tail, and what would be left of a copy but is too short."""
+    """The heads, the tail, and rests of copies that are too short."""
     tail = max(0, num_tokens - settings.tail)
     repairs: list[Span] = []
     for copy, head in zip(copies, heads, strict=True):
@@ -91,7 +91,7 @@ def _cut(
 
 
 def _pieces(copies: Sequence[Copy], end: int) -> tuple[Span, ...]:
-    """Stretches in front of `end` that come from one place of one donor each; too short ones left out."""
+    """Contiguous stretches of one donor in front of `end`, without those that are too short."""
     pieces: list[Span] = []
     before: Copy | None = None
     for copy in copies:
@@ -107,7 +107,7 @@ def _pieces(copies: Sequence[Copy], end: int) -> tuple[Span, ...]:
 
 
 def _head_length(copy: Copy, before: Copy | None, *, max_small_shift: int, settings: RepairSettings) -> int:
-    """Tokens to recompute at the start of a copy: none where the donor's own text simply goes on."""
+    """Tokens to recompute at the start of a copy: 0 if it continues the copy before it."""
     if before is not None and continues(before, copy):
         return 0
     moved_far = abs(copy.target_start - copy.donor_start) > max_small_shift

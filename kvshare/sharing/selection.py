@@ -1,20 +1,20 @@
 """
-KVShare's repair rule: which copied tokens are computed again. The plan says how many; this says which.
+Chooses which copied tokens are computed again. The plan says how many.
 
     score of a copied token = sum over layers of  sqrt(attended) x changed  x  mendable
 
-    attended   attention that the last tokens computed anyway pay to it, mean over them and over heads; the
-               root, because an answer's later tokens listen elsewhere than its first
-    changed    how far its values move when it is computed: measured on a few probes, else interpolated
-    mendable   falls with the distance to the start of its piece: a token inherits from stale neighbours
+    attended   attention that the last placeholders pay to it, mean over them and over heads; the square root,
+               because later tokens of the answer attend to other places
+    changed    how far its values change when it is computed: measured at the probes, interpolated elsewhere
+    mendable   falls with the distance to the start of its piece, as a token attends to stale neighbours
 
-It takes one probe pass: what is computed anyway and at most min(64, 3 %) copied tokens. Behind it the repairs
-are computed, in all layers the same positions and in at most 32 runs more than the plan has; and once more
-the listeners and the placeholders that they attend to most, because the probe pass computed them over what is
-repaired now. Behind an edit the changes are at the start of the piece, and windows come out; in moved text
-everything changed a little, and attention decides. docs/fidelity.md compares it with the published rules.
+A probe pass computes the placeholders and at most min(64, 3 %) copied tokens. A second pass computes the
+chosen repairs: the same positions in all layers, in at most 32 runs more than the plan has. It also computes
+again the listeners and the placeholders that they attend to most, because the probe pass computed those over
+stale KV. After an edit the changes are at the start of a piece, so the choice is a window; in moved text all
+tokens change a little, and attention decides. docs/fidelity.md compares this rule with published ones.
 
-Pure: numpy arrays in, positions out. T tokens of the prompt, L layers, P probes.
+Pure functions: numpy arrays in, positions out. T tokens of the prompt, L layers, P probes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Scores = NDArray[np.floating]
 
 MAX_FURTHER_RUNS = 32
 _MOST_PROBES, _PROBED_SHARE = 64, 0.03
-_OFFSETS = (0, 2, 5, 10, 20, 40, 80, 160, 320, 640)  # of probes in a piece: changes decay from its start
-_MENDABLE, _REACH = 0.3, 32.0  # far from the start of a piece; tokens over which it falls
-_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens chosen together, until runs are few
+_OFFSETS = (0, 2, 5, 10, 20, 40, 80, 160, 320, 640)  # of probes in a piece: changes are largest at its start
+_MENDABLE, _REACH = 0.3, 32.0  # least value; tokens over which it falls
+_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens chosen together
 _LEAST = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is computed behind a probe pass. Both ascending."""
+    """What the second pass computes. Both ascending."""
 
-    repairs: tuple[Span, ...]  # of what is copied
-    again: tuple[Span, ...]  # of what the probe pass computed
+    repairs: tuple[Span, ...]  # copied tokens
+    again: tuple[Span, ...]  # placeholders
 
 
 def choose(
@@ -56,10 +56,11 @@ def choose(
     first_approximate: int,
 ) -> Choice:
     """
-    What a plan's engine computes behind its probe pass: `order.num_tokens` repairs, and placeholders again.
+    What the second pass computes: `order.num_tokens` repairs, and some placeholders again.
 
-    Pieces that had to be computed, because their KV was gone, need no repair: there are fewer in proportion.
-    Shapes:  attended (L, T) of the listeners, mean over them and over heads; changed (L, P) of the probes
+    Tokens of pieces that were computed because their KV was missing need no repair: the number shrinks in
+    proportion.
+    Shapes:  attended (L, T) by the listeners, mean over them and over heads; changed (L, P) at the probes
     """
     num_tokens = attended.shape[1]
     pieces, computed = (covered(spans, num_tokens) for spans in (order.pieces, placeholders))
@@ -73,9 +74,9 @@ def choose(
 
 def probes(pieces: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
     """
-    (P,) positions whose change is measured, ascending: dense at the start of each piece and sparse behind it.
+    (P,) positions whose change is measured, ascending: dense at the start of each piece, then sparse.
 
-    `pieces`: copied stretches, ascending, each from one place of one donor.
+    `pieces`: contiguous copies of one donor each, ascending.
     """
     room = min(_MOST_PROBES, int(_PROBED_SHARE * num_tokens))
     places = [piece.start + offset for offset in _OFFSETS for piece in pieces if offset < len(piece)]
@@ -83,23 +84,23 @@ def probes(pieces: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
 
 
 def listeners(computed: Mask) -> NDArray[np.int64]:
-    """(N,) the last tokens that are computed anyway."""
+    """(N,) the positions of the listeners: the last placeholders."""
     return computed.nonzero()[0][-MAX_LISTENERS:]
 
 
 def choose_by_place(
     order: RepairOrder, placeholders: Sequence[Span], *, num_tokens: int, first_approximate: int
 ) -> Choice:
-    """The same number where nothing can be measured: the starts of the pieces."""
+    """The same number of repairs without measurements: the starts of the pieces."""
     attended, changed = np.ones((1, num_tokens)), np.ones((1, len(order.probes)))
     return choose(order, placeholders, attended, changed, first_approximate=first_approximate)
 
 
 def renewed(attended: Scores, computed: Mask, repairs: Mask, *, first_approximate: int) -> Mask:
     """
-    (T,) the listeners, and of the other computed tokens those that they attend to most.
+    (T,) the listeners, and the other computed tokens that they attend to most.
 
-    What stands in front of the first approximate copy has seen nothing stale.
+    Tokens before the first approximate copy are exact and never computed again.
     """
     again = np.zeros(len(computed), np.bool_)
     again[listeners(computed)] = True
@@ -113,7 +114,7 @@ def scores(
     pieces: Sequence[Span], attended: Scores, places: NDArray[np.int64], changed: Scores
 ) -> NDArray[np.float64]:
     """
-    (T,) of the pieces' tokens; 0 elsewhere.
+    (T,) the scores of the tokens in pieces; 0 elsewhere.
 
     Shapes:  attended (L, T); places (P,) of the probes, ascending; changed (L, P), norms
     """
@@ -127,7 +128,7 @@ def scores(
 
 
 def chosen(scores: Scores, allowed: Mask, computed: Mask, count: int) -> Mask:
-    """(T,) `count` allowed positions with high scores, in few runs beside what is computed anyway."""
+    """(T,) `count` allowed positions with high scores, in few runs in addition to `computed`."""
     rows = np.zeros(len(allowed), np.bool_)
     for size in _BLOCKS:
         rows = blocks(scores, allowed, count, size)
@@ -137,7 +138,7 @@ def chosen(scores: Scores, allowed: Mask, computed: Mask, count: int) -> Mask:
 
 
 def highest(scores: Scores, allowed: Mask, count: int) -> Mask:
-    """(T,) the `count` allowed positions with the highest scores; of equals the first."""
+    """(T,) the `count` allowed positions with the highest scores; the first of equal ones."""
     rows = np.zeros(len(allowed), np.bool_)
     places = allowed.nonzero()[0]
     order = np.argsort(-scores[places], kind="stable")
@@ -146,7 +147,7 @@ def highest(scores: Scores, allowed: Mask, count: int) -> Mask:
 
 
 def blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
-    """(T,) `count` allowed positions in blocks of neighbours with the highest means; the last one is cut."""
+    """(T,) `count` allowed positions in the blocks with the highest means; the last block may be cut."""
     edges = np.arange(0, len(scores), size)
     sums = np.add.reduceat(np.where(allowed, scores, 0.0), edges)
     means = sums / np.maximum(1, np.add.reduceat(allowed.astype(float), edges))
@@ -175,7 +176,7 @@ def num_runs(rows: Mask) -> int:
 def _between(
     piece: Span, places: NDArray[np.int64], changed: Scores, everywhere: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """(L, len(piece)) changes, interpolated in the logarithm; of a piece without a probe the mean of all."""
+    """(L, len(piece)) changes, interpolated in the logarithm; the mean of all for a piece without probes."""
     own = (places >= piece.start) & (places < piece.end)
     if not own.any():
         return np.repeat(np.exp(everywhere)[:, None], len(piece), axis=1)

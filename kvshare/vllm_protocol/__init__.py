@@ -1,1 +1,1 @@
-"""What proxy and connector say to each other: tickets, events, salts, versions. No HTTP, no vLLM."""
+"""What proxy and connector exchange: tickets, events, salts, versions. Imports neither HTTP nor vLLM."""

@@ -1,8 +1,8 @@
 """
-The checked reading of JSON: a message is a dataclass, and the types of its fields say what is accepted.
+Messages as JSON: a message is a dataclass, and a received document is checked against its field types.
 
-Nothing is converted: a number is no text, and True is no number. Defaults are for those who make a message; a
-message that is read must have every field. Unknown fields are ignored.
+Values are never converted: a number is not a text, and true is not a number. Defaults serve the sender only;
+a received message must have every field that is not in `_optional`. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 class WireError(ValueError):
-    """A message that does not say what it must; names the field and what was expected."""
+    """A received message is wrong; names the field and what was expected."""
 
 
 class Message:
@@ -33,7 +33,7 @@ class Message:
 
     @classmethod
     def from_json(cls, document: object) -> Self:
-        """Raises WireError. What was sent is not quoted."""
+        """Raises WireError, which does not quote the received value."""
         try:
             message: Self = _adapter(cls).validate_python(document)
         except ValidationError as exc:
@@ -48,7 +48,7 @@ class Message:
         if isinstance(document, dict):
             names = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
             if missing := names - cls._optional - document.keys():
-                raise ValueError(f"expected {', '.join(sorted(missing))} as well")
+                raise ValueError(f"missing: {', '.join(sorted(missing))}")
         return document
 
 
@@ -56,7 +56,7 @@ _ADAPTERS: dict[type[Message], TypeAdapter[Any]] = {}
 
 
 def _adapter(kind: type[Message]) -> TypeAdapter[Any]:
-    """Built once, when the first message of a kind is read or written."""
+    """Built once for each kind of message, at its first use."""
     if kind not in _ADAPTERS:
         _ADAPTERS[kind] = TypeAdapter(kind)
     return _ADAPTERS[kind]

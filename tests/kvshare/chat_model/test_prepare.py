@@ -174,4 +174,4 @@ def test_a_server_without_the_package_index_serves_the_forms_model(tmp_path: Pat
             server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=120) == 0
     warnings = [line for line in (tmp_path / "log").read_text().splitlines() if "WARNING" in line]
-    assert ["cannot be had" in line for line in warnings] == [True]
+    assert ["is not available" in line for line in warnings] == [True]

@@ -140,7 +140,7 @@ def test_a_file_of_another_program_is_never_deleted(cli: Cli, store: Path, famil
     set_pragma(store, "application_id = 7")
     outcome = cli("evict", "--all", "--yes", "--store", store)
     assert outcome.code == 1
-    assert "no KVShare store" in outcome.stderr
+    assert "not a KVShare store" in outcome.stderr
     assert (store / "tree.sqlite3").exists()
 
 

@@ -55,7 +55,7 @@ def offer(
 ) -> Node | None:
     """A replica has retained this of a prompt."""
     keeper.tier.at(replica).max_bytes = max_bytes
-    return keeper.keep(request(tokens, replica=replica), finished, held)
+    return keeper.store(request(tokens, replica=replica), finished, held)
 
 
 def keep(keeper: ReplicaKeeper, seed: int, *, replica: str = "a") -> Node:
@@ -325,10 +325,10 @@ class TestPrompts:
         keeper.tier.at("a").max_bytes = 10**6
         prefilled, finished = self.reports()
         asked = request(prompt(1))
-        node = keeper.keep_prompt(asked, prefilled, ())
+        node = keeper.store_prompt(asked, prefilled, ())
         assert node is not None
         assert node.num_tokens == 50
-        whole = keeper.keep(asked, finished, ())
+        whole = keeper.store(asked, finished, ())
         assert whole is not None
         assert (whole.node_id, whole.num_tokens) == (node.node_id, 60)
         assert keeper.tier.at("a").num_bytes == 600
@@ -338,9 +338,9 @@ class TestPrompts:
         keeper.tier.at("a").max_bytes = 10**6
         prefilled, finished = self.reports(length=5)
         asked = request(prompt(1, length=5))
-        assert keeper.keep_prompt(asked, prefilled, ()) is None
+        assert keeper.store_prompt(asked, prefilled, ()) is None
         assert keeper.tier.take_dropped("a") == []
-        node = keeper.keep(asked, finished, ())
+        node = keeper.store(asked, finished, ())
         assert node is not None
         assert node.num_tokens == 15
 
@@ -349,9 +349,9 @@ class TestPrompts:
         keeper.tier.at("a").max_bytes = 100
         prefilled, finished = self.reports()
         asked = request(prompt(1))
-        assert keeper.keep_prompt(asked, prefilled, ()) is None
+        assert keeper.store_prompt(asked, prefilled, ()) is None
         keeper.tier.at("a").max_bytes = 10**6
-        assert keeper.keep(asked, finished, ()) is None
+        assert keeper.store(asked, finished, ()) is None
         assert set(keeper.tier.take_dropped("a")) == {entry.segment_id for entry in finished.stored}
         assert not keeper.tree.nodes()
 
@@ -360,9 +360,9 @@ class TestPrompts:
         keeper.tier.at("a").max_bytes = 10**6
         prefilled, finished = self.reports()
         asked = request(prompt(1))
-        assert keeper.keep_prompt(asked, prefilled, ()) is not None
+        assert keeper.store_prompt(asked, prefilled, ()) is not None
         keeper.forget([prefilled.stored[0].segment_id])
-        assert keeper.keep(asked, finished, ()) is None
+        assert keeper.store(asked, finished, ()) is None
         assert keeper.tier.take_dropped("a") == [entry.segment_id for entry in finished.stored]
         assert not keeper.tree.nodes()
 
@@ -371,8 +371,8 @@ class TestPrompts:
         keeper.tier.at("a").max_bytes = 10**6
         prefilled, _ = self.reports()
         asked = request(prompt(1))
-        node = keeper.keep_prompt(asked, prefilled, ())
+        node = keeper.store_prompt(asked, prefilled, ())
         assert node is not None
         end = Finished("r", "full", "save_failed", stored=prefilled.stored)
-        assert keeper.keep(asked, end, ()) == node
+        assert keeper.store(asked, end, ()) == node
         assert keeper.tier.take_dropped("a") == []

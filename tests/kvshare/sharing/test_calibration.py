@@ -98,7 +98,7 @@ def test_a_file_that_is_none_is_refused_by_name(tmp_path: Path, content: str | N
     path = tmp_path / "broken.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ConfigError, match=r"sharing\.calibration: .*broken\.json: expected a file of"):
+    with pytest.raises(ConfigError, match=r"sharing\.calibration: .*broken\.json: expected a file written"):
         calibration_of("f", str(path))
 
 

@@ -6,9 +6,7 @@ from kvshare.sharing.cost import CostModel, Rates
 
 
 def model() -> CostModel:
-    return CostModel(
-        prior_prefill_tokens_per_s=1000.0, prior_load_bytes_per_s=1e9, smoothing=0.5, bytes_per_token=1000
-    )
+    return CostModel(Rates(1000.0, 1e9, bytes_per_token=1000), smoothing=0.5)
 
 
 def test_averages_move_towards_what_is_measured() -> None:

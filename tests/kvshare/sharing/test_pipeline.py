@@ -17,7 +17,7 @@ from kvshare.kv.segment import SegmentKV
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings
-from kvshare.sharing.cost import CostModel
+from kvshare.sharing.cost import CostModel, Rates
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
@@ -81,12 +81,7 @@ def sharing_with(nominator: Nominator, model: EmbeddedModel, *, max_bytes: int =
         ),
         nominator=nominator,
         limits=PlannerLimits(sharing=settings.sharing, repair=settings.repair),
-        cost=CostModel(
-            prior_prefill_tokens_per_s=1000.0,
-            prior_load_bytes_per_s=2e9,
-            smoothing=0.2,
-            bytes_per_token=model.layout.bytes_per_token,
-        ),
+        cost=CostModel(Rates(1000.0, 2e9, bytes_per_token=model.layout.bytes_per_token), smoothing=0.2),
     )
 
 

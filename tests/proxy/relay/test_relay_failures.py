@@ -414,7 +414,7 @@ async def test_a_damaged_store_is_moved_aside_and_told(
         assert vllm.tickets[-1].copies
     assert (tmp_path / "tree.sqlite3.old").read_bytes() == damaged
     (message,) = [message for message in caplog.messages if "is damaged" in message]
-    assert "KV of earlier prompts that replicas still hold is given up" in message
+    assert "KV of earlier prompts in the replicas is dropped" in message
 
 
 async def test_a_paused_index_shows_in_ready_and_metrics(vllm: FakeVllm, tmp_path: Path) -> None:
