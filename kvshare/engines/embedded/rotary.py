@@ -1,4 +1,4 @@
-"""What a model's configuration says of its heads and of their rotation, without its weights."""
+"""The heads of a model and their rotation, from its configuration, without its weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def head_dim_of(config: Any) -> int:
 
 def may_move_keys(path: str | Path) -> bool:
     """
-    Whether a model may have keys that move, from its modules alone: no weights are loaded.
+    Whether a model may have keys that can be moved. Looks at its modules only and loads no weights.
 
-    A server finds out by computing whether they do.
+    A server verifies it by computing.
     Raises:  ModelError if the configuration cannot be read
     """
     try:

@@ -1,4 +1,4 @@
-"""What a model's files say of it without loading it."""
+"""The fingerprint of a model from its files, without loading it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvshare.kv.fingerprint import is_norm, model_fingerprint
 
 def stored_fingerprint(path: str) -> str:
     """
-    The fingerprint that a served model of this folder or hub name has, from its norms alone.
+    The fingerprint that the model of this folder or Hugging Face name has when it is served.
 
-    Empty where it cannot be told: weights that are not here, or in another format than safetensors.
+    Empty if the weights are not on this machine, or are not in safetensors.
     """
     try:
         config = AutoConfig.from_pretrained(path)
@@ -34,20 +34,20 @@ def stored_fingerprint(path: str) -> str:
 def _norms(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     for file in _weight_files(path):
         with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118  it is no mapping
+            for name in weights.keys():  # noqa: SIM118  not a mapping
                 if is_norm(name):
                     yield name, weights.get_tensor(name)
 
 
 def _weight_files(path: str) -> list[Path]:
-    """Raises OSError where there are none."""
+    """Raises OSError if there are none."""
     index = _find(path, SAFE_WEIGHTS_INDEX_NAME)
     names = [SAFE_WEIGHTS_NAME]
     if index is not None:
         names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     found = [_find(path, name) for name in names]
     if None in found:
-        raise FileNotFoundError(f"{path} has no weights in safetensors")
+        raise FileNotFoundError(f"{path}: no weights in safetensors are on this machine")
     return [file for file in found if file is not None]
 
 
