@@ -31,7 +31,7 @@ def grammar_of(
         return None
     schema = None if must_call else chat.answer_schema
     lark = LarkGrammar(added_tokens)
-    thoughts = _thoughts(lark, reasons=reasons)
+    reasoning = _reasoning(lark, reasons=reasons)
     answers = []
     if schema is not None:
         answers.append(lark.json(schema or {"type": "object"}))
@@ -39,8 +39,8 @@ def grammar_of(
         several = chat.parallel_tool_calls and chat.tool_choice.name is None  # a named tool is called once
         calls = call_grammar(lark, fmt, tools, parallel=several)
         any_text = schema is None and not must_call
-        answers += _free_text_or(lark, calls) if any_text else [_only(lark, calls)]
-    return lark.start(thoughts + lark.rule(" | ".join(answers)))
+        answers += _free_text_or(lark, calls) if any_text else [_calls_only(lark, calls)]
+    return lark.start(reasoning + lark.rule(" | ".join(answers)))
 
 
 def _callable_tools(chat: Chat) -> Sequence[Mapping[str, Any]]:
@@ -57,7 +57,7 @@ def _callable_tools(chat: Chat) -> Sequence[Mapping[str, Any]]:
     return tools
 
 
-def _thoughts(lark: LarkGrammar, *, reasons: bool) -> str:
+def _reasoning(lark: LarkGrammar, *, reasons: bool) -> str:
     """The reasoning before an answer, of models that have a token for it or have begun with it."""
     if not reasons and not lark.is_token("<think>"):
         return ""
@@ -65,12 +65,12 @@ def _thoughts(lark: LarkGrammar, *, reasons: bool) -> str:
     return f"{end} " if reasons else f"({lark.literal('<think>')} {end})? "
 
 
-def _only(lark: LarkGrammar, calls: CallGrammar) -> str:
+def _calls_only(lark: LarkGrammar, calls: CallGrammar) -> str:
     return f"{lark.literal(calls.marker)} {calls.rest}" if calls.marker else calls.rest
 
 
 def _free_text_or(lark: LarkGrammar, calls: CallGrammar) -> list[str]:
-    """Any text, with calls at its end. Calls without a marker are the whole answer; no text looks like them."""
+    """Any text, with calls at its end. Calls without a marker are the whole answer instead."""
     if not calls.marker:
         return [lark.text_without(calls.excluded, first_not="{"), calls.rest]
     text = lark.text_without(calls.excluded)

@@ -62,7 +62,7 @@ class SegmentTable(Generic[SizedT]):
         return segment_id in self._entries
 
     def add(self, segment_id: SegmentId, entry: SizedT) -> None:
-        """Add an entry, for which the caller has made room. Raises ValueError for an id that is held already."""
+        """Add an entry, which the caller has made room for. Raises ValueError if the id is held already."""
         with self._lock:
             if segment_id in self._entries:
                 raise ValueError(f"segment {segment_id} is already held")

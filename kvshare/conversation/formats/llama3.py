@@ -1,4 +1,4 @@
-"""Reads `{"name": .., "parameters": {..}}`, where the answer begins with it or behind `<|python_tag|>`."""
+"""Reads `{"name": .., "parameters": {..}}` at the start of an answer, or after `<|python_tag|>`."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ class Llama3Reader(CallReader):
     def read(self, cursor: Cursor, calls: Calls, marker: str) -> Steps[bool]:
         marked = marker in self.markers
         if not marked:
-            cursor.at -= len(marker)  # it is the object's bracket
+            cursor.at -= len(marker)  # the marker is the opening bracket of the call
         return (yield from read_calls(cursor, calls, separator=";", marked=marked))

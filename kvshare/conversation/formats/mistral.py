@@ -24,7 +24,7 @@ class MistralReader(CallReader):
 
 
 def _read_named(cursor: Cursor, calls: Calls) -> Steps[bool]:
-    """`name[ARGS]{..}`; some models write `name{..}`, or `name[CALL_ID]id[ARGS]{..}`."""
+    """Read `name[ARGS]{..}`. Some models write `name{..}`, or `name[CALL_ID]id[ARGS]{..}`."""
     yield from cursor.skip_space()
     name = yield from cursor.take_run(_WORD)
     if (yield from cursor.accept("[CALL_ID]")):

@@ -56,7 +56,7 @@ class Prefill:
         return current.num_queries, None
 
     def _repair(self, probe: _ProbePass) -> None:
-        """After the probe passes: compute the repairs, and again the listeners and what they attend to most."""
+        """After the probe passes: compute repairs, and again listeners and what they attend to most."""
         choice = probe.choice()
         self.plan = probe.plan.with_repairs(choice.repairs)
         self._remaining = merge([*choice.repairs, *choice.again])

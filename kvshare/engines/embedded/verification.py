@@ -13,7 +13,7 @@ from kvshare.kv.movement import Verification
 
 def verification_document(model: EmbeddedModel | UnsharedModel) -> dict[str, Any]:
     """
-    JSON-ready. `shares` is "everything", "same positions" or "nothing"; `why` is the reason, if not everything.
+    JSON-ready. `shares` is "everything", "same positions" or "nothing"; `why` is the reason.
 
     `error` is the relative error of the moved rows (root mean square), and `control` says how many times
     further off the nearest wrong movement is.
