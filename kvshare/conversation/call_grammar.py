@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvshare.conversation.formats.hermes import HermesReader
-from kvshare.conversation.formats.llama3 import Llama3Reader
-from kvshare.conversation.formats.mistral import MistralReader
+from kvshare.conversation.formats.json_readers import HermesReader, Llama3Reader, MistralReader
 from kvshare.conversation.formats.qwen_xml import QwenXmlReader
 from kvshare.conversation.lark import LarkGrammar, any_of, quoted
 from kvshare.conversation.parameters import Parameters

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.formats.calls import CallReader, Calls, Steps
 from kvshare.conversation.formats.cursor import Cursor, Waiting
-from kvshare.conversation.formats.hermes import HermesReader
-from kvshare.conversation.formats.llama3 import Llama3Reader
-from kvshare.conversation.formats.mistral import MistralReader
+from kvshare.conversation.formats.json_readers import HermesReader, Llama3Reader, MistralReader
 from kvshare.conversation.formats.qwen_xml import QwenXmlReader
 from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasoning, Text
 from kvshare.conversation.tools import ToolFormat

@@ -72,14 +72,14 @@ class DecoderModel(ABC, Generic[SequenceT]):
         """Why not everything can be shared; empty where it can."""
 
     @property
-    @abstractmethod
     def fingerprint(self) -> str:
         """Identifies the calibration of the model, see `model_fingerprint`; empty if nothing is shared."""
+        return ""
 
     @property
-    @abstractmethod
     def can_listen(self) -> bool:
         """Whether repairs can be chosen by how far values change."""
+        return False
 
     @abstractmethod
     def new_sequence(self, capacity: int) -> SequenceT: ...

@@ -8,26 +8,26 @@ writes into the slots of a sequence, and a registered attention function that ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 
 from delta_tree import Span, TokenIds, token_ids
 from kvshare.engines.embedded.decoder import DecoderModel, layer_kinds, load_network, relative_error
 from kvshare.engines.embedded.prefill import Prefill
-from kvshare.engines.embedded.rotary import head_dim_of
+from kvshare.engines.embedded.stored_model import head_dim_of
 from kvshare.errors import ModelError, UnshareableError
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.fingerprint import model_fingerprint
 from kvshare.kv.form import PLAIN, Form
 from kvshare.kv.frequencies import frequency_tables
 from kvshare.kv.layout import ALL_EARLIER, KVLayout, Reach
-from kvshare.kv.movement import Movement, Observed, Verification, find_movement, why_not_movable
+from kvshare.kv.movement import Observed, Verification, find_movement, why_not_movable
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import NoPlan, Plan
 
@@ -60,30 +60,6 @@ class _SlotCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.current.num_visible, 0
-
-
-class _ShapesCache(Cache):
-    """A cache for transformers that records the shapes of the rows of each layer, and stores no rows."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = ((rows.shape[1], rows.shape[3]) for rows in (key_states, value_states))
-        self.shapes[layer_idx] = first, second
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
 
 
 def _reach(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Reach:
@@ -185,11 +161,6 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         )
 
     @property
-    def rotation(self) -> Movement | None:
-        """The rotation of the keys if all layers have the same and no values move; else None."""
-        return self.layout.rotation
-
-    @property
     def unsupported_reason(self) -> str:
         """Why rows of some layer cannot be moved; empty where all can."""
         problem = why_not_movable(self.verifications)
@@ -244,16 +215,18 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
 
     def _unmodified(self) -> tuple[torch.Tensor, list[tuple[tuple[int, int], tuple[int, int]]]]:
         """Logits (N, V) with the model's own eager attention, and the shapes of the rows of each layer."""
-        tokens, cache = self._probe_tokens(), _ShapesCache()
+        tokens, cache = self._probe_tokens(), DynamicCache()
         self.network.set_attn_implementation("eager")
         ids = torch.from_numpy(tokens.astype(np.int64)).to(next(self.network.parameters()).device)
         with torch.inference_mode():
             output = self.network(input_ids=ids.unsqueeze(0), past_key_values=cache, use_cache=True)
         self.network.set_attn_implementation(_ATTENTION)
-        missing = set(range(self.network.config.num_hidden_layers)) - set(cache.shapes)
-        if missing:
+        layers: Sequence[Any] = cache.layers  # `DynamicLayer`s; transformers types them as any kind of layer
+        stored = {number: layer for number, layer in enumerate(layers) if layer.is_initialized}
+        if missing := set(range(self.network.config.num_hidden_layers)) - set(stored):
             raise UnshareableError(f"{self.name}: layer {min(missing)} has no keys and values of its own")
-        return output.logits[0].float(), [cache.shapes[layer] for layer in sorted(cache.shapes)]
+        shapes = [(_rows(layer.keys), _rows(layer.values)) for layer in stored.values()]
+        return output.logits[0].float(), shapes
 
     def _verify_attention(self, expected: torch.Tensor) -> None:
         """
@@ -305,6 +278,11 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
 
     def _probe_tokens(self) -> TokenIds:
         return token_ids(self.probe_tokens())
+
+
+def _rows(stored: torch.Tensor) -> tuple[int, int]:
+    """(H, D) of the rows in a cache of transformers, (1, H, T, D)."""
+    return stored.shape[1], stored.shape[3]
 
 
 @contextmanager

@@ -1,19 +1,42 @@
-"""The fingerprint of a model from its files, without loading it."""
+"""A model's fingerprint, its heads and their rotation, from its files, without loading its weights."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from kvshare.engines.embedded.rotary import head_dim_of
+from kvshare.errors import ModelError
 from kvshare.kv.fingerprint import is_norm, model_fingerprint
+from kvshare.kv.frequencies import frequency_tables
+
+
+def head_dim_of(config: Any) -> int:
+    """Dimensions of a head, from a model's configuration."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def may_move_keys(path: str | Path) -> bool:
+    """
+    Whether a model may have keys that can be moved. Looks at its modules only and loads no weights.
+
+    A server verifies it by computing.
+    Raises:  ModelError if the configuration cannot be read
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # no annotations
+    except (OSError, ValueError, KeyError, RuntimeError) as exc:
+        raise ModelError(f"the configuration of model {str(path)!r} cannot be read: {exc}") from exc
+    return bool(frequency_tables(model)[0])
 
 
 def stored_fingerprint(path: str) -> str:

@@ -61,14 +61,6 @@ class UnsharedModel(DecoderModel[OwnCache]):
     def unsupported_reason(self) -> str:
         return self._why
 
-    @property
-    def fingerprint(self) -> str:
-        return ""
-
-    @property
-    def can_listen(self) -> bool:
-        return False
-
     def new_sequence(self, capacity: int) -> OwnCache:
         return OwnCache()
 
