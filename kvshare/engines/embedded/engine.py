@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,20 +27,20 @@ from kvshare.engines.embedded.retention import Retention
 from kvshare.engines.embedded.sampling import resolve
 from kvshare.engines.embedded.server import EmbeddedServer, Load, load_model, open_server
 from kvshare.engines.embedded.task import Task
+from kvshare.engines.served import ServedEngine
 from kvshare.errors import (
     ContextLengthError,
     EngineError,
     ErrorCode,
     OverloadedError,
     RequestError,
-    ShuttingDownError,
 )
 from kvshare.namespace import Namespace
 from kvshare.requests import Prompt
 from kvshare.settings import Settings
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.explain import explain_lookup
-from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.pipeline import Lookup
 from vector_index import EmbedderError
 
 if TYPE_CHECKING:
@@ -50,11 +50,12 @@ _MAX_PENDING = 4  # ended requests per slot that may wait to be stored
 _SETTLE_S = 0.25  # how long a request waits for its namespace's previous prompts to be stored
 
 
-class EmbeddedEngine(GeneratingEngine):
+class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
     """One model in this process, with its tokenizer, loaded when the engine starts."""
 
     def __init__(self, settings: Settings, *, load: Load = load_model) -> None:
         """Opens nothing: `start` does."""
+        super().__init__()
         self._settings = settings
         self._load = load
         self._created = int(time.time())
@@ -62,15 +63,6 @@ class EmbeddedEngine(GeneratingEngine):
             max_running=settings.engine.max_running, max_waiting=settings.engine.max_waiting
         )
         self._arrivals = Arrivals(min_run=settings.sharing.min_run)
-        self._running: EmbeddedServer | None = None
-        self._opened = AsyncExitStack()
-
-    @property
-    def server(self) -> EmbeddedServer:
-        """What is open between start and stop. Raises ShuttingDownError before and after."""
-        if self._running is None:
-            raise ShuttingDownError("the engine is not running")
-        return self._running
 
     @property
     def card(self) -> ModelCard:
@@ -78,17 +70,8 @@ class EmbeddedEngine(GeneratingEngine):
             return ModelCard("unknown until the model is loaded", self._created, 0)
         return ModelCard(self._running.model.name, self._created, self._running.model.max_model_len)
 
-    @property
-    def sharing(self) -> Sharing:
-        """The sharing core, for benchmarks and tests."""
-        return self.server.runtime.sharing
-
     async def start(self) -> None:
         self._running = await self._opened.enter_async_context(open_server(self._settings, self._load))
-
-    async def stop(self) -> None:
-        self._running = None
-        await self._opened.aclose()
 
     async def settle(self) -> None:
         """For benchmarks and tests: wait until all computed KV is stored and indexed."""
@@ -229,9 +212,6 @@ class EmbeddedEngine(GeneratingEngine):
         prompt, mode = request.prompt, request.mode
         lookup = await self.sharing.find_plan(request.namespace.digest, prompt, mode)
         return await self.server.off_loop(explain_lookup, self.sharing, prompt, lookup, mode)
-
-    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return await self.server.runtime.inspect(what, arguments)
 
 
 class Admission:

@@ -80,7 +80,7 @@ def test_a_layer_whose_table_nobody_can_see_is_refused_and_does_not_move() -> No
     tokens = token_ids(np.random.default_rng(1).integers(3, VOCAB_SIZE, TOKENS))
     segments = {SegmentId(1): computed(model, tokens).cut(Span(0, TOKENS))}
     target = model.new_sequence(2 * TOKENS)
-    with pytest.raises(ValueError, match="moves by 41 tokens"):
+    with pytest.raises(ValueError, match="cannot move a copy by 41 tokens"):
         target.write_copies([Copy(NodeId(1), SegmentId(1), 0, TOKENS, SHIFT, 0, 0)], segments)
     target.write_copies([Copy(NodeId(1), SegmentId(1), 0, TOKENS, 0, 0, 0)], segments)
     assert torch.equal(target.k[:, :TOKENS], segments[SegmentId(1)].k)

@@ -176,7 +176,7 @@ def test_a_cache_that_does_not_continue_a_prompt_is_refused() -> None:
 
     forgetting.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # of functions
     model.forward = forgetting
-    with pytest.raises(ModelError, match="with its own cache logits differ"):
+    with pytest.raises(ModelError, match="logits with and without its own cache differ"):
         served(model, name="forgetful")
 
 
