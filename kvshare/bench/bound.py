@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from delta_tree import Span, merge
-from kvshare.engines.embedded.rotary import head_dim_of
+from kvshare.engines.embedded.stored_model import head_dim_of
 from kvshare.kv.layout import ALL_EARLIER, Reach
 from kvshare.vllm_protocol.messages import Finished
 

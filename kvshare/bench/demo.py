@@ -102,7 +102,7 @@ def _full_reuse(engine: EmbeddedEngine, donor: Prompt, recipient: Prompt) -> str
     whole = Span(0, donor.num_tokens)
     compute(model, source, (whole,), donor.token_ids)
     copies = _copies(donor.token_ids, recipient.token_ids)
-    target.lay_out(copies, {SEGMENT: source.cut(whole)})
+    target.write_copies(copies, {SEGMENT: source.cut(whole)})
     computed = gaps([copy.target for copy in copies], num_tokens)
     logits = compute(model, target, computed, recipient.token_ids)[-1]
     ends = engine.server.eos_token_ids

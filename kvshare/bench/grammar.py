@@ -17,7 +17,7 @@ import yaml
 from kvshare.bench.figures import interval
 from kvshare.bench.harness import alternate, ask, median, running_engine
 from kvshare.conversation.chat import Chat
-from kvshare.engines.base import Grammar
+from kvshare.conversation.lark import Grammar
 from kvshare.requests import SharingMode
 
 _TEXTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))

@@ -15,8 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from delta_tree import TokenIds, token_ids
+from kvshare.conversation.lark import Grammar
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.base import Delta, Event, Finished, GenerationRequest, Grammar, SamplingParams, Started
+from kvshare.engines.base import Delta, Event, Finished, GenerationRequest, SamplingParams, Started
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.tokenizer import PromptEncoder

@@ -52,7 +52,7 @@ def _oracles(name: str, num_tokens: int, seed: int) -> dict[str, float]:
     apart_kv = _poisoned(foreign, runs)
     apart = torch.cat([compute(model, apart_kv, (run,), tokens) for run in runs])
     written = model.new_sequence(num_tokens)
-    written.lay_out([copied(0, num_tokens, target_start=0)], {SEGMENT: correct.cut(whole)})
+    written.write_copies([copied(0, num_tokens, target_start=0)], {SEGMENT: correct.cut(whole)})
     behind = (Span(cut, num_tokens),)
     tail = compute(model, _poisoned(written, behind), behind, tokens)
     return {
@@ -85,7 +85,7 @@ def _reference(name: str, tokens: TokenIds, seed: int) -> torch.Tensor:
 
 def _moved_error(model: EmbeddedModel, tokens: TokenIds) -> float:
     """Infinite where the model's rows cannot be moved."""
-    if model.refusal:
+    if model.unsupported_reason:
         return float("inf")
     num_tokens, shift = min(64, len(tokens)), min(173, len(tokens))
     near = model.new_sequence(num_tokens)

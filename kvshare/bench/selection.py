@@ -136,7 +136,7 @@ def _seconds(model: EmbeddedModel, recipient: Recipient, *, is_chosen: bool) -> 
         plan = replace(plan, copies=(), placeholders=recipient.unselected, repairs=(), order=None)
     began = time.perf_counter()
     with torch.inference_mode():
-        kv.lay_out(plan.copies, recipient.prompts.kv)
+        kv.write_copies(plan.copies, recipient.prompts.kv)
     prefilled(model, recipient.tokens, plan, kv, max_queries=SETTINGS.engine.prefill_chunk_tokens)
     return time.perf_counter() - began
 

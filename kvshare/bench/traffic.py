@@ -92,7 +92,7 @@ async def _serve(engine: EmbeddedEngine, prompt: Prompt, free_tokens: int, *, is
     kv = network.new_sequence(prompt.num_tokens + NUM_FORCED + free_tokens)
     if isinstance(lookup.plan, Plan):
         with torch.inference_mode():
-            kv.lay_out(lookup.plan.copies, lookup.segments)
+            kv.write_copies(lookup.plan.copies, lookup.segments)
     plan, logits = prefilled(network, prompt.token_ids, lookup.plan, kv)
     sharing.note_use(lookup)
     node = runtime.keeper.commit(Computed(namespace, prompt.token_ids, plan, kv))

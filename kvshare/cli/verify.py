@@ -27,9 +27,9 @@ def verify(
         raise typer.BadParameter(f"expected {', '.join(allowed)}, got {dtype!r}", param_hint="--dtype")
     require("embedded", what="`kvshare verify`")
     from kvshare.engines.embedded.loading import load_served
-    from kvshare.engines.embedded.verification import verified
+    from kvshare.engines.embedded.verification import verification_document
     from kvshare.served_model import find_model
 
     source = find_model(model, download=True)
     loaded = load_served(source.path, name=source.name, device=device, dtype=dtype)
-    show("verify", verified(loaded), output_format)
+    show("verify", verification_document(loaded), output_format)

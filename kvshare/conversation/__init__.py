@@ -1,1 +1,1 @@
-"""Chats as templates take them, whichever API they came by, and what a model's text says: calls of tools."""
+"""Chats in the form that templates take, whichever API they came by, and tool calls in a model's answer."""

@@ -1,4 +1,4 @@
-"""The grammar of calls, in each format. What follows it is what `kvshare.conversation.formats` reads."""
+"""The grammar of tool calls in each format. `kvshare.conversation.formats` reads what follows it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvshare.conversation.formats.hermes import HermesReader
-from kvshare.conversation.formats.llama3 import Llama3Reader
-from kvshare.conversation.formats.mistral import MistralReader
+from kvshare.conversation.formats.json_readers import HermesReader, Llama3Reader, MistralReader
 from kvshare.conversation.formats.qwen_xml import QwenXmlReader
 from kvshare.conversation.lark import LarkGrammar, any_of, quoted
 from kvshare.conversation.parameters import Parameters
@@ -21,15 +19,15 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 class CallGrammar:
     """One call, or more where parallel calls are allowed."""
 
-    marker: str  # the text in front; empty: none
-    rest: str  # the expression of what follows it
-    excluded: tuple[str, ...]  # text in front of calls has none of these: they would be read as calls
+    marker: str  # the text before the first call; empty: none
+    rest: str  # the expression of what follows the marker
+    excluded: tuple[str, ...]  # text before calls must not contain these: they would be read as calls
 
 
 def call_grammar(
     lark: LarkGrammar, fmt: ToolFormat, tools: Sequence[Mapping[str, Any]], *, parallel: bool
 ) -> CallGrammar:
-    """Of calls of these tools, arguments as their schemas say."""
+    """The grammar of calls of these tools, with arguments that follow their schemas."""
     match fmt:
         case ToolFormat.HERMES:
             return _hermes(lark, tools, parallel)
@@ -71,7 +69,7 @@ def _tagged(
 
 
 def _mistral(lark: LarkGrammar, tools: Sequence[Mapping[str, Any]], parallel: bool) -> CallGrammar:
-    """The newer way where the tokenizer has a token for it."""
+    """`name[ARGS]{..}` if the tokenizer has a token for `[ARGS]`, else a JSON list of calls."""
     (marker,) = MistralReader.markers
     if not lark.is_token("[ARGS]"):
         calls = _repeated(any_of(_objects(lark, tools, "arguments")), quoted(", "), parallel)
@@ -89,13 +87,13 @@ def _objects(lark: LarkGrammar, tools: Sequence[Mapping[str, Any]], key: str) ->
 
 
 def _arguments(lark: LarkGrammar, tool: Mapping[str, Any]) -> str:
-    """A schema without a type means an object: that is what arguments are."""
+    """Arguments are an object, also if their schema has no type."""
     schema = tool["function"].get("parameters") or _NO_ARGUMENTS
     return lark.json({"type": "object", **schema}, lenient=not is_strict(tool))
 
 
 def _xml_parameters(lark: LarkGrammar, tool: Mapping[str, Any], text: str) -> Iterator[str]:
-    """Each parameter once, in the schema's order; `text`: the expression of a text and the closing tag."""
+    """Each parameter once, in the schema's order. `text`: the expression of any text and the closing tag."""
     parameters = Parameters(tool)
     end = quoted("\n</parameter>\n")
     for name in parameters.names:

@@ -1,4 +1,4 @@
-"""A chat as a model's template takes it. Every API's body becomes one of these."""
+"""A chat in the form that a model's template takes. The bodies of all APIs are converted to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ToolUse(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`name`: of the only tool that may be called; with it `use` is REQUIRED."""
+    """`name` is that of the only tool that may be called. If it is set, `use` is REQUIRED."""
 
     use: ToolUse = ToolUse.AUTO
     name: str | None = None
@@ -27,7 +27,7 @@ class ToolChoice:
 @dataclass(frozen=True, slots=True, eq=False)
 class Chat:
     """
-    Messages in the shape that Hugging Face templates read, and what else the prompt is made of.
+    Messages in the form that Hugging Face templates read, and everything else that the prompt depends on.
 
     A message has `role` (system, user, assistant, tool) and `content`, a string. An assistant's may have
     `tool_calls`: `{"id", "type": "function", "function": {"name", "arguments": dict}}`; a tool's has
@@ -39,12 +39,12 @@ class Chat:
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
-    answer_schema: Mapping[str, Any] | None = None  # the text is JSON of this schema; None: any text
-    continue_final_message: bool = False  # the answer goes on with the last message, an assistant's
-    add_generation_prompt: bool = True  # the prompt ends with what begins an assistant's message
+    answer_schema: Mapping[str, Any] | None = None  # the answer is JSON of this schema; None: any text
+    continue_final_message: bool = False  # the answer continues the last message, an assistant's
+    add_generation_prompt: bool = True  # the prompt ends with the beginning of an assistant's message
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def may_call(self) -> bool:
-        """Whether the answer may hold calls of tools."""
+        """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice.use is not ToolUse.NONE

@@ -1,4 +1,4 @@
-"""From messages as OpenAI's clients send them to those that templates read."""
+"""Converts messages from OpenAI's clients to those that templates read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     """
-    The messages of a `Chat`: one string of content each, the arguments of calls as objects.
+    The messages of a `Chat`: each content is one string, and arguments of calls are objects.
 
-    A developer is a system by another name. A refusal is what an assistant without content said. A tool's
-    name is that of the call it answers, if the message does not give one. Other fields are left out.
+    The role "developer" becomes "system". If an assistant's message has no content, its refusal is used. A
+    tool's name, if it is missing, is that of the call it answers. Other fields are left out.
 
-    Raises:  RequestError naming the field, if a message is not as OpenAI's API describes it
+    Raises:  RequestError with the name of the field, if a message does not follow OpenAI's API
     """
     names: dict[str, str] = {}  # of the functions called so far, by the call's id
     result = []
@@ -87,11 +87,11 @@ def _call(call: object, at: str) -> dict[str, Any]:
 
 
 def _arguments(function: Mapping[str, Any], at: str) -> object:
-    """The object that the JSON text describes, none for an empty text; the text itself if it is no object."""
+    """The object in the JSON text, an empty one for an empty text. Other text is returned as it is."""
     text = _string(function, "arguments", at)
     try:
         arguments = json.loads(text.strip() or "{}")
-        json.dumps(arguments, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        json.dumps(arguments, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except (ValueError, RecursionError):
         return text
     return arguments if isinstance(arguments, dict) else text
@@ -105,7 +105,7 @@ def _string(fields: Mapping[str, Any], key: str, at: str) -> str:
 
 
 def _refuse(param: str, found: object, expected: str) -> NoReturn:
-    """Raises RequestError. Of text only the name of a role or a type is repeated."""
+    """Raises RequestError. It quotes short roles and types only: other values may be prompt text."""
     is_name = param.endswith((".role", ".type")) and isinstance(found, str) and len(found) <= 32
     shown = repr(found) if is_name else _kind(found)
     quoted = [shown] if is_name else []

@@ -1,31 +1,39 @@
-"""Writes a grammar in llguidance's Lark dialect, rule by rule."""
+"""Writes a grammar in the Lark dialect of llguidance, rule by rule."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-# JSON on one line: where any white space may stand, a model can write it without end.
+# JSON on one line: if any white space were allowed, a model could write it endlessly.
 _ONE_LINE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must follow, in the Lark dialect of llguidance."""
+
+    lark: str
 
 
 class LarkGrammar:
     """
-    Rules and terminals so far. Each method returns an expression: what a rule may be made of.
+    A grammar that is being written. Each method returns an expression to build rules from.
 
-    A text that the tokenizer has as one added token is that token in the grammar: llguidance matches such
-    tokens by their ids only, never by their text.
+    A text that the tokenizer has as an added token becomes that token in the grammar: llguidance matches
+    added tokens by id only, never by text.
     """
 
     def __init__(self, added_tokens: Mapping[str, int]) -> None:
         self._added_tokens = added_tokens
         self._lines = ["ANY: /(?s:.*)/"]
 
-    def start(self, expression: str) -> str:
-        """The whole grammar, of answers that are `expression`."""
-        return "\n".join([f"start: {expression}", *self._lines, ""])
+    def start(self, expression: str) -> Grammar:
+        """The complete grammar, of answers that are `expression`."""
+        return Grammar("\n".join([f"start: {expression}", *self._lines, ""]))
 
     def is_token(self, text: str) -> bool:
         return text in self._added_tokens
@@ -40,18 +48,18 @@ class LarkGrammar:
         """
         JSON of this schema.
 
-        `lenient`: what llguidance does not know of schemas is passed over. Else the grammar does not compile.
+        `lenient`: ignore keywords of schemas that llguidance does not support. Else they do not compile.
         """
         options = {**_ONE_LINE, "lenient": lenient}
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}")
 
     def text_without(self, texts: Sequence[str], *, first_not: str = "") -> str:
-        """Text that has none of `texts` in it; `first_not`: a character that it does not begin with."""
+        """Text that contains none of `texts`, and does not begin with the character `first_not`."""
         text = rf"/\s*([^\s{re.escape(first_not)}](?s:.*))?/" if first_not else "ANY"
         return self._named("TEXT", _without(text, texts))
 
     def text_until(self, end: str, *, without: Sequence[str] = ()) -> str:
-        """Text up to the first `end`, and `end`."""
+        """Text up to the first `end`, and that `end`."""
         others = [text for text in without if text != end]
         if self.is_token(end):
             return f"{self.text_without([*others, end])} {self.literal(end)}"

@@ -1,4 +1,4 @@
-"""What a tool's JSON schema says of its parameters, one by one."""
+"""The parameters of a tool, read from its JSON schema."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TYPE_NAMES = {
 
 
 class Parameters:
-    """The parameters of a tool, in the schema's order. References within the schema are followed."""
+    """The parameters of one tool, in the schema's order. References within the schema are followed."""
 
     def __init__(self, tool: Mapping[str, Any]) -> None:
         schema = _mapping(_mapping(tool.get("function")).get("parameters"))
@@ -31,16 +31,16 @@ class Parameters:
         return tuple(self._properties)
 
     def schema(self, name: str) -> dict[str, Any]:
-        """Of this parameter alone, complete in itself."""
+        """The schema of one parameter, with all definitions that it may refer to."""
         return {**_mapping(self._properties.get(name)), **self._definitions}
 
     def strings(self, name: str) -> tuple[str, ...]:
-        """All that it may be, if they are listed and are strings."""
+        """The values that the parameter may have, if the schema lists them and all are strings; else none."""
         values = _values(self._resolved(self._properties.get(name)))
         return tuple(values) if all(isinstance(value, str) for value in values) else ()
 
     def types(self, name: str) -> frozenset[str]:
-        """JSON's names of the types it may have; none: the schema does not say."""
+        """JSON's names of the types that it may have; empty if the schema does not say."""
         return self._types(self._properties.get(name), depth=0)
 
     def _types(self, given: object, *, depth: int) -> frozenset[str]:

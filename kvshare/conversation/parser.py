@@ -1,4 +1,4 @@
-"""Cuts the text of an answer, as it streams, into what is said, thought and called."""
+"""Splits an answer, while it streams, into text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from collections.abc import Iterable, Sequence
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.formats.calls import CallReader, Calls, Steps
 from kvshare.conversation.formats.cursor import Cursor, Waiting
-from kvshare.conversation.formats.hermes import HermesReader
-from kvshare.conversation.formats.llama3 import Llama3Reader
-from kvshare.conversation.formats.mistral import MistralReader
+from kvshare.conversation.formats.json_readers import HermesReader, Llama3Reader, MistralReader
 from kvshare.conversation.formats.qwen_xml import QwenXmlReader
 from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasoning, Text
 from kvshare.conversation.tools import ToolFormat
 
-_THOUGHTS_BEGIN = "<think>"
-_THOUGHTS_END = "</think>"
+_REASONING_BEGINS = "<think>"
+_REASONING_ENDS = "</think>"
 
 
 class AnswerParser:
-    """Of one answer. However the text is cut into pieces, the joined parts are the same."""
+    """Parses one answer. The joined parts do not depend on the pieces that the text comes in."""
 
     def __init__(self, reader: CallReader | None, *, reasons: bool, thinks: bool, one_call: bool) -> None:
         """
-        `reader`: None where nothing may be called. `thinks`: `<think>` at the start begins thoughts.
-        `reasons`: the prompt ends inside of them. `one_call`: nothing is read behind the first.
+        `reader`: None if no tool may be called. `thinks`: `<think>` at the start begins reasoning.
+        `reasons`: the prompt ends inside reasoning. `one_call`: ignore everything after the first call.
         """
         self.num_calls = 0
         self._one_call = one_call
@@ -33,12 +31,12 @@ class AnswerParser:
         self._steps = _read_answer(self._cursor, reader, reasons=reasons, thinks=thinks)
 
     def add(self, text: str) -> list[Part]:
-        """The parts that are certain once `text` has followed what was added before."""
+        """Add text. Returns the parts that no later text can change."""
         self._cursor.text += text
         return self._advance()
 
     def end(self) -> list[Part]:
-        """What was held back; the answer has ended."""
+        """End the answer. Returns the parts that were held back."""
         self._cursor.ended = True
         return self._advance()
 
@@ -68,7 +66,7 @@ def parser_for(chat: Chat, fmt: ToolFormat, *, reasons: bool = False) -> AnswerP
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The same parts, neighbours of one kind in one."""
+    """The same parts, with neighbours of one kind joined."""
     result: list[Part] = []
     for part in parts:
         last = result[-1] if result else None
@@ -99,10 +97,10 @@ def _reader(chat: Chat, fmt: ToolFormat) -> CallReader:
 
 def _read_answer(cursor: Cursor, reader: CallReader | None, *, reasons: bool, thinks: bool) -> Steps[None]:
     if reasons or thinks:
-        yield from _read_thoughts(cursor, begun=reasons)
+        yield from _read_reasoning(cursor, begun=reasons)
     calls = Calls()
     if reader is None:
-        yield from _pass_on(cursor, (), Text)
+        yield from _text_before(cursor, (), Text)
     else:
         yield from _read_calls(cursor, reader, calls)
     rest = cursor.text.rstrip() if calls.num_begun else cursor.text
@@ -110,13 +108,13 @@ def _read_answer(cursor: Cursor, reader: CallReader | None, *, reasons: bool, th
         yield Text(rest)
 
 
-def _read_thoughts(cursor: Cursor, *, begun: bool) -> Steps[None]:
-    """White space around thoughts is not part of them, nor of the text behind them."""
-    if not (yield from cursor.accept_after_space(_THOUGHTS_BEGIN)) and not begun:
+def _read_reasoning(cursor: Cursor, *, begun: bool) -> Steps[None]:
+    """White space around reasoning belongs neither to it nor to the text after it."""
+    if not (yield from cursor.accept_after_space(_REASONING_BEGINS)) and not begun:
         return
     yield from cursor.skip_space()
     cursor.drop()
-    if (yield from _pass_on(cursor, (_THOUGHTS_END,), Reasoning)) is None:
+    if (yield from _text_before(cursor, (_REASONING_ENDS,), Reasoning)) is None:
         if rest := cursor.text.rstrip():
             yield Reasoning(rest)
         cursor.at = len(cursor.text)
@@ -125,21 +123,21 @@ def _read_thoughts(cursor: Cursor, *, begun: bool) -> Steps[None]:
 
 
 def _read_calls(cursor: Cursor, reader: CallReader, calls: Calls) -> Steps[None]:
-    """Read text and calls; what is left of the text at the end is the cursor's."""
+    """Read text and calls. The cursor holds the text that remains at the end."""
     marker = yield from _accept_any(cursor, reader.first_markers)
     if marker is None:
-        marker = yield from _pass_on(cursor, reader.markers, Text)
+        marker = yield from _text_before(cursor, reader.markers, Text)
     while marker is not None:
-        size = cursor.at  # of the marker and the white space in front of it
+        size = cursor.at  # of the marker and the white space before it
         begun = yield from reader.read(cursor, calls, marker)
         if not begun:
-            # Inside what was followed no marker is searched for: it might be followed over and over.
+            # Text that was read in vain is not searched for markers again: that could take quadratic time.
             cursor.at = max(size, cursor.scanned)
             yield Text(cursor.text[: cursor.at])
-        elif cursor.starved:  # the answer ends inside the call, or right behind it
+        elif cursor.starved:  # the answer ends inside the call, or right after it
             cursor.at = len(cursor.text)
         cursor.drop()
-        marker = yield from _pass_on(cursor, reader.markers, Text)
+        marker = yield from _text_before(cursor, reader.markers, Text)
 
 
 def _accept_any(cursor: Cursor, markers: Sequence[str]) -> Waiting[str | None]:
@@ -149,12 +147,12 @@ def _accept_any(cursor: Cursor, markers: Sequence[str]) -> Waiting[str | None]:
     return None
 
 
-def _pass_on(cursor: Cursor, markers: Sequence[str], kind: type[Text | Reasoning]) -> Steps[str | None]:
+def _text_before(cursor: Cursor, markers: Sequence[str], kind: type[Text | Reasoning]) -> Steps[str | None]:
     """
-    Yield the text in front of the next marker as it comes, without the white space there.
+    Yield the text before the next marker as it comes, without the white space right before the marker.
 
-    Returns the marker; the cursor has that white space and the marker behind it. None: the answer has ended,
-    and what was held back lies in front of the cursor.
+    Returns the marker; the cursor is after it. Returns None if the answer ends before a marker; the cursor is
+    then before the text that was held back.
     """
     while True:
         found = _first_of(cursor.text, markers)
@@ -177,7 +175,7 @@ def _first_of(text: str, markers: Sequence[str]) -> re.Match[str] | None:
 
 
 def _num_certain(text: str, markers: Sequence[str]) -> int:
-    """How many characters no marker can begin in."""
+    """The number of characters before the first place where a marker may have begun."""
     for start in range(max(0, len(text) - max(map(len, markers), default=0)), len(text)):
         if any(marker.startswith(text[start:]) for marker in markers):
             return start

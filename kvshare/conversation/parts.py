@@ -1,4 +1,4 @@
-"""What an answer is made of, as it streams: text, thoughts, calls of tools."""
+"""The parts of an answer, as it streams: text, reasoning, tool calls."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of what is said to the user."""
+    """More of the text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of what a reasoning model thinks before it answers."""
+    """More of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """A call of a tool begins; its arguments follow."""
+    """A tool call begins; its arguments follow."""
 
     number: int  # of the calls in this answer, from 0
     call_id: str
@@ -30,7 +30,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON text of that call's arguments."""
+    """More of the JSON text of a call's arguments."""
 
     number: int
     text: str

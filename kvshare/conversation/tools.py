@@ -1,4 +1,4 @@
-"""How a model writes calls of tools, found in its chat template; a system block where that takes no tools."""
+"""Detects the format of tool calls in a chat template, and adapts chats to templates without tools."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ What a function returns follows between <tool_response> and </tool_response>."""
 
 
 class ToolFormat(StrEnum):
-    """How a model writes the calls of tools in its answer."""
+    """How a model writes tool calls in its answer."""
 
     HERMES = "hermes"  # <tool_call>{"name": .., "arguments": {..}}</tool_call>
     LLAMA3_JSON = "llama3_json"  # {"name": .., "parameters": {..}}, the whole answer
@@ -47,7 +47,7 @@ class ToolFormat(StrEnum):
 
 
 def tool_format(chat_template: ChatTemplate) -> ToolFormat:
-    """The format that the template writes earlier calls in; HERMES where it writes none that is known."""
+    """The format in which the template writes earlier calls; HERMES if it has no known format."""
     text = _for_tools(chat_template)
     if "<function=" in text and "<parameter=" in text:
         return ToolFormat.QWEN_XML
@@ -63,28 +63,28 @@ def takes_tools(chat_template: ChatTemplate) -> bool:
     text = _for_tools(chat_template)
     try:
         return "tools" in meta.find_undeclared_variables(_PARSER.parse(text))
-    except TemplateSyntaxError:  # statements of the renderer's own, such as `{% generation %}`
+    except TemplateSyntaxError:  # statements that only transformers knows, such as `{% generation %}`
         return re.search(r"\btools\b", text) is not None
 
 
 def fit_to_template(chat: Chat, chat_template: ChatTemplate) -> Chat:
-    """The chat in a shape that this template can render, if any can: see the two functions below."""
+    """The chat in a form that this template can render, see the two functions below."""
     if not takes_tools(chat_template):
         return with_tool_block(chat)
     return with_short_ids(chat) if tool_format(chat_template) is ToolFormat.MISTRAL else chat
 
 
 def with_short_ids(chat: Chat) -> Chat:
-    """The same chat, ids of calls made of nine letters and digits: Mistral's templates refuse others."""
+    """The same chat with call ids of nine letters and digits: Mistral's templates reject others."""
     return replace(chat, messages=tuple(map(_with_short_ids, chat.messages)))
 
 
 def with_tool_block(chat: Chat) -> Chat:
     """
-    The same chat for a template that takes no tools: only messages of system, user and assistant remain.
+    The same chat for a template that takes no tools, with messages of system, user and assistant only.
 
-    The tools, and how to call them, come at the end of the system message if the answer may call them.
-    Earlier calls become text of the assistant, and what tools returned becomes text of the user.
+    If the answer may call tools, the system message ends with their description. Earlier calls become text of
+    the assistant, and results of tools become text of the user.
     """
     messages = list(_as_text(chat.messages))
     if chat.may_call:
@@ -102,14 +102,14 @@ def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _short_id(call_id: str) -> str:
-    """Equal ids stay equal."""
+    """Nine letters and digits; equal ids get equal ones."""
     if re.fullmatch("[A-Za-z0-9]{9}", call_id):
         return call_id
     return sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _for_tools(chat_template: ChatTemplate) -> str:
-    """The template that Hugging Face renders when there are tools."""
+    """The template that Hugging Face uses for chats with tools."""
     if isinstance(chat_template, Mapping):
         return chat_template.get("tool_use") or chat_template.get("default") or ""
     return chat_template or ""

@@ -1,10 +1,10 @@
 """
-The demo model that ships with KVShare, the text it was trained on, and how it was trained.
+The demo model that ships with KVShare, and the forms and questions that it was trained on.
 
-Importing this package loads neither torch nor transformers; it only says where the model lies.
+Importing this package loads neither torch nor transformers.
 """
 
 from pathlib import Path
 
 MODEL_PATH = Path(__file__).parent / "model"
-"""The bundled model in Hugging Face format: load it with `AutoModelForCausalLM`."""
+"""The bundled model in Hugging Face format, for `AutoModelForCausalLM`."""

@@ -1,12 +1,12 @@
 """
-The demo model for engines that have no kernel for its 48 wide heads, such as vLLM's CPU backend: the same
-function with wider heads.
+Exports the demo model with wider heads, which compute the same function, for engines without a kernel for its
+head dimension of 48, such as vLLM's CPU backend.
 
     python -m kvshare.demo.export FOLDER
 
-New dimensions are zero. Rotary pairs keep their angles, because the base changes with the width: pair i of D
-turns by base^(-2i/D) a position, so a width D' needs base^(D'/D). Scores are divided by sqrt(D') instead of
-sqrt(D), which the queries make up for.
+New dimensions are zero. Rotary pair i of D dimensions rotates by base^(-2i/D) per position, so with D'
+dimensions the base must be base^(D'/D). Scores are divided by sqrt(D') instead of sqrt(D), so the queries are
+multiplied by sqrt(D'/D).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEAD_DIM = 64
 
 
 def export(folder: Path, *, head_dim: int = HEAD_DIM) -> Path:
-    """Write model, tokenizer and template into `folder`, made if it is missing. Returns the folder."""
+    """Write model, tokenizer and template into `folder`, which is made if needed. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copyfile(MODEL_PATH / name, folder / name)
@@ -34,7 +34,7 @@ def export(folder: Path, *, head_dim: int = HEAD_DIM) -> Path:
 
 
 def widened(model: LlamaForCausalLM, head_dim: int) -> LlamaForCausalLM:
-    """The same function of tokens, with heads of `head_dim` dimensions. Raises ValueError if fewer."""
+    """The same function with heads of `head_dim` dimensions. Raises ValueError if too few or odd."""
     document: dict[str, Any] = model.config.to_dict()
     old: int = document["head_dim"]
     if head_dim < old or head_dim % 2:
@@ -61,13 +61,13 @@ def widened(model: LlamaForCausalLM, head_dim: int) -> LlamaForCausalLM:
 
 
 def _pad(weight: torch.Tensor, head_dim: int, wider: int) -> torch.Tensor:
-    """(H * head_dim, X) -> (H * wider, X), zeros behind each head."""
+    """(H * head_dim, X) -> (H * wider, X), with zeros at the end of each head."""
     heads = weight.reshape(-1, head_dim, weight.shape[1])
     return torch.nn.functional.pad(heads, (0, 0, 0, wider - head_dim)).flatten(0, 1)
 
 
 def _pad_pairs(weight: torch.Tensor, head_dim: int, wider: int) -> torch.Tensor:
-    """As `_pad`, for dimensions that are rotated in pairs (i, i + head_dim / 2): zeros behind each half."""
+    """The same for dimensions that are rotated in pairs (i, i + head_dim / 2): zeros after each half."""
     return _pad(weight, head_dim // 2, wider // 2)
 
 

@@ -1,9 +1,8 @@
 """
-Near-duplicate requests as two users of one service would send them.
+Near-duplicate requests, as two users of one service would send them.
 
-The recipient's question always turns on a slot that changed, and the donor's sheet would give
-another answer to it: reusing the donor's KV without recomputing the change shows as a wrong
-answer.
+The answer to the recipient's question depends on a slot that changed, and differs between the two sheets. So
+reusing the donor's KV without recomputing the change gives a wrong answer.
 """
 
 import random
@@ -26,22 +25,22 @@ MOST_EDITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """An earlier request, a nearly equal later one, and the later one's right answer."""
+    """An earlier request, a nearly equal later one, and the right answer to the later one."""
 
     donor_messages: list[dict[str, str]]
     recipient_messages: list[dict[str, str]]
     answer: str
     stale_answer: str
-    """What the donor's values would answer to the recipient's question; never the answer."""
+    """The answer to the recipient's question on the donor's sheet; it always differs from `answer`."""
     kind: Kind
     num_records: int
 
 
 def near_duplicate_pairs(seed: int, count: int) -> Iterator[Pair]:
     """
-    Pairs with one to four records and three to eight changed slots, kinds and sizes in turn.
+    Pairs with one to four records and three to eight changed slots, with all kinds of questions in turn.
 
-    The same seed gives the same pairs. No training text comes from these streams.
+    The same seed gives the same pairs. No text of the training comes from these streams.
     """
     rng = random.Random(f"near-duplicate-pairs-{seed}")
     for index in range(count):
@@ -51,12 +50,12 @@ def near_duplicate_pairs(seed: int, count: int) -> Iterator[Pair]:
 
 
 def _pair(rng: random.Random, kind: Kind, num_records: int) -> Pair:
-    telling: list[Query] = []
-    while not telling:
+    found: list[Query] = []
+    while not found:
         donor = make_sheet(rng, num_records=num_records)
         recipient = edit_sheet(rng, donor, num_slots=rng.randint(FEWEST_EDITS, MOST_EDITS))
-        telling = _telling_queries(donor, recipient, kind)
-    query = rng.choice(telling)
+        found = _distinguishing_queries(donor, recipient, kind)
+    query = rng.choice(found)
     return Pair(
         donor_messages=to_messages(donor, ask(rng, donor).text),
         recipient_messages=to_messages(recipient, wording(rng, recipient, query)),
@@ -67,13 +66,13 @@ def _pair(rng: random.Random, kind: Kind, num_records: int) -> Pair:
     )
 
 
-def _telling_queries(donor: Sheet, recipient: Sheet, kind: Kind) -> list[Query]:
+def _distinguishing_queries(donor: Sheet, recipient: Sheet, kind: Kind) -> list[Query]:
     changed = changed_slots(donor, recipient)
-    clear_before = frozenset(queries(donor, kind))
+    answerable_before = frozenset(queries(donor, kind))
     return [
         query
         for query in queries(recipient, kind)
-        if query in clear_before
+        if query in answerable_before
         and query.slots & changed
         and answer_to(donor, query) != answer_to(recipient, query)
     ]

@@ -1,8 +1,8 @@
 """
 Questions about a sheet and their right answers: looked up, compared or derived.
 
-A `Query` says what is asked; the same query can be put to two sheets, which is how a pair of
-near duplicates proves that their answers differ. Knows nothing of tokens or models.
+A `Query` is a question without its wording. The same query can be asked about two sheets, to see whether
+their answers differ.
 """
 
 import random
@@ -15,12 +15,12 @@ from kvshare.demo.templates import AGE, REMARK
 Kind = Literal["lookup", "compare", "derived"]
 KINDS: tuple[Kind, ...] = ("lookup", "compare", "derived")
 MIN_GAP = 10
-"""Numbers are compared only when the highest leads the second by at least this much."""
+"""Numbers are compared only if the highest exceeds the second by at least this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What is asked: a field of one record, or of all records, compared."""
+    """A question for a field of one record, or for the highest value of a field in all records."""
 
     kind: Kind
     field: str
@@ -34,7 +34,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A query put into words, with the answer that the sheet gives."""
+    """A query in words, with the answer from the sheet."""
 
     text: str
     answer: str
@@ -55,7 +55,7 @@ def ask(rng: random.Random, sheet: Sheet, *, kind: Kind | None = None) -> Questi
 
 
 def queries(sheet: Sheet, kind: Kind) -> list[Query]:
-    """Every query of that kind that has one clear answer on this sheet."""
+    """All queries of that kind that have one clear answer on this sheet."""
     records = range(len(sheet.records))
     numbers = sheet.template.ordinary
     if kind == "lookup":
@@ -71,7 +71,7 @@ def queries(sheet: Sheet, kind: Kind) -> list[Query]:
 
 
 def answer_to(sheet: Sheet, query: Query) -> str:
-    """The right answer, read off the sheet."""
+    """The right answer, from the sheet."""
     first = Slot(query.records[0], query.field)
     if query.kind == "lookup":
         return sheet.value(first)

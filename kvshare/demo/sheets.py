@@ -1,13 +1,13 @@
 """
-Filled-in forms: making a sheet of records, and the edit that turns it into a near duplicate.
+Filled-in forms: makes a sheet of records, and edits it into a near duplicate.
 
-Owns the values in the slots and how they are written down. Knows nothing of questions.
 All randomness comes from the `random.Random` that the caller passes.
 """
 
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvshare.demo.templates import (
     AGE,
@@ -24,12 +24,10 @@ from kvshare.demo.templates import (
 MAX_RECORDS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """One place on a sheet that differs from user to user."""
 
-    record: int
-    """0-based; the label on the sheet counts from 1."""
+    record: int  # from 0; the label on the sheet counts from 1
     field: str
 
 
@@ -42,7 +40,7 @@ class Sheet:
 
     @property
     def text(self) -> str:
-        """The whole form as a user would paste it."""
+        """The whole form, as a user would paste it."""
         records = (self._record_text(index) for index in range(len(self.records)))
         return "\n\n".join((self.template.opening, *records, self.template.closing))
 
@@ -52,11 +50,11 @@ class Sheet:
         return tuple(Slot(r, field) for r in range(len(self.records)) for field in self.template.fields)
 
     def value(self, slot: Slot) -> str:
-        """What stands in the slot."""
+        """The value in a slot."""
         return self.records[slot.record][slot.field]
 
     def line(self, slot: Slot) -> str:
-        """The one line that states the slot, label included."""
+        """The line of a slot, with its label."""
         template, beside = self.template, ""
         if slot.field in template.ordinary:
             low, high = template.ordinary[slot.field]
@@ -91,7 +89,7 @@ def make_sheet(rng: random.Random, *, num_records: int) -> Sheet:
 
 def edit_sheet(rng: random.Random, sheet: Sheet, *, num_slots: int) -> Sheet:
     """
-    The near duplicate another user would send: the same template, other values in some slots.
+    The near duplicate that another user would send: the same template with other values in some slots.
 
     Raises:  ValueError if the sheet has fewer than num_slots slots
     """
@@ -109,12 +107,12 @@ def edit_sheet(rng: random.Random, sheet: Sheet, *, num_slots: int) -> Sheet:
 
 
 def changed_slots(before: Sheet, after: Sheet) -> frozenset[Slot]:
-    """The slots in which two sheets of one shape differ."""
+    """The slots in which two sheets of the same template and size differ."""
     return frozenset(slot for slot in after.slots if before.value(slot) != after.value(slot))
 
 
 def to_messages(sheet: Sheet, question_text: str) -> list[dict[str, str]]:
-    """The chat messages of one request: the constant system message, then sheet and question."""
+    """The chat messages of one request: the constant system message, then the sheet and the question."""
     return [
         {"role": "system", "content": SYSTEM_MESSAGE},
         {"role": "user", "content": f"{sheet.text}\n\n{question_text}"},
@@ -130,7 +128,7 @@ def _draw(rng: random.Random, template: Template, field: str) -> str:
         return rng.choice(template.remarks)
     if field == template.word_field:
         return rng.choice(template.words)
-    # Each verdict is equally likely, so that guessing one of them is right a third of the time.
+    # Each verdict is equally likely, so a guess is right in a third of all cases.
     low, high = template.ordinary[field]
     below, ordinary, above = (NUMBERS[0], low), (low, high + 1), (high + 1, NUMBERS[-1] + 1)
     return str(rng.randrange(*rng.choice((below, ordinary, above))))

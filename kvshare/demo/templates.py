@@ -1,8 +1,8 @@
 """
-The fixed text of the three kinds of form, and what may stand in their slots. The words are in templates.yaml.
+The fixed text of the three kinds of form, and the values that their slots may have, from templates.yaml.
 
-Knows nothing of values, questions or the model. A record is written as short lines that repeat its ordinal
-label, so that a fact can be read from its own line together with a label that no edit ever touches.
+A record is written as short lines that repeat its label with its number, which no edit changes. So each line
+has a fact and the record that it belongs to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,16 +22,16 @@ class Template:
     """One kind of form: the boilerplate around the slots, and the slots."""
 
     label: str
-    """The noun that anchors a record, as in "Report 2"."""
+    """The noun that labels a record, as in "Report 2"."""
     person: str
-    """What the named person of a record is called, and the name of that slot."""
+    """The role of the person in a record, which is also the name of that slot."""
     word_field: str
     """The name of the slot that holds one of `words`."""
     words: Sequence[str]
     ordinary: Mapping[str, tuple[int, int]]
-    """The slots that hold a number from 10 to 99, each with its ordinary range, both ends included."""
+    """The slots that hold a number from 10 to 99, each with its ordinary range, including both ends."""
     verdicts: tuple[str, str, str]
-    """What a number is called below, inside and above its ordinary range."""
+    """The words for a number below, inside and above its ordinary range."""
     remarks: Sequence[str]
     opening: str
     record_opening: str

@@ -1,9 +1,10 @@
 """
-What an engine takes and gives: requests, events, the abstract classes. Knows neither HTTP nor torch.
+The interface of engines: requests, events and abstract classes, without HTTP and torch.
 
-Every `Engine` can be started, asked how it is and what it stores. A `GeneratingEngine` also tokenizes, plans
-(through `kvshare.sharing`), computes, and emits events: the proxy turns HTTP into `GenerationRequest` and
-events into chunks. A fleet of vLLMs generates nothing here: the proxy relays for it (`kvshare.fleet`).
+Every `Engine` starts, stops, and reports its status and what it stores. A `GeneratingEngine` also tokenizes,
+plans (with `kvshare.sharing`), computes, and emits events: the proxy turns HTTP bodies into
+`GenerationRequest` and events into chunks. A fleet of vLLMs (`kvshare.fleet`) generates nothing here: the
+proxy relays to it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshare.conversation.chat import Chat
+from kvshare.conversation.lark import Grammar
 from kvshare.conversation.tools import ToolFormat
 from kvshare.namespace import Namespace
 from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
@@ -33,18 +35,11 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
-    """What an answer must follow, in the grammar library's own Lark dialect (llguidance)."""
-
-    lark: str
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """
     How the next token is chosen. Ranges are OpenAI's and vLLM's; the proxy has checked them.
 
-    None is what the model's own generation config says, or else what OpenAI says.
+    None stands for the value in the model's generation config, or else for OpenAI's default.
     """
 
     max_tokens: int | None = None  # None: up to the context length
@@ -57,7 +52,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None  # what the answer must follow
-    skip_special_tokens: bool = True  # False: they are part of the text, as some formats of tool calls need
+    skip_special_tokens: bool = True  # False: they stay in the text, as some formats of tool calls need
     seed: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
@@ -76,8 +71,8 @@ class GenerationRequest:
     prompt: Prompt
     sampling: SamplingParams
     mode: SharingMode = SharingMode.APPROX
-    store: bool = True  # False: nothing of this request is kept
-    stored: StoredPrompt = field(default_factory=StoredPrompt)  # filled in by the engine, after the answer
+    store: bool = True  # False: nothing of this request is stored
+    stored: StoredPrompt = field(default_factory=StoredPrompt)  # the engine fills it in after the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,7 @@ class TokenLogprob:
     """
     A sampled token with its log-probability and the likeliest alternatives.
 
-    As the model has them: before penalties, temperature and what a grammar forbids.
+    These are the model's own: before penalties, temperature and the mask of a grammar.
     """
 
     token_id: int
@@ -97,26 +92,26 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Admitted, planned, about to be prefilled. The first event; errors of the request come before it."""
+    """The first event: the request is admitted and planned. Its own errors are raised before."""
 
     report: SharingReport
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More text of one choice. `text` may be empty where a token ends inside a character."""
+    """More text of one choice. `text` is empty where a token ends inside a character."""
 
     choice: int
     text: str
     num_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
-    stop: str | None = None  # the stop string that ended it; it is not part of any text
+    stop: str | None = None  # the stop string that ended the choice; no `text` has it
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """All choices have ended. The last event."""
+    """The last event: all choices have ended."""
 
     report: SharingReport
     num_completion_tokens: int
@@ -129,19 +124,19 @@ Event = Started | Delta | Finished
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeddings:
     """
-    Texts as vectors of length 1. A text longer than the embedder reads is cut.
+    Texts as vectors of length 1. The end of a text that is too long for the embedder is not read.
 
     Shapes:  vectors (N, D) float32
     """
 
     model: str  # the embedder's name
     vectors: NDArray[np.float32]
-    num_tokens: tuple[int, ...]  # read of each text
+    num_tokens: tuple[int, ...]  # that were read of each text
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What `/v1/models` tells about the served model."""
+    """What `/v1/models` reports of the served model."""
 
     model_id: str
     created: int  # unix seconds
@@ -154,7 +149,7 @@ class ReplicaStatus:
 
     name: str
     serves: bool  # takes requests
-    shares: bool  # and its connector is heard
+    shares: bool  # and its connector answers
     num_inflight: int
     num_segments: int
     kv_bytes: int
@@ -162,19 +157,19 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class IndexStatus:
-    """Whether the index is written, and the room it has for that."""
+    """Whether the index is written, and how much disk space it has."""
 
-    paused: str | None  # why nothing is written for now
-    num_waiting: int  # prompts that it will get afterwards
-    free_bytes: int | None  # None: not on this machine
-    store_bytes: int | None = None  # on disk, of metadata and index; None: there is no folder for them
-    num_foreign_hits: int = 0  # hits of another namespace, which were dropped
-    circuits: Mapping[str, CircuitState] = field(default_factory=dict)  # by the part that each guards
+    paused: str | None  # why nothing is written now; None: it is
+    num_waiting: int  # prompts that are indexed when the pause ends
+    free_bytes: int | None  # of its disk; None: the index is on another machine
+    store_bytes: int | None = None  # of metadata and index on disk; None: they have no folder
+    num_foreign_hits: int = 0  # search results from another namespace, which were discarded
+    circuits: Mapping[str, CircuitState] = field(default_factory=dict)  # by the component they protect
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What `/ready` and `/metrics` ask: can it serve, and how busy is it."""
+    """What `/ready` and `/metrics` report: whether the engine can serve, and its load."""
 
     ready: bool
     detail: str
@@ -186,8 +181,8 @@ class EngineStatus:
     kv_budget_bytes: int = 0
     max_depth: int = 0
     counts: Counts = field(default_factory=Counts)
-    num_embedding: int | None = None  # stored prompts that wait to be embedded; None: not known yet
-    num_pending_tickets: int | None = None  # requests that a replica has not reported yet; None: no replicas
+    num_embedding: int | None = None  # stored prompts still to be embedded; None: not known yet
+    num_pending_tickets: int | None = None  # requests whose replica has not reported; None: no replicas
     replicas: tuple[ReplicaStatus, ...] = ()
     index: IndexStatus | None = None
 
@@ -201,18 +196,18 @@ class Engine(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Open what it needs: model, store, connections. Raises ModelError, StoreError or ConfigError."""
+        """Open the model, the store and connections. Raises ModelError, StoreError or ConfigError."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Finish or cancel what runs, and close the store. Idempotent."""
+        """Finish or cancel running requests, and close the store. Idempotent."""
 
     @abstractmethod
     def status(self) -> EngineStatus: ...
 
     @abstractmethod
     async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """An administrator's question to the store: `what` is a key of `kvshare.inspection.QUESTIONS`."""
+        """Answer a question about the store: `what` is a key of `kvshare.inspection.QUESTIONS`."""
 
 
 class GeneratingEngine(Engine):
@@ -221,12 +216,12 @@ class GeneratingEngine(Engine):
     @property
     @abstractmethod
     def tool_format(self) -> ToolFormat:
-        """How the model writes calls of tools."""
+        """The format in which the model writes tool calls."""
 
     @property
     @abstractmethod
     def added_tokens(self) -> Mapping[str, int]:
-        """Tokens that stand for a text of their own, by it: a grammar must name them by their ids."""
+        """The tokenizer's added tokens, id by text: a grammar must name them by their ids."""
 
     @abstractmethod
     def namespace(self, *, tenant: str, scope: str) -> Namespace:
@@ -234,7 +229,7 @@ class GeneratingEngine(Engine):
 
     @abstractmethod
     async def encode_chat(self, chat: Chat) -> Prompt:
-        """Apply the chat template, tools and all, and tokenize. Raises RequestError if it refuses."""
+        """Apply the chat template and tokenize. Raises RequestError if the template rejects the chat."""
 
     @abstractmethod
     async def encode_text(self, text: str) -> Prompt:
@@ -242,27 +237,27 @@ class GeneratingEngine(Engine):
 
     @abstractmethod
     async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        """Take token ids as they are. Raises RequestError if one is outside the vocabulary."""
+        """A prompt of these token ids. Raises RequestError if one is outside the vocabulary."""
 
     @abstractmethod
     async def decode_tokens(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included. Raises RequestError as `encode_tokens` does."""
+        """The text of tokens, with special ones. Raises RequestError as `encode_tokens` does."""
 
     @abstractmethod
     async def embed(self, texts: Sequence[str]) -> Embeddings:
-        """Vectors of texts. Raises RequestError where no embedder is loaded, EngineError if it fails."""
+        """Embed texts. Raises RequestError if no embedder is loaded, and EngineError if it fails."""
 
     @abstractmethod
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
         """
-        Run a request to its end. `emit` gets its events on the event loop: Started, Delta..., Finished.
+        Run a request to its end. Calls `emit` on the event loop with Started, several Delta, and Finished.
 
-        Nothing waits for a slow reader: the caller queues what it cannot send yet. Cancelling frees the
-        request's slot at once; a few deltas may still be emitted then.
+        The engine does not wait for slow readers: the caller queues what it cannot send yet. Cancelling frees
+        the request's slot at once; a few deltas may still be emitted afterwards.
         Raises, before Started: ContextLengthError, OverloadedError, ShuttingDownError, RequestError;
         after it: EngineError.
         """
 
     @abstractmethod
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:
-        """The plan this request would get, as a JSON-ready document; computes and stores nothing."""
+        """The plan that this request would get, as a JSON-ready document. Computes and stores nothing."""

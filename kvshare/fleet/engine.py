@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from delta_tree import DeltaTree
 from kvshare.background import Background
-from kvshare.engines.base import Engine, EngineStatus, ModelCard, ReplicaStatus
-from kvshare.errors import ConfigError, ShuttingDownError
+from kvshare.engines.base import EngineStatus, ModelCard, ReplicaStatus
+from kvshare.engines.served import ServedEngine
+from kvshare.errors import ConfigError
 from kvshare.fleet.client import ControlClient, VllmClient
 from kvshare.fleet.in_flight import InFlight
 from kvshare.fleet.reconciler import Reconciler
@@ -33,7 +33,6 @@ from kvshare.runtime import Forgotten, Runtime, open_runtime
 from kvshare.settings import ReplicaSettings, Settings, VllmSettings
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.cost import CostModel
-from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.planner import PlannerLimits
 from kvshare.vllm_protocol.messages import PROTOCOL
 
@@ -54,11 +53,12 @@ class FleetServer:
     watchers: Sequence[Watcher]
 
 
-class VllmEngine(Engine):
+class VllmEngine(ServedEngine[FleetServer]):
     """One model, served by one or more `vllm serve` with the KVShare connector."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises ConfigError if there are no replicas, or two with the same name."""
+        super().__init__()
         chosen = settings.vllm
         ranks = [rank for replica in chosen.replicas for rank in replica.ranks]
         names = [rank.label for rank in ranks]
@@ -70,15 +70,6 @@ class VllmEngine(Engine):
         self._created = int(time.time())
         self.fleet = Fleet([_replica(rank, chosen) for rank in ranks])
         self._background = Background()
-        self._running: FleetServer | None = None
-        self._opened = AsyncExitStack()
-
-    @property
-    def server(self) -> FleetServer:
-        """The open parts. Raises ShuttingDownError before start and after stop."""
-        if self._running is None:
-            raise ShuttingDownError("the engine is not running")
-        return self._running
 
     @property
     def card(self) -> ModelCard:
@@ -88,11 +79,6 @@ class VllmEngine(Engine):
             self._created,
             models.max_model_len if models is not None else 0,
         )
-
-    @property
-    def sharing(self) -> Sharing:
-        """For tests: the planner of this engine."""
-        return self.server.runtime.sharing
 
     async def start(self) -> None:
         server = await self._opened.enter_async_context(_open_server(self._settings, self.fleet))
@@ -105,7 +91,7 @@ class VllmEngine(Engine):
     async def stop(self) -> None:
         self._running = None
         await self._background.cancel()
-        await self._opened.aclose()
+        await super().stop()
 
     async def settle(self) -> None:
         """For tests: wait until all reports are stored, indexed and embedded, and all drops are sent."""
@@ -127,9 +113,6 @@ class VllmEngine(Engine):
             num_pending_tickets=len(self._running.in_flight),
             replicas=tuple(_status(replica, runtime.keeper.tier.at(replica.name)) for replica in replicas),
         )
-
-    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return await self.server.runtime.inspect(what, arguments)
 
     async def _evict_unclaimed(self, server: FleetServer) -> None:
         """Wait for all replicas, at most `lost_after_s`; then evict prompts whose KV no replica holds."""

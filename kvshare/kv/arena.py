@@ -1,6 +1,7 @@
 """
-Host memory for segments: one buffer, in extents that are allocated and freed. It can be registered with a
-device as a whole, shared by processes, and lie above slower tiers.
+An allocator of extents in one buffer of host memory, which holds segments.
+
+One buffer, so that it can be registered with a device as a whole and shared by processes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-_GRAIN = 512  # bytes: so that any dtype lies aligned
+_GRAIN = 512  # bytes; extents begin at multiples of it, so that every dtype is aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,14 @@ class Extent:
 
 class Arena:
     """
-    The smallest free extent that is large enough is taken first, so that the large ones stay large.
+    Best fit: the smallest free extent that is large enough is used, so that large ones stay large.
 
-    The same calls in the same order give the same extents: processes that share a buffer need not talk about
+    The same calls in the same order give the same extents, so processes that share a buffer need not exchange
     them. Not thread-safe.
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        """In this memory, bytes. From `torch.empty` it is taken from the system as it is written."""
+        """`buffer`: (bytes,) uint8. Pages of `torch.empty` take memory only when they are written."""
         self.buffer = buffer
         self.clear()
 
@@ -45,7 +46,7 @@ class Arena:
         self._put(0, len(self.buffer) // _GRAIN * _GRAIN)
 
     def allocate(self, num_bytes: int) -> Extent | None:
-        """Room for so many bytes in one piece; None if there is none."""
+        """A contiguous extent of at least `num_bytes`; None if no free extent is that large."""
         wanted = -(-num_bytes // _GRAIN) * _GRAIN
         index = bisect_left(self._by_size, (wanted, 0))
         if index == len(self._by_size):
@@ -57,7 +58,7 @@ class Arena:
         return Extent(start, start + wanted)
 
     def free(self, extent: Extent) -> None:
-        """One that was allocated and is not free. It becomes one with its free neighbours."""
+        """Free an allocated extent, and merge it with the free extents beside it."""
         start, end = extent.start, extent.end
         if start in self._by_end:
             start = self._by_end[start]
@@ -69,7 +70,7 @@ class Arena:
         self._put(start, end)
 
     def view(self, extent: Extent, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The extent's first bytes as a tensor; no more than it has."""
+        """The first bytes of the extent as a tensor, which must fit into it."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self.buffer[extent.start : extent.start + num_bytes].view(dtype).view(shape)
 

@@ -1,17 +1,17 @@
 """
-Partial attention: the placeholders of a prompt are computed, everything else is only attended to.
+Partial attention: only the placeholders of a prompt are computed; all other positions are only attended to.
 
-A placeholder at position p attends to every slot in [0, p], reused or fresh, and to nothing after p. Reused
-KV does not change during the pass and a layer writes all its new rows before it attends, so one pass over all
-runs equals prefilling run after run from left to right.
+A placeholder at position p attends to every slot in [0, p], reused or newly computed, and to none after p.
+Reused KV does not change during the pass, and each layer writes all its new rows before it attends. So one
+pass over all runs gives the same result as prefilling the runs one after the other from left to right.
 
     slots      0        4        9     12           <- one sequence, 12 tokens
                [ reused ][ run A ][reus][ run B ]
     queries               a b c d e       x y z     <- only these have Q
-    run A sees [0, 5) ... [0, 9)       diagonal inside the run, everything before it
-    run B sees [0, 13) ... [0, 15)     run A's fresh rows included
+    run A sees [0, 5) ... [0, 9)       causal inside the run, and everything before it
+    run B sees [0, 13) ... [0, 15)     with the new rows of run A
 
-A layer with a sliding window or with chunks sees less of that.
+A layer with a sliding window or chunked attention sees only a part of these slots.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from kvshare.kv.layout import ALL_EARLIER, Reach
 from kvshare.kv.listening import Listener, ListeningRows, placed
 from kvshare.kv.sequence import SequenceKV
 
-_SHORT = 64  # tokens of a run: below it a call for each costs more than what the others' masks waste
-_WASTE = 1.5  # of their ends
-_SCORES = 1 << 22  # computed at a time where no kernel does: 16 MB
+_SHORT = 64  # tokens; shorter runs share a call: calls of their own cost more than masked scores do
+_WASTE = 1.5  # largest ratio between the last and the first end of short runs that share a call
+_SCORES = 1 << 22  # attention scores in memory at a time where no kernel computes them: 16 MB
 
 
 @dataclass(frozen=True, eq=False)  # no slots: the cached masks live in __dict__
@@ -39,13 +39,13 @@ class PartialPass:
     """
     One forward pass over `runs` of a sequence. Runs are ascending, disjoint and not empty.
 
-    A `listener` writes down what some of the rows attend to.
+    A `listener` records what some of the rows attend to.
     """
 
     kv: SequenceKV
     runs: tuple[Span, ...]
     listener: Listener | None = None
-    forms: dict[int, Form] = field(default_factory=dict)  # of each layer, once it has attended
+    forms: dict[int, Form] = field(default_factory=dict)  # by layer, set when the layer attends
 
     @property
     def num_queries(self) -> int:
@@ -53,7 +53,7 @@ class PartialPass:
 
     @property
     def num_visible(self) -> int:
-        """Slots that somebody attends to: up to the end of the last run."""
+        """Slots that any query attends to: up to the end of the last run."""
         return self.runs[-1].end
 
     @cached_property
@@ -64,7 +64,7 @@ class PartialPass:
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Write a layer's new rows, return all KV the queries may see.
+        Write a layer's new rows. Returns all KV that the queries may see.
 
         Shapes:  k, v (1, H, N, D) -> (1, H, num_visible, D)
         """
@@ -82,7 +82,7 @@ class PartialPass:
         form: Form = PLAIN,
     ) -> torch.Tensor:
         """
-        Exact causal attention of every run over what it sees before and inside it.
+        Exact causal attention of every run over the slots before it and inside it that the layer sees.
 
         Shapes:  query (1, H_q, N, D), key and value (1, H, num_visible, D) -> (1, H_q, N, D of value)
         """
@@ -99,11 +99,11 @@ class PartialPass:
 
     @cached_property
     def _listening(self) -> ListeningRows | None:
-        """The rows that the listener listens to."""
+        """The rows of this pass that the listener records."""
         return None if self.listener is None else self.listener.rows_of(placed(self.runs))
 
     def _groups(self, reach: Reach) -> tuple[_Group, ...]:
-        """The calls of a layer that sees so far; the same for all such layers of the pass."""
+        """The attention calls of a layer with this reach, made once for all such layers of the pass."""
         reach = reach if reach.size is None or reach.size < self.num_visible else ALL_EARLIER
         if reach not in self._known_groups:
             found = self._all_earlier() if reach.size is None else tuple(self._near(reach))
@@ -115,7 +115,7 @@ class PartialPass:
         return {}
 
     def _all_earlier(self) -> tuple[_Group, ...]:
-        """Long runs one by one, as each sees no more than up to its end; short ones in a few calls."""
+        """One call for each long run, with slots up to its end; a few calls for all short runs."""
         groups, short = [], []
         for row, run in placed(self.runs):
             rows = slice(row, row + len(run))
@@ -127,7 +127,7 @@ class PartialPass:
         return (*groups, *map(self._together, _alike(short)))
 
     def _near(self, reach: Reach) -> Iterator[_Group]:
-        """In blocks of rows that see little more than each of them does."""
+        """For windows and chunks: short blocks of rows, as each block gets all slots that any row sees."""
         assert reach.size is not None
         for row, run in placed(self.runs):
             for start in range(run.start, run.end, max(reach.size, _SHORT)):
@@ -138,7 +138,7 @@ class PartialPass:
                 yield _Group(rows, slots, mask)
 
     def _together(self, short: Sequence[_PlacedRun]) -> _Group:
-        """Short runs in one call."""
+        """One call for several short runs."""
         slots = Span(0, short[-1][1].end)
         if len(short) == 1:
             ((rows, run),) = short
@@ -148,7 +148,7 @@ class PartialPass:
         return _Group(rows_there, slots, self._mask_of(rows_there, slots, ALL_EARLIER))
 
     def _mask(self, run: Span) -> torch.Tensor | None:
-        """Additive, (len(run), run.end); None where the kernel needs none."""
+        """Additive mask (len(run), run.end) of one run; None where the kernel needs none."""
         if run.start == 0 or len(run) == 1:
             return None  # the kernel's own causal flag, or a single row that sees everything
         layout = self.kv.layout
@@ -156,7 +156,7 @@ class PartialPass:
         return mask.triu_(diagonal=run.start + 1)
 
     def _mask_of(self, rows: torch.Tensor | slice, slots: Span, reach: Reach) -> torch.Tensor:
-        """Additive, (N, len(slots)): what each of these rows sees."""
+        """Additive mask (N, len(slots)): which of these slots each of these rows sees."""
         layout = self.kv.layout
         at = torch.arange(slots.start, slots.end, device=layout.device)
         own = self.positions[rows, None]
@@ -167,11 +167,11 @@ class PartialPass:
         return mask.masked_fill_(hidden, float("-inf"))
 
 
-_PlacedRun = tuple[slice, Span]  # of a pass, and the run that they are
+_PlacedRun = tuple[slice, Span]  # the rows of a pass that hold a run, and the run
 
 
 def _alike(short: Sequence[_PlacedRun]) -> Iterator[Sequence[_PlacedRun]]:
-    """Runs whose ends are not too far apart: a call's mask reaches up to the last one's."""
+    """Groups of runs with near ends: the mask of a call covers all slots up to the end of its last run."""
     first = 0
     for index, (_, run) in enumerate(short):
         if run.end > _WASTE * short[first][1].end:
@@ -183,7 +183,7 @@ def _alike(short: Sequence[_PlacedRun]) -> Iterator[Sequence[_PlacedRun]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Rows of a pass that one call of the kernel computes; they see some of these slots."""
+    """Rows of a pass that one call of the kernel computes, and the slots that any of them sees."""
 
     rows: slice | torch.Tensor
     slots: Span
@@ -203,7 +203,8 @@ class _Group:
         seen = slice(self.slots.start, self.slots.end)
         key, value = key[:, :, seen], value[:, :, seen]
         if form.softcap is not None or form.sinks is not None:
-            return self._attend_step_by_step(query, key, value, scaling=scaling, form=form)
+            factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return self._attend_in_steps(query.float() * factor, key, value, form).to(query.dtype)
         return scaled_dot_product_attention(
             query,
             key,
@@ -214,34 +215,28 @@ class _Group:
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
-    def _attend_step_by_step(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float | None,
-        form: Form,
+    def _attend_in_steps(
+        self, scaled_query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: Form
     ) -> torch.Tensor:
-        """What no kernel has: capped scores, and a sink that takes a share of the weights. In float32."""
-        _, num_heads, num_rows, dim = query.shape
+        """Capped scores and attention sinks, which no kernel has. Some rows at a time, in float32."""
+        _, num_heads, num_rows, _ = scaled_query.shape
         num_kv_heads, num_slots = key.shape[1:3]
         group = num_heads // num_kv_heads
-        output = query.new_empty(1, num_heads, num_rows, value.shape[3])
+        output = scaled_query.new_empty(1, num_heads, num_rows, value.shape[3])
         step = max(1, _SCORES // (group * num_slots))
         for head in range(num_kv_heads):
             heads = slice(head * group, (head + 1) * group)
             keys, values = key[0, head].float(), value[0, head].float()
             for start in range(0, num_rows, step):
                 rows = slice(start, min(num_rows, start + step))
-                scores = query[0, heads, rows].float() * (dim**-0.5 if scaling is None else scaling)
+                scores = scaled_query[0, heads, rows] @ keys.T
                 hidden = self._hidden(rows, num_slots, scores.device)
-                weights = form.weights(scores @ keys.T, hidden, heads=heads)  # (G, n, S)
-                output[0, heads, rows] = (weights @ values).to(output.dtype)
+                weights = form.weights(scores, hidden, heads=heads)  # (G, n, S)
+                output[0, heads, rows] = weights @ values
         return output
 
     def _hidden(self, rows: slice, num_slots: int, device: torch.device) -> torch.Tensor | None:
-        """(n, S) bool; None where these rows see all."""
+        """(n, S) bool: slots that these rows do not see; None where they see all."""
         if not self.is_causal:
             return None if self.mask is None else self.mask[rows] < 0
         at = torch.arange(num_slots, device=device)
@@ -252,10 +247,10 @@ def take_pass(
     kv: SequenceKV, placeholders: Sequence[Span], *, max_queries: int, listener: Listener | None = None
 ) -> tuple[PartialPass, tuple[Span, ...]]:
     """
-    The next pass of at most `max_queries` queries, from the left, and the placeholders that remain.
+    The next pass of at most `max_queries` queries, from the left, and the placeholders that remain after it.
 
-    The result of a prefill does not depend on the split: an earlier pass writes the rows a later one
-    attends to.
+    The split does not change the result of a prefill: an earlier pass writes the rows that later ones attend
+    to.
     """
     room = max_queries
     for index, span in enumerate(placeholders):

@@ -1,4 +1,4 @@
-"""Which model this is, told alike by transformers and by every rank of vLLM."""
+"""A fingerprint of a model, the same from transformers and from every rank of vLLM."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def model_fingerprint(named: Iterable[tuple[str, torch.Tensor]], *, num_layers: 
     """
     Digest of a model's norms, layers and head dimension, 32 hex digits.
 
-    Norms are in every model, whole on every rank, the same in most quantised copies, and moved by any
-    training. They are compared in bfloat16, whatever the model computes in. No proof against forgery: it
-    picks weights for a prediction, never KV.
-    Shapes:  any; only vectors whose name holds "norm" count
+    Every model has norms. They are whole on every rank, equal in most quantised copies, and any training
+    changes them. They are compared in bfloat16, whatever dtype the model computes in. The digest can be
+    forged, which is harmless: it selects the calibration of a prediction, never KV.
+    Shapes:  any; only vectors with "norm" in their name count
     """
     digest = hashlib.sha256(f"{num_layers}x{head_dim}".encode())
     norms = (entry for entry in named if is_norm(entry[0]) and entry[1].dim() == 1)
@@ -27,5 +27,5 @@ def model_fingerprint(named: Iterable[tuple[str, torch.Tensor]], *, num_layers: 
 
 
 def is_norm(name: str) -> bool:
-    """Whether a parameter of this name may be a norm's."""
+    """Whether a parameter of this name may belong to a norm."""
     return "norm" in name

@@ -1,4 +1,4 @@
-"""How a layer attends: what it asks for beside softmax over all earlier slots."""
+"""How a layer attends, where that is more than softmax over all earlier slots."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvshare.kv.layout import ALL_EARLIER, Reach
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
     """
-    What a layer asks of its attention beside softmax over all earlier slots.
+    What a layer needs of its attention beside softmax over all earlier slots.
 
-    `softcap`: scores are capped at it by tanh (Gemma 2). `sinks`: (H_q,) a score for each head that takes its
-    share of the weights and gives nothing (gpt-oss).
+    `softcap`: tanh caps the scores at this value (Gemma 2). `sinks`: (H_q,) one more score for each head,
+    which takes part in the softmax and has no value (gpt-oss).
     """
 
     reach: Reach = ALL_EARLIER
@@ -24,10 +24,10 @@ class Form:
 
     def weights(self, scores: torch.Tensor, hidden: torch.Tensor | None, *, heads: slice) -> torch.Tensor:
         """
-        Attention weights of some query heads. Scores of what is hidden may be anything, even no number.
+        Attention weights of some query heads. Scores of hidden slots may be anything, also NaN.
 
         Shapes:  scores (G, N, S) in float32, scaled; hidden (N, S) bool
-                 -> (G, N, S), rows sum to 1, with sinks to less
+                 -> (G, N, S); rows sum to 1, and to less with sinks
         """
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)

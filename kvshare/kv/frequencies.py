@@ -1,4 +1,4 @@
-"""The tables of frequencies that a model's own modules rotate with. Which layer uses which is tried."""
+"""The frequency tables of a model's own modules. `kvshare.kv.movement` finds which layer uses which."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 import torch
 
-# Kinds whose frequencies change with the length of the sequence: a stored row has no one table.
+# Rope types whose frequencies change with the length of the sequence: no single table fits a stored row.
 _CHANGING = frozenset({"dynamic", "longrope"})
 
 
 def frequency_tables(model: torch.nn.Module) -> tuple[list[torch.Tensor], str]:
     """
-    All tables of the model, (F,) each, and what is said of those that are not fixed.
+    All fixed tables of the model, (F,) each, and why others are unsupported; empty where all are fixed.
 
-    Modules with a table a layer type (Gemma 3) name each buffer after its type.
+    Modules with one table for each layer type (Gemma 3) name each buffer after its type.
     """
-    tables, refused = [], ""
+    tables, unsupported = [], ""
     for _, kind, table in _tables(model):
         if kind in _CHANGING:
-            refused = f"rope type {kind!r} changes its frequencies with the length of the prompt"
+            unsupported = f"rope type {kind!r} changes its frequencies with the length of the prompt"
         else:
             tables.append(table)
-    return tables, refused
+    return tables, unsupported
 
 
 def rope_digest(model: torch.nn.Module) -> str:
@@ -36,7 +36,7 @@ def rope_digest(model: torch.nn.Module) -> str:
 
 
 def _tables(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Of each: the scaling, the kind and the frequencies."""
+    """The scaling, the rope type and the frequencies of each table."""
     for module in model.modules():
         for name, table in module.named_buffers(recurse=False):
             if not name.endswith("inv_freq") or "original" in name:

@@ -1,10 +1,10 @@
 """
-What a model keeps of each token: which rows, in which layers, and how they move.
+The rows that a model stores for each token: their shapes, their layers, and how they move to other positions.
 
-    plane   rows of one kind that some layers keep: "k" and "v"; with latent attention (MLA) the latent and
+    plane   rows of one kind that some layers store: "k" and "v"; with latent attention (MLA) the latent and
             the rotated part of the keys. Layers whose rows have another shape have planes of their own.
 
-One alphabet everywhere: L layers of a plane, T tokens, H kv heads, D head dim.
+Letters in shapes: L layers of a plane, T tokens, H kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvshare.kv.movement import STAYS, Movement
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Which slots a token sees up to its own: all, the last `size`, or those of its chunk of `size`."""
+    """Which slots up to its own a token sees: all, the last `size`, or those in its chunk of `size`."""
 
     size: int | None = None
     is_chunked: bool = False
@@ -34,7 +34,7 @@ class Reach:
         return int(self.firsts(torch.tensor(position)))
 
     def firsts(self, positions: torch.Tensor) -> torch.Tensor:
-        """The same for many."""
+        """The same for many positions: (N,) -> (N,)."""
         if self.size is None:
             return torch.zeros_like(positions)
         if self.is_chunked:
@@ -42,7 +42,7 @@ class Reach:
         return (positions - self.size + 1).clamp(min=0)
 
     def seen(self, computed: Sequence[Span]) -> tuple[Span, ...] | None:
-        """The slots that tokens of these spans see, merged; None for all."""
+        """The slots that tokens of these spans see, merged; None for all slots."""
         if self.size is None:
             return None
         return merge([Span(self.first(span.start), span.end) for span in computed])
@@ -61,10 +61,10 @@ class Plane:
     """
     Rows (H, D) of each token in these layers.
 
-    `movements`: of each of the layers, how its rows get to another position; None where that is not known.
+    `movements`: for each layer, how its rows move to another position; None where that is not known.
     """
 
-    name: str  # "k" or "v": what the model's own cache takes first and second
+    name: str  # "k" or "v": the first and the second argument of the model's own cache
     layers: tuple[int, ...]
     num_heads: int
     dim: int
@@ -78,11 +78,11 @@ class Plane:
         self, rows: torch.Tensor, shift: int, *, layers: slice | Sequence[int] = slice(None)
     ) -> torch.Tensor:
         """
-        Rows of this plane, or of some of its layers, `shift` positions further.
+        The rows of this plane, or of some of its layers, moved by `shift` positions.
 
         Shapes:  rows (L, ..., D) -> the same
         Units:   shift in tokens, may be negative
-        Raises:  ValueError if they move and how is not known
+        Raises:  ValueError for a shift other than 0 where the movement is not known
         """
         if shift == 0:
             return rows
@@ -101,26 +101,26 @@ class Plane:
     def _known(self, movement: Movement | None, shift: int) -> Movement:
         if movement is None:
             raise ValueError(
-                f"a copy moves by {shift} tokens, but how this model's {self.name} moves is not known"
+                f"cannot move a copy by {shift} tokens: the movement of this model's {self.name} is not known"
             )
         return movement
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some layers of a plane, and the slots that are needed of them; None for all."""
+    """Some layers of a plane, and the slots that are needed of them; None for all slots."""
 
     plane: int
-    rows: slice | list[int]
+    rows: slice | list[int]  # of the plane's layers
     slots: tuple[Span, ...] | None
 
 
-@dataclass(frozen=True)  # no slots: what follows from the planes lives in __dict__
+@dataclass(frozen=True)  # no slots: cached properties are stored in __dict__
 class KVLayout:
     """
-    What must be equal before KV of one model can be laid into another's buffer.
+    What must be equal before KV of one model can be written into the buffer of another.
 
-    `reaches`: of each layer, how far its tokens see; empty while that is not known.
+    `reaches`: for each layer, how far its tokens see; empty while that is not known.
     """
 
     planes: tuple[Plane, ...]
@@ -136,7 +136,7 @@ class KVLayout:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
-        """From (H, D) of each layer's two kinds of rows; how they move is not known yet."""
+        """From (H, D) of each layer's two kinds of rows; their movements are not known yet."""
         planes = []
         for index, name in enumerate(("k", "v")):
             of_shape: dict[tuple[int, int], list[int]] = {}
@@ -152,13 +152,15 @@ class KVLayout:
     def uniform(
         cls, num_layers: int, num_heads: int, dim: int, *, dtype: torch.dtype, device: torch.device
     ) -> Self:
-        """K and V of one shape in all layers; how they move is not known yet."""
+        """K and V of one shape in all layers; their movements are not known yet."""
         return cls.of_shapes([((num_heads, dim),) * 2] * num_layers, dtype=dtype, device=device)
 
     def moving(self, movements: Sequence[tuple[Movement | None, Movement | None]]) -> Self:
-        """The same with what was found of each layer's two kinds of rows."""
+        """The same layout with the movements of each layer's two kinds of rows."""
         found = dict(zip(("k", "v"), zip(*movements, strict=True), strict=True))
-        one: dict[Movement | None, Movement | None] = {}  # of equal ones: every copy compares them
+        one: dict[
+            Movement | None, Movement | None
+        ] = {}  # equal movements become one object: quick to compare
         planes = (
             replace(
                 plane,
@@ -171,15 +173,15 @@ class KVLayout:
         return replace(self, planes=tuple(planes))
 
     def seeing(self, reaches: Sequence[Reach]) -> Self:
-        """The same with how far each layer's tokens see."""
+        """The same layout with how far each layer's tokens see."""
         return replace(self, reaches=tuple(reaches))
 
     def parts(self, computed: Sequence[Span] | None) -> Iterator[Part]:
         """
-        The layers of each plane that need the same slots, where these spans are computed, ascending.
+        The layers of each plane that need the same slots when these spans are computed. Spans are ascending.
 
-        Whoever comes behind the last of them, as an answer's tokens, sees no further back than it does. None:
-        all slots, whoever sees them.
+        Later tokens, such as those of an answer, see no further back than the last of these spans does. With
+        None, all slots are needed.
         """
         for number, plane in enumerate(self.planes):
             if computed is None or all(self._reach(layer).size is None for layer in plane.layers):
@@ -200,12 +202,12 @@ class KVLayout:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """All planes of one token, in bytes."""
+        """Bytes of one token in all planes."""
         return sum(len(p.layers) * p.num_heads * p.dim for p in self.planes) * self.dtype.itemsize
 
     @cached_property
     def places(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """Where the rows of (name, layer) are: which plane, and which of its layers."""
+        """For each (name, layer): the number of its plane, and the place of the layer in that plane."""
         return {
             (plane.name, layer): (number, row)
             for number, plane in enumerate(self.planes)
@@ -214,19 +216,19 @@ class KVLayout:
 
     @property
     def can_move(self) -> bool:
-        """Whether all rows are known to move."""
+        """Whether the movement of all rows is known."""
         return all(movement is not None for plane in self.planes for movement in plane.movements)
 
     @property
     def rotation(self) -> Movement | None:
-        """The one rotation of all layers' keys, where values stay; None for any other model."""
+        """The rotation of the keys if all layers have the same and no values move; else None."""
         found = {name: {m for p in self.planes if p.name == name for m in p.movements} for name in ("k", "v")}
         if len(found["k"]) != 1 or found["v"] != {STAYS}:
             return None
         return next(iter(found["k"]))
 
     def empty(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Of each plane an uninitialised (L, T, H, D) on the model's device."""
+        """An uninitialised (L, T, H, D) for each plane, on the model's device."""
         return tuple(
             torch.empty(plane.shape(num_tokens), dtype=self.dtype, device=self.device)
             for plane in self.planes
@@ -238,7 +240,7 @@ class KVLayout:
 
     @property
     def digest(self) -> str:
-        """Of how all rows move, 16 hex digits: rows that moved otherwise are other rows."""
+        """Of all movements, 16 hex digits. KV is not shared between layouts whose rows move differently."""
         parts = (
             f"{plane.name}{layer}:{movement.digest if movement is not None else '?'}"
             for plane in self.planes

@@ -1,4 +1,4 @@
-"""What some rows of a pass attend to, written down while the pass runs: the repair rule's first factor."""
+"""Records what some rows of a pass attend to, while it runs. The repair rule weighs positions by it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def placed(runs: Sequence[Span]) -> list[tuple[int, Span]]:
 
 class Listener:
     """
-    Attention of the rows at some positions to every slot, summed over rows and meant over heads.
+    Attention of the rows at some positions to every slot: the mean over heads, summed over rows.
 
-    The rows may come in several passes. The weights are computed beside the model's own attention, which
-    does not give them away: for a few rows.
+    The rows may come in several passes. The weights are computed a second time, for these few rows only:
+    attention kernels do not return theirs.
     """
 
     def __init__(
@@ -35,19 +35,19 @@ class Listener:
         self._total = torch.zeros(num_layers, num_slots, device=device)
 
     def rows_of(self, runs: Iterable[tuple[int, Span]]) -> ListeningRows | None:
-        """Ours among the rows of a pass; None if there is none. `runs`: each with its first row."""
+        """The recorded rows in a pass; None if it has none. `runs`: see `placed`."""
         indices: list[int] = []
         positions: list[int] = []
         for first_row, run in runs:
             for span in self._spans:
-                ours = run.intersection(span)
-                positions += range(ours.start, ours.end)
-                indices += range(first_row + ours.start - run.start, first_row + ours.end - run.start)
+                common = run.intersection(span)
+                positions += range(common.start, common.end)
+                indices += range(first_row + common.start - run.start, first_row + common.end - run.start)
         return ListeningRows.of(indices, positions, self._total) if indices else None
 
     @property
     def attended_there(self) -> torch.Tensor:
-        """(L, S), mean over all rows, on the device."""
+        """(L, S), mean over all recorded rows, on the device."""
         return self._total / max(1, self._num_rows)
 
     @property
@@ -59,12 +59,12 @@ class Listener:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListeningRows:
-    """Rows of one pass that are listened to. Found once for all its layers."""
+    """The rows of one pass that are recorded, found once for all its layers."""
 
-    indices: torch.Tensor  # (N,) among the pass's rows
+    indices: torch.Tensor  # (N,) into the rows of the pass
     positions: torch.Tensor  # (N,)
     first: int  # lowest position
-    end: int  # of the slots that any of them sees
+    end: int  # end of the slots that any of them sees
     _total: torch.Tensor  # (L, S), of the listener
 
     @classmethod
@@ -82,7 +82,7 @@ class ListeningRows:
 
         Shapes:  query (H_q, M, D) of all rows of the pass; key (H, S, D), slots [0, S), at least `end`
         """
-        groups = query[:, self.indices].chunk(len(key))  # of the heads that share keys
+        groups = query[:, self.indices].chunk(len(key))  # the query heads that share a key head
         for number, keys in enumerate(key[:, : self.end]):  # one at a time, for memory
             weights = attention(
                 self.positions,
@@ -109,9 +109,9 @@ def attention(
     """
     Causal attention weights in float32.
 
-    Where keys have 16 bits and nothing but the softmax follows, products have as many. What all keys have in
-    common is taken off before: it cancels, but not once it is rounded. `first`: no position is lower; `group`
-    numbers the group of heads.
+    With 16-bit keys and a plain form the products have 16 bits, too. The mean of all keys is subtracted
+    first: it changes no weight, but it would be rounded with each product. `first`: the lowest position;
+    `group`: the number of this group of query heads.
     Shapes:  positions (N,) of the rows; query (G, N, D) of the heads that share key (S, D), slots [0, S)
              -> (G, N, S)
     """

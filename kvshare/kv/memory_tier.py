@@ -1,4 +1,4 @@
-"""Segments in host memory, under a byte budget. Who leaves first is decided by the tree's users, not here."""
+"""Segments in host memory, under a byte budget. `kvshare.sharing` decides which ones to drop."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class _Stored(NamedTuple):
 
 class MemoryTier(SegmentTable[_Stored]):
     """
-    Segments with their checksums. Dies with the process.
+    Segments with their checksums, lost when the process ends.
 
-    A segment that was dropped while a request still reads it stays alive until that request lets go of it:
-    the tensors are reference counted by Python, only the accounting ends at once.
+    A segment that is dropped while a request reads it stays in memory until the request has finished with it,
+    as Python counts references to its tensors. It leaves the accounting at once.
     """
 
     def put(self, segment_id: SegmentId, segment: SegmentKV, checksum: int) -> None:
-        """Keep a segment. Raises ValueError for an id that is held."""
+        """Store a segment. Raises ValueError for an id that is stored already."""
         self.add(segment_id, _Stored(segment, checksum))
 
     def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:

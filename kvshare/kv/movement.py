@@ -1,10 +1,10 @@
 """
-How stored rows move to other positions, and the proof of it against the model itself.
+How stored rows move to other positions, and how that is found and verified on the model itself.
 
-A rotated row for position p + d is the stored one turned by d, with the model's own frequencies: rotations
+The row for position p + d is the row for position p rotated by d, with the model's own frequencies: rotations
 compose (RoFormer, arXiv:2104.09864, eq. 34; CacheBlend appendix A). A magnitude factor on cos and sin (YaRN)
-is already in the stored row and is not applied twice. Models differ in which dimensions turn, in how these
-are paired, in their tables of frequencies, and from layer to layer; what a model does is found by trying.
+is in the stored row already and is not applied again. Models differ, also from layer to layer, in which
+dimensions they rotate, how they pair these, and by which frequencies. So all possibilities are tried.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import numpy as np
 import torch
 
 Pairing = Literal["half", "interleaved"]
-_AT_ONCE = 1 << 19  # elements that are turned together
-_FAR = (1, 1009, 100_003)  # tokens
-_SAME = 1e-2  # of rows of unit variance
-_FAINT = 1e-3  # of the largest dimension: those below count as if they were so large
-_ROUNDING = 1 / 6  # of the tolerance: what a distance is at least taken to be
-_CLEARLY = 4.0  # times as far off
+_AT_ONCE = 1 << 19  # elements that are rotated together
+_FAR = (1, 1009, 100_003)  # shifts in tokens at which two candidates are compared
+_SAME = 1e-2  # candidates that differ by less, for rows of unit variance, are the same
+_FAINT = 1e-3  # times the scale of the largest dimension is the least scale of any
+_ROUNDING = 1 / 6  # times the tolerance is the least distance that counts: below it there is only rounding
+_CLEARLY = 4.0  # wrong movements must be so many times further off than the right one
 
 
-@dataclass(frozen=True)  # no slots: the table lives in __dict__
+@dataclass(frozen=True)  # no slots: cached properties are stored in __dict__
 class Movement:
     """
-    Dimensions [first, first + 2 F) of a row turn by position x frequency; all others stay.
+    Dimensions [first, first + 2 F) of a row are rotated by position x frequency; all others stay.
 
     half         dimension i is paired with i + F     (Llama, Qwen, Mistral, Phi)
     interleaved  dimension 2 i is paired with 2 i + 1 (GLM, Cohere, Llama 4)
 
-    Units:  `frequencies` in radians a token, F of them; none: rows are the same at every position
+    Units:  `frequencies`: F of them, in radians per token; without any, rows are the same at every position
     """
 
     frequencies: tuple[float, ...] = ()
@@ -44,12 +44,12 @@ class Movement:
 
     @classmethod
     def turning(cls, table: torch.Tensor, pairing: Pairing = "half", first: int = 0) -> Movement:
-        """By a model's own table, (F,)."""
+        """With a frequency table of the model, (F,)."""
         return cls(tuple(table.detach().float().cpu().tolist()), pairing, first)
 
     @property
     def end(self) -> int:
-        """Behind the last dimension that turns."""
+        """The end of the dimensions that are rotated."""
         return self.first + 2 * len(self.frequencies)
 
     @cached_property
@@ -58,7 +58,7 @@ class Movement:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits; rows that moved otherwise are other rows."""
+        """16 hex digits; KV is not shared between movements of different digests."""
         table = np.array(self.frequencies, dtype=np.float32).tobytes()
         return hashlib.sha256(f"{self.pairing}{self.first}".encode() + table).hexdigest()[:16]
 
@@ -69,9 +69,9 @@ class Movement:
 
     def moved(self, rows: torch.Tensor, shift: int) -> torch.Tensor:
         """
-        Rows `shift` positions further, computed in float32.
+        The rows moved by `shift` positions, computed in float32.
 
-        Shapes:  rows (..., D) -> the same, same dtype; new memory where anything turns
+        Shapes:  rows (..., D) -> the same, same dtype; in new memory unless nothing is rotated
         Units:   shift in tokens, may be negative
         """
         if not self.frequencies or shift == 0:
@@ -80,7 +80,7 @@ class Movement:
 
     def angles(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Cosines and sines for rows that move so far.
+        Cosines and sines for rows that move by these shifts.
 
         Shapes:  shifts (...) in tokens -> (..., F) float32 each
         """
@@ -89,7 +89,7 @@ class Movement:
 
     def turned(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """
-        Rows turned by these angles, computed in float32.
+        Rows rotated by these angles, computed in float32.
 
         Shapes:  rows (..., D); cos, sin (..., F), broadcast -> new memory like rows
         """
@@ -104,7 +104,7 @@ class Movement:
 
     @property
     def _pairs(self) -> tuple[slice, slice]:
-        """The dimensions that turn, those of a pair at the same place of both."""
+        """The rotated dimensions: the first and the second ones of all pairs."""
         if self.pairing == "interleaved":
             return slice(self.first, self.end, 2), slice(self.first + 1, self.end, 2)
         middle = self.first + len(self.frequencies)
@@ -116,9 +116,9 @@ STAYS = Movement()
 
 def _parts(*alike: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """
-    Tensors of one shape cut in the same way, so that what is made of a part stays near a processor.
+    Tensors of one shape, cut alike into parts whose intermediate results fit into a CPU's cache.
 
-    Fresh memory of megabytes costs more there than turning what is in it.
+    Allocating megabytes of new memory costs a CPU more than the rotation itself.
     """
     shape = alike[0].shape[:-1]
     if alike[0].device.type != "cpu" or alike[0].numel() <= _AT_ONCE or max(shape, default=1) == 1:
@@ -132,7 +132,7 @@ def _parts(*alike: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 @dataclass(frozen=True, slots=True, eq=False)
 class Observed:
     """
-    The same tokens computed at two places, as one layer stored them.
+    Rows that one layer computed for the same tokens at two places.
 
     Shapes:  here, there (T, H, D); `there` was computed `shift` positions further
     """
@@ -142,15 +142,15 @@ class Observed:
     shift: int
 
     def error_of(self, moved: torch.Tensor) -> float:
-        """Root of the mean square, in units of the rows' own: in bfloat16 single values say little."""
+        """Relative error of the moved rows: a root mean square, as single values in bfloat16 say little."""
         difference = (moved.float() - self.there.float()).square().mean().sqrt()
         return float(difference / self._scales.square().mean().sqrt().clamp(min=1e-9))
 
     def distance_of(self, moved: torch.Tensor) -> float:
         """
-        The same with each dimension in units of its own.
+        The same with each dimension relative to its own scale.
 
-        A few large dimensions that turn slowly would hide what all others do.
+        Else a few large dimensions that rotate slowly would hide what all others do.
         """
         difference = (moved.float() - self.there.float()).square().flatten(0, 1).mean(0).sqrt()
         scales = self._scales.clamp(min=max(1e-9, _FAINT * float(self._scales.max())))
@@ -158,30 +158,32 @@ class Observed:
 
     @property
     def _scales(self) -> torch.Tensor:
-        """(D,) root of each dimension's mean square."""
+        """(D,) root mean square of each dimension."""
         return self.there.float().square().flatten(0, 1).mean(0).sqrt()
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """What was found of one layer's rows. `movement` None: nothing fits, or not for certain."""
+class Verification:
+    """The result for the rows of one layer. `movement` is None if no candidate fits, or none for certain."""
 
     movement: Movement | None
-    error: float  # of the best candidate, in units of the rows: root of the mean square
-    control: float | None  # how many times further off what must not fit is, at least; None: there is nothing
+    error: float  # of the best candidate, relative to the rows (root mean square)
+    control: float | None  # how many times further off the nearest wrong movement is; None: there is none
     reason: str = ""
 
 
-def prove(tables: Sequence[torch.Tensor], observed: Sequence[Observed], *, tolerance: float) -> Proof:
+def find_movement(
+    tables: Sequence[torch.Tensor], observed: Sequence[Observed], *, tolerance: float
+) -> Verification:
     """
-    The movement that takes the rows of each pair from one place to the other.
+    Find the movement that takes the rows of each pair from one place to the other, and verify it.
 
-    Every table is tried with both pairings on the first and the last dimensions, and no rotation at all. What
-    fits must fit for all shifts, and what is nearly right must not: a position close by, the next head,
-    another candidate that says something else. So keys that are all zero prove nothing.
+    Candidates are all tables with both pairings, on the first and on the last dimensions, and no rotation at
+    all. The right one must fit for all shifts. Wrong ones must not fit: a position close by, the rows of the
+    next head, and candidates that rotate differently. So keys that are all zero verify nothing.
 
     Shapes:  tables (F,) each, F at most D / 2
-    Units:   tolerance as `Proof.error`
+    Units:   tolerance as `Verification.error`
     """
     dim = observed[0].here.shape[-1]
     candidates = list(_candidates(tables, dim))
@@ -190,7 +192,7 @@ def prove(tables: Sequence[torch.Tensor], observed: Sequence[Observed], *, toler
     movement = candidates[best]
     error = max(pair.error_of(movement.moved(pair.here, pair.shift)) for pair in observed)
     if not (error <= tolerance and distances[best] <= 2 * tolerance):
-        return Proof(None, error, None, "no table of the model's moves these rows")
+        return Verification(None, error, None, "no table of the model moves these rows")
     wrong = [
         distance
         for candidate, distance in zip(candidates, distances, strict=True)
@@ -199,20 +201,37 @@ def prove(tables: Sequence[torch.Tensor], observed: Sequence[Observed], *, toler
     rounding = tolerance * _ROUNDING
     if movement.frequencies:
         wrong.append(_distance_of_neighbours(movement, observed))
-        near = max(1, round(1 / max(movement.frequencies)))  # where the fastest has turned by a radian
-        if (beside := _distance(movement, observed, beside=near)) > rounding:  # else that is nothing here
+        near = max(
+            1, round(1 / max(movement.frequencies))
+        )  # tokens in which the fastest pair rotates by a radian
+        if (
+            beside := _distance(movement, observed, beside=near)
+        ) > rounding:  # else these rows cannot show it
             wrong.append(beside)
-    if not wrong:  # nothing to compare with: then only what is the same to the last bit is known to stay
+    if not wrong:  # nothing to compare with: only rows that are equal to the last bit are known to stay
         same = all(torch.equal(pair.here, pair.there) for pair in observed)
-        return Proof(movement if same else None, error, None, "" if same else "there is no table to try")
+        return Verification(
+            movement if same else None, error, None, "" if same else "there is no table to try"
+        )
     control = min(wrong) / max(distances[best], rounding)
     if control < _CLEARLY:
-        return Proof(None, error, control, "these rows do not tell the right movement from wrong ones")
-    return Proof(movement, error, control)
+        return Verification(
+            None, error, control, "these rows do not distinguish the right movement from wrong ones"
+        )
+    return Verification(movement, error, control)
+
+
+def why_not_movable(layers: Iterable[tuple[Verification, Verification]]) -> str:
+    """The first layer whose keys or values cannot be moved, and why; empty where all can."""
+    for layer, pair in enumerate(layers):
+        for name, found in zip(("keys", "values"), pair, strict=True):
+            if found.movement is None:
+                return f"{name} of layer {layer}: {found.reason} (relative error {found.error:.2g})"
+    return ""
 
 
 def _candidates(tables: Iterable[torch.Tensor], dim: int) -> Iterator[Movement]:
-    """Each once. No rotation first: of equals the simplest is taken."""
+    """Each candidate once. No rotation comes first: of equally good ones the first is taken."""
     found = {STAYS: None}
     for table in tables:
         for first in (0, dim - 2 * len(table)):
@@ -222,12 +241,12 @@ def _candidates(tables: Iterable[torch.Tensor], dim: int) -> Iterator[Movement]:
 
 
 def _distance(movement: Movement, observed: Iterable[Observed], *, beside: int = 0) -> float:
-    """The largest over all shifts; `beside`: so many positions too far."""
+    """The largest distance over all shifts, with rows moved `beside` positions too far."""
     return max(pair.distance_of(movement.moved(pair.here, pair.shift + beside)) for pair in observed)
 
 
 def _distance_of_neighbours(movement: Movement, observed: Iterable[Observed]) -> float:
-    """Every head's rows taken for the next one's; of a single head the next token's."""
+    """The distance where rows are compared with those of the next head; with one head, of the next token."""
     found = []
     for pair in observed:
         beside = 1 if pair.here.shape[1] > 1 else 0
@@ -236,7 +255,7 @@ def _distance_of_neighbours(movement: Movement, observed: Iterable[Observed]) ->
 
 
 def _is_same(one: Movement, other: Movement, dim: int) -> bool:
-    """Whether two candidates do the same to any row, however far: tables that differ by rounding."""
+    """Whether two candidates move all rows alike, as with tables that differ by rounding only."""
     rows = torch.randn(8, dim, generator=torch.Generator().manual_seed(0))
     apart = ((one.moved(rows, far) - other.moved(rows, far)).abs().max() for far in _FAR)
     return all(float(difference) < _SAME for difference in apart)

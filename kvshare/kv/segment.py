@@ -1,7 +1,7 @@
 """
-KV as tensors: a contiguous run of tokens that was computed in one go.
+The KV of a contiguous run of tokens that was computed in one go, as tensors.
 
-Who they belong to, where they stood and what they were computed after is `delta_tree.Segment`'s business.
+Its namespace, its position and the context of its tokens are in `delta_tree.Segment`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import xxhash
 
 
 class KeysAndValues:
-    """The two planes of a model whose layers are alike, by name."""
+    """Names for the two planes of a model whose layers all have the same shapes."""
 
     __slots__ = ()
     planes: tuple[torch.Tensor, ...]
 
     @property
     def k(self) -> torch.Tensor:
-        """(L, T, H, D) of a model whose layers are alike."""
+        """(L, T, H, D)."""
         k, _ = self.planes
         return k
 
     @property
     def v(self) -> torch.Tensor:
-        """(L, T, H, D) of a model whose layers are alike."""
+        """(L, T, H, D)."""
         _, v = self.planes
         return v
 
@@ -34,9 +34,9 @@ class KeysAndValues:
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentKV(KeysAndValues):
     """
-    Rows as the model wrote them, rotated for their positions; the memory belongs to this object alone.
+    Rows as the model wrote them, rotated for their positions, in memory that nothing else uses.
 
-    Shapes:  `planes` as the layout has them, (L, T, H, D) each
+    Shapes:  (L, T, H, D) for each plane of the layout
     """
 
     planes: tuple[torch.Tensor, ...]
@@ -50,7 +50,7 @@ class SegmentKV(KeysAndValues):
         return sum(plane.nbytes for plane in self.planes)
 
     def checksum(self) -> int:
-        """xxh3 of all bytes, 63 bits: against accidental corruption only."""
+        """xxh3 of all bytes, 63 bits. It detects accidental corruption, not forgery."""
         digest = xxhash.xxh3_64()
         for tensor in self.planes:
             digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)

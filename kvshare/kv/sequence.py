@@ -1,4 +1,4 @@
-"""The KV of one running sequence: a buffer with a slot for every position, laid out and computed in place."""
+"""The KV of one running sequence: a buffer with one slot for each position."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class SequenceKV(KeysAndValues):
     """
     Slots [0, capacity) of one sequence; slot = position.
 
-        planes: (L, capacity, H, D) each        [0, num_tokens) is valid once laid or computed
+        planes: (L, capacity, H, D) each        [0, num_tokens) is valid once copied or computed
                                                 [num_tokens, capacity) is free
 
-    The token axis stands before the heads, so that a span of one layer is one stretch of memory and laying
-    out a copy is one memcpy a layer. Attention takes transposed views, which cost nothing.
+    The token axis comes before the heads: a span of one layer is contiguous in memory, and writing a copy is
+    one memcpy for each layer. Attention uses transposed views, which cost nothing.
     """
 
     def __init__(self, layout: KVLayout, capacity: int) -> None:
         self.layout = layout
         self.planes = layout.empty(capacity)
-        self.is_whole = True  # false: some layers lack slots that nobody was going to see
+        self.is_whole = True  # False: some layers lack slots that no later token sees
 
     @property
     def capacity(self) -> int:
@@ -33,11 +33,11 @@ class SequenceKV(KeysAndValues):
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes of one slot, all layers."""
+        """KV bytes of one slot in all layers."""
         return self.layout.bytes_per_token
 
     def reserve(self, num_tokens: int) -> None:
-        """Grow so that `num_tokens` slots exist; doubling, so that decoding copies rarely."""
+        """Grow to at least `num_tokens` slots. The capacity doubles, so that decoding copies rarely."""
         held = self.capacity
         if num_tokens <= held:
             return
@@ -48,7 +48,7 @@ class SequenceKV(KeysAndValues):
 
     def write(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """
-        Put new rows into their slots.
+        Write new rows into their slots.
 
         Shapes:  positions (N,) int64; k, v (H, N, D)
         """
@@ -60,7 +60,7 @@ class SequenceKV(KeysAndValues):
         k, v = (self._of(name, layer)[:num_tokens].transpose(0, 1).unsqueeze(0) for name in ("k", "v"))
         return k, v
 
-    def lay_out(
+    def write_copies(
         self,
         copies: Sequence[Copy],
         segments: Mapping[SegmentId, SegmentKV],
@@ -68,12 +68,12 @@ class SequenceKV(KeysAndValues):
         computed: Sequence[Span] | None = None,
     ) -> int:
         """
-        The KV editor: write every copy into its target slots; all other slots stay open.
+        The KV editor: write every copy into its target slots. All other slots stay as they are.
 
         Rows are always moved from the original segment, never from a copy that was moved before. With
-        `computed`, layers with windows or chunks get what tokens of these spans and behind them see.
+        `computed`, layers with windows or chunks get only the slots that these spans and later tokens see.
         Returns: bytes written
-        Raises:  ValueError if a copy moves and how this model's rows move is not known
+        Raises:  ValueError if a copy moves and the movement of this model's rows is not known
         Source:  KVShare, arXiv:2503.16525, section 4.2
         """
         num_bytes = 0
@@ -95,16 +95,16 @@ class SequenceKV(KeysAndValues):
         return num_bytes
 
     def cut(self, span: Span) -> SegmentKV:
-        """A copy of one span's KV in memory of its own, on the host."""
+        """A copy of the KV of one span, in host memory of its own."""
         tokens = slice(span.start, span.end)
         return SegmentKV(tuple(rows[:, tokens].to("cpu", copy=True).contiguous() for rows in self.planes))
 
     def fork(self, num_tokens: int) -> SequenceKV:
-        """Another sequence that starts with this one's first `num_tokens`."""
+        """A new sequence that begins with the first `num_tokens` of this one."""
         other = SequenceKV(self.layout, self.capacity)
         other.is_whole = self.is_whole
-        for theirs, ours in zip(other.planes, self.planes, strict=True):
-            theirs[:, :num_tokens] = ours[:, :num_tokens]
+        for new, old in zip(other.planes, self.planes, strict=True):
+            new[:, :num_tokens] = old[:, :num_tokens]
         return other
 
     def _of(self, name: str, layer: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where segments' bytes are: this process's memory, or the vLLM replicas that computed them."""
+"""Where the bytes of segments are: in this process, or on the vLLM replicas that computed them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """What a plan's segments came to. A tier whose bytes stay where they are hands out none of them."""
+    """The segments that a plan asked a tier for. A tier of bytes that are elsewhere returns no segments."""
 
     segments: Mapping[SegmentId, SegmentKV]
     missing: frozenset[SegmentId]
 
 
 class Tier(Protocol):
-    """Holds segments, or knows who does. Thread-safe."""
+    """Holds segments, or knows which replica does. Thread-safe."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -30,14 +30,14 @@ class Tier(Protocol):
     def __contains__(self, segment_id: object) -> bool: ...
 
     def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
-        """The segments, and which of them are not here or not whole."""
+        """The segments, and the ids of those that are missing or damaged."""
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> object:
-        """Let go of segments; ids that are not here are ignored."""
+        """Free segments; unknown ids are ignored."""
 
 
 class Sized(Protocol):
-    """What stands for a segment in a table."""
+    """An entry of a `SegmentTable`."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -47,7 +47,7 @@ SizedT = TypeVar("SizedT", bound=Sized)
 
 
 class SegmentTable(Generic[SizedT]):
-    """Segments by id, in the order in which they came, and the bytes they take together. Thread-safe."""
+    """Segments by id, in the order of their arrival, and their bytes in total. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -62,7 +62,7 @@ class SegmentTable(Generic[SizedT]):
         return segment_id in self._entries
 
     def add(self, segment_id: SegmentId, entry: SizedT) -> None:
-        """The caller has made room. Raises ValueError for an id that is held: ids are never reused."""
+        """Add an entry, which the caller has made room for. Raises ValueError if the id is held already."""
         with self._lock:
             if segment_id in self._entries:
                 raise ValueError(f"segment {segment_id} is already held")
@@ -70,7 +70,7 @@ class SegmentTable(Generic[SizedT]):
             self.num_bytes += entry.num_bytes
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
-        """Let go of segments; ids that are not here are ignored. Returns those that were."""
+        """Free segments; unknown ids are ignored. Returns the ids that were freed."""
         with self._lock:
             held = [segment_id for segment_id in dict.fromkeys(segment_ids) if segment_id in self._entries]
             self.num_bytes -= sum(self._entries.pop(segment_id).num_bytes for segment_id in held)
@@ -78,7 +78,7 @@ class SegmentTable(Generic[SizedT]):
 
 
 class EverySegment:
-    """A tier that has every segment and no bytes of any: for planning where nothing is computed."""
+    """A tier that claims to hold every segment and has no bytes: for planning without computing."""
 
     num_bytes = 0
 
@@ -89,4 +89,4 @@ class EverySegment:
         return Fetched({}, frozenset())
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Nothing is held."""
+        """There is nothing to free."""

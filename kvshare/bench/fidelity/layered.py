@@ -163,8 +163,8 @@ class LayeredModel:
         self._head: Any = getattr(network, "lm_head", None)
         if self._head is None or not all(hasattr(self._decoder, name) for name in _PARTS):
             raise ModelError(f"{model.name}: layers cannot be run one by one; expected {', '.join(_PARTS)}")
-        if model.rotation is None:
-            reason = model.refusal or "its layers move keys differently"
+        if model.layout.rotation is None:
+            reason = model.unsupported_reason or "its layers move keys differently"
             raise ModelError(f"{model.name}: {reason}; expected one rotation for the keys of all layers")
 
     @property

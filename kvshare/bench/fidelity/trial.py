@@ -127,7 +127,7 @@ class Trial:
         kv = self.model.model.new_sequence(self.num_tokens + room)
         kv.k.zero_()
         kv.v.zero_()
-        kv.lay_out(copies, self.stored.kv)
+        kv.write_copies(copies, self.stored.kv)
         return kv
 
     def base_layer_tokens(self) -> int:

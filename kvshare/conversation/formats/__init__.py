@@ -1,1 +1,1 @@
-"""How calls of tools are read from an answer's text: a module for each way in which models write them."""
+"""Reads tool calls from the text of an answer: one module for each format in which models write them."""

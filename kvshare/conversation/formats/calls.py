@@ -1,4 +1,4 @@
-"""What reading an answer yields, and how a format of calls is read."""
+"""The interface of readers of tool calls, and the parts that they yield."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Steps = Generator[Part | None, None, _T]  # None: more text is needed
 
 
 class Calls:
-    """Numbers the calls of one answer."""
+    """Numbers the calls of one answer, and makes their ids."""
 
     def __init__(self) -> None:
         self.num_begun = 0
@@ -26,20 +26,20 @@ class Calls:
         return CallBegins(self.num_begun - 1, f"call_{uuid4().hex[:24]}", name)
 
     def arguments(self, text: str) -> CallArguments:
-        """More of the last call's."""
+        """More of the last call's arguments."""
         return CallArguments(self.num_begun - 1, text)
 
 
 class CallReader(ABC):
-    """Reads the calls of one format."""
+    """Reads the tool calls of one format."""
 
-    markers: ClassVar[tuple[str, ...]]  # a call may begin with one of these, anywhere in the answer
-    first_markers: ClassVar[tuple[str, ...]] = ()  # or with one of these, at its very start
+    markers: ClassVar[tuple[str, ...]]  # begin a call anywhere in the answer
+    first_markers: ClassVar[tuple[str, ...]] = ()  # begin a call at the start of the answer
 
     @abstractmethod
     def read(self, cursor: Cursor, calls: Calls, marker: str) -> Steps[bool]:
         """
-        Read the calls behind `marker`, as far as they are well formed.
+        Read the calls after `marker`, as far as they are well formed.
 
-        Returns whether a call has begun. If so the cursor stands behind what was read; the rest is text.
+        Returns whether a call has begun. If so the cursor is after what was read; the rest is text.
         """

@@ -1,4 +1,4 @@
-"""Where reading stands in an answer that is still growing."""
+"""A position in the text of an answer that is still growing."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-Waiting = Generator[None, None, _T]  # yields where it needs more text than there is
+Waiting = Generator[None, None, _T]  # yields when it needs more text
 
 
 class Cursor:
     """
-    A place in a text that grows at its end.
+    A position in a text that grows at its end.
 
-    What has to know more of the text waits for it: its generator yields until there is more, or until the
-    answer has ended. So a result depends on the text and never on the pieces that it came in.
+    Methods that need more text wait for it: their generators yield until there is more, or the answer has
+    ended. So results depend on the text only, and not on the pieces that it comes in.
     """
 
     def __init__(self) -> None:
         self.text = ""  # without what was dropped
         self.at = 0
-        self.scanned = 0  # up to here values were followed, also where the cursor went back
+        self.scanned = 0  # the end of all values that were read, also where the cursor went back
         self.ended = False
-        self.starved = False  # more was needed than came
+        self.starved = False  # the answer ended when more text was needed
 
     def more(self) -> Waiting[bool]:
-        """Wait. False: the answer has ended, there will be no more."""
+        """Wait for more text. Returns False if the answer has ended."""
         if self.ended:
             self.starved = True
             return False
@@ -35,7 +35,7 @@ class Cursor:
         return True
 
     def peek(self) -> Waiting[str]:
-        """The next character; empty at the end."""
+        """The next character; empty at the end of the answer."""
         while self.at == len(self.text) and (yield from self.more()):
             pass
         return self.text[self.at : self.at + 1]
@@ -45,7 +45,7 @@ class Cursor:
             self.at += 1
 
     def accept(self, literal: str) -> Waiting[bool]:
-        """Go behind `literal` if the text goes on with it."""
+        """Advance over `literal` if it comes next. Returns whether it did."""
         while not self.text.startswith(literal, self.at):
             begun = self.text[self.at : self.at + len(literal)]
             if not literal.startswith(begun) or not (yield from self.more()):
@@ -54,7 +54,7 @@ class Cursor:
         return True
 
     def accept_after_space(self, literal: str) -> Waiting[bool]:
-        """Go behind white space and `literal`, or nowhere."""
+        """Advance over white space and `literal` if they come next, else stay. Returns whether they did."""
         start = self.at
         yield from self.skip_space()
         if (yield from self.accept(literal)):
@@ -63,7 +63,7 @@ class Cursor:
         return False
 
     def take_run(self, pattern: re.Pattern[str]) -> Waiting[str]:
-        """All characters from here that fit `pattern`, which fits any number of single characters."""
+        """Take all next characters that match `pattern`, which must match any number of characters."""
         start = self.at
         while True:
             found = pattern.match(self.text, self.at)
@@ -72,7 +72,7 @@ class Cursor:
                 return self.text[start : self.at]
 
     def take_until(self, stop: str) -> Waiting[str | None]:
-        """The text in front of `stop`; the cursor goes behind it. None, and nowhere: there is no `stop`."""
+        """Take the text before `stop`, and advance over both. None if there is no `stop`; it stays then."""
         searched = self.at
         while (end := self.text.find(stop, searched)) < 0:
             searched = max(self.at, len(self.text) - len(stop) + 1)
@@ -83,6 +83,6 @@ class Cursor:
         return taken
 
     def drop(self) -> None:
-        """Forget what has been read."""
+        """Remove the text before the cursor."""
         self.text = self.text[self.at :]
         self.at = self.scanned = 0

@@ -1,4 +1,4 @@
-"""Reads one call that is written as a JSON object."""
+"""Reads tool calls that are JSON objects."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _KEYS = {"name", "type", "id", *_ARGUMENTS}
 
 def read_call(cursor: Cursor, calls: Calls, *, marked: bool) -> Steps[bool]:
     """
-    Read `{"name": .., "arguments": ..}`; other keys are passed over. Returns whether the call has begun.
+    Read `{"name": .., "arguments": ..}`, and ignore other keys. Returns whether the call has begun.
 
-    If `marked`, a marker stands in front of it, a call begins when its name is complete. Otherwise it begins
-    when its arguments follow, and has no other keys in front: an answer in JSON may have a name, too.
+    After a marker (`marked`) a call begins when its name is complete. Without one it begins when its
+    arguments follow, and must not have other keys before: an answer in JSON may have a key "name", too.
     """
     call = _Call(cursor, calls, marked=marked)
     goes_on = yield from call.read_field("{")
@@ -28,7 +28,7 @@ def read_call(cursor: Cursor, calls: Calls, *, marked: bool) -> Steps[bool]:
 
 
 def read_calls(cursor: Cursor, calls: Calls, *, separator: str, marked: bool) -> Steps[bool]:
-    """Read one call or several. Returns whether one has begun; the cursor then stands behind the last."""
+    """Read one or more calls. Returns whether one has begun; the cursor is then after the last."""
     begun = goes_on = yield from read_call(cursor, calls, marked=marked)
     while goes_on:
         cursor.drop()
@@ -40,7 +40,7 @@ def read_calls(cursor: Cursor, calls: Calls, *, separator: str, marked: bool) ->
 
 
 def stream_arguments(cursor: Cursor, calls: Calls) -> Steps[bool]:
-    """Read the last call's arguments: an object as it comes. Returns whether they are complete."""
+    """Read the arguments of the last call, as they come. Returns whether they are complete."""
     yield from cursor.skip_space()
     if (yield from cursor.peek()) != "{":
         raw = yield from take_value(cursor)
@@ -58,20 +58,20 @@ def stream_arguments(cursor: Cursor, calls: Calls) -> Steps[bool]:
 
 
 class _Call:
-    """What is known of a call while its fields are read."""
+    """The state of a call while its fields are read."""
 
     def __init__(self, cursor: Cursor, calls: Calls, *, marked: bool) -> None:
         self.begun = False
         self.has_arguments = False
-        self.broken = False  # inside its arguments
+        self.broken = False  # its arguments are not complete
         self._cursor = cursor
         self._calls = calls
         self._marked = marked
         self._name: str | None = None
-        self._early: str | None = None  # arguments in front of the name
+        self._early: str | None = None  # arguments that came before the name
 
     def read_field(self, opening: str) -> Steps[bool]:
-        """A key and its value, behind `opening`. Returns whether they are whole; if not, the cursor stays."""
+        """Read `opening`, a key and its value. Returns whether they are complete; if not, it stays."""
         start = self._cursor.at
         key = yield from self._take_key(opening)
         if key in _ARGUMENTS and self._name and not self.has_arguments:
@@ -93,7 +93,7 @@ class _Call:
             return None
         key = yield from take_string(self._cursor)
         if key not in _KEYS and not (self._marked or self.begun):
-            return None  # so that any other object need not be complete to be text
+            return None  # an object that is no call becomes text at once, before it is complete
         return key if (yield from self._cursor.accept_after_space(":")) else None
 
     def _read_name(self) -> Steps[bool]:
@@ -121,7 +121,7 @@ class _Call:
 
 
 def _as_object(raw: str) -> str:
-    """Arguments that are not written as an object: what a string says, none for null, else as they are."""
+    """Arguments that are no object: the content of a string, `{}` for null, others as they are."""
     if raw == "null":
         return "{}"
     return string_content(raw) or raw

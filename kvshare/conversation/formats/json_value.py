@@ -10,7 +10,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class JsonValue:
-    """One value. Its brackets and strings are followed, no more: what stands between them is not checked."""
+    """Finds the end of one value by its brackets and strings. Does not check what is between them."""
 
     def __init__(self) -> None:
         self.complete = False
@@ -25,29 +25,27 @@ class JsonValue:
         return self.complete or self.broken
 
     def take(self, cursor: Cursor) -> str:
-        """What there is of it from the cursor on; the cursor goes behind it."""
+        """Take the available text of the value, and advance over it."""
         start = cursor.at
         while not self.ended and cursor.at < len(cursor.text):
             character = cursor.text[cursor.at]
-            if self._goes_on_with(character):
+            if self._continues_with(character):
                 cursor.at += 1
         return cursor.text[start : cursor.at]
 
-    def _goes_on_with(self, character: str) -> bool:
+    def _continues_with(self, character: str) -> bool:
         inside = self._in_string or bool(self._expected)
         if not inside and (character in ",}]" or character.isspace() or (self._begun and character in '"{[')):
-            self.complete, self.broken = (
-                self._begun,
-                not self._begun,
-            )  # a number or a word has ended, or none began
+            self.complete = self._begun  # a number or a word has ended
+            self.broken = not self._begun  # there is no value
             return False
         self._begun = True
-        self._follow(character)
+        self._track(character)
         if inside and not self._in_string and not self._expected:
             self.complete = not self.broken
         return not self.broken
 
-    def _follow(self, character: str) -> None:
+    def _track(self, character: str) -> None:
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -64,7 +62,7 @@ class JsonValue:
 
 
 def take_value(cursor: Cursor) -> Waiting[str | None]:
-    """The text of a whole value. None, and the cursor stays: there is none, or not all of it."""
+    """Take the text of a complete value. None if there is none; the cursor stays then."""
     start = cursor.at
     yield from cursor.skip_space()
     value, text = JsonValue(), ""
@@ -80,7 +78,7 @@ def take_value(cursor: Cursor) -> Waiting[str | None]:
 
 
 def take_string(cursor: Cursor) -> Waiting[str | None]:
-    """What a string says. None, and the cursor stays: there is none, or not all of it."""
+    """Take the content of a complete string. None if there is none; the cursor stays then."""
     start = cursor.at
     raw = yield from take_value(cursor)
     text = None if raw is None else string_content(raw)
@@ -90,12 +88,12 @@ def take_string(cursor: Cursor) -> Waiting[str | None]:
 
 
 def string_content(raw: str) -> str | None:
-    """What the JSON string `raw` says; line breaks may stand in it as they are. None: it is no string."""
+    """The content of the JSON string `raw`, which may have line breaks; None if it is not a string."""
     if not raw.startswith('"'):
         return None
     try:
         text: str = json.loads(raw, strict=False)
         text.encode()
-    except ValueError:  # an escape that is none, or half a surrogate pair
+    except ValueError:  # an invalid escape, or half of a surrogate pair
         return None
     return text

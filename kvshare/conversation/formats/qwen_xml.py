@@ -12,7 +12,7 @@ from kvshare.conversation.formats.cursor import Cursor, Waiting
 from kvshare.conversation.parameters import Parameters
 
 _NAME = re.compile(r"[^<>\n]*")
-_WORDS = {  # as JSON and as Python write them
+_WORDS = {  # JSON by the lowercase word, as JSON or Python write it
     "boolean": {"true": "true", "false": "false"},
     "null": {"null": "null", "none": "null"},
 }
@@ -25,7 +25,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class QwenXmlReader(CallReader):
-    """`tools` say of which type a parameter is; one that they do not describe is a string."""
+    """`tools` define the types of parameters; a parameter that they do not describe is a string."""
 
     markers = ("<tool_call>", "<function=")
 
@@ -49,7 +49,7 @@ class QwenXmlReader(CallReader):
         while (key := (yield from _take_key(cursor))) is not None:
             types = parameters.types(key)
             value = yield from cursor.take_until("</parameter>")
-            if value is None:  # the answer ends inside it
+            if value is None:  # the answer ends inside the value
                 yield calls.arguments(
                     f"{opening}{json.dumps(key)}: {_cut_off(cursor.text[cursor.at :], types)}"
                 )
@@ -62,7 +62,7 @@ class QwenXmlReader(CallReader):
 
 
 def _take_key(cursor: Cursor) -> Waiting[str | None]:
-    """The key of the next parameter; the cursor goes behind its tag. None, and nowhere: there is none."""
+    """Take the tag of the next parameter. Returns its key; None if there is none, the cursor stays then."""
     start = cursor.at
     key = None
     if (yield from cursor.accept_after_space("<parameter=")):
@@ -78,12 +78,12 @@ def _take_name(cursor: Cursor) -> Waiting[str | None]:
 
 
 def _inner(value: str) -> str:
-    """Without the line breaks behind the opening and in front of the closing tag."""
+    """The value without the line breaks after the opening tag and before the closing tag."""
     return value.removeprefix("\n").removesuffix("\n")
 
 
 def _as_json(value: str, types: frozenset[str]) -> str:
-    """The value as JSON of one of these types; a string if it is none of them."""
+    """The value as JSON of one of these types, or else as a string."""
     bare = value.strip()
     for name in _WORDS.keys() & types:
         if word := _WORDS[name].get(bare.lower()):
@@ -106,7 +106,7 @@ def _refuse(constant: str) -> None:
 
 
 def _cut_off(value: str, types: frozenset[str]) -> str:
-    """The JSON text of a value that has not ended."""
+    """The JSON text of a value that is cut off by the end of the answer."""
     if types and "string" not in types:
         return value.strip()
     return json.dumps(value.removeprefix("\n"), ensure_ascii=False)[:-1]

@@ -1,4 +1,4 @@
-"""One of a request's n completions: from logits to a token, to text, to its end."""
+"""One of the n completions of a request: samples tokens, turns them into text, and decides when it ends."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvshare.engines.embedded.text import Detokenizer, StopMatcher
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """What all choices of a request have in common."""
+    """The settings that all choices of a request have in common."""
 
     tokenizer: Tokenizer
     draw: Draw
     eos_token_ids: frozenset[int]
     max_tokens: int
-    constraint: Constraint | None = None  # at its beginning
+    constraint: Constraint | None = None  # in its first state
 
     def choice(self, request: GenerationRequest, index: int, kv: RunningSequence) -> Choice:
         """A choice that has no token yet."""
@@ -49,7 +49,7 @@ class Decoding:
 
 @dataclass(slots=True)
 class Choice:
-    """Its tokens so far, and why it ended."""
+    """The state of one choice: its tokens so far, and why it ended."""
 
     index: int
     kv: RunningSequence
@@ -57,15 +57,15 @@ class Choice:
     detokenizer: Detokenizer
     stops: StopMatcher
     constraint: Constraint | None
-    ends: frozenset[int]  # tokens that end it and are not shown
-    min_tokens: int  # in which no stop string counts
+    ends: frozenset[int]  # tokens that end the choice and are not part of its text
+    min_tokens: int  # in the first so many tokens stop strings are ignored
     max_tokens: int
     generated: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     def take(self, logits: torch.Tensor) -> tuple[int, str]:
         """
-        Sample the next token. Returns it and the text that can be shown now.
+        Sample the next token. Returns it and the text that can be emitted now.
 
         Shapes:  logits (V,) float32
         """
@@ -75,7 +75,7 @@ class Choice:
         self.generated.append(token_id)
         text, stopped = "", True
         if token_id not in self.ends:
-            text, stopped = self._shown(self.detokenizer.add(token_id))
+            text, stopped = self._emittable(self.detokenizer.add(token_id))
             if self.constraint is not None and not stopped:
                 stopped = self.constraint.take(token_id)
         if stopped:
@@ -86,8 +86,8 @@ class Choice:
             text += self.stops.flush()
         return token_id, text
 
-    def _shown(self, text: str) -> tuple[str, bool]:
-        """What of more text can be shown, and whether a stop string ends it."""
+    def _emittable(self, text: str) -> tuple[str, bool]:
+        """The part of new text that can be emitted, and whether a stop string ends it."""
         if len(self.generated) <= self.min_tokens:
             return text, False
         return self.stops.add(text)

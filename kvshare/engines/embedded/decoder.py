@@ -1,4 +1,4 @@
-"""What the embedded engine needs of a decoder model, whether or not its KV can be shared."""
+"""The interface of a decoder model in the embedded engine, whether or not its KV can be shared."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvshare.sharing.plan import NoPlan, Plan
 
 
 class RunningSequence(Protocol):
-    """What a model keeps of a sequence that it goes on with."""
+    """The state of a sequence that a model continues."""
 
     def fork(self, num_tokens: int) -> Self:
-        """Another sequence that starts with this one's first `num_tokens`: all that were computed."""
+        """A new sequence that begins with the `num_tokens` of this one, which are all it has."""
 
 
 class RunningPrefill(Protocol):
@@ -33,10 +33,10 @@ class RunningPrefill(Protocol):
 
     @property
     def plan(self) -> Plan | NoPlan:
-        """As it is carried out."""
+        """The plan as it is carried out."""
 
     def advance(self, *, max_queries: int) -> tuple[int, torch.Tensor | None]:
-        """One pass: how many tokens it computed, and behind the last one the answer's logits (V,)."""
+        """Run one pass. Returns how many tokens it computed and, from the last pass, logits (V,)."""
 
 
 SequenceT = TypeVar("SequenceT", bound=RunningSequence)
@@ -46,20 +46,20 @@ class DecoderModel(ABC, Generic[SequenceT]):
     """
     One decoder model on one device.
 
-    `layout` is what can be shared of it, with no plane where that is nothing; `refusal` says why not all can.
-    `sampling_defaults` are what its makers recommend, by the names of `sampling.Draw`.
+    `layout` describes the KV that can be shared; it has no planes if none can. `sampling_defaults` are the
+    values of its generation config, by the names of the fields of `sampling.Draw`.
     """
 
     can_share: ClassVar[bool]
     layout: KVLayout
 
     def __init__(self, network: PreTrainedModel, *, name: str, max_model_len: int | None) -> None:
-        """Raises ModelError for what is no decoder of text, and for a context longer than the model's."""
+        """Raises ModelError if it is no decoder of text, or `max_model_len` is longer than its context."""
         config = network.config
         if getattr(config, "is_encoder_decoder", False):
-            raise ModelError(f"{name} is an encoder-decoder model; expected a decoder")
+            raise ModelError(f"{name} is an encoder-decoder model; expected a decoder-only model")
         if config.get_text_config() is not config:
-            raise ModelError(f"{name} takes more than text ({config.model_type}); expected a model of text")
+            raise ModelError(f"{name} takes more than text ({config.model_type}); expected a text-only model")
         self.name = name
         self.network: PreTrainedModel = network.train(False)
         self.vocab_size: int = config.vocab_size
@@ -68,25 +68,25 @@ class DecoderModel(ABC, Generic[SequenceT]):
 
     @property
     @abstractmethod
-    def refusal(self) -> str:
+    def unsupported_reason(self) -> str:
         """Why not everything can be shared; empty where it can."""
 
     @property
-    @abstractmethod
     def fingerprint(self) -> str:
-        """What a calibration is found by, see `model_fingerprint`; empty where nothing is shared."""
+        """Identifies the calibration of the model, see `model_fingerprint`; empty if nothing is shared."""
+        return ""
 
     @property
-    @abstractmethod
     def can_listen(self) -> bool:
-        """Whether repairs can be chosen by what changed."""
+        """Whether repairs can be chosen by how far values change."""
+        return False
 
     @abstractmethod
     def new_sequence(self, capacity: int) -> SequenceT: ...
 
     @abstractmethod
     def prefill(self, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceT) -> RunningPrefill:
-        """Compute what of a prompt is not laid out in `kv`."""
+        """Prepare to compute the tokens of a prompt whose KV was not copied into `kv`."""
 
     @abstractmethod
     def next_logits(self, kv: SequenceT, position: int, token_id: int) -> torch.Tensor:
@@ -97,7 +97,8 @@ class DecoderModel(ABC, Generic[SequenceT]):
         """
         Digest of the configuration and of every weight: another checkpoint is another revision.
 
-        The weights go through xxh3, which reads gigabytes in seconds; nobody forges checkpoints here.
+        Weights are hashed with xxh3, which reads gigabytes in seconds. It is not cryptographic; the operator
+        chooses the checkpoint.
         """
         digest = hashlib.sha256(self.network.config.to_json_string(use_diff=False).encode())
         for name, tensor in sorted(self.network.state_dict().items()):
@@ -108,28 +109,28 @@ class DecoderModel(ABC, Generic[SequenceT]):
 
     @property
     def rope_digest(self) -> str:
-        """Digest of the rotary frequencies, of their scaling and of how each layer's rows move."""
+        """Digest of the rotary frequencies, their scaling, and the movements of each layer's rows."""
         return hashlib.sha256(f"{rope_digest(self.network)}{self.layout.digest}".encode()).hexdigest()
 
     def eos_token_ids(self, tokenizer_eos: int | None) -> frozenset[int]:
-        """Tokens that end an answer: the generation config's, and the tokenizer's."""
+        """Tokens that end an answer: those of the generation config, and that of the tokenizer."""
         configured = getattr(self.network.generation_config, "eos_token_id", None)
         ids = [configured] if isinstance(configured, int) else list(configured or [])
         return frozenset(ids if tokenizer_eos is None else [*ids, tokenizer_eos])
 
     def probe_tokens(self) -> list[int]:
-        """A few different tokens to try the model with, fewer where the context is shorter."""
+        """Up to 16 different tokens to test the model with, fewer if its context is shorter."""
         return [(3 + 7 * place) % self.vocab_size for place in range(min(16, self.max_model_len))]
 
     @property
     def tolerance(self) -> float:
-        """Relative to the largest value compared: rounding of a few layers, far below any real difference."""
+        """Largest relative error that counts as rounding. Real differences are far larger."""
         return 1e-3 if next(self.network.parameters()).dtype == torch.float32 else 6e-2
 
 
 def load_network(path: str | Path, *, device: str = "auto", dtype: str = "float32") -> PreTrainedModel:
     """
-    Load a Hugging Face name or folder. `dtype` "auto" is what `chosen_dtype` says.
+    Load a Hugging Face name or folder. `dtype` "auto" is chosen by `chosen_dtype`.
 
     Raises:  ModelError if it cannot be loaded
     """
@@ -150,7 +151,7 @@ def load_network(path: str | Path, *, device: str = "auto", dtype: str = "float3
 
 def chosen_dtype(saved: torch.dtype | None, device: str) -> torch.dtype:
     """
-    The format that the weights were saved in, where `device` multiplies in it, else float32.
+    The dtype of the saved weights if `device` has instructions for it, else float32.
 
     A processor without instructions for bfloat16 converts every operand: slower than float32, and less exact.
     """
@@ -165,35 +166,37 @@ def chosen_dtype(saved: torch.dtype | None, device: str) -> torch.dtype:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, in units of the largest value."""
+    """The largest difference, relative to the largest expected value."""
     difference = (found.float() - expected.float()).abs().max()
     return float(difference / expected.float().abs().max().clamp(min=1e-6))
 
 
 def _context_length(config: Any, wanted: int | None) -> int:
-    """The longest sequence this engine computes as the model means it."""
+    """The longest sequence that this engine computes correctly, or the shorter one that was asked for."""
     limits = [int(getattr(config, "max_position_embeddings", 0) or 0) or 2048]
     if getattr(config, "attn_temperature_tuning", False):
-        # Llama 4 scales queries from here on, by a position that it takes from the cache's length.
+        # From this position on Llama 4 scales queries, by the length of the cache instead of their position.
         limits.append(int(config.floor_scale) - 1)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # behind this length keys are turned by another table
+    if rope.get("rope_type") == "longrope":  # beyond this length keys are rotated by another table
         original = rope.get("original_max_position_embeddings")
         limits.append(int(original or getattr(config, "original_max_position_embeddings", None) or limits[0]))
     longest = min(limits)
     if wanted is not None and wanted > longest:
-        raise ModelError(f"max_model_len {wanted} is more than the {longest} tokens this model can run")
+        raise ModelError(
+            f"max_model_len: found {wanted}; expected at most {longest}, the context of this model"
+        )
     return wanted or longest
 
 
 def _sampling_defaults(network: PreTrainedModel) -> dict[str, float]:
-    """What the generation config says of sampling."""
+    """The sampling parameters in the generation config."""
     config = network.generation_config
-    said = {} if config is None else config.to_diff_dict()
-    return {name: said[name] for name in DRAW_FIELDS if said.get(name) is not None}
+    values = {} if config is None else config.to_diff_dict()
+    return {name: values[name] for name in DRAW_FIELDS if values.get(name) is not None}
 
 
 def layer_kinds(config: Any) -> Sequence[str]:
-    """What a configuration says of its layers; empty where it says nothing."""
+    """The kind of each layer; empty if the configuration does not list them."""
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
     return kinds

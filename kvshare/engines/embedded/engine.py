@@ -1,11 +1,11 @@
-"""The embedded engine: admits requests, plans, lets the scheduler compute, keeps what came out."""
+"""The embedded engine: admits requests, plans, submits tasks to the scheduler, and stores the computed KV."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,34 +27,35 @@ from kvshare.engines.embedded.retention import Retention
 from kvshare.engines.embedded.sampling import resolve
 from kvshare.engines.embedded.server import EmbeddedServer, Load, load_model, open_server
 from kvshare.engines.embedded.task import Task
+from kvshare.engines.served import ServedEngine
 from kvshare.errors import (
     ContextLengthError,
     EngineError,
     ErrorCode,
     OverloadedError,
     RequestError,
-    ShuttingDownError,
 )
 from kvshare.namespace import Namespace
 from kvshare.requests import Prompt
 from kvshare.settings import Settings
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.explain import explain_lookup
-from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.pipeline import Lookup
 from vector_index import EmbedderError
 
 if TYPE_CHECKING:
     from vector_index import Embedder
 
-_MAX_PENDING = 4  # commits waiting, per slot
-_SETTLE_S = 0.25  # a prompt is stored after its answer; who asks again at once waits for that, so long
+_MAX_PENDING = 4  # ended requests per slot that may wait to be stored
+_SETTLE_S = 0.25  # how long a request waits for its namespace's previous prompts to be stored
 
 
-class EmbeddedEngine(GeneratingEngine):
+class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
     """One model in this process, with its tokenizer, loaded when the engine starts."""
 
     def __init__(self, settings: Settings, *, load: Load = load_model) -> None:
-        """Nothing heavy happens before `start`."""
+        """Opens nothing: `start` does."""
+        super().__init__()
         self._settings = settings
         self._load = load
         self._created = int(time.time())
@@ -62,15 +63,6 @@ class EmbeddedEngine(GeneratingEngine):
             max_running=settings.engine.max_running, max_waiting=settings.engine.max_waiting
         )
         self._arrivals = Arrivals(min_run=settings.sharing.min_run)
-        self._running: EmbeddedServer | None = None
-        self._opened = AsyncExitStack()
-
-    @property
-    def server(self) -> EmbeddedServer:
-        """What is open between start and stop. Raises ShuttingDownError before and after."""
-        if self._running is None:
-            raise ShuttingDownError("the engine is not running")
-        return self._running
 
     @property
     def card(self) -> ModelCard:
@@ -78,20 +70,11 @@ class EmbeddedEngine(GeneratingEngine):
             return ModelCard("unknown until the model is loaded", self._created, 0)
         return ModelCard(self._running.model.name, self._created, self._running.model.max_model_len)
 
-    @property
-    def sharing(self) -> Sharing:
-        """For benchmarks and tests: what this engine shares with."""
-        return self.server.runtime.sharing
-
     async def start(self) -> None:
         self._running = await self._opened.enter_async_context(open_server(self._settings, self._load))
 
-    async def stop(self) -> None:
-        self._running = None
-        await self._opened.aclose()
-
     async def settle(self) -> None:
-        """For benchmarks and tests: wait until all that was computed is stored and indexed."""
+        """For benchmarks and tests: wait until all computed KV is stored and indexed."""
         await self.server.runtime.settle()
 
     @property
@@ -121,10 +104,10 @@ class EmbeddedEngine(GeneratingEngine):
         embedder = self.server.runtime.index.embedder
         if embedder is None:
             raise RequestError(
-                "this server has no embedder: index.dense is false in its settings, or loading it failed",
+                "this server has no embedder: the setting index.dense is false, or loading it failed",
                 code=ErrorCode.NO_EMBEDDER,
             )
-        # Not in the executor that tokenizes: the embedder takes turns, and others wait for their prompts.
+        # Not in the executor that tokenizes: the embedder computes one call at a time and would block it.
         return await asyncio.to_thread(_embeddings, embedder, texts)
 
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
@@ -133,7 +116,7 @@ class EmbeddedEngine(GeneratingEngine):
             server = self.server
             if (grammar := request.sampling.grammar) is not None:
                 decoding = replace(decoding, constraint=await server.grammars.compiled(grammar))
-            # Ended requests hold their KV until it is stored: new ones wait if storing cannot keep up.
+            # Ended requests hold their KV until it is stored, so new ones wait if storing is too slow.
             await server.runtime.background.below(_MAX_PENDING * self._settings.engine.max_running)
             lookup = await self._look_up(request)
             report = lookup.report(request.prompt.num_tokens)
@@ -151,15 +134,15 @@ class EmbeddedEngine(GeneratingEngine):
                 decoding=decoding,
                 cost=server.runtime.sharing.cost,
                 emit=emit_delta,
-                on_prefilled=lambda: loop.call_soon_threadsafe(retention.keep_prompt, task),
+                on_prefilled=lambda: loop.call_soon_threadsafe(retention.store_prompt, task),
             )
             retention.watch(task)
-            del lookup  # the task lets go of the donors' KV once it is laid out
+            del lookup  # the task releases the donors' KV when it has been copied
             await self._compute(task, emit, Started(report), retention)
             emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
 
     def _decoding(self, request: GenerationRequest) -> Decoding:
-        """How its answers are sampled. Raises ContextLengthError, RequestError."""
+        """How the choices of a request are decoded. Raises ContextLengthError, RequestError."""
         server, sampling = self.server, request.sampling
         size = server.model.vocab_size
         if foreign := [token_id for token_id in sampling.stop_token_ids if not 0 <= token_id < size]:
@@ -175,8 +158,9 @@ class EmbeddedEngine(GeneratingEngine):
 
     async def _look_up(self, request: GenerationRequest) -> Lookup:
         """
-        The plan of a request that is served by it, after what its namespace computed last is stored, and what
-        is being computed just now, if that is alike.
+        The plan of a request, which counts as a use of its donors.
+
+        Waits first until recent prompts of its namespace are stored, and similar ones in progress computed.
         """
         server, prompt, namespace = self.server, request.prompt, request.namespace.digest
         runtime = server.runtime
@@ -195,7 +179,7 @@ class EmbeddedEngine(GeneratingEngine):
     async def _compute(
         self, task: Task, emit: Callable[[Event], None], started: Started, retention: Retention
     ) -> None:
-        """Until the scheduler has let go of a task; what it computed is kept in the background."""
+        """Run a task until the scheduler releases it. Its KV is stored in the background."""
         server = self.server
         runtime = server.runtime
         runtime.keeper.hold(task.plan)
@@ -211,8 +195,8 @@ class EmbeddedEngine(GeneratingEngine):
             if task.error is not None:
                 raise EngineError("the engine failed while computing this request") from task.error
         finally:
-            task.cancelled = True  # it leaves after the quantum in progress, if it has not ended by itself
-            runtime.background.spawn(retention.keep(task), namespace=task.request.namespace.digest)
+            task.cancelled = True  # if it has not ended, it does after the quantum in progress
+            runtime.background.spawn(retention.store(task), namespace=task.request.namespace.digest)
 
     def status(self) -> EngineStatus:
         if self._running is None:
@@ -229,12 +213,9 @@ class EmbeddedEngine(GeneratingEngine):
         lookup = await self.sharing.find_plan(request.namespace.digest, prompt, mode)
         return await self.server.off_loop(explain_lookup, self.sharing, prompt, lookup, mode)
 
-    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return await self.server.runtime.inspect(what, arguments)
-
 
 class Admission:
-    """Who may run: a bounded number at once, a bounded number waiting, in order of arrival."""
+    """Limits how many requests run and how many wait; they start in order of arrival."""
 
     def __init__(self, *, max_running: int, max_waiting: int) -> None:
         self.num_running = 0
@@ -244,7 +225,7 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Hold one slot. Raises OverloadedError where none is free and the queue is full."""
+        """Hold one slot. Raises OverloadedError if none is free and the queue is full."""
         if self._slots.locked() and self.num_waiting >= self._max_waiting:
             raise OverloadedError(f"{self.num_waiting} requests are waiting already; try again later")
         self.num_waiting += 1
@@ -268,7 +249,7 @@ def _embeddings(embedder: Embedder, texts: Sequence[str]) -> Embeddings:
 
 
 def _max_tokens(request: GenerationRequest, max_model_len: int) -> int:
-    """How much a request may generate. Raises ContextLengthError, RequestError."""
+    """How many tokens a request may generate. Raises ContextLengthError, RequestError."""
     num_prompt_tokens = request.prompt.num_tokens
     if num_prompt_tokens == 0:
         raise RequestError("the prompt is empty", param="messages")

@@ -1,4 +1,4 @@
-"""From a folder or a name to the model that is served."""
+"""Loads the model that is served, from a folder or by its Hugging Face name."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def load_served(
     dtype: str = "float32",
     max_model_len: int | None = None,
 ) -> EmbeddedModel | UnsharedModel:
-    """A Hugging Face name or folder, see `load_network`. Raises ModelError."""
+    """Load a Hugging Face name or folder, see `load_network`. Raises ModelError."""
     return served(load_network(path, device=device, dtype=dtype), name=name, max_model_len=max_model_len)
 
 
 def served(
     network: PreTrainedModel, *, name: str, max_model_len: int | None = None
 ) -> EmbeddedModel | UnsharedModel:
-    """With sharing where the model lets us, else without. Raises ModelError where neither works."""
+    """With sharing if the model supports it, else without. Raises ModelError if neither works."""
     attention = network.config._attn_implementation
     try:
         return EmbeddedModel(network, name=name, max_model_len=max_model_len)

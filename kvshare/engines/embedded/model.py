@@ -1,47 +1,47 @@
 """
-A Hugging Face decoder model, loaded, checked and called for partial attention.
+A Hugging Face decoder model: verified when it is loaded, and called with partial attention.
 
-The model runs unmodified. Two hooks that transformers offers carry KVShare in: a cache object whose `update`
-writes into the slots of a sequence, and a registered attention function that attends run by run.
+The model runs unmodified. Two hooks of transformers connect it to KVShare: a cache object whose `update`
+writes into the slots of a sequence, and a registered attention function that calls `PartialPass.attend`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 
 from delta_tree import Span, TokenIds, token_ids
 from kvshare.engines.embedded.decoder import DecoderModel, layer_kinds, load_network, relative_error
 from kvshare.engines.embedded.prefill import Prefill
-from kvshare.engines.embedded.rotary import head_dim_of
+from kvshare.engines.embedded.stored_model import head_dim_of
 from kvshare.errors import ModelError, UnshareableError
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.fingerprint import model_fingerprint
 from kvshare.kv.form import PLAIN, Form
 from kvshare.kv.frequencies import frequency_tables
 from kvshare.kv.layout import ALL_EARLIER, KVLayout, Reach
-from kvshare.kv.movement import Movement, Observed, Proof, prove
+from kvshare.kv.movement import Observed, Verification, find_movement, why_not_movable
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import NoPlan, Plan
 
 log = logging.getLogger(__name__)
 
 _ATTENTION = "kvshare_partial"
-_CHANGES_ATTENTION = ("position_bias", "head_mask")  # what some models ask of theirs, and ours does not do
+_UNSUPPORTED_ARGUMENTS = ("position_bias", "head_mask")  # that some models give to their attention
 _KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_SHIFTS = (37, 133)  # by which rows are moved to prove how
-_SHORT_REACH = 5  # of windows and chunks in the proof: shorter than its prompt
+_SHIFTS = (37, 133)  # in tokens: by how much rows are moved to find their movement
+_SHORT_REACH = 5  # tokens of windows and chunks in the verification: shorter than its prompt
 
 
 class _SlotCache(Cache):
-    """What a model believes to be its cache: `update` writes the new rows and returns all visible KV."""
+    """A cache for transformers whose `update` writes new rows into the slots and returns all visible KV."""
 
     def __init__(self, current: PartialPass) -> None:
         super().__init__(layers=[])
@@ -62,39 +62,15 @@ class _SlotCache(Cache):
         return self.current.num_visible, 0
 
 
-class _ShapesCache(Cache):
-    """Writes down what each layer wants to keep of a token, and keeps nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = ((rows.shape[1], rows.shape[3]) for rows in (key_states, value_states))
-        self.shapes[layer_idx] = first, second
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
-
-
 def _reach(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Reach:
     """
-    transformers asks here for the mask of each kind of layer, and hands it to these layers' attention.
+    The reach of one kind of layer, in place of the mask that transformers asks for and gives to `_attend`.
 
-    Whether the model means what we read is proved by its logits.
+    Comparing logits verifies that it is right, see `_verify_attention`.
     """
     if local_size is None:
         return ALL_EARLIER
-    # The token at `local_size` sees the one at 1 through a window, and not across the border of a chunk.
+    # With a window the token at `local_size` sees the one at 1, with chunks it does not.
     sees = mask_function(0, 0, torch.tensor(local_size), torch.tensor(1))
     return Reach(local_size, is_chunked=not bool(sees))
 
@@ -112,10 +88,10 @@ def _attend(
     partial_pass: PartialPass,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature; the pass knows its runs, the mask says how far they see."""
-    if wanted := [name for name in _CHANGES_ATTENTION if extras.get(name) is not None]:
-        raise UnshareableError(f"attention with {', '.join(wanted)} is not handled")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, says transformers
+    """The attention function for transformers. In place of a mask it gets what `_reach` has returned."""
+    if found := [name for name in _UNSUPPORTED_ARGUMENTS if extras.get(name) is not None]:
+        raise UnshareableError(f"attention with {', '.join(found)} is not supported")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # transformers sets an int
     is_plain = attention_mask in (None, ALL_EARLIER) and softcap is None and s_aux is None
     form = PLAIN if is_plain else Form(attention_mask or ALL_EARLIER, softcap, s_aux)
     partial_pass.forms[layer] = form
@@ -131,38 +107,38 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
     """
     A decoder model whose KV is shared.
 
-    `layout` says how its rows move, as proved; where that is not known `refusal` says why, and only text at
-    the same position is shared. `forms`: what each layer asks of its attention.
+    `layout` has the verified movements of its rows. Where one is not known only text at the same position is
+    shared, and `unsupported_reason` says why. `forms`: how each layer attends.
     """
 
     can_share = True
 
     def __init__(self, model: PreTrainedModel, *, name: str, max_model_len: int | None = None) -> None:
-        """Raises UnshareableError for a model that this engine can run, but not with our attention."""
+        """Raises UnshareableError for a model that does not give the same logits with partial attention."""
         super().__init__(model, name=name, max_model_len=max_model_len)
         if foreign := set(layer_kinds(model.config)) - _KINDS:
             raise UnshareableError(
-                f"{name} has layers of kind {', '.join(sorted(foreign))}, which keep a state"
+                f"{name} has layers of kind {', '.join(sorted(foreign))}, which have no KV of single tokens"
             )
         parameter = next(model.parameters())
         try:
             with _short_reach(model):
-                expected, shapes = self._as_it_is()
+                expected, shapes = self._unmodified()
                 self.layout = KVLayout.of_shapes(shapes, dtype=parameter.dtype, device=parameter.device)
-                self._prove_attention(expected)
-            self.proofs = self._prove_movements()
+                self._verify_attention(expected)
+            self.verifications = self._verify_movements()
         except torch.OutOfMemoryError as exc:
             raise ModelError(f"{name} does not fit into memory: {exc}") from exc
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as exc:
             problem = f"{type(exc).__name__}: {exc}"
             raise UnshareableError(
-                f"{name} does not take cache and attention from outside ({problem})"
+                f"{name} does not work with the cache and attention of KVShare ({problem})"
             ) from exc
-        self.layout = self.layout.moving([(k.movement, v.movement) for k, v in self.proofs]).seeing(
+        self.layout = self.layout.moving([(k.movement, v.movement) for k, v in self.verifications]).seeing(
             [self.forms[layer].reach for layer in range(self.layout.num_layers)]
         )
-        if self.refusal:
-            log.warning("%s: only text at the same position is shared: %s", name, self.refusal)
+        if self.unsupported_reason:
+            log.warning("%s: only text at the same position is shared: %s", name, self.unsupported_reason)
 
     @classmethod
     def load(
@@ -174,7 +150,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         dtype: str = "float32",
         max_model_len: int | None = None,
     ) -> EmbeddedModel:
-        """Of a Hugging Face name or folder, see `load_network`. Raises ModelError."""
+        """Load a Hugging Face name or folder, see `load_network`. Raises ModelError."""
         return cls(load_network(path, device=device, dtype=dtype), name=name, max_model_len=max_model_len)
 
     @property
@@ -185,26 +161,14 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         )
 
     @property
-    def rotation(self) -> Movement | None:
-        """The one rotation of all keys; None for any other model."""
-        return self.layout.rotation
-
-    @property
-    def refusal(self) -> str:
+    def unsupported_reason(self) -> str:
         """Why rows of some layer cannot be moved; empty where all can."""
-        for layer, proofs in enumerate(self.proofs):
-            for name, proof in zip(("keys", "values"), proofs, strict=True):
-                if proof.movement is None:
-                    tables = frequency_tables(self.network)[1]
-                    return (
-                        tables
-                        or f"{name} of layer {layer}: {proof.reason} (error {proof.error:.2g} of the largest)"
-                    )
-        return ""
+        problem = why_not_movable(self.verifications)
+        return (frequency_tables(self.network)[1] or problem) if problem else ""
 
     @property
     def can_listen(self) -> bool:
-        # What changed is told from values: all layers keep some, as wide as keys.
+        # Repairs are chosen by changes of values, so all layers must have values, of the same shape as keys.
         k, v = (self.layout.planes[number] for number in (0, -1))
         return len(self.layout.planes) == 2 and (k.num_heads, k.dim) == (v.num_heads, v.dim)
 
@@ -222,7 +186,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
     @torch.inference_mode()
     def compute(self, current: PartialPass, token_ids: TokenIds) -> torch.Tensor:
         """
-        Compute the KV of the pass's positions in place, and the logits after its last one.
+        Compute the KV of the positions of a pass in place, and the logits after its last one.
 
         Shapes:  token_ids (N,) int32, the tokens at `current.positions` -> logits (V,), float32
         """
@@ -235,7 +199,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         """
         Like `compute`, with the logits after the last `keep` positions: (keep, V), float32.
 
-        `moved_by` makes the model believe that all positions are so much higher; slots stay as they are.
+        `moved_by` is added to the position ids that the model gets; slots stay as they are.
         """
         device = self.layout.device
         output = self.network(
@@ -249,42 +213,46 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 
-    def _as_it_is(self) -> tuple[torch.Tensor, list[tuple[tuple[int, int], tuple[int, int]]]]:
-        """Logits (N, V) of the model's own eager attention, and what each layer keeps of a token."""
-        tokens, cache = self._probe_tokens(), _ShapesCache()
+    def _unmodified(self) -> tuple[torch.Tensor, list[tuple[tuple[int, int], tuple[int, int]]]]:
+        """Logits (N, V) with the model's own eager attention, and the shapes of the rows of each layer."""
+        tokens, cache = self._probe_tokens(), DynamicCache()
         self.network.set_attn_implementation("eager")
         ids = torch.from_numpy(tokens.astype(np.int64)).to(next(self.network.parameters()).device)
         with torch.inference_mode():
             output = self.network(input_ids=ids.unsqueeze(0), past_key_values=cache, use_cache=True)
         self.network.set_attn_implementation(_ATTENTION)
-        missing = set(range(self.network.config.num_hidden_layers)) - set(cache.shapes)
-        if missing:
-            raise UnshareableError(f"{self.name}: layer {min(missing)} keeps no keys and values of its own")
-        return output.logits[0].float(), [cache.shapes[layer] for layer in sorted(cache.shapes)]
+        layers: Sequence[Any] = cache.layers  # `DynamicLayer`s; transformers types them as any kind of layer
+        stored = {number: layer for number, layer in enumerate(layers) if layer.is_initialized}
+        if missing := set(range(self.network.config.num_hidden_layers)) - set(stored):
+            raise UnshareableError(f"{self.name}: layer {min(missing)} has no keys and values of its own")
+        shapes = [(_rows(layer.keys), _rows(layer.values)) for layer in stored.values()]
+        return output.logits[0].float(), shapes
 
-    def _prove_attention(self, expected: torch.Tensor) -> None:
+    def _verify_attention(self, expected: torch.Tensor) -> None:
         """
-        Run the same tokens through our attention, with windows and chunks so short that they matter.
+        Compute the same tokens with partial attention, and compare the logits. Windows and chunks are short
+        here.
 
-        Raises:  ModelError where it differs: such a model asks more of its attention than ours does
+        Raises:  UnshareableError if they differ: the model needs more of its attention than ours supports
         """
         tokens = self._probe_tokens()
         current = PartialPass(self.new_sequence(len(tokens)), (Span(0, len(tokens)),))
         found = self.logits(current, tokens, keep=len(tokens))
         if missing := set(range(self.layout.num_layers)) - set(current.forms):
-            raise UnshareableError(f"{self.name}: layer {min(missing)} does not take attention from outside")
+            raise UnshareableError(f"{self.name}: layer {min(missing)} does not use the registered attention")
         self.attention_error = error = relative_error(found, expected)
         if not error <= self.tolerance:
             raise UnshareableError(
-                f"{self.name}: logits differ by {error:.2g} of the largest from the model's own attention, "
-                f"expected at most {self.tolerance:.2g}; its attention is not handled"
+                f"{self.name}: logits differ from those of its own attention by {error:.2g} of the largest, "
+                f"expected at most {self.tolerance:.2g}; its attention is not supported"
             )
 
-    def _prove_movements(self) -> list[tuple[Proof, Proof]]:
+    def _verify_movements(self) -> list[tuple[Verification, Verification]]:
         """
-        Compute the same tokens again further on, and find how the first rows get there, layer by layer.
+        Compute the same tokens at other positions, and find how rows move there, layer by layer.
 
-        Attention is relative, so hidden states are the same and every layer can be compared.
+        Attention depends on relative positions only, so hidden states are the same and every layer can be
+        compared.
         """
         tokens = self._probe_tokens()
         room = self.max_model_len - len(tokens)
@@ -292,16 +260,16 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         far = {shift: self._computed_at(tokens, shift) for shift in sorted({min(s, room) for s in _SHIFTS})}
         tables, _ = frequency_tables(self.network)
 
-        def proof(name: str, layer: int) -> Proof:
+        def found(name: str, layer: int) -> Verification:
             plane, row = self.layout.places[name, layer]
             here = near.planes[plane][row]
             observed = [Observed(here, kv.planes[plane][row], shift) for shift, kv in far.items()]
-            return prove(tables, observed, tolerance=self.tolerance)
+            return find_movement(tables, observed, tolerance=self.tolerance)
 
-        return [(proof("k", layer), proof("v", layer)) for layer in range(self.layout.num_layers)]
+        return [(found("k", layer), found("v", layer)) for layer in range(self.layout.num_layers)]
 
     def _computed_at(self, tokens: TokenIds, shift: int) -> SequenceKV:
-        """A prompt's KV as if it began at another position."""
+        """The KV of a prompt that begins at position `shift`."""
         kv = self.new_sequence(len(tokens))
         current = PartialPass(kv, (Span(0, len(tokens)),))
         self.logits(current, tokens, keep=1, moved_by=shift)
@@ -312,9 +280,14 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         return token_ids(self.probe_tokens())
 
 
+def _rows(stored: torch.Tensor) -> tuple[int, int]:
+    """(H, D) of the rows in a cache of transformers, (1, H, T, D)."""
+    return stored.shape[1], stored.shape[3]
+
+
 @contextmanager
 def _short_reach(model: PreTrainedModel) -> Iterator[None]:
-    """Windows and chunks of a few tokens, so that a short prompt is longer than they are."""
+    """Set windows and chunks to a few tokens meanwhile, so that the probe prompt is longer than they are."""
     configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
     found = [
         (config, name, size)

@@ -1,4 +1,4 @@
-"""A prompt's prefill, pass by pass: what is not reused is computed, and repairs are chosen on the way."""
+"""The prefill of a prompt, pass by pass: computes what is not reused, and chooses repairs on the way."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 class Prefill:
     """
-    Computes a prompt whose copies are laid out in `kv`.
+    Computes a prompt whose copies have been written into `kv`.
 
-    `plan` is the plan as it is carried out: its repairs are known once the probe pass is over.
+    `plan` is the plan as it is carried out: it gets its repairs after the probe passes.
     """
 
     def __init__(self, model: EmbeddedModel, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceKV) -> None:
@@ -40,7 +40,7 @@ class Prefill:
 
     def advance(self, *, max_queries: int) -> tuple[int, torch.Tensor | None]:
         """
-        One pass. Returns how many tokens it computed, and behind the last one the logits (V,) of the answer.
+        Run one pass. Returns how many tokens it computed and, after the last pass, the answer's logits (V,).
         """
         listener = self._probe.listener if self._probe is not None else None
         current, self._remaining = take_pass(
@@ -56,7 +56,7 @@ class Prefill:
         return current.num_queries, None
 
     def _repair(self, probe: _ProbePass) -> None:
-        """Behind the probe pass: the repairs, and the listeners and what they attend to most, once more."""
+        """After the probe passes: compute repairs, and again listeners and what they attend to most."""
         choice = probe.choice()
         self.plan = probe.plan.with_repairs(choice.repairs)
         self._remaining = merge([*choice.repairs, *choice.again])
@@ -64,14 +64,14 @@ class Prefill:
 
 
 class _ProbePass:
-    """What is measured in a plan's first passes, and the choice behind them."""
+    """What the first passes of a plan measure, and the choice of repairs that follows from it."""
 
     def __init__(self, kv: SequenceKV, plan: Plan, order: RepairOrder) -> None:
         self.plan = plan
         self._order = order
         self._kv = kv
         self._places = torch.tensor(order.probes, dtype=torch.int64, device=kv.layout.device)
-        self._laid_k, self._laid_v = kv.k[:, self._places], kv.v[:, self._places]  # copies
+        self._copied_k, self._copied_v = kv.k[:, self._places], kv.v[:, self._places]  # memory of their own
         self.listener = Listener(
             plan.listeners,
             num_layers=kv.layout.num_layers,
@@ -80,9 +80,9 @@ class _ProbePass:
         )
 
     def choice(self) -> Choice:
-        """The probes stand as they were laid again, since they count as no repair."""
+        """Choose the repairs, and put the copied KV of the probes back, as a probe is no repair."""
         changed = self._changed()
-        self._kv.k[:, self._places], self._kv.v[:, self._places] = self._laid_k, self._laid_v
+        self._kv.k[:, self._places], self._kv.v[:, self._places] = self._copied_k, self._copied_v
         return choose(
             self._order,
             self.plan.placeholders,
@@ -92,7 +92,7 @@ class _ProbePass:
         )
 
     def _changed(self) -> NDArray[np.float32]:
-        """(L, P) how far the values of the probes moved."""
-        difference = self._kv.v[:, self._places].float() - self._laid_v.float()
-        moved: NDArray[np.float32] = difference.flatten(2).norm(dim=2).cpu().numpy()
-        return moved
+        """(L, P): how far the computed values of the probes are from the copied ones."""
+        difference = self._kv.v[:, self._places].float() - self._copied_v.float()
+        changed: NDArray[np.float32] = difference.flatten(2).norm(dim=2).cpu().numpy()
+        return changed

@@ -1,5 +1,5 @@
 """
-Choosing the next token from logits, on the CPU, one sequence at a time. In vLLM's order of operations:
+Chooses the next token from logits, on the CPU, for one sequence at a time. The steps are in vLLM's order:
 
     a grammar's mask, min_tokens, logit_bias, repetition, frequency and presence penalty   `Sampler`
     temperature, min_p, top_k, top_p                                                       `probabilities`
@@ -16,12 +16,12 @@ import torch
 from delta_tree import TokenIds
 from kvshare.engines.base import SamplingParams
 
-_GREEDY = 1e-5  # temperatures below are 0, as vLLM has it
+_GREEDY = 1e-5  # temperatures below it count as 0, as in vLLM
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How tokens are drawn, nothing left open. The defaults are OpenAI's: the model's own distribution."""
+    """How tokens are drawn. The defaults are OpenAI's: the model's own distribution."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,9 +35,9 @@ DRAW_FIELDS = tuple(field.name for field in fields(Draw))
 
 def resolve(params: SamplingParams, model_defaults: Mapping[str, float]) -> Draw:
     """
-    What the request says, else what the model's generation config says, else what OpenAI says.
+    Each value from the request, or else from the model's generation config, or else OpenAI's default.
 
-    Like vLLM it takes no notice of the config's `do_sample`: that is about calls from Python.
+    Like vLLM it ignores the config's `do_sample`, which concerns calls from Python.
     """
     requested = {name: value for name in DRAW_FIELDS if (value := getattr(params, name)) is not None}
     return Draw(**{**model_defaults, **requested})
@@ -45,7 +45,7 @@ def resolve(params: SamplingParams, model_defaults: Mapping[str, float]) -> Draw
 
 def probabilities(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     """
-    What a token is drawn from at a temperature above 0.
+    The distribution that a token is drawn from at a temperature above 0.
 
     Shapes:  logits (V,) float32, not changed -> (V,) float32, of sum 1
     """
@@ -59,19 +59,19 @@ def probabilities(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     if draw.top_p < 1.0:
         ordered, indices = shares.sort(descending=True)
         before = ordered.cumsum(dim=-1) - ordered
-        before[0] = -1.0  # top_p = 0 still leaves the likeliest
+        before[0] = -1.0  # the likeliest token stays, also with top_p = 0
         shares[indices[before >= draw.top_p]] = 0.0
         shares /= shares.sum()
     return shares
 
 
 class Sampler:
-    """Samples one choice. The same seed gives the same tokens for the same logits."""
+    """Samples the tokens of one choice. The same seed gives the same tokens for the same logits."""
 
     def __init__(
         self, params: SamplingParams, draw: Draw, *, choice: int, prompt: TokenIds, ends: Collection[int]
     ) -> None:
-        """`ends`: tokens that do not come before `min_tokens` others."""
+        """`ends`: tokens that are not sampled before `min_tokens` others."""
         self._params = params
         self._draw = draw
         self._prompt = prompt
@@ -86,7 +86,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, forbidden: torch.Tensor | None = None) -> int:
         """
-        The next token id. `forbidden` are those that the grammar does not allow.
+        The next token id. `forbidden`: the tokens that the grammar does not allow.
 
         Shapes:  logits (V,) float32, not changed; forbidden (V,) bool
         """
@@ -108,7 +108,7 @@ class Sampler:
             self._seen[token_id] = True
 
     def _lengthened(self, logits: torch.Tensor) -> torch.Tensor:
-        """Without the tokens that end an answer which is too short, unless its grammar allows no others."""
+        """Mask the tokens that end an answer while it is too short, unless its grammar allows no others."""
         if self._counts.total() >= self._params.min_tokens:
             return logits
         longer = logits.index_fill(0, self._ends[self._ends < len(logits)], -torch.inf)

@@ -1,7 +1,8 @@
 """
-One worker thread that advances all running tasks in turn, a quantum each, so that streams interleave.
+One worker thread advances all running tasks in turn, one quantum each, so that all streams make progress.
 
-While others decode, prefill chunks are a quarter as long: a long prompt delays their next token less.
+While other tasks decode, prefill chunks are a quarter as long, so that a long prompt delays other answers
+less.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ log = logging.getLogger(__name__)
 
 class Scheduler:
     """
-    Round-robin over tasks: after its quantum a task goes to the end of the worker's queue, or leaves.
-    `on_release(task, error)` is called in a thread when the worker will not touch a task again.
+    Round-robin over tasks: after its quantum a task goes to the end of the worker's queue, or is released.
+
+    A thread calls `on_release(task, error)` when the worker will not use a task again.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Scheduler:
         try:
             more = not task.cancelled and task.advance(max_queries=self._chunk_for(task))
         except Exception as exc:  # noqa: BLE001  logged, without its message
-            log.error("a request failed while computing: %s", classes_and_places(exc))
+            log.error("a request failed in the engine, its client gets an error: %s", classes_and_places(exc))
             error = exc
         if more:
             with suppress(RuntimeError):  # `stop` was called meanwhile: it releases the task

@@ -1,11 +1,13 @@
 """
-What the embedded engine holds from start to stop: the model, its tokenizer, the runtime, the scheduler.
+The parts that the embedded engine opens at start and closes at stop: model, tokenizer, runtime, scheduler.
+
+Its threads:
 
     kvshare-engine   two threads: load, tokenize, explain
-    kvshare-writer   the runtime's: everything that changes the tree
-    kvshare-compute  the scheduler's: every forward pass of a request
-    kvshare-grammar  two threads: compile what answers must follow
-    kvshare-mask     what may come next in such an answer, while its next logits are computed
+    kvshare-writer   of the runtime: every change of the tree
+    kvshare-compute  of the scheduler: every forward pass of a request
+    kvshare-grammar  two threads: compile grammars
+    kvshare-mask     computes the next mask of a grammar while the model computes the next logits
 """
 
 from __future__ import annotations
@@ -47,17 +49,17 @@ _T = TypeVar("_T")
 _WARM_UP_TOKENS = 16
 
 Load = Callable[[Settings, threading.Event], tuple[DecoderModel[Any], PromptEncoder]]
-"""Loads in a thread; the event is set when the engine stops meanwhile."""
+"""Loads model and tokenizer in a thread; the event is set if the engine stops meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddedServer:
-    """The open parts."""
+    """The parts of a started engine."""
 
     executor: ThreadPoolExecutor
     model: DecoderModel[Any]
     encoder: PromptEncoder
-    namespace_fields: Mapping[str, str]  # of every namespace under this model
+    namespace_fields: Mapping[str, str]  # the fields that all namespaces of this model have in common
     runtime: Runtime[MemoryKeeper[SegmentKV]]
     grammars: Grammars
     scheduler: Scheduler
@@ -69,20 +71,20 @@ class EmbeddedServer:
 
     @property
     def shared_model(self) -> EmbeddedModel:
-        """The same for who wants to compute with it. Raises UnshareableError where nothing is shared."""
+        """The model, if its KV is shared. Raises UnshareableError if it is not."""
         if not isinstance(self.model, EmbeddedModel):
-            raise UnshareableError(self.model.refusal)
+            raise UnshareableError(self.model.unsupported_reason)
         return self.model
 
     async def off_loop(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Call a function that takes long and changes nothing."""
+        """Call a slow function that changes no state, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
 
 
 @asynccontextmanager
 async def open_server(settings: Settings, load: Load) -> AsyncIterator[EmbeddedServer]:
     """
-    Open one part after the other; they are closed in reverse, also where a later one fails.
+    Open the parts in order, and close them in reverse, also when opening a later one fails.
 
     Raises:  ModelError, StoreError, ConfigError
     """
@@ -113,12 +115,12 @@ async def open_server(settings: Settings, load: Load) -> AsyncIterator[EmbeddedS
 
 
 def load_model(settings: Settings, stopping: threading.Event) -> tuple[DecoderModel[Any], PromptEncoder]:
-    """The model that config.yaml names."""
+    """Load the model that config.yaml names. Raises ModelError."""
     chosen = settings.model
     source = find_model(chosen.path, download=True, cancelled=stopping)
     path = source.path
     if path.startswith(("/", ".")) and not Path(path).is_dir():
-        raise ModelError(f"model.path: there is no folder {path}")
+        raise ModelError(f"model.path: found no folder {path}; expected a folder or a Hugging Face name")
     if settings.engine.num_threads is not None:
         torch.set_num_threads(settings.engine.num_threads)
     encoder = PromptEncoder.load(path)
@@ -133,7 +135,7 @@ def load_model(settings: Settings, stopping: threading.Event) -> tuple[DecoderMo
 
 
 def namespace_fields(model: DecoderModel[Any], encoder: PromptEncoder) -> dict[str, str]:
-    """What KV of this model depends on; see `Namespace`."""
+    """The fields of `Namespace` that depend on the model."""
     layout = model.layout
     return {
         "model": model.name,
@@ -148,7 +150,7 @@ def namespace_fields(model: DecoderModel[Any], encoder: PromptEncoder) -> dict[s
 def _runtime(
     settings: Settings, model: DecoderModel[Any], fields: Mapping[str, str]
 ) -> AbstractAsyncContextManager[Runtime[MemoryKeeper[SegmentKV]]]:
-    """The store of this very model, emptied: the KV of its prompts died with the last process."""
+    """The runtime with an empty store: the KV of stored prompts was lost with the last process."""
     identity = ":".join(fields[part] for part in ("model", "revision", "tokenizer", "dtype"))
 
     limits = PlannerLimits.from_settings(
@@ -179,6 +181,6 @@ def _runtime(
 
 
 def _warm_up(model: DecoderModel[Any]) -> None:
-    """The first forward pass allocates and compiles; better now than in somebody's request."""
+    """Run the first forward pass, which allocates and compiles, before requests come."""
     tokens = token_ids([0] * _WARM_UP_TOKENS)
     model.prefill(tokens, NoPlan(), model.new_sequence(_WARM_UP_TOKENS)).advance(max_queries=_WARM_UP_TOKENS)

@@ -1,26 +1,49 @@
-"""What a model's files say of it without loading it."""
+"""A model's fingerprint, its heads and their rotation, from its files, without loading its weights."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from kvshare.engines.embedded.rotary import head_dim_of
+from kvshare.errors import ModelError
 from kvshare.kv.fingerprint import is_norm, model_fingerprint
+from kvshare.kv.frequencies import frequency_tables
+
+
+def head_dim_of(config: Any) -> int:
+    """Dimensions of a head, from a model's configuration."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def may_move_keys(path: str | Path) -> bool:
+    """
+    Whether a model may have keys that can be moved. Looks at its modules only and loads no weights.
+
+    A server verifies it by computing.
+    Raises:  ModelError if the configuration cannot be read
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # no annotations
+    except (OSError, ValueError, KeyError, RuntimeError) as exc:
+        raise ModelError(f"the configuration of model {str(path)!r} cannot be read: {exc}") from exc
+    return bool(frequency_tables(model)[0])
 
 
 def stored_fingerprint(path: str) -> str:
     """
-    The fingerprint that a served model of this folder or hub name has, from its norms alone.
+    The fingerprint that the model of this folder or Hugging Face name has when it is served.
 
-    Empty where it cannot be told: weights that are not here, or in another format than safetensors.
+    Empty if the weights are not on this machine, or are not in safetensors.
     """
     try:
         config = AutoConfig.from_pretrained(path)
@@ -34,20 +57,20 @@ def stored_fingerprint(path: str) -> str:
 def _norms(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     for file in _weight_files(path):
         with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118  it is no mapping
+            for name in weights.keys():  # noqa: SIM118  not a mapping
                 if is_norm(name):
                     yield name, weights.get_tensor(name)
 
 
 def _weight_files(path: str) -> list[Path]:
-    """Raises OSError where there are none."""
+    """Raises OSError if there are none."""
     index = _find(path, SAFE_WEIGHTS_INDEX_NAME)
     names = [SAFE_WEIGHTS_NAME]
     if index is not None:
         names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     found = [_find(path, name) for name in names]
     if None in found:
-        raise FileNotFoundError(f"{path} has no weights in safetensors")
+        raise FileNotFoundError(f"{path}: no weights in safetensors are on this machine")
     return [file for file in found if file is not None]
 
 

@@ -1,7 +1,9 @@
 """
-One running request, advanced a quantum at a time by the scheduler's thread: a prefill chunk, or one token.
+One running request. The scheduler's thread advances it by one quantum at a time: a prefill chunk or one
+token.
 
-Nothing here is thread-safe; a task belongs to the worker until `released`, then to whoever keeps its KV.
+Not thread-safe: a task belongs to the worker thread until `released`, and then to `Retention`, which stores
+its KV.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ class Task:
     emit: Callable[[Delta], object]
     on_prefilled: Callable[[], object] = lambda: (
         None
-    )  # in the worker's thread: all slots of the prompt are valid
+    )  # called by the worker: all slots of the prompt are valid
     released: asyncio.Event = field(default_factory=asyncio.Event)
     prefilled: bool = False
-    cancelled: bool = False  # set by anybody, looked at between quanta
-    error: BaseException | None = None  # what ended it, other than itself or its client
+    cancelled: bool = False  # set by any thread, read between quanta
+    error: BaseException | None = None  # the failure that ended it; None: it ended or was cancelled
 
     def __post_init__(self, lookup: Lookup) -> None:
         self.plan = lookup.plan
@@ -59,7 +61,7 @@ class Task:
 
     @property
     def _num_to_compute(self) -> int:
-        """For the whole prompt, what repairs are chosen by included."""
+        """Tokens that the prefill computes, with those that are computed only to choose repairs."""
         if isinstance(self.plan, Plan):
             return self.plan.num_computed + self.plan.num_selecting
         return self.request.prompt.num_tokens
@@ -70,15 +72,15 @@ class Task:
 
     @property
     def computed(self) -> Computed[SegmentKV]:
-        """The first choice's slots, and the tokens whose KV stands there: all but the last sampled one."""
+        """The KV of the first choice, and its tokens: the prompt and all generated ones but the last."""
         generated = np.asarray(self._choices[0].generated[:-1], dtype=np.int32)
         return self._computed(token_ids(np.concatenate([self._prompt, generated])))
 
     @property
     def computed_prompt(self) -> Computed[SegmentKV]:
         """
-        The prompt alone, once it is prefilled. Its slots do not change while the answer is generated; whoever
-        reads them may do so beside the worker.
+        The KV of the prompt, once it is prefilled. Its slots do not change while the answer is generated, so
+        another thread may read them meanwhile.
         """
         return self._computed(self._prompt)
 
@@ -89,15 +91,17 @@ class Task:
         return Computed(self.request.namespace.digest, tokens, self._running.plan, kv)
 
     def end(self, error: BaseException | None) -> None:
-        """On the event loop, once the worker has let go: nothing more will come."""
+        """Runs on the event loop when the worker has released the task: no more deltas follow."""
         self.error = error
-        self.on_prefilled = lambda: None  # who it calls holds this task: a circle would keep the KV for long
+        self.on_prefilled = lambda: None  # breaks a reference cycle with `Retention`, which would hold the KV
         for choice in self._choices[1:]:
-            choice.kv = self._choices[0].kv  # only the first choice is kept; the others' memory goes now
+            choice.kv = self._choices[
+                0
+            ].kv  # only the first choice is stored; this frees the KV of the others
         self.released.set()
 
     def advance(self, *, max_queries: int) -> bool:
-        """Do one quantum. Returns whether there is more to do; emits deltas as they come."""
+        """Run one quantum and emit its deltas. Returns whether there is more to do."""
         if not self.prefilled:
             self._prefill(max_queries)
         else:
@@ -110,7 +114,7 @@ class Task:
 
     def _prefill(self, max_queries: int) -> None:
         if self._running is None:
-            self._kv = self._lay_out()
+            self._kv = self._with_reused_kv()
             self._running = self.model.prefill(self._prompt, self.plan, self._kv)
         began = time.perf_counter()
         num_computed, logits = self._running.advance(max_queries=max_queries)
@@ -124,15 +128,15 @@ class Task:
             self._start_choices(logits)
             self.on_prefilled()
 
-    def _lay_out(self) -> RunningSequence:
-        """Room for the prompt and some tokens more, with all reused KV in place."""
+    def _with_reused_kv(self) -> RunningSequence:
+        """A new sequence with all reused KV, with capacity for the prompt and some tokens of the answer."""
         kv: RunningSequence = self.model.new_sequence(len(self._prompt) + min(self.decoding.max_tokens, 256))
-        lookup, self._lookup = self._lookup, None  # lets go of the segments once they are laid out
+        lookup, self._lookup = self._lookup, None  # so that the segments are freed when they are copied
         if isinstance(self.plan, Plan) and lookup is not None:
             assert isinstance(kv, SequenceKV)
             began = time.perf_counter()
             with torch.inference_mode():
-                num_bytes = kv.lay_out(self.plan.copies, lookup.segments, computed=self.plan.may_compute)
+                num_bytes = kv.write_copies(self.plan.copies, lookup.segments, computed=self.plan.may_compute)
             seconds = time.perf_counter() - began
             self.cost.observe_load(num_bytes, seconds)
             self.stage_seconds["splice"] = seconds

@@ -1,4 +1,4 @@
-"""From token ids to text, piece by piece: incremental detokenization and stop strings."""
+"""Turns token ids into text as they come: incremental detokenization and stop strings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-# GPT-2's byte-level alphabet: printable bytes stand for themselves, the others for U+0100 and on.
+# GPT-2's byte-level alphabet: printable bytes are characters of their own, others are U+0100 and following.
 _BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]  # no annotations
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
-    """A token's text and its bytes; where it holds part of a character only the bytes are exact."""
+    """The text and the bytes of a token. If it ends inside a character only the bytes are exact."""
     text: str = tokenizer.decode([token_id], skip_special_tokens=False)
     if "\N{REPLACEMENT CHARACTER}" not in text:
         return text, text.encode()
@@ -26,7 +26,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
 
 
 class Detokenizer:
-    """Text of a growing token sequence; a character that is not complete yet is held back."""
+    """The text of a growing token sequence. An incomplete character is held back."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -38,7 +38,7 @@ class Detokenizer:
         try:
             return self._stream.step(self._tokenizer, token_id) or ""
         except Exception:  # noqa: BLE001 - the Rust side raises bare Exception
-            # An invalid byte sequence, which a model may sample: start over behind it.
+            # An invalid byte sequence, which a model may sample: start again after it.
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             return "\N{REPLACEMENT CHARACTER}"
 
@@ -52,7 +52,7 @@ class StopMatcher:
     _held: str = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """More text in; out comes what may be shown, and whether a stop string was met."""
+        """Add text. Returns the text that can be emitted, and whether a stop string was found."""
         if not self.stops:
             return text, False
         self._held += text
@@ -67,11 +67,11 @@ class StopMatcher:
         return shown, False
 
     def flush(self) -> str:
-        """What was held back, once no more text comes; nothing after a stop string."""
+        """The text that was held back, when no more follows; empty after a stop string."""
         shown, self._held = self._held, ""
         return shown
 
     def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins `stop`."""
+        """The length of the longest suffix of the held text with which `stop` begins."""
         longest = min(len(stop) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Chat template and tokenization of a Hugging Face tokenizer, with errors a client understands."""
+"""Applies a model's chat template and tokenizes, with errors that clients understand."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvshare.errors import ContextLengthError, ModelError, RequestError
 from kvshare.requests import Prompt
 from vector_index import PromptText
 
-_NORMALISED_AWAY = 4  # a normaliser may drop characters before they are tokenized; most of a text stays
-# A template is a program over what a client sends, its own arguments included.
+_NORMALISED_AWAY = 4  # a normaliser may remove characters before tokenization; a quarter of a text remains
+# A template is a program that runs on what a client sends, arguments included, so it may raise any of these.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -32,14 +32,14 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-# What the server says to transformers itself. Documents go to the template, like any name that is not here.
+# Arguments that the server passes itself. Other names go to the template, and so do `documents`.
 _RESERVED = signature(PreTrainedTokenizerFast.apply_chat_template).parameters.keys() - {"documents"} | {
     "messages"
 }
 
 
 class PromptEncoder:
-    """Turns messages and texts into token ids, exactly as the model's own template says."""
+    """Turns messages and texts into token ids, with the model's own template and tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
@@ -49,24 +49,24 @@ class PromptEncoder:
         self._takes_tools = takes_tools(tokenizer.chat_template)
 
     def limit_to(self, *, max_model_len: int, vocab_size: int) -> None:
-        """Refuse what a model cannot take. Texts unseen: tokenizing megabytes takes seconds."""
+        """Set the limits of the model. Far too long texts are then rejected before they are tokenized."""
         self._max_model_len = max_model_len
         self._vocab_size = min(self._vocab_size, vocab_size)
 
     @classmethod
     def load(cls, path: str | Path) -> PromptEncoder:
-        """Raises ModelError where there is no fast tokenizer."""
+        """Raises ModelError if there is no fast tokenizer."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, KeyError, ImportError) as exc:
             raise ModelError(f"the tokenizer of {str(path)!r} cannot be loaded: {exc}") from exc
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise ModelError(f"{str(path)!r} has a slow tokenizer; a fast one (tokenizer.json) is needed")
+            raise ModelError(f"{str(path)!r} has a slow tokenizer; expected a fast one (tokenizer.json)")
         return cls(tokenizer)
 
     @property
     def backend(self) -> Tokenizer:
-        """The Rust tokenizer underneath."""
+        """The Rust tokenizer."""
         backend: Tokenizer = self._tokenizer.backend_tokenizer
         return backend
 
@@ -77,27 +77,27 @@ class PromptEncoder:
 
     @property
     def digest(self) -> str:
-        """Of vocabulary, merges and chat template: other text to other ids is another namespace."""
+        """Digest of vocabulary, merges and chat template: if they differ, namespaces differ."""
         digest = hashlib.sha256(self.backend.to_str().encode())
         digest.update(str(self._tokenizer.chat_template).encode())
         return digest.hexdigest()
 
     @property
     def tool_format(self) -> ToolFormat:
-        """How the model writes calls of tools, by its chat template."""
+        """The format of the model's tool calls, detected in its chat template."""
         return tool_format(self._tokenizer.chat_template)
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Those beside the vocabulary of the tokenizer's model, special ones and others, by their text."""
+        """Tokens that were added to the vocabulary, special ones and others: id by text."""
         added: dict[str, int] = self._tokenizer.get_added_vocab()
         return added
 
     def render_chat(self, chat: Chat) -> str:
         """
-        The text that asks for the next message, or for the rest of the last one.
+        The text of the prompt for the next message, or for the rest of the last one.
 
-        Raises:  RequestError if the template refuses, or if `template_kwargs` names what is not a template's
+        Raises:  RequestError if the template rejects the chat, or `template_kwargs` has a reserved name
         """
         if self._tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
@@ -110,7 +110,7 @@ class PromptEncoder:
         try:
             return self._rendered(replace(chat, messages=tuple(map(_without_nulls, chat.messages))))
         except _TEMPLATE_ERRORS as exc:
-            raise RequestError(_refusal(exc, chat), param="messages", quoted=[str(exc)]) from exc
+            raise RequestError(_why_rejected(exc, chat), param="messages", quoted=[str(exc)]) from exc
 
     def _rendered(self, chat: Chat) -> str:
         options = dict(chat.template_kwargs)
@@ -127,7 +127,7 @@ class PromptEncoder:
         return str(text)
 
     def encode_chat(self, chat: Chat) -> Prompt:
-        """The prompt of `render_chat`, which see."""
+        """The prompt with the text of `render_chat`. Raises RequestError as it does."""
         text = self.render_chat(chat)
         last_user = next(
             (str(m.get("content") or "") for m in reversed(chat.messages) if m.get("role") == "user"), ""
@@ -135,18 +135,18 @@ class PromptEncoder:
         return self._encode(text, PromptText(last_user_turn=last_user, body=text), special=False)
 
     def encode_text(self, text: str) -> Prompt:
-        """A plain completion prompt, with the special tokens the tokenizer adds by itself."""
+        """A plain completion prompt, with the special tokens that the tokenizer adds by itself."""
         return self._encode(text, PromptText(last_user_turn="", body=text), special=True)
 
     def encode_tokens(self, ids: Sequence[int]) -> Prompt:
-        """Token ids as they come. Raises RequestError if one is not in the vocabulary."""
+        """A prompt of these token ids. Raises RequestError if one is not in the vocabulary."""
         self._check_vocabulary(ids, param="prompt")
         array = token_ids(np.asarray(ids, dtype=np.int32))
         body = self.backend.decode(list(ids), skip_special_tokens=True)
         return Prompt(array, PromptText(last_user_turn="", body=body))
 
     def decode_tokens(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special ones included. Raises RequestError as `encode_tokens` does."""
+        """The text of token ids, with special ones. Raises RequestError as `encode_tokens` does."""
         self._check_vocabulary(ids, param="tokens")
         text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text
@@ -158,7 +158,7 @@ class PromptEncoder:
             raise RequestError(message, param=param, quoted=[str(bad[0])])
 
     def _check_length(self, text: str) -> None:
-        """Raises ContextLengthError where even the longest tokens could not make the text short enough."""
+        """Raises ContextLengthError if the text is too long even if all its tokens are the longest ones."""
         at_least = len(text) // (_NORMALISED_AWAY * self._longest_token)
         if self._max_model_len is not None and at_least > self._max_model_len:
             raise ContextLengthError(
@@ -167,17 +167,17 @@ class PromptEncoder:
 
     def _encode(self, text: str, prompt_text: PromptText, *, special: bool) -> Prompt:
         self._check_length(text)
-        # Unlike `encode`, a batch lets go of the GIL: other requests go on meanwhile.
+        # Unlike `encode`, `encode_batch` releases the GIL, so other requests continue meanwhile.
         (encoding,) = self.backend.encode_batch([text], add_special_tokens=special)
         return Prompt(token_ids(np.asarray(encoding.ids, dtype=np.int32)), prompt_text)
 
 
 def _without_nulls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Templates take a text, and some write None as one; a call of tools alone has no content."""
+    """A message with only tool calls has no content, and some templates would write that as "None"."""
     return message if message.get("content") is not None else {**message, "content": ""}
 
 
-def _refusal(exc: Exception, chat: Chat) -> str:
-    if chat.continue_final_message and isinstance(exc, ValueError):  # its own words quote the chat
-        return "the chat template does not end with the last message as it stands, so it cannot be continued"
-    return f"the chat template refuses these messages: {exc}"
+def _why_rejected(exc: Exception, chat: Chat) -> str:
+    if chat.continue_final_message and isinstance(exc, ValueError):  # its message quotes the chat
+        return "the chat template changes the last message or adds text after it, so it cannot be continued"
+    return f"the chat template rejects these messages: {exc}"

@@ -1,8 +1,8 @@
 """
-Models of which nothing can be shared, served all the same: layers with a state, attention of their own kind.
+Models that are served without sharing: those with recurrent layers or with attention that is not supported.
 
-A layer with a state has no rows that belong to single tokens, so nothing can be laid between others. Such a
-model is computed whole, in the cache that transformers makes for it.
+The state of a recurrent layer has no rows of single tokens, so nothing can be copied into it. Such a model
+computes whole prompts, with the cache that transformers makes for it.
 """
 
 from __future__ import annotations
@@ -24,50 +24,42 @@ from kvshare.sharing.plan import NoPlan, Plan
 
 log = logging.getLogger(__name__)
 
-_CACHES = ("past_key_values", "cache_params", "state")  # what models call theirs
-_CONTINUED = 4  # tokens of the proof that are computed one by one
+_CACHES = ("past_key_values", "cache_params", "state")  # the names that models use for their cache
+_CONTINUED = 4  # tokens of the verification that are computed one by one
 
 
 class OwnCache:
-    """A sequence in the model's own cache; nothing before its first tokens are computed."""
+    """A sequence in the model's own cache, which is empty until the first tokens are computed."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, Any] = {}  # by the name the model knows it by
+        self.arguments: dict[str, Any] = {}  # the cache, by the name of the model's argument for it
 
     def fork(self, num_tokens: int) -> OwnCache:
         other = OwnCache()
-        other.kept = copy.deepcopy(self.kept)
+        other.arguments = copy.deepcopy(self.arguments)
         return other
 
 
 class UnsharedModel(DecoderModel[OwnCache]):
-    """A decoder model that answers and shares nothing. `refusal` says why."""
+    """A decoder model that answers without sharing. `unsupported_reason` says why."""
 
     can_share = False
 
     def __init__(
         self, network: PreTrainedModel, *, name: str, why: str, max_model_len: int | None = None
     ) -> None:
-        """Raises ModelError also where the model's own cache does not give what it computes without."""
+        """Raises ModelError also if the model's own cache changes its logits."""
         super().__init__(network, name=name, max_model_len=max_model_len)
         self._why = why
         parameter = next(network.parameters())
         self.layout = KVLayout((), parameter.dtype, parameter.device)
         self._takes_positions = "position_ids" in _parameters(network)
-        self._prove_cache()
-        log.warning("%s is served, and nothing of it is shared: %s", name, why)
+        self._verify_cache()
+        log.warning("%s is served without sharing: %s", name, why)
 
     @property
-    def refusal(self) -> str:
+    def unsupported_reason(self) -> str:
         return self._why
-
-    @property
-    def fingerprint(self) -> str:
-        return ""
-
-    @property
-    def can_listen(self) -> bool:
-        return False
 
     def new_sequence(self, capacity: int) -> OwnCache:
         return OwnCache()
@@ -81,7 +73,7 @@ class UnsharedModel(DecoderModel[OwnCache]):
 
     @torch.inference_mode()
     def append(self, kv: OwnCache, tokens: Sequence[int], position: int) -> torch.Tensor:
-        """Compute tokens at the end of a sequence. Returns the logits after its last one, (1, V) float32."""
+        """Compute tokens at the end of a sequence. Returns the logits after the last one, (1, V) float32."""
         return self._logits(kv, tokens, position, logits_to_keep=1)
 
     def _logits(self, kv: OwnCache, tokens: Sequence[int], position: int, **options: Any) -> torch.Tensor:
@@ -92,17 +84,17 @@ class UnsharedModel(DecoderModel[OwnCache]):
         if "logits_to_keep" not in _parameters(self.network):
             options.pop("logits_to_keep", None)
         output = self.network(
-            input_ids=torch.tensor([list(tokens)], device=device), use_cache=True, **kv.kept, **options
+            input_ids=torch.tensor([list(tokens)], device=device), use_cache=True, **kv.arguments, **options
         )
-        kv.kept = {name: value for name in _CACHES if (value := output.get(name)) is not None}
+        kv.arguments = {name: value for name in _CACHES if (value := output.get(name)) is not None}
         logits: torch.Tensor = output.logits[0]
         return logits[-1:].float()
 
-    def _prove_cache(self) -> None:
+    def _verify_cache(self) -> None:
         """
-        The last tokens of a prompt one by one, against the whole in one go.
+        Compare the logits of tokens that are computed one by one with those of whole prompts.
 
-        Longer continuations are not tried, for no prompt is computed in parts: several models forget their
+        Longer continuations are not compared, as no prompt is computed in parts: several models lose their
         state then.
         """
         tokens = self.probe_tokens()
@@ -116,24 +108,24 @@ class UnsharedModel(DecoderModel[OwnCache]):
                     self._logits(OwnCache(), tokens[:end], 0) for end in range(first, len(tokens) + 1)
                 ]
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as exc:
-            raise ModelError(f"{self.name} cannot be run: {type(exc).__name__}: {exc}") from exc
+            raise ModelError(f"{self.name} cannot compute: {type(exc).__name__}: {exc}") from exc
         error = relative_error(torch.cat(found), torch.cat(expected))
-        if not (kv.kept and error <= self.tolerance):
+        if not (kv.arguments and error <= self.tolerance):
             raise ModelError(
-                f"{self.name}: with its own cache logits differ by {error:.2g} of the largest from those "
-                f"without, expected at most {self.tolerance:.2g}"
+                f"{self.name}: logits with and without its own cache differ by {error:.2g} of the largest, "
+                f"expected at most {self.tolerance:.2g}"
             )
 
 
 class WholePrefill:
-    """Computes a prompt in one pass, as transformers does."""
+    """Computes a whole prompt in one pass, as transformers does."""
 
     def __init__(self, model: UnsharedModel, prompt: TokenIds, plan: NoPlan, kv: OwnCache) -> None:
         self.plan = plan
         self._model, self._prompt, self._kv = model, prompt, kv
 
     def advance(self, *, max_queries: int) -> tuple[int, torch.Tensor | None]:
-        """See `RunningPrefill`. The pass is never cut: not every model goes on from a state."""
+        """See `RunningPrefill`. There is one pass only: not every model can continue from a state."""
         tokens: list[int] = self._prompt.tolist()
         return len(tokens), self._model.append(self._kv, tokens, 0)[-1]
 

@@ -1,4 +1,4 @@
-"""What was proved of a model when it was loaded, layer by layer, as a document."""
+"""What loading a model verified of each layer, as a document."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.unshared import UnsharedModel
 from kvshare.kv.form import Form
 from kvshare.kv.layout import Plane
-from kvshare.kv.movement import Proof
+from kvshare.kv.movement import Verification
 
 
-def verified(model: EmbeddedModel | UnsharedModel) -> dict[str, Any]:
+def verification_document(model: EmbeddedModel | UnsharedModel) -> dict[str, Any]:
     """
-    JSON-ready. `shares`: "everything", "same positions" or "nothing", and `why`.
+    JSON-ready. `shares` is "everything", "same positions" or "nothing"; `why` is the reason.
 
-    Errors are roots of mean squares in units of the rows; `control` says how many times further off what must
-    not fit was.
+    `error` is the relative error of the moved rows (root mean square), and `control` says how many times
+    further off the nearest wrong movement is.
     """
     layout = model.layout
     common = {
         "model": model.name,
         "max_model_len": model.max_model_len,
         "dtype": str(layout.dtype).removeprefix("torch."),
-        "why": model.refusal or None,
+        "why": model.unsupported_reason or None,
     }
     if isinstance(model, UnsharedModel):
         return {**common, "shares": "nothing", "layers": []}
@@ -39,11 +39,11 @@ def verified(model: EmbeddedModel | UnsharedModel) -> dict[str, Any]:
                 "layer": layer,
                 "sees": _sees(model.forms[layer]),
                 "rows": [
-                    _rows(layout.planes[layout.places[name, layer][0]], proof)
-                    for name, proof in zip(("k", "v"), proofs, strict=True)
+                    _rows(layout.planes[layout.places[name, layer][0]], verification)
+                    for name, verification in zip(("k", "v"), verifications, strict=True)
                 ],
             }
-            for layer, proofs in enumerate(model.proofs)
+            for layer, verifications in enumerate(model.verifications)
         ],
     }
 
@@ -57,13 +57,13 @@ def _sees(form: Form) -> str:
     return ", ".join(parts)
 
 
-def _rows(plane: Plane, proof: Proof) -> dict[str, Any]:
+def _rows(plane: Plane, verification: Verification) -> dict[str, Any]:
     return {
         "name": plane.name,
         "heads": plane.num_heads,
         "dim": plane.dim,
-        "moves": None if proof.movement is None else str(proof.movement),
-        "why": proof.reason or None,
-        "error": proof.error,
-        "control": proof.control,
+        "moves": None if verification.movement is None else str(verification.movement),
+        "why": verification.reason or None,
+        "error": verification.error,
+        "control": verification.control,
     }

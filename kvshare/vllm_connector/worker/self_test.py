@@ -22,7 +22,7 @@ import torch
 
 from delta_tree import Span
 from kvshare.kv.listening import attention
-from kvshare.kv.movement import Observed, Proof, prove
+from kvshare.kv.movement import Observed, Verification, find_movement
 from kvshare.kv.segment import SegmentKV
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
@@ -165,20 +165,21 @@ class SelfTest:
             return "the attention kernels cannot be watched"
         return None if all(errors) else "attention does not follow from queries and stored keys"
 
-    def movements(self, tables: Sequence[torch.Tensor]) -> list[tuple[Proof, Proof]]:
+    def movements(self, tables: Sequence[torch.Tensor]) -> list[tuple[Verification, Verification]]:
         """How each layer's K and V move to other positions: by one of these tables, or not at all."""
         whole = [Span(0, _FEW_TOKENS)]
         here = self._compute(whole)
         there = {shift: self._compute(whole, shift=shift) for shift in _SHIFTS}
 
-        def proof(plane: int, layer: int) -> Proof:
+        def verification(plane: int, layer: int) -> Verification:
             observed = [
                 Observed(here.planes[plane][layer], far.planes[plane][layer], shift)
                 for shift, far in there.items()
             ]
-            return prove(tables, observed, tolerance=self._tolerance)
+            return find_movement(tables, observed, tolerance=self._tolerance)
 
-        return [(proof(0, layer), proof(1, layer)) for layer in range(self._cache.kv_layout.num_layers)]
+        num_layers = self._cache.kv_layout.num_layers
+        return [(verification(0, layer), verification(1, layer)) for layer in range(num_layers)]
 
     def _compute(self, spans: Sequence[Span], *, shift: int = 0) -> SegmentKV:
         """Compute the spans, and return all rows up to the last one's end."""

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import SegmentId, Span
 from kvshare.kv.fingerprint import model_fingerprint
-from kvshare.kv.movement import Proof
+from kvshare.kv.movement import why_not_movable
 from kvshare.safe_logging import classes_and_places
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import (
@@ -174,12 +174,17 @@ class ConnectorWorker:
         problem = self_test.check_listening()
         self._can_listen = all(agreed([problem is None]))
         warnings = () if self._can_listen else (f"repairs are chosen by position only: {problem}",)
-        tables, refused = frequency_tables(model)
-        proofs = self_test.movements(tables)
-        self._cache.kv_layout = self._cache.kv_layout.moving([(k.movement, v.movement) for k, v in proofs])
+        tables, unsupported = frequency_tables(model)
+        verifications = self_test.movements(tables)
+        self._cache.kv_layout = self._cache.kv_layout.moving(
+            [(k.movement, v.movement) for k, v in verifications]
+        )
         if not all(agreed([self._cache.kv_layout.can_move])):
-            problem = refused if not tables else _unproved(proofs)
-            return (), (*warnings, f"only text at the same position is shared: {problem}")
+            problem = why_not_movable(verifications) or "the self-test failed on another rank"
+            return (), (
+                *warnings,
+                f"only text at the same position is shared: {problem if tables else unsupported}",
+            )
         return (), warnings
 
     def forget_segments(self) -> None:
@@ -427,12 +432,3 @@ class _Passed:
 
     num_tokens: int
     repaired: tuple[Span, ...]
-
-
-def _unproved(proofs: Sequence[tuple[Proof, Proof]]) -> str:
-    """The reason of the first layer whose rows cannot be moved."""
-    for layer, (k, v) in enumerate(proofs):
-        for name, proof in (("keys", k), ("values", v)):
-            if proof.movement is None:
-                return f"{name} of layer {layer}: {proof.reason}"
-    return "the self-test failed on another rank"

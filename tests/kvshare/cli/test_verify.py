@@ -46,7 +46,7 @@ def test_of_a_model_with_another_attention_nothing_is_shared(cli: Cli, tmp_path:
     outcome = cli("verify", tmp_path)
     assert outcome.code == 0
     assert "shares nothing" in outcome.stdout
-    assert "does not take cache and attention from outside" in " ".join(outcome.stdout.split())
+    assert "does not work with the cache and attention of KVShare" in " ".join(outcome.stdout.split())
 
 
 def test_an_encoder_fails_by_name(cli: Cli, tmp_path: Path) -> None:

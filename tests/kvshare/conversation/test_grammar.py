@@ -15,10 +15,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.conversation.grammar import grammar_of
+from kvshare.conversation.lark import Grammar
 from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasoning, Text
 from kvshare.conversation.tools import ToolFormat
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.base import Grammar
 from kvshare.errors import RequestError
 from tests.kvshare.conversation.answers import CHAT, WEATHER_SCHEMA, read, tool
 

@@ -62,7 +62,7 @@ def test_rotations_that_are_not_handled_are_refused_by_name(config: PreTrainedCo
     """Of such a model only what stands where it stood is shared, and it says why."""
     model = embedded(config)
     assert not model.layout.can_move
-    assert reason in model.refusal
+    assert reason in model.unsupported_reason
 
 
 def test_layers_without_positions_are_found_out() -> None:
@@ -107,7 +107,7 @@ def test_attention_that_does_more_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         return type(own).forward(own, *given, **options)
 
     monkeypatch.setattr(own, "forward", doubled)
-    with pytest.raises(ModelError, match="its attention is not handled"):
+    with pytest.raises(ModelError, match="its attention is not supported"):
         EmbeddedModel(plain, name="odd")
 
 
@@ -130,7 +130,7 @@ def test_attention_that_does_more_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_a_model_that_takes_no_attention_from_outside_is_refused(config: PreTrainedConfig) -> None:
     """Its own would be computed, with windows that we know nothing of."""
-    with pytest.raises(ModelError, match=r"does not take (cache and )?attention from outside"):
+    with pytest.raises(ModelError, match=r"does not (work with the cache and|use the registered) attention"):
         embedded(config)
 
 
@@ -150,17 +150,17 @@ def test_a_context_ends_where_keys_are_turned_by_another_table() -> None:
         Phi3Config(**TINY, sliding_window=None, original_max_position_embeddings=64, rope_parameters=rope)
     )
     assert model.max_model_len == 64
-    assert "longrope" in model.refusal
+    assert "longrope" in model.unsupported_reason
 
 
 def test_yarn_is_handled() -> None:
     """Its magnitude factor is in the stored key and is not applied twice."""
     model = embedded(LlamaConfig(**TINY, rope_parameters=YARN))
-    assert model.layout.can_move, model.refusal
+    assert model.layout.can_move, model.unsupported_reason
 
 
 def test_a_rotation_that_does_not_do_what_it_says_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof compares moved keys with computed ones on the model itself, whatever the config claims."""
+    """Moved keys are compared with computed ones on the model itself, whatever the config claims."""
     plain = tiny_model("llama")
     module = next(module for module in plain.modules() if hasattr(module, "inv_freq"))
     original = module.forward
@@ -168,7 +168,7 @@ def test_a_rotation_that_does_not_do_what_it_says_is_found_out(monkeypatch: pyte
     monkeypatch.setattr(module, "forward", lambda x, position_ids: original(x, position_ids**2))
     model = EmbeddedModel(plain, name="odd")
     assert not model.layout.can_move
-    assert "keys of layer 0" in model.refusal
+    assert "keys of layer 0" in model.unsupported_reason
 
 
 def test_a_sliding_window_does_not_cap_the_context() -> None:
@@ -246,7 +246,7 @@ def test_the_bundled_model_loads_in_both_number_formats(dtype: str) -> None:
     """And its keys can be moved in both."""
     model = EmbeddedModel.load(MODEL_PATH, name="demo", device="cpu", dtype=dtype)
     assert str(model.layout.dtype) == f"torch.{dtype}"
-    assert model.layout.can_move, model.refusal
+    assert model.layout.can_move, model.unsupported_reason
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def computed(made: Trial, plan: Plan, *, max_queries: int = 512) -> tuple[Prefil
     kv = made.model.model.new_sequence(made.num_tokens)
     kv.k.zero_()
     kv.v.zero_()
-    kv.lay_out(plan.copies, made.stored.kv)
+    kv.write_copies(plan.copies, made.stored.kv)
     prefill = Prefill(made.model.model, made.scenario.prompt.token_ids, plan, kv)
     logits = None
     while logits is None:
@@ -78,7 +78,7 @@ def test_the_plan_says_how_much_is_computed(scene: str) -> None:
     made = trial(scene)
     plan = plan_of(made)
     kv = made.model.model.new_sequence(made.num_tokens)
-    kv.lay_out(plan.copies, made.stored.kv)
+    kv.write_copies(plan.copies, made.stored.kv)
     prefill, num_computed, logits = (
         Prefill(made.model.model, made.scenario.prompt.token_ids, plan, kv),
         0,
@@ -165,7 +165,7 @@ def test_what_nobody_may_see_is_not_laid_out_and_not_missed(
         kv = model.new_sequence(400)
         for plane in kv.planes:
             plane.fill_(poison)
-        num_bytes = kv.lay_out(plan.copies, segments, computed=may_compute)
+        num_bytes = kv.write_copies(plan.copies, segments, computed=may_compute)
         prefill, logits = Prefill(model, token_ids(asked), plan, kv), None
         while logits is None:
             _, logits = prefill.advance(max_queries=64)

@@ -62,7 +62,7 @@ def test_three_tables_and_a_layer_that_turns_in_part_are_proved() -> None:
     """And copies that move by them are those that are computed there, in the layer that sees no context."""
     model = EmbeddedModel(odd_model(named=True), name="odd")
     keys, _ = model.layout.planes
-    assert model.layout.can_move, model.refusal
+    assert model.layout.can_move, model.unsupported_reason
     assert len(set(keys.movements)) == 3
     rng = np.random.default_rng(0)
     tokens = token_ids(rng.integers(3, VOCAB_SIZE, TOKENS))
@@ -76,11 +76,11 @@ def test_a_layer_whose_table_nobody_can_see_is_refused_and_does_not_move() -> No
     model = EmbeddedModel(odd_model(named=False), name="odd")
     keys, _ = model.layout.planes
     assert [movement is None for movement in keys.movements] == [False, False, True]
-    assert "keys of layer 2" in model.refusal
+    assert "keys of layer 2" in model.unsupported_reason
     tokens = token_ids(np.random.default_rng(1).integers(3, VOCAB_SIZE, TOKENS))
     segments = {SegmentId(1): computed(model, tokens).cut(Span(0, TOKENS))}
     target = model.new_sequence(2 * TOKENS)
-    with pytest.raises(ValueError, match="moves by 41 tokens"):
-        target.lay_out([Copy(NodeId(1), SegmentId(1), 0, TOKENS, SHIFT, 0, 0)], segments)
-    target.lay_out([Copy(NodeId(1), SegmentId(1), 0, TOKENS, 0, 0, 0)], segments)
+    with pytest.raises(ValueError, match="cannot move a copy by 41 tokens"):
+        target.write_copies([Copy(NodeId(1), SegmentId(1), 0, TOKENS, SHIFT, 0, 0)], segments)
+    target.write_copies([Copy(NodeId(1), SegmentId(1), 0, TOKENS, 0, 0, 0)], segments)
     assert torch.equal(target.k[:, :TOKENS], segments[SegmentId(1)].k)

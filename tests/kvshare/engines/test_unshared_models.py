@@ -21,7 +21,7 @@ from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.loading import load_served, served
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.engines.embedded.unshared import UnsharedModel
-from kvshare.engines.embedded.verification import verified
+from kvshare.engines.embedded.verification import verification_document
 from kvshare.errors import ModelError
 from kvshare.requests import SharingReport
 from kvshare.settings import Settings, load_settings
@@ -155,7 +155,7 @@ async def test_choices_go_on_from_the_same_prompt_apart(tmp_path: Path) -> None:
 
 
 def test_verify_says_why_nothing_is_shared() -> None:
-    found = verified(served(network("qwen3-next"), name="hybrid"))
+    found = verification_document(served(network("qwen3-next"), name="hybrid"))
     assert (found["shares"], found["layers"]) == ("nothing", [])
     assert "linear_attention" in found["why"]
 
@@ -176,7 +176,7 @@ def test_a_cache_that_does_not_continue_a_prompt_is_refused() -> None:
 
     forgetting.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # of functions
     model.forward = forgetting
-    with pytest.raises(ModelError, match="with its own cache logits differ"):
+    with pytest.raises(ModelError, match="logits with and without its own cache differ"):
         served(model, name="forgetful")
 
 

@@ -53,7 +53,7 @@ def test_rows_that_are_not_known_to_move_stay_where_they_are() -> None:
     rows = torch.randn(2, 5, 2, 4)
     assert not unknown.can_move
     assert torch.equal(unknown.planes[0].moved(rows, 0), rows)
-    with pytest.raises(ValueError, match="moves by 3 tokens"):
+    with pytest.raises(ValueError, match="cannot move a copy by 3 tokens"):
         unknown.planes[0].moved(rows, 3)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvshare.kv.movement import STAYS, Movement, Observed, Pairing, prove
+from kvshare.kv.movement import STAYS, Movement, Observed, Pairing, find_movement
 
 FLOAT32 = 1e-3
 FAST = 1.0 / 10_000.0 ** (torch.arange(4) / 4)
@@ -24,7 +24,7 @@ def observed(true: Movement, here: torch.Tensor | None = None) -> list[Observed]
 @pytest.mark.parametrize(("table", "first"), [(FAST, 0), (SLOW, 0), (HALF, 0), (HALF, 4)])
 def test_each_kind_of_rotation_is_found_among_all(table: torch.Tensor, first: int, pairing: Pairing) -> None:
     true = Movement.turning(table, pairing, first)
-    found = prove([FAST, SLOW, HALF], observed(true), tolerance=FLOAT32)
+    found = find_movement([FAST, SLOW, HALF], observed(true), tolerance=FLOAT32)
     assert found.movement == true
     assert found.error < 1e-6
     assert found.control is not None
@@ -32,7 +32,7 @@ def test_each_kind_of_rotation_is_found_among_all(table: torch.Tensor, first: in
 
 
 def test_rows_without_positions_stay() -> None:
-    assert prove([FAST, SLOW], observed(STAYS), tolerance=FLOAT32).movement == STAYS
+    assert find_movement([FAST, SLOW], observed(STAYS), tolerance=FLOAT32).movement == STAYS
 
 
 def test_a_rotation_is_a_turn_of_the_plane() -> None:
@@ -46,7 +46,7 @@ def test_a_rotation_is_a_turn_of_the_plane() -> None:
 
 def test_what_no_table_explains_is_not_proved() -> None:
     other = Movement.turning(FAST * 1.01)
-    found = prove([FAST, SLOW], observed(other), tolerance=FLOAT32)
+    found = find_movement([FAST, SLOW], observed(other), tolerance=FLOAT32)
     assert found.movement is None
     assert "no table" in found.reason
 
@@ -56,7 +56,7 @@ def test_what_fits_one_shift_only_is_not_proved() -> None:
     here = rows()
     one, other = Movement.turning(FAST), Movement.turning(SLOW)
     pairs = [Observed(here, one.moved(here, 37), 37), Observed(here, other.moved(here, 133), 133)]
-    assert prove([FAST, SLOW], pairs, tolerance=FLOAT32).movement is None
+    assert find_movement([FAST, SLOW], pairs, tolerance=FLOAT32).movement is None
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_what_fits_one_shift_only_is_not_proved() -> None:
     ids=["nothing", "one head is as the other"],
 )
 def test_rows_that_would_fit_anything_prove_nothing(here: torch.Tensor) -> None:
-    found = prove([FAST, SLOW], observed(Movement.turning(FAST), here), tolerance=FLOAT32)
+    found = find_movement([FAST, SLOW], observed(Movement.turning(FAST), here), tolerance=FLOAT32)
     assert found.movement is None
     assert "wrong ones" in found.reason
 
 
 def test_tables_that_differ_by_rounding_are_one() -> None:
-    found = prove([FAST, FAST * (1 + 1e-9)], observed(Movement.turning(FAST)), tolerance=FLOAT32)
+    found = find_movement([FAST, FAST * (1 + 1e-9)], observed(Movement.turning(FAST)), tolerance=FLOAT32)
     assert found.movement is not None
     assert found.movement.frequencies == pytest.approx(FAST.tolist())
 
@@ -82,7 +82,7 @@ def test_large_dimensions_do_not_hide_small_ones() -> None:
     here[..., 3] *= 100
     here[..., 7] *= 100
     true = Movement.turning(FAST)
-    assert prove([FAST, SLOW], observed(true, here), tolerance=FLOAT32).movement == true
+    assert find_movement([FAST, SLOW], observed(true, here), tolerance=FLOAT32).movement == true
 
 
 def test_bfloat16_is_enough_to_tell() -> None:
@@ -90,15 +90,15 @@ def test_bfloat16_is_enough_to_tell() -> None:
     table = 1.0 / 10_000.0 ** (torch.arange(8) / 8)
     true = Movement.turning(table)
     pairs = [Observed(here.bfloat16(), true.moved(here, shift).bfloat16(), shift) for shift in (37, 133)]
-    assert prove([table, FAST], pairs, tolerance=6e-2).movement == true
+    assert find_movement([table, FAST], pairs, tolerance=6e-2).movement == true
 
 
 def test_without_a_table_only_what_is_equal_to_the_bit_stays() -> None:
     """Learned positions that are small beside the embeddings: nothing could tell them from rounding."""
     here = rows(dim=16).bfloat16()
     near = (here.float() + 0.04 * rows(dim=16, seed=1)).bfloat16()
-    assert prove([], [Observed(here, near, 37)], tolerance=6e-2).movement is None
-    assert prove([], [Observed(here, here.clone(), 37)], tolerance=6e-2).movement == STAYS
+    assert find_movement([], [Observed(here, near, 37)], tolerance=6e-2).movement is None
+    assert find_movement([], [Observed(here, here.clone(), 37)], tolerance=6e-2).movement == STAYS
 
 
 @pytest.mark.parametrize("factor", [1, 4, 8, 32])
@@ -116,7 +116,7 @@ def test_slow_tables_are_told_apart_in_bfloat16(factor: int) -> None:
         )
         for shift in (37, 133)
     ]
-    assert prove([table, other], pairs, tolerance=6e-2).movement == true
+    assert find_movement([table, other], pairs, tolerance=6e-2).movement == true
 
 
 def test_a_table_that_is_wrong_in_a_few_dimensions_is_not_proved() -> None:
@@ -127,5 +127,5 @@ def test_a_table_that_is_wrong_in_a_few_dimensions_is_not_proved() -> None:
     true = Movement.turning(1.0 / 10_000.0 ** (torch.arange(8) / 8))
     wrong = torch.tensor(true.frequencies)
     wrong[2] *= 3
-    found = prove([wrong], observed(true, here), tolerance=6e-2)
+    found = find_movement([wrong], observed(true, here), tolerance=6e-2)
     assert found.movement is None

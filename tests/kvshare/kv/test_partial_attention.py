@@ -151,7 +151,7 @@ def test_a_recomputed_token_sees_no_later_key() -> None:
 def test_a_shifted_copy_at_layer_0_equals_computing_it_there(name: str) -> None:
     """Layer 0's rows depend on token and position alone, so a moved row must be the computed one."""
     model, tokens = embedded(name), prompt(length=60)
-    assert model.layout.can_move, model.refusal
+    assert model.layout.can_move, model.unsupported_reason
     source = prefilled(model, tokens)
     for shift in (1, 17, 200):
         padded = np.concatenate([prompt(seed=2, length=shift), tokens])
@@ -169,7 +169,7 @@ def test_without_edits_the_layout_is_bit_exact() -> None:
     target = model.new_sequence(TOKENS)
     segment = SegmentId(1)
     copies = [Copy(NodeId(1), segment, 0, TOKENS, 0, 0, 0)]
-    num_bytes = target.lay_out(copies, {segment: source.cut(Span(0, TOKENS))})
+    num_bytes = target.write_copies(copies, {segment: source.cut(Span(0, TOKENS))})
     assert torch.equal(target.k, source.k)
     assert torch.equal(target.v, source.v)
     assert num_bytes == TOKENS * model.layout.bytes_per_token
@@ -191,7 +191,7 @@ def test_window_layers_get_what_somebody_sees_and_no_more(name: str) -> None:
         Copy(NodeId(1), segment, span.start, len(span), span.start, span.start, span.start)
         for span in gaps(runs, 104)
     ]
-    num_bytes = target.lay_out(copies, {segment: source.cut(Span(0, TOKENS))}, computed=runs)
+    num_bytes = target.write_copies(copies, {segment: source.cut(Span(0, TOKENS))}, computed=runs)
     behind = (Span(104, 110),)
     found = torch.cat([run_pass(model, target, runs, tokens), run_pass(model, target, behind, tokens)])
     positions = torch.cat([torch.arange(run.start, run.end) for run in (*runs, *behind)])

@@ -304,7 +304,7 @@ async def test_an_exact_prefix_of_an_evicted_donor_is_kept_only_where_all_of_it_
     kv = model.new_sequence(200)
     for plane in kv.planes:
         plane.fill_(float("nan"))
-    kv.lay_out(lookup.plan.copies, lookup.segments, computed=lookup.plan.may_compute)
+    kv.write_copies(lookup.plan.copies, lookup.segments, computed=lookup.plan.may_compute)
     model.compute(PartialPass(kv, (Span(150, 200),)), wanted[150:])
     sharing.tier.drop(sharing.tree.evict(donor.node_id).freed_segments)
     node = keeper_of(sharing).commit(Computed("ns", wanted, lookup.plan, kv))

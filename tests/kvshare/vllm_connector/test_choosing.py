@@ -114,7 +114,7 @@ def test_it_chooses_and_answers_as_the_embedded_engine(
             for part in donor.stored
         }
         kv = model.new_sequence(len(made.tokens))
-        kv.lay_out(made.plan.copies, segments)
+        kv.write_copies(made.plan.copies, segments)
         prefill, logits = Prefill(model, np.array(made.tokens, np.int32), made.plan, kv), None
         while logits is None:
             _, logits = prefill.advance(max_queries=512)

@@ -149,7 +149,7 @@ def test_moved_copies_equal_the_embedded_engine(start: Start, text: Texts, copie
             for c in moved
         ]
         target = model.new_sequence(len(recipient))
-        target.lay_out(laid, segments)
+        target.write_copies(laid, segments)
         runs = gaps([c.target for c in laid], len(recipient))
         ids = np.array([recipient[p] for run in runs for p in range(run.start, run.end)], dtype=np.int32)
         logits = model.compute(PartialPass(target, tuple(runs)), ids)

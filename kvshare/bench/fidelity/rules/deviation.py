@@ -158,7 +158,7 @@ class _Shift(Intervention):
     """
 
     def __init__(self, trial: Trial) -> None:
-        rotation = trial.model.model.rotation
+        rotation = trial.model.model.layout.rotation
         assert rotation is not None  # LayeredModel raises an error for models without one
         self._frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64)
         self._pieces = pieces(trial)

@@ -155,7 +155,7 @@ def engine_kv(model: LayeredModel, tokens: TokenIds) -> SequenceKV:
 
 def placed_by_hand(made: Trial) -> tuple[torch.Tensor, torch.Tensor]:
     """What the plan copies, (L, T, H, D) each: the product's KV of the stored prompts, keys rotated."""
-    rotation = made.model.model.rotation
+    rotation = made.model.model.layout.rotation
     assert rotation is not None
     stored = {
         node_id: engine_kv(made.model, done.prompt.token_ids)

@@ -200,7 +200,7 @@ def test_a_blend_is_as_fresh_as_it_differs() -> None:
 
 def turned(rows: torch.Tensor, positions: torch.Tensor, made: Trial) -> torch.Tensor:
     """Keys (N, H, D) by so many positions each, with the product's rotation."""
-    rotation = made.model.model.rotation
+    rotation = made.model.model.layout.rotation
     assert rotation is not None
     return torch.stack(
         [rotation.moved(row, int(position)) for row, position in zip(rows, positions, strict=True)]

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.conversation.grammar import grammar_of
+from kvshare.conversation.lark import Grammar
 from kvshare.conversation.parser import joined, parser_for
 from kvshare.conversation.parts import CallArguments, CallBegins
 from kvshare.demo.pairs import near_duplicate_pairs
@@ -19,7 +20,6 @@ from kvshare.engines.base import (
     Event,
     FinishReason,
     GenerationRequest,
-    Grammar,
     SamplingParams,
     Started,
 )

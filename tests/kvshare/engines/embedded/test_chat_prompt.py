@@ -101,7 +101,7 @@ def test_a_template_that_breaks_on_an_argument_refuses_the_chat() -> None:
     """Whatever the error is: the argument is the client's."""
     dividing = "{{ 1 // parts }}{% for message in messages %}{{ message.content }}{% endfor %}"
     for parts in (0, "x", None):
-        with pytest.raises(RequestError, match="the chat template refuses these messages"):
+        with pytest.raises(RequestError, match="the chat template rejects these messages"):
             encoder(dividing).render_chat(Chat((QUESTION,), template_kwargs={"parts": parts}))
 
 

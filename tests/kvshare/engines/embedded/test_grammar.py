@@ -10,8 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoTokenizer
 
+from kvshare.conversation.lark import Grammar
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.base import Grammar
 from kvshare.engines.embedded import grammar as grammar_module
 from kvshare.engines.embedded.grammar import MAX_CHARS, Constraint, Grammars
 from kvshare.errors import RequestError
@@ -160,7 +160,7 @@ def test_padding_of_the_vocabulary_is_never_allowed() -> None:
 )
 async def test_what_cannot_be_followed_is_refused(grammars: Grammars, grammar: Grammar, said: str) -> None:
     """With the reason, in one short line that names the field."""
-    with pytest.raises(RequestError, match="the answer cannot be held to this format") as refusal:
+    with pytest.raises(RequestError, match="the answer cannot be constrained to this format") as refusal:
         await grammars.compiled(grammar)
     assert refusal.value.param == "response_format"
     assert said in str(refusal.value)

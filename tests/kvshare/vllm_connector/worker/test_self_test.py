@@ -32,8 +32,10 @@ class TestSelfTest:
         assert self_test.check_layout() is None
         assert self_test.check_partial_attention() is None
         assert self_test.check_listening() is None
-        proofs = [proof for layer in self_test.movements(vllm.tables()) for proof in layer]
-        assert all(proof.movement is not None for proof in proofs)
+        verifications = [
+            verification for layer in self_test.movements(vllm.tables()) for verification in layer
+        ]
+        assert all(verification.movement is not None for verification in verifications)
 
     def test_weights_that_are_not_the_kernels_are_found(
         self, start: Start, monkeypatch: pytest.MonkeyPatch
