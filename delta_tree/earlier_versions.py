@@ -1,5 +1,5 @@
 """
-Reads metadata files of versions 1 and 2; a tree that is opened for changes writes them anew.
+Reads metadata files of versions 1 and 2; a tree that is opened for changes rewrites them.
 
 Version 1: a node's row held its parent and an edit script, pieces were rows, segments had a hash of what came
 before them. Scripts and hashes are ignored.

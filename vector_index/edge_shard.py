@@ -34,7 +34,7 @@ shard.close()
 """
 _MAX_SEGMENT_PROMPTS = 260_000
 _BYTES_OF_FINGERPRINTS = 600  # for a prompt of 500 tokens
-_NUM_SEGMENTS = 6  # Edge merges segments above this number; merging builds them anew
+_NUM_SEGMENTS = 6  # Edge merges segments above this number; merging rebuilds them
 
 
 class ShardFiles:

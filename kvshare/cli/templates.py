@@ -53,21 +53,29 @@ class Templates(Formatter):
         """
         The first column to the left, the others to the right; the total below all rows.
 
-        Where there is no room for all, columns with sentences are wrapped, and numbers and names are not.
+        Where there is no room for all, columns with sentences are wrapped, then names in the first column are
+        folded; numbers never are.
         """
         lines = [list(self.cells(name, row).values()) for row in rows]
         sums = [] if total is None else [list(self.cells(name, total).values())]
-        columns = dict(zip(self._templates[name], zip(*lines, *sums, strict=True), strict=False))
+        columns: dict[str, tuple[str, ...]] = dict.fromkeys(self._templates[name], ())
+        columns |= zip(self._templates[name], zip(*lines, *sums, strict=True), strict=False)
         widths = [max(map(len, (*header.split(), *cells))) for header, cells in columns.items()]
         gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= _WIDTH else 1
         padding = (0, gap, 0, 0) if box is None else (0, 1)
+        room = _WIDTH - (gap * (len(widths) - 1) if box is None else 2 * len(widths) + 2)
+        is_wide = sum(max(len(header), width) for header, width in zip(columns, widths, strict=True)) > room
         table = Table(title=title, title_justify="left", box=box, header_style="bold", padding=padding)
         table.pad_edge = box is not None
-        for number, column in enumerate(self._templates[name]):
-            is_prose = any(
-                " " in cell.strip() and len(cell) > _LONG_WORDS for cell in columns.get(column, ())
+        for number, (column, cells) in enumerate(columns.items()):
+            is_prose = any(" " in cell.strip() and len(cell) > _LONG_WORDS for cell in cells)
+            may_break = is_prose or (number == 0 and sum(widths) > room)
+            table.add_column(
+                column.replace(" ", "\n") if is_wide and not is_prose else column,
+                justify="right" if number else "left",
+                no_wrap=not may_break,
+                overflow="fold",
             )
-            table.add_column(column, justify="right" if number else "left", no_wrap=not is_prose)
         for line in lines:
             table.add_row(*line)
         table.add_section()

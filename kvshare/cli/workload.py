@@ -33,7 +33,7 @@ def workload(
 
     template: forms with other values in their slots. header: date, user and tools on top of a long system
     prompt. window: chats whose oldest turns are dropped. resubmit: earlier turns edited. rag: documents in
-    another order and company. agent: tool transcripts with changed results. revise: a text changed in one
+    another order, beside others. agent: tool transcripts with changed results. revise: a text changed in one
     place and asked about again, forty times.
     """
     from kvshare.replay.workloads import generate, write_rows

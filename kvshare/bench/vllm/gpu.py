@@ -1,5 +1,5 @@
 """
-`kvshare bench gpu --model MODEL`: what only the hardware at hand can show, in one report.
+`kvshare bench gpu --model MODEL`: what only this machine's hardware can show, in one report.
 
 For each attention backend, over servers that are started with it:
     self_test    what the connector found on the running model; if it fails, nothing is shared

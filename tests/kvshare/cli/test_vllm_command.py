@@ -278,4 +278,4 @@ def test_models_with_some_windows_keep_their_kv_in_one_group(
     added = words[: len(words) - len(given)]
     assert ("--disable-hybrid-kv-cache-manager" in added) == helps
     said = installed.run(str(tmp_path / "model"), *given).stderr
-    assert ("where vLLM keeps all of it" in said) == helps
+    assert ("if vLLM retains that of windowed layers" in said) == helps

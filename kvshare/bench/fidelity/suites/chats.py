@@ -134,7 +134,7 @@ def _reasoning(question: str, answer: str, length: str, draw: random.Random) -> 
 
 def chain(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
-    A prompt of which one place is written anew in every turn; the question is about a fact that never
+    A prompt of which one place is rewritten in every turn; the question is about a fact that never
     changes.
 
     Places: `front`, two to four lines at the top, with a date, a clock and the like; `governing`, the
